@@ -123,7 +123,7 @@ class Reference:
         self.turns = [Turn(i, _in_turn(self._leaves, i)) for i in range(count)]
         # Of each step since the last boundary, unless it was skipped: per leaf the root mean square
         # of the gradient's deferred channels and of its selected ones.
-        self._weights: list[list[tuple[float, float]]] = []
+        self.weights: list[list[tuple[float, float]]] = []
         self._last_lr = np.float32(0)
 
     def step(self, gradients: Sequence[Any]) -> list[np.ndarray]:
@@ -156,9 +156,9 @@ class Reference:
 
         # What this step weighs is not known yet when it is decided what follows it.
         if self._exchange(self.step_count):
-            self._weights = []
+            self.weights = []
         elif weights:
-            self._weights.append(weights)
+            self.weights.append(weights)
         return self.params
 
     def flush(self) -> list[np.ndarray]:
@@ -269,12 +269,12 @@ class Reference:
             return (since + turn.number) % rule == 0
         if t - turn.last_boundary == rule.max_interval:
             return True
-        if not self._weights:
+        if not self.weights:
             return False
         # A leaf is ripe when what piled up weighs as much as one important step.
         ripe = [
             bool(sum(d for d, _ in steps) >= np.mean([selected for _, selected in steps]))
-            for steps in zip(*self._weights, strict=True)
+            for steps in zip(*self.weights, strict=True)
         ]
         return ripe.count(True) >= math.ceil(round(rule.share * len(ripe), 6))
 

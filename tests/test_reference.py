@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from tests.reference import Reference, Settings
+from zenflow_jax import AutoWindow
 
 # Float32, the same operations, parameters up to 4 (one unit in the last place is 2.4e-7, which is
 # the worst seen) and updates near 1e-2, of which `b2**n`, rounded otherwise, may weigh 3e-5.
@@ -168,6 +169,13 @@ BY_STEP = {
         1.0,
         {"topk_ratio": 0.5, "update_interval": 2, "weight_decay": 0.5},
         [((0, np.nan), (0, 0))] * 4,
+    ),
+    # Of 1 and 3 it takes three steps, which are known a step later; the update arrives at the next
+    # boundary.
+    "an adaptive window closes when what piled up weighs as much as one step": (
+        1.0,
+        {"topk_ratio": 0.5, "update_interval": AutoWindow(6, 1.0)},
+        [((3, 1), (-0.75 * t, 0)) for t in range(1, 8)] + [((3, 1), (-6, -0.5))],
     ),
     # Mean 3, rate 2; then what is left of the window, with mean 7 and rate 8, stale like any other.
     "a flush closes the open window early and leaves the schedule alone": (

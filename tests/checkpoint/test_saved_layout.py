@@ -69,11 +69,6 @@ def test_the_files_of_an_engine_of_0_2_are_refused_by_both_names(checkpoint, of_
         resumed(training, (params, state, engine_state))
 
 
-def of_layout(state, name):
-    (version,) = state.layout.values()
-    return state._replace(layout={name: version})
-
-
 def template(offload, leaves=ONE):
     return runs.transformation(leaves, SETTINGS, offload=offload).init(runs.initial(leaves))
 
@@ -86,15 +81,9 @@ def test_orbax_refuses_an_optimizer_state_of_0_2_with_both_names(of_0_2):
 
 
 @pytest.mark.parametrize("offload", [True, False], ids=["engine", "in_graph"])
-def test_savers_refuse_an_optimizer_state_of_another_layout_with_both_names(tmp_path, offload):
+def test_flax_refuses_an_optimizer_state_of_another_layout(offload):
     state = template(offload)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(0, args=ocp.args.PyTreeSave({"opt_state": of_layout(state, NEWER)}))
-        manager.wait_until_finished()
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"opt_state": state})
-        with pytest.raises(ValueError, match=NOW) as by_orbax:
-            manager.restore(0, args=ocp.args.PyTreeRestore(abstract))
-    assert NEWER in str(by_orbax.value)
-    bytes_ = serialization.to_bytes(of_layout(state, NEWER))
+    (version,) = state.layout.values()
+    written = serialization.to_bytes(state._replace(layout={NEWER: version}))
     with pytest.raises(ValueError, match=NOW):  # flax names what it lacks
-        serialization.from_bytes(state, bytes_)
+        serialization.from_bytes(state, written)

@@ -154,7 +154,7 @@ def test_flaxs_train_state_and_an_engine_of_ones_own(by_hand):
         state = step.flush(state)
     assert_same(state.params, by_hand[-1])
     assert int(state.step) == STEPS
-    with pytest.raises(RuntimeError, match="after `close`"):
+    with pytest.raises(RuntimeError, match="an attached step that is open"):
         step(state, 0)
 
 

@@ -19,6 +19,7 @@ from tests.compilations import compilations
 from tests.device.small_runs import describe
 from tests.exchange.test_worker import BUSY, CALM
 from tests.runs import FEW, Plan, Settings, Training
+from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
 
 
@@ -186,6 +187,18 @@ def test_steps_and_exchanges_move_nothing_between_memories_unasked():
                     training.params, training.state, g
                 )
                 training.exchange()
+
+
+# Added up on the device: two windows' step scalars and sums, and what the step brings.
+@pytest.mark.parametrize(("sending", "most"), [*IN_FLIGHT.items(), ("per_window", 2 * 4 + 3)])
+def test_no_more_mail_is_unread_than_there_is_memory_for(sending, most):
+    with Training(FEW, CALM, send_gradients=sending) as training:
+        unread = []
+        for _ in range(12):
+            training.go(1)
+            unread.append(len(training.unread))
+        training.flush()
+    assert max(unread) == most
 
 
 def test_what_was_handed_over_does_not_stay_on_the_device():

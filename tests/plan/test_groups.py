@@ -74,6 +74,8 @@ def test_sizes_are_bytes_and_leaves_that_never_travel_take_no_turn():
 @pytest.mark.parametrize(
     ("interval", "expected"),
     [
+        # 336, 160 and 384 bytes. In halves 144 + 192 and 128 + 256: the groups have 256, 320, 304.
+        (3, {"layers": ([0, 3], [2, 1]), "rows": ([0], [2]), "wide": ([0, 1], [1, 0])}),
         # In halves they would have 256, 192, 160 and 272: too uneven. In four and three, from one
         # layer of 48 bytes and one of 128: 208, and three times 224.
         (
