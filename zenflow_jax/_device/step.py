@@ -130,22 +130,35 @@ _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (15, 3), np.dtype(np.
 def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> jax.Array:
     """The signs of `g`, as digits: pieces along an axis, superposed."""
     count, base = _SIGNS[np.dtype(dtype)]
-    size = -(-g.shape[axis] // count)
     # Not `g > 0`: XLA takes these zeros from where the gradient's own began, say in front of a
     # scatter, and keeps an array of them, as large as the leaf, until here.
     sign = jnp.sign(g).astype(jnp.int8)
     digits = jnp.where(sign < 0, 2, sign).astype(dtype)
-    beyond = [(0, count * size - n if i == axis else 0) for i, n in enumerate(g.shape)]
-    pieces = jnp.split(jnp.pad(digits, beyond), count, axis)
-    return sum((piece * base**i for i, piece in enumerate(pieces)), start=jnp.zeros((), dtype))
+    packed, begin = [], 0
+    for pieces, width in _pieces(g.shape[axis], count):
+        end = begin + pieces * width
+        digit = jnp.split(jax.lax.slice_in_dim(digits, begin, end, axis=axis), pieces, axis)
+        packed.append(sum((x * base**i for i, x in enumerate(digit)), jnp.zeros((), dtype)))
+        begin = end
+    return jnp.concatenate(packed, axis)
 
 
 def _unpack_signs(packed: jax.Array, axis: int, size: int) -> jax.Array:
     """The inverse of `_pack_signs`, int8, for an axis of `size`; of whole numbers."""
     count, base = _SIGNS[np.dtype(packed.dtype)]
-    digits = jnp.concatenate([packed // base**i % base for i in range(count)], axis)
-    digits = jax.lax.slice_in_dim(digits, 0, size, axis=axis).astype(jnp.int8)
-    return digits - 3 * (digits >> 1)
+    digits, begin = [], 0
+    for pieces, width in _pieces(size, count):
+        part = jax.lax.slice_in_dim(packed, begin, begin + width, axis=axis)
+        digits += [part // base**i % base for i in range(pieces)]
+        begin += width
+    whole = jnp.concatenate(digits, axis).astype(jnp.int8)
+    return whole - 3 * (whole >> 1)
+
+
+def _pieces(size: int, count: int) -> list[tuple[int, int]]:
+    """How an axis is cut: so many pieces of a width, twice, as padding costs a CPU much more."""
+    cuts = [(count, size // count), (size % count, 1)]
+    return [(pieces, width) for pieces, width in cuts if pieces * width]
 
 
 def _signs_of_block(shard: Shard, signs: jax.Array) -> jax.Array:
