@@ -5,11 +5,9 @@ moments and step counts, wherever they live. What must equal `optax.adamw` is `t
 """
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests import comparisons
-from tests.runs import FIRST, SCANNED, SECOND, THIRD, Leaf, Plan, Settings, Training
+from tests.runs import FIRST, SCANNED, SECOND, THIRD, Plan, Settings, Training
 from tests.test_equality import KERNELS, SEEDS, WARM, modes
 from zenflow_jax import AutoSelect, EpochSelect
 
@@ -141,36 +139,3 @@ def test_compact_moments_are_those_of_the_reference_that_rounds_them_with_either
             histories.append(training.history(plan))
         comparisons.assert_agree_where_rounded(histories[-1], expected)
     comparisons.assert_same_bits(*histories)
-
-
-@st.composite
-def small_runs(draw):
-    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=2, max_size=4)))
-    axis = draw(st.integers(-len(shape), -1))
-    leaf = Leaf("w", shape, axis, draw(st.sampled_from(["float32", "bfloat16"])))
-    interval = draw(st.integers(1, 3))
-    options = Settings(
-        weight_decay=0.1,
-        topk_ratio=draw(st.sampled_from([0.0, 0.2, 0.5, 0.9])),
-        update_interval=interval,
-        select_interval=interval * draw(st.integers(1, 3)),
-        full_warm_up_rounds=draw(st.integers(0, 3)),
-        rolling=draw(st.booleans()),
-        staleness=draw(st.none() | st.integers(0, interval)),
-        window_scaling=draw(st.none() | st.sampled_from([0.0, 0.5, 1.0])),
-        provisional_share=draw(st.sampled_from([None, 0.5, 1.0])),
-    )
-    steps = st.lists(st.integers(1, 10), max_size=3).map(tuple)
-    return (leaf,), options, Plan(10, bad=draw(steps)), draw(st.integers(0, 9))
-
-
-@pytest.mark.slow
-@given(small_runs())
-@settings(max_examples=4)
-def test_any_shape_axis_and_interval_equals_the_reference(run):
-    leaves, options, plan, seed = run
-    expected, _ = comparisons.reference(leaves, options, plan, seed)
-    with Training(leaves, options, seed=seed, offload=False) as training:
-        comparisons.assert_agree(training.history(plan), expected)
-    with Training(leaves, options, seed=seed, host_kernel="numpy") as training:
-        comparisons.assert_agree(training.history(plan), expected)

@@ -1,5 +1,7 @@
 """Where the state of sharded parameters lies, and what is refused that lies elsewhere."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -90,15 +92,13 @@ def test_parameters_and_states_that_are_in_other_places_are_refused():
 )
 def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, again, name):
     mesh = meshes.make_mesh("fsdp", kind)
-    params = {"w": np.ones((16, 16), np.float32)}
-    params = runs.place(params, {"w": NamedSharding(mesh, P(None, "fsdp"))})
-    tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.5, update_interval=1)
-    place = NamedSharding(mesh, again)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = tx.update(params, state, params)
-        return runs.apply(params, updates), state
+    shardings, place = {"w": NamedSharding(mesh, P(None, "fsdp"))}, NamedSharding(mesh, again)
+    run = partial(
+        runs.Training,
+        (runs.Leaf("w", (16, 16), -2, "float32"),),
+        runs.Settings(topk_ratio=0.5, update_interval=1),
+        shardings=shardings,
+    )
 
     def placed_anew(state):
         if name == "mail":
@@ -106,30 +106,25 @@ def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, ag
         (leaf,) = state.leaves
         return state._replace(leaves=(leaf._replace(mu=jax.device_put(leaf.mu, place)),))
 
-    def run(at_first, after_a_step):
-        weights, state = params, tx.init(params)
-        old = [x.sharding for x in jax.tree.leaves(state)]
-        with zenflow_jax.HostEngine(weights, at_first(state), host_kernel="numpy") as engine:
-            for change in (after_a_step, lambda state: state):
-                weights, state = step(weights, state)
-                weights, state = engine.exchange(weights, change(state))
-                for x, sharding in zip(jax.tree.leaves(state), old, strict=True):
-                    assert x.sharding.is_equivalent_to(sharding, x.ndim)
-            weights, state = step(weights, state)
-            if after_a_step is placed_anew:
-                words = r"state of \['w'\] where `tx.init` put it.*again after"
-                with pytest.raises(ValueError, match=words):
-                    engine.exchange(weights, placed_anew(state))
-            weights, state = engine.exchange(weights, state)  # as if nothing had happened
-            return engine.flush(weights, state), engine.stats.put_back
-
-    as_it_was, none = run(lambda state: state, lambda state: state)
-    assert none == 0
-    for both in ((placed_anew, lambda state: state), (placed_anew, placed_anew)):
-        put_back, moved = run(*both)
-        comparisons.assert_same_bits(put_back[0], as_it_was[0])
-        comparisons.assert_same_bits(put_back[1].leaves[0].mu, as_it_was[1].leaves[0].mu)
-        assert moved
+    with run() as ours, run() as expected:
+        old = [x.sharding for x in jax.tree.leaves(ours.state)]
+        ours.step()
+        ours.state = placed_anew(ours.state)
+        ours.exchange()
+        for x, sharding in zip(jax.tree.leaves(ours.state), old, strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        ours.step()
+        right, ours.state = ours.state, placed_anew(ours.state)
+        with pytest.raises(ValueError, match=r"of \['w'\] where `tx.init` put it.*again after"):
+            ours.exchange()
+        ours.state = right
+        ours.exchange()  # as if nothing had happened
+        expected.go(2)
+        for each in ours, expected:
+            each.flush()
+        comparisons.assert_same_bits(ours.moments(), expected.moments())
+        comparisons.assert_same_bits(ours.values(), expected.values())
+        assert ours.engine.stats.put_back > expected.engine.stats.put_back == 0
 
 
 @pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)

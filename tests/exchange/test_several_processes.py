@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import gc
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,7 @@ def train(me: int, count: int, *names: str) -> None:
     cases = {
         "replicated": ({"data": count * local}, "replicated", STALE),
         "divided": ({"fsdp": count, "tensor": local}, "both", LATE),
+        "adaptive": ({"fsdp": count * local}, "channels", ADAPTIVE),
         "summed": ({"fsdp": count, "tensor": local}, "both", SUMMED),
     }
     for axes, placement, settings in map(cases.__getitem__, names):
@@ -90,37 +90,6 @@ def share(me: int, count: int) -> None:
     assert ours[0] * count == alone[0]
     # All but the channels' numbers and step counts, which every process has.
     assert np.all(ours[1:] < 1.1 * alone[1:] / count)
-
-
-def adapt(me: int, count: int) -> None:
-    """The last of them is slow, on either thread, at steps that vary."""
-    rng = np.random.default_rng(me)
-    late = me == count - 1
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if late:
-            hooked(monkeypatch).mail = lambda: time.sleep(0.1 * rng.random())
-        adapt_beside(late, rng)
-
-
-def adapt_beside(late: bool, rng: np.random.Generator) -> None:
-    plan = Plan(24, bad=(9,))
-    shardings = on_all({"fsdp": jax.device_count()}, "channels")
-    shards = meshes.pieces(LEAVES, shardings)
-    expected, slow = comparisons.reference(LEAVES, ADAPTIVE, plan, shards=shards)
-    with Training(LEAVES, ADAPTIVE, shardings=shardings) as training:
-        ends, windows = [], 0
-        for t, _ in enumerate(expected.params, start=1):
-            training.step(bad=t in plan.bad)
-            if late and rng.random() < 0.3:
-                time.sleep(0.2)
-            training.exchange()
-            if training.engine.stats.windows > windows:
-                windows = training.engine.stats.windows
-                ends.append(t)
-            np.testing.assert_equal(training.selected(), expected.selected[t - 1])
-        assert [ends] == [turn.boundaries for turn in slow.turns]
-        assert len(training.engine.stats.window_lengths) > 2
-        comparisons.assert_close([training.values()], expected.params[-1:])
 
 
 def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
@@ -202,10 +171,9 @@ def test_two_processes_equal_the_reference_and_go_on_from_checkpoints_of_other_n
     run(
         2,
         2,
-        ("train", "divided", "summed"),
+        ("train", "divided", "summed", "adaptive"),
         ("every",),
         ("share",),
-        ("adapt",),
         ("pass_on", first, 9, second),
     )
     run(1, 1, ("pass_on", second, 13, ""))

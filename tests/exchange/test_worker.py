@@ -16,8 +16,6 @@ import pytest
 from tests import comparisons, processes, runs
 from tests.exchange.hooks import hooked, views_of_mail
 from tests.runs import FEW, Plan, Settings, Training
-from zenflow_jax._device import memory
-from zenflow_jax._exchange import messages
 from zenflow_jax._exchange.worker import Worker
 
 TIMEOUT_S = 60  # after it a test that would hang fails instead
@@ -91,31 +89,6 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(hooks, monk
                 comparisons.assert_same_bits(values, expected.params[t - 1])
         waiting.set()
         comparisons.assert_same_bits(training.moments(), expected.moments)
-
-
-def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(monkeypatch):
-    # One leaf's window closes with the seventh step, another's with the eighth; the first update
-    # arrives after the tenth.
-    settings = dataclasses.replace(CALM, send_gradients="per_window", staleness=3)
-    expected, copied = undisturbed(settings), threading.Event()
-
-    def copy_to_host(pieces):
-        if threading.current_thread().name.startswith("zenflow-sums"):
-            assert copied.wait(TIMEOUT_S)
-        return memory.copy_to_host(pieces)
-
-    monkeypatch.setattr(messages, "copy_to_host", copy_to_host)
-    with Training(FEW, settings) as training:
-        copied.set()
-        training.go(6)
-        training.settle()
-        copied.clear()
-        training.go(3)
-        assert training.on_their_way
-        assert not any(update.done() for update in training.on_their_way)
-        copied.set()
-        training.go(12 - training.t)
-        comparisons.assert_same_bits(training.values(), expected[-1])
 
 
 def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundary(passes):
