@@ -84,16 +84,16 @@ def traced_once(training, *, donate=True):
     assert step._cache_size() <= 2
 
 
-def assert_agrees(training, host_state="float32"):
+def assert_agrees(training, plan=PLAN, host_state="float32"):
     """A run agrees with the reference, which it gives, and leaves everything where it was."""
     before, leaves = placements(training), training.leaves
     shards = meshes.pieces(leaves, training.shardings)
     expected, slow = comparisons.reference(
-        leaves, training.settings, PLAN, shards=shards, host_state=host_state
+        leaves, training.settings, plan, shards=shards, host_state=host_state
     )
     compact = host_state == "compact"
     compare = comparisons.assert_agree_where_rounded if compact else comparisons.assert_agree
-    compare(training.history(PLAN), expected)
+    compare(training.history(plan), expected)
     assert placements(training) == before
     return slow
 
@@ -121,7 +121,7 @@ def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, more):
 def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
     # No device has a copy, and none a part of a channel: so groups are those of the reference.
     with started(("fsdp", "channels", AUTO), STALE, host_state="compact") as training:
-        assert_agrees(training, "compact")
+        assert_agrees(training, host_state="compact")
 
 
 @pytest.mark.parametrize(

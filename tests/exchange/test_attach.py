@@ -32,6 +32,9 @@ def make(**options):
     return zenflow_jax.zenflow(1e-2, **options)
 
 
+TX = make()
+
+
 def start(tx):
     params = jax.device_put(PARAMS, jax.devices()[0])
     return params, tx.init(params)
@@ -113,6 +116,12 @@ STATES = {
         operator.attrgetter("params", "opt_state"),
         (lambda state, other: (state, other), operator.itemgetter(0)),
     ),
+    "flax's, alone": (
+        lambda p, s: TrainState(0, None, params=p, tx=TX, opt_state=s),
+        None,
+        operator.attrgetter("params", "opt_state"),
+        (lambda state, other: state, lambda result: result),
+    ),
     "dataclass of other names, second": (
         OtherNames,
         ("model", "opt_state"),
@@ -124,13 +133,13 @@ STATES = {
 
 @pytest.mark.parametrize(("build", "fields", "read", "result"), STATES.values(), ids=STATES)
 def test_a_step_of_a_train_state_exchanges_by_itself(build, fields, read, result, by_hand):
-    (wrap, unwrap), inner = result, pair_step(make())
+    (wrap, unwrap), inner = result, pair_step(TX)
 
     def step(state, *, t):
         params, opt_state, other = inner(*read(state), t)
         return wrap(build(params, opt_state), other)
 
-    state = build(*start(make()))
+    state = build(*start(TX))
     with attach(step, fields=fields, engine_options=KERNEL) as attached:
         for t in range(STEPS):
             out = attached(state, t=t)
@@ -139,23 +148,6 @@ def test_a_step_of_a_train_state_exchanges_by_itself(build, fields, read, result
         flushed = attached.flush(state)
     assert jax.tree.structure(flushed) == jax.tree.structure(state)
     assert_same(read(flushed)[0], by_hand[-1])
-
-
-def test_flaxs_train_state_and_an_engine_of_ones_own(by_hand):
-    tx = make()
-    params, _ = start(tx)
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    engine = HostEngine(state.params, state.opt_state, **KERNEL)
-    step = jax.jit(lambda state, t: state.apply_gradients(grads=gradients(state.params, t)))
-    with attach(step, engine) as step:
-        assert step.engine is engine
-        for t in range(STEPS):
-            state = step(state, t)
-        state = step.flush(state)
-    assert_same(state.params, by_hand[-1])
-    assert int(state.step) == STEPS
-    with pytest.raises(RuntimeError, match="an attached step that is open"):
-        step(state, 0)
 
 
 class Model(nnx.Module):
@@ -276,3 +268,7 @@ def test_calls_that_cannot_be_exchanged_are_refused():
         with pytest.raises(error, match=words):
             call()
     engine.close()
+    closed = attach(plain, engine)
+    closed.close()
+    with pytest.raises(RuntimeError, match="an attached step that is open"):
+        closed(params, state, 0)
