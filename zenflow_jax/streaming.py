@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenflow_jax._device.fetched import in_host_memory, scan_fetched
 from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
 from zenflow_jax._device.memory import mail_rank
 from zenflow_jax._device.state import LeafState, find_state
@@ -103,22 +104,29 @@ def _is_layer(
 def scan_layers(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, layers: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` over layers, whose gradients leave in the backward scan.
+    """`jax.lax.scan` over layers that stream: their gradients, or in host memory their weights.
+
+    Of layers in host memory the device has the one at work and the next, which is on its way.
+    The backward pass fetches them again and computes each anew from what went into it, as
+    `jax.checkpoint` would. Their gradients are in host memory as well. `zenflow` does not train
+    such layers yet.
 
     Args:
         body: Function of (carry, layer) that returns the new carry and an output, as for
             `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
         carry: What goes into the first layer.
-        layers: A tree of arrays stacked along axis 0, as `stream` returns it. Arrays that it has
-            left alone are scanned as `jax.lax.scan` does.
-        options: `reverse`, `unroll`, `length` of `jax.lax.scan`.
+        layers: A tree of arrays stacked along axis 0, as `stream` returns it, or with some of them
+            in host memory (`memory_kind="pinned_host"`). All others are scanned as `jax.lax.scan`
+            does.
+        options: `reverse`, `unroll`, `length` of `jax.lax.scan`; not with layers in host memory.
 
     Returns:
         The carry after the last layer, and the stacked outputs.
 
     Raises:
         ValueError: If something has cast or reshaped the arrays of `stream`; cast in the body. If
-            they are streamed inside `jax.shard_map`.
+            they are streamed inside `jax.shard_map`. If there are options for layers in host
+            memory, or some layers of either kind.
         TypeError: If something other than `scan_layers` reads them.
 
     Examples:
@@ -132,7 +140,16 @@ def scan_layers(
     def streaming_body(carry: Any, layer: Any) -> tuple[Any, Any]:
         return body(carry, jax.tree.map(_weights, layer, is_leaf=is_streamed))
 
-    if any(map(is_streamed, jax.tree.leaves(layers, is_leaf=is_streamed))):
+    leaves = jax.tree.leaves(layers, is_leaf=is_streamed)
+    streams = any(map(is_streamed, leaves))
+    if any(in_host_memory(x) for x in leaves if not is_streamed(x)):
+        if streams or options:
+            raise ValueError(
+                "expected layers in host memory without options and without layers whose gradients "
+                f"stream, got {', '.join(options) or 'such layers of `streaming.stream`'}."
+            )
+        return scan_fetched(body, carry, layers)
+    if streams:
         remedy = "let jit divide the batch, or scan layers that do not stream"
         check_outside_of_shard_map("streaming.scan_layers", remedy)
     layers = jax.tree.map(_still, layers, is_leaf=is_streamed)

@@ -1,6 +1,7 @@
 """Layers that stream on a mesh: the bits of a run whose layers do not."""
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -41,3 +42,19 @@ def test_layers_do_not_stream_inside_shard_map():
 
     with pytest.raises(ValueError, match=r"`streaming.scan_layers` outside of `jax.shard_map`"):
         loss_of(params, *next(batches(1, "float32")))
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_layers_in_host_memory_are_those_of_a_plain_scan_on_a_mesh(name):
+    params = jax.device_put(model("float32"), shardings(name))
+    hosted = {
+        name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+        for name, x in params["layers"].items()
+    }
+    batch = next(batches(1, "float32"))
+    with jax.numpy_dtype_promotion("standard"):
+        grad = jax.jit(jax.value_and_grad(loss))
+        ours, expected = grad(params | {"layers": hosted}, *batch), grad(params, *batch)
+    assert ours[1]["layers"]["up"].sharding.memory_kind == "pinned_host"
+    for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

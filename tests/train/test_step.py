@@ -147,6 +147,22 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
 
 
 @pytest.mark.slow
+def test_the_loss_of_layers_in_host_memory_is_that_of_layers_on_the_device():
+    _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True)
+    batch = {"tokens": np.arange(18).reshape(2, 9) % 50}
+
+    @jax.jit
+    def losses(params):
+        return of_tokens(nnx.merge(graphdef, params), batch).losses
+
+    blocks = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), params["blocks"]
+    )
+    hosted = params | {"blocks": blocks}
+    np.testing.assert_allclose(losses(hosted), losses(params), rtol=F32_RTOL)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "bert"])
 def test_a_step_whose_layers_stream_is_the_one_whose_layers_do_not(name):
     _, graphdef, params = load(FIXTURES / name, scan_layers=True, remat=True)

@@ -73,6 +73,11 @@ def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
             f"expected leaves of float32, bfloat16 or float16, but {name} is {leaf.dtype}. "
             f"{_KEEP_OUT}"
         )
+    if isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host:
+        raise ValueError(
+            f"expected parameters in the device's memory, got {name} in the host's: move it with "
+            "`jax.device_put`, or train it with another optimizer."
+        )
     return tuple(leaf.shape), np.dtype(leaf.dtype)
 
 

@@ -1,0 +1,74 @@
+"""A scan over layers in host memory is `jax.lax.scan`, and their gradients stay there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zenflow_jax
+from zenflow_jax import streaming
+
+LAYERS, WIDTH, INNER = 5, 8, 12
+
+
+def layers(dtype="float32"):
+    rng = np.random.default_rng(0)
+    return {
+        "up": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, INNER)) / 3, dtype),
+        "down": jnp.asarray(rng.normal(size=(LAYERS, INNER, WIDTH)) / 4, dtype),
+        "scale": jnp.ones((LAYERS, WIDTH), dtype),
+        "number": jnp.arange(LAYERS),
+    }
+
+
+def in_host_memory(tree, *names):
+    return {
+        name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) if name in names else x
+        for name, x in tree.items()
+    }
+
+
+def loss(layers, x, bias):
+    """Reads what it closes over, and carries and returns integers beside floats."""
+
+    def layer(carry, w):
+        x, count = carry
+        inner = jnp.tanh((x * w["scale"][None]) @ w["up"] + bias[None])
+        x = x + inner @ w["down"] * (1 + w["number"] % 2).astype(x.dtype)
+        return (x, count + w["number"]), (x.mean(), w["number"])
+
+    (x, count), (means, numbers) = streaming.scan_layers(layer, (x, jnp.int32(1)), layers)
+    return jnp.sum(jnp.square(x.astype(jnp.float32))) + means.sum(), (count, numbers)
+
+
+def of(layers, dtype="float32"):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(6, WIDTH)), dtype)
+    bias = jnp.full(INNER, 0.1, dtype)
+    value = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True, allow_int=True)
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.jit(value)(layers, x, bias)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("names", [("up", "down"), ("up", "down", "scale", "number")], ids=len)
+def test_results_and_gradients_are_those_of_a_plain_scan(dtype, names):
+    expected = of(layers(dtype), dtype)
+    ours = of(in_host_memory(layers(dtype), *names), dtype)
+    for name, x in ours[1][0].items():
+        kind = "pinned_host" if name in names and name != "number" else "device"
+        assert name == "number" or x.sharding.memory_kind == kind
+    for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        if other.dtype != jax.dtypes.float0:
+            tolerance = 1e-6 if other.dtype == np.float32 else 2**-7
+            np.testing.assert_allclose(
+                np.float32(one), np.float32(other), rtol=tolerance, atol=tolerance
+            )
+
+
+def test_what_is_not_supported_is_refused():
+    hosted = in_host_memory(layers(), "up")
+    with pytest.raises(ValueError, match="without options .* got reverse"):
+        streaming.scan_layers(lambda x, w: (x, None), 1.0, hosted, reverse=True)
+    params = {"layers": {"up": hosted["up"]}}
+    with pytest.raises(ValueError, match=r"got \['layers'\]\['up'\] in the host's"):
+        zenflow_jax.zenflow(1e-2).init(params)
