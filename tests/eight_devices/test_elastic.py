@@ -85,26 +85,6 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
             np.testing.assert_array_equal(cast, np.asarray(training.params[name]))
 
 
-def test_compact_moments_go_on_on_other_devices_rounded_once_more(tmp_path):
-    before, after = ("three", "others", EXPLICIT), ("data", "replicated", AUTO)
-    compact = functools.partial(HERE, host_state="compact")
-    with compact(shardings=placed(before)) as training:
-        go(training, PLAN, SAVED_AT)
-        assert training.on_their_way
-        save_by_orbax(training, tmp_path / "checkpoint")
-        saved = jax.tree.map(np.asarray, training.engine.state()["leaves"])
-    with compact(shardings=placed(after)) as training:
-        resume_by_orbax(training, tmp_path / "checkpoint", host_state="compact")
-        again = training.engine.state()
-        for ours, theirs in zip(again["leaves"], saved, strict=True):
-            for name, x in ours.items():
-                # By half a code at most, of what is largest in a group.
-                atol = 0.01 * np.max(abs(theirs[name])) if name in ("mu", "nu") else 0
-                np.testing.assert_allclose(np.asarray(x), theirs[name], rtol=0, atol=atol)
-        go(training, PLAN, PLAN.steps)
-        training.flush()
-
-
 def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
     # As many channels, wherever they are: one device, and eight pieces of 32 or 16 channels.
     settings = Settings(topk_ratio=0.25, update_interval=2, select_interval=2)

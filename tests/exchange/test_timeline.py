@@ -4,14 +4,12 @@ import dataclasses
 import itertools
 import json
 import sys
-import types
 
 import pytest
 
-from tests.runs import FEW, Settings, Training
+from tests.runs import FEW, ONE, Settings, Training
 from zenflow_jax import Span, Timeline, plot_timeline, save_trace
-from zenflow_jax._diagnostics import timeline
-from zenflow_jax._diagnostics.timeline import ROWS, Recorder
+from zenflow_jax._diagnostics.timeline import ROWS
 
 STEPS, INTERVAL = 9, 2
 SETTINGS = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=2 * INTERVAL)
@@ -93,35 +91,21 @@ def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded, rollin
         assert update.end <= uploads[update.number].end
 
 
-def test_a_step_lasts_from_the_one_before_or_from_when_it_was_given(monkeypatch):
-    now = types.SimpleNamespace(s=0.0)
-    fake = types.SimpleNamespace(perf_counter=lambda: now.s)
-    monkeypatch.setattr(timeline, "time", fake)
-    recorder = Recorder()  # at 0
-    now.s = 3.0
-    first = recorder.step_taken()
-    now.s = 4.0
-    recorder.called("exchange", 1, 3.0)
-    now.s = 5.0
-    second = recorder.step_taken()
-    for now.s, step, taken in ((6.0, 1, first), (8.0, 2, second)):
-        recorder.step_ended(step, taken)
-        now.s += 0.5
-        recorder.mail_arrived(step)
-    now.s = 9.0
-    recorder.works_at("update", 1)  # at which it is at work
-    now.s = 10.0
-    assert set(recorder.timeline().spans) == {
-        Span("device", "dispatch", 0.0, 3.0, 1),  # somewhere in there it began
-        Span("device", "step", 3.0, 6.0, 1),
-        Span("caller", "exchange", 3.0, 4.0, 1),
-        Span("device", "step", 6.0, 8.0, 2),  # given at 5, when the first was not over
-        Span("mail", "copy", 6.0, 6.5, 1),
-        Span("mail", "copy", 8.0, 8.5, 2),
-        Span("host", "update", 9.0, 10.0, 1),
-    }
-    seconds = recorder.seconds()
-    assert (seconds["seconds"], seconds["exchange_s"]) == ({"copy": 1.0, "update": 1.0}, 1.0)
+def test_the_stats_have_the_seconds_of_all_spans():
+    with Training(ONE, SETTINGS) as training:
+        training.go(4)
+        training.flush()
+        training.engine.close()
+        timeline, stats = training.engine.timeline, training.engine.stats
+
+    def seconds(*kinds):
+        return pytest.approx(sum(span.end - span.start for span in of(timeline, *kinds)))
+
+    assert stats.exchange_s == seconds("exchange", "flush")
+    assert stats.wait_s == seconds("wait for host")
+    assert stats.work_s == seconds("take in", "update", "hand over", "wait for uploads")
+    for kind in ("take in", "update", "copy", "upload"):
+        assert stats.seconds[kind] == seconds(kind)
 
 
 def test_a_trace_has_all_spans_and_those_that_overlap_in_part_in_threads_of_their_own(tmp_path):
