@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -103,47 +104,52 @@ class Timeline:
         return start, end
 
 
-class _HostTime(NamedTuple):
-    """What the worker does, and how long it did each thing before; never changed."""
+class _Work(NamedTuple):
+    """What the worker does; never changed."""
 
     kind: str | None  # None: it waits for work
     number: int
     start: float
-    spent: dict[str, float]  # seconds by kind
 
 
 class Recorder:
-    """Records spans, about a microsecond each; keeps the last `capacity`.
+    """Records spans, about a microsecond each; keeps the last `capacity`, and the sums of all.
 
     Each method but the two readers belongs to one thread, so that nothing needs a lock: `append`
-    and `copy` of a deque are single C calls, and everything else is replaced as a whole. Any thread
-    may call `timeline` and `seconds`, and so may a signal handler.
+    and `copy` are single C calls, each sum is one thread's, and everything else is replaced as a
+    whole. Any thread may call `timeline` and `seconds`, and so may a signal handler.
     """
 
     def __init__(self, capacity: int = _CAPACITY):
         self._spans: deque[Span] = deque(maxlen=capacity)
-        self._host = _HostTime(None, 0, 0.0, {})
+        self._seconds: dict[tuple[Row, str, int], float] = {}  # of each thread
+        self._work = _Work(None, 0, 0.0)
         self._arrived: dict[int, float] = {}  # when each mail arrived that is not taken in yet
         self._step_end = 0.0  # of the last step
         self._returned = time.perf_counter()
         self._waits: list[tuple[str, float, float]] = []  # in the call that is not over
-        self._mail_s = self._sums_s = self._upload_s = self._exchange_s = self._wait_s = 0.0
+
+    def add(
+        self, row: Row, kind: str, start: float, number: int, end: float | None = None
+    ) -> float:
+        """Any thread's: adds a span that ends now, or at `end`, which is returned."""
+        end = time.perf_counter() if end is None else end
+        self._spans.append(Span(row, kind, start, end, number))
+        key = row, kind, threading.get_ident()
+        self._seconds[key] = self._seconds.get(key, 0.0) + end - start
+        return end
 
     def called(self, kind: str, step: int, start: float) -> None:
         """The caller's: the call that began at `start` returns now."""
-        now = self._returned = time.perf_counter()
-        self._spans.append(Span("caller", kind, start, now, step))
-        if self._waits:
-            self._spans.extend([Span("caller", *wait, step) for wait in self._waits])
-            self._waits.clear()
-        if kind != "state":
-            self._exchange_s += now - start
+        self._returned = self.add("caller", kind, start, step)
+        for wait, begin, end in self._waits:
+            self.add("caller", wait, begin, step, end)
+        self._waits.clear()
 
     def waited(self, start: float, device_done: float, end: float) -> None:
         """The caller's, inside a call: it waited for the device, then for the host."""
         self._waits.append(("wait for device", start, device_done))
         self._waits.append(("wait for host", device_done, end))
-        self._wait_s += end - device_done
 
     def step_taken(self) -> tuple[float, float]:
         """The caller's: the engine gets a step, which was dispatched between the two times."""
@@ -154,73 +160,58 @@ class Recorder:
         now, (returned, at) = time.perf_counter(), taken
         begin = max(self._step_end, returned)
         if at > begin:
-            self._spans.append(Span("device", "dispatch", begin, at, step))
-        self._spans.append(Span("device", "step", max(begin, at), now, step))
-        self._step_end = now
+            self.add("device", "dispatch", begin, step, at)
+        self._step_end = self.add("device", "step", max(begin, at), step, now)
 
     def mail_arrived(self, step: int) -> None:
         """The mail thread's: the gradients have arrived too."""
-        now = time.perf_counter()
-        self._spans.append(Span("mail", "copy", self._step_end, now, step))
-        self._mail_s += now - self._step_end
-        self._arrived[step] = now
-
-    def sums_arrived(self, step: int, start: float) -> None:
-        """The sums thread's: the sums of the window have arrived that `step` ended at `start`."""
-        now = time.perf_counter()
-        self._spans.append(Span("mail", "copy", start, now, step))
-        self._sums_s += now - start
+        self._arrived[step] = self.add("mail", "copy", self._step_end, step)
 
     def works_at(self, kind: str | None, number: int = 0) -> None:
         """The worker's: what it does from now on; None while it waits for work."""
-        last = self._host
+        last = self._work
         if (last.kind, last.number) == (kind, number):
             return
-        now, spent = time.perf_counter(), last.spent
+        now = time.perf_counter()
         if last.kind is not None:
-            self._spans.append(Span("host", last.kind, last.start, now, last.number))
-            spent = spent | {last.kind: spent.get(last.kind, 0.0) + now - last.start}
-        self._host = _HostTime(kind, number, now, spent)
+            self.add("host", last.kind, last.start, last.number, now)
+        self._work = _Work(kind, number, now)
         arrived = self._arrived.pop(number, None) if kind == "take in" else None
         if arrived is not None:
-            self._spans.append(Span("mail", "unread", arrived, now, number))
+            self.add("mail", "unread", arrived, number, now)
 
     @contextlib.contextmanager
     def meanwhile(self, kind: str) -> Iterator[None]:
         """The worker's: what it does in the block, in the middle of something else."""
-        before = self._host
+        before = self._work
         self.works_at(kind, before.number)
         try:
             yield
         finally:
             self.works_at(before.kind, before.number)
 
-    def uploaded(self, window: int, start: float) -> None:
-        """The worker's: an update's uploads have all arrived; the first one began at `start`."""
-        now = time.perf_counter()
-        self._spans.append(Span("upload", "upload", start, now, window))
-        self._upload_s += now - start
-
     def timeline(self) -> Timeline:
         """All that is recorded, and what the worker does now."""
-        host, spans = self._host, list(self._spans.copy())
+        work, spans = self._work, list(self._spans.copy())
         # Unless it was recorded between the two reads.
-        if host.kind is not None and all(
-            (span.row, span.start) != ("host", host.start) for span in spans
+        if work.kind is not None and all(
+            (span.row, span.start) != ("host", work.start) for span in spans
         ):
-            end = time.perf_counter()
-            spans.append(Span("host", host.kind, host.start, end, host.number))
+            spans.append(Span("host", work.kind, work.start, time.perf_counter(), work.number))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)))
 
     def seconds(self) -> dict[str, Any]:
         """The fields of `EngineStats` that the recorder knows."""
-        kind, _, start, spent = self._host
-        if kind is not None:
-            spent = spent | {kind: spent.get(kind, 0.0) + time.perf_counter() - start}
-        others = {"copy": self._mail_s + self._sums_s, "upload": self._upload_s}
+        work, rows = self._work, {row: {} for row in ROWS}
+        for (row, kind, _), s in self._seconds.copy().items():
+            rows[row][kind] = rows[row].get(kind, 0.0) + s
+        host, caller = rows["host"], rows["caller"]
+        if work.kind is not None:
+            host[work.kind] = host.get(work.kind, 0.0) + time.perf_counter() - work.start
+        rows["mail"].pop("unread", None)  # it is nobody's work
         return {
-            "exchange_s": self._exchange_s,
-            "wait_s": self._wait_s,
-            "work_s": sum(spent.values(), 0.0) - spent.get("wait for save", 0.0),
-            "seconds": {**spent, **{kind: s for kind, s in others.items() if s}},
+            "exchange_s": caller.get("exchange", 0.0) + caller.get("flush", 0.0),
+            "wait_s": caller.get("wait for host", 0.0),
+            "work_s": sum(host.values(), 0.0) - host.get("wait for save", 0.0),
+            "seconds": host | rows["mail"] | rows["upload"],
         }

@@ -68,7 +68,7 @@ def update(
         # The next update writes to the arrays that they come from.
         with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
             jax.block_until_ready(uploads)
-        recorder.uploaded(window.number, first)
+        recorder.add("upload", "upload", first, window.number)
     return uploads
 
 
