@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.train.scripts import output, start
-from train.memory import OF_BATCHES, OF_STATE, check_memory, lack_behind, lack_of_memory
+from train.memory import OF_BATCHES, OF_STATE, check_memory, host_bytes, lack_behind, lack_of_memory
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest, how_to_go_on
 
@@ -108,6 +108,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
         with pytest.raises(SettingsError, match=f"2,000,000,000,000 parameters, .*{expected}"):
             check_memory(2 * 10**12, 0, None, **of_run)
         check_memory(100, 0, None, **of_run)
+    # With room on the device, a CPU's, but not beside it.
+    with pytest.raises(SettingsError, match="whose state on the host fit in"):
+        check_memory(host_bytes() // 8, 0, None, **options(optimizer="zenflow"))
 
 
 @pytest.mark.parametrize(
