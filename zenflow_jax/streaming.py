@@ -3,7 +3,7 @@
 `jax.lax.scan` stacks the gradients of all layers, so that they lie on the device together when it
 ends. With `scan_layers` each layer's gradient is read and sent to the host in the scan's body, and
 `jax.grad` returns what the step needs of it in its place. Windows, selections and arithmetic are
-those of a step without it.
+those of a step without it. Layers whose weights lie in host memory are fetched one after the other.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 
 from zenflow_jax._device.fetched import in_host_memory, scan_fetched
 from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
-from zenflow_jax._device.memory import mail_rank
+from zenflow_jax._device.memory import HOST, beside, mail_rank
 from zenflow_jax._device.state import LeafState, find_state
 from zenflow_jax._device.streamed import check_layers_whole, is_streamed, layer_weights, streamed
 from zenflow_jax._transform import zenflow
@@ -159,8 +159,9 @@ def scan_layers(
 def check_device() -> None:
     """Compares, on the default device, what a small scan streams with what a plain one makes.
 
-    It takes some seconds, most of them to compile. XLA has had errors in what it makes of arrays in
-    host memory inside loops (openxla/xla#46231), and no GPU has run this yet.
+    First gradients that stream, then those of layers in host memory. It takes some seconds, most of
+    them to compile. XLA has had errors in what it makes of arrays in host memory inside loops
+    (openxla/xla#46231), and no GPU has run this yet.
 
     Raises:
         RuntimeError: If they differ by more than rounding.
@@ -193,8 +194,12 @@ def check_device() -> None:
         return updates, find_state(new).mail
 
     x = jax.random.normal(keys[2], (16, 64))
-    ours, expected = (jax.device_get(step(params, opt_state, x, flag)) for flag in (True, False))
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+    hosted = jax.device_put(params, beside(x, HOST))
+    gradients = jax.jit(jax.grad(loss))
+    ours = step(params, opt_state, x, True), gradients(hosted, x)
+    expected = step(params, opt_state, x, False), gradients(params, x)
+    pairs = (map(jax.device_get, jax.tree.leaves(results)) for results in (ours, expected))
+    for one, other in zip(*pairs, strict=True):
         wrong = np.mean(np.abs(one - other)) / np.mean(np.abs(other))
         if not wrong < 1e-2:
             raise RuntimeError(
