@@ -142,8 +142,7 @@ def test_a_file_means_what_its_content_means_which_is_left_as_it_was(tmp_path):
 def test_without_zero_it_is_adamw_on_the_device(clipping):
     config = changed({"gradient_clipping": clipping, "zero_optimization": REMOVE})
     options = from_deepspeed(config, mask={"w": True})
-    assert options.kind == "adamw"
-    assert options.max_grad_norm == (clipping or None)
+    assert (options.kind, options.max_grad_norm) == ("adamw", clipping or None)
     adamw = optax.adamw(2e-5, 0.9, 0.95, 1e-6, weight_decay=0.01)
     expected = optax.chain(optax.clip_by_global_norm(0.5), adamw) if clipping else adamw
     params, gradients = {"w": jnp.full((3, 2), 2.0)}, {"w": jnp.arange(6.0).reshape(3, 2)}
@@ -161,21 +160,15 @@ NVME = {RULES: REMOVE, f"{OFFLOAD}.device": "nvme"}
 ACCUMULATED = {"train_batch_size": 32, "gradient_accumulation_steps": 4}
 NOT_FOLLOWED = {
     "steps_per_print": 10,
-    "wall_clock_breakdown": False,
-    "flops_profiler": {"enabled": True},
     "gradient_cliping": 1.0,
-    "gradient_allreduce_op": "mean",
     "amp": {"enabled": True},
     "zero_optimization.overlap_comm": True,
-    "zero_optimization.cpu_offload": True,
     "zero_optimization.stage": 3,
     "zero_optimization.offload_param": {"device": "cpu"},
     f"{OFFLOAD}.pin_memory": False,
-    f"{OFFLOAD}.ratio": 0.5,
     f"{RULES}.offload": True,
     "bf16.check_grad_overflow": True,
     "optimizer.params.torch_adam": True,
-    "optimizer.legacy_fusion": True,
 }
 
 
@@ -183,7 +176,6 @@ NOT_FOLLOWED = {
     ("changes", "expected", "listed"),
     [
         ({"bf16": REMOVE}, {"compute_dtype": None}, []),
-        ({"bf16.enabled": "auto"}, {"compute_dtype": None}, []),
         ({"bf16.enabled": False}, {"compute_dtype": FLOAT32}, []),
         ({"bf16": {}}, {"compute_dtype": FLOAT32}, []),
         ({"bf16": REMOVE, "fp16": {"enabled": True}}, {"compute_dtype": None}, ["fp16"]),
@@ -192,7 +184,6 @@ NOT_FOLLOWED = {
         ({RULES: REMOVE}, {**OFFLOADED, "max_grad_norm": 0.5}, []),
         (NVME, OFFLOADED, [f"{OFFLOAD}.device"]),
         ({"zero_optimization": {"stage": 2}}, {"kind": "adamw"}, ["zero_optimization.stage"]),
-        ({"optimizer": {"type": "Adam"}}, {"learning_rate": 1e-3}, []),
         ({f"{ADAM}.lr": REMOVE}, {"learning_rate": 1e-3}, []),
         ({"optimizer.type": "Adam"}, {"weight_decay": 0.01}, []),
         ({"gradient_clipping": REMOVE}, {"max_grad_norm": 1.0}, []),
@@ -209,11 +200,11 @@ def test_keys_become_what_they_mean_or_are_listed(changes, expected, listed):
     assert options.max_grad_norm == of_all["max_grad_norm"]
 
 
-@pytest.mark.parametrize(("path", "value"), NOT_FOLLOWED.items(), ids=str)
-def test_keys_that_are_not_followed_are_listed(path, value):
-    options, names = untranslated(changed({path: value}))
-    assert names == [path]
-    assert options.arguments == from_deepspeed(TRAINING).arguments
+def test_keys_that_are_not_followed_are_listed():
+    for path, value in NOT_FOLLOWED.items():
+        options, names = untranslated(changed({path: value}))
+        assert names == [path]
+        assert options.arguments == from_deepspeed(TRAINING).arguments
 
 
 @pytest.mark.parametrize(
@@ -241,12 +232,10 @@ NEVER = EpochSelect(2**31 - 1)
     ("strategy", "interval", "extra", "steps_per_epoch", "expected"),
     [
         ("auto", "auto", {}, None, AutoSelect()),
-        ("auto", "auto", {}, 100, EpochSelect(100)),
         ("auto", "auto", {"steps_per_epoch": 50}, None, EpochSelect(50)),
         ("auto", "auto", {"steps_per_epoch": 50}, 100, EpochSelect(100)),
         ("epoch", 3, {}, 101, EpochSelect(101, 3)),
         ("epoch", 0, {}, 100, NEVER),
-        ("step", 0, {}, None, NEVER),
         ("step", 8, {}, 100, 8),
         ("step", 4, {}, None, 4),  # as long as a window
         ("step", 10, {}, None, EpochSelect(10)),  # no multiple of the window
@@ -278,14 +267,10 @@ def test_selections_are_at_deepspeeds_steps_or_at_the_end_of_their_window(interv
     assert ours == [step for step in ends if step < 64]
 
 
-@pytest.mark.parametrize(
-    ("share", "cores", "threads"),
-    [(0.5, 8, 4), (0.3, 8, 5), (0.0, 8, 8), (1.0, 8, 8), (0.5, 1, 1), ("auto", 8, None)],
-    ids=str,
-)
-def test_reserved_cores_leave_the_others_to_the_engine(monkeypatch, share, cores, threads):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert from_deepspeed(zenflow_section(pt_reserved_cores_perc=share)).threads == threads
+def test_reserved_cores_leave_the_others_to_the_engine(monkeypatch):
+    for share, cores, threads in ((0.3, 8, 5), (0.0, 8, 8), (1.0, 8, 8), ("auto", 8, None)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=cores: set(range(n)))
+        assert from_deepspeed(zenflow_section(pt_reserved_cores_perc=share)).threads == threads
 
 
 def autos(*keys):
@@ -317,9 +302,7 @@ def test_arguments_fill_in_what_is_auto_or_absent():
     assert options.learning_rate == 3e-4
     assert options.arguments.items() >= ARGUMENTS.items()
     assert from_deepspeed(TUTORIAL, max_grad_norm=None).max_grad_norm is None
-
-
-def test_values_of_the_config_win_over_arguments():
+    # Values of the config win over arguments.
     for rate in (1.0, optax.constant_schedule(1.0)):
         assert from_deepspeed(TRAINING, learning_rate=rate, **ARGUMENTS) == from_deepspeed(TRAINING)
 
@@ -363,13 +346,11 @@ def sized(*sizes):
     ("sizes", "devices", "expected"),
     [
         ((None, None, None), None, (None, None)),
-        ((32, None, None), None, (32, None)),
         ((32, 8, None), None, (32, 4)),
         ((32, 8, None), 2, (32, 2)),
         ((None, 8, None), 2, (16, 1)),
         ((32, 4, 2), None, (32, 2)),  # of four devices
         ((32, 4, 2), 4, (32, 2)),
-        (("auto", "auto", "auto"), None, (None, None)),
         (("auto", 8, 2), None, (16, 2)),
     ],
     ids=str,
