@@ -25,6 +25,18 @@ FLIPPED = 0.005
 ANOTHER_CODE = 0.02
 
 
+def slow_run(leaves: Leaves, settings: Settings, seed: int = 0, **more: Any) -> Reference:
+    """The slow reference, at the start of a run of these leaves."""
+    return Reference(
+        list(initial_values(leaves, seed).values()),
+        rate,
+        settings,
+        channel_axes=[x.axis for x in leaves],
+        decay=[x.decay for x in leaves],
+        **more,
+    )
+
+
 def reference(
     leaves: Leaves,
     settings: Settings,
@@ -35,16 +47,7 @@ def reference(
     host_state: str = "float32",
 ) -> tuple[History, Any]:
     """The run of the slow NumPy reference, and the reference itself for its counts."""
-    weights = initial_values(leaves, seed)
-    slow = Reference(
-        [weights[x.name] for x in leaves],
-        rate,
-        settings,
-        channel_axes=[x.axis for x in leaves],
-        decay=[x.decay for x in leaves],
-        shards=shards,
-        host_state=host_state,
-    )
+    slow = slow_run(leaves, settings, seed, shards=shards, host_state=host_state)
     names = [x.name for x in leaves]
     params, selected = [], []
     for t in range(1, plan.steps + 1):

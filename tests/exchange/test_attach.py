@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import operator
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,11 +71,6 @@ def assert_same(params, expected):
         np.testing.assert_array_equal(params[key], expected[key], strict=True)
 
 
-class Named(NamedTuple):
-    params: Any
-    opt_state: Any
-
-
 def test_a_step_of_parameters_and_state_exchanges_by_itself_and_flushes_as_often_as_asked(by_hand):
     plain = pair_step(make())
     with attach(plain, engine_options=KERNEL) as step:
@@ -110,17 +105,11 @@ STATES = {
         operator.itemgetter("params", "opt_state"),
         (lambda state, other: state, lambda result: result),
     ),
-    "named tuple, first": (
-        Named,
-        None,
-        operator.attrgetter("params", "opt_state"),
-        (lambda state, other: (state, other), operator.itemgetter(0)),
-    ),
-    "flax's, alone": (
+    "flax's, first": (
         lambda p, s: TrainState(0, None, params=p, tx=TX, opt_state=s),
         None,
         operator.attrgetter("params", "opt_state"),
-        (lambda state, other: state, lambda result: result),
+        (lambda state, other: (state, other), operator.itemgetter(0)),
     ),
     "dataclass of other names, second": (
         OtherNames,

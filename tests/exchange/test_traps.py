@@ -19,7 +19,6 @@ import pytest
 import zenflow_jax
 from tests import comparisons, processes, runs
 from tests.exchange.hooks import views_of_mail
-from tests.reference import Reference
 from tests.runs import FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._device import memory
@@ -208,7 +207,7 @@ def test_an_engine_behind_multi_steps_exchanges_after_each_update():
     tx = optax.MultiSteps(runs.transformation(leaves, OPTIONS), 2)
     params = runs.initial(leaves)
     state, step = tx.init(params), runs.jitted(tx)
-    slow = Reference([np.asarray(params[leaf.name])], runs.rate, OPTIONS, channel_axes=[leaf.axis])
+    slow = comparisons.slow_run(leaves, OPTIONS)
     with HostEngine(params, state, **KERNEL) as engine:
         for t in range(1, 13, 2):
             parts = [runs.gradients(leaves, i) for i in (t, t + 1)]

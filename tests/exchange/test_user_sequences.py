@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import zenflow_jax
 from tests import comparisons, runs
-from tests.reference import Reference, Settings
+from tests.reference import Settings
 from tests.resuming import copied
 from tests.runs import Leaf, Training
 
@@ -226,15 +226,8 @@ class User:
         if run.engine is not None:
             self._call(run.renew, engine_state=engine_state)
 
-    def _model(self, seed: int) -> Reference:
-        leaves = self._world.leaves
-        return Reference(
-            list(runs.initial_values(leaves, seed).values()),
-            runs.rate,
-            self._world.options,
-            channel_axes=[x.axis for x in leaves],
-            decay=[x.decay for x in leaves],
-        )
+    def _model(self, seed: int) -> Any:
+        return comparisons.slow_run(self._world.leaves, self._world.options, seed)
 
     def _note(self, misuse: str) -> None:
         self._misuse = self._misuse or misuse
