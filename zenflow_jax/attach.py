@@ -303,12 +303,8 @@ def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) 
             raise TypeError(f"`{name}` must be {expected}, got {type(value).__name__}.")
     if flush_every is not None:
         check_int("flush_every", flush_every, 1, "a whole number or None")
-    is_pair = isinstance(fields, tuple | list) and len(fields) == 2
-    if fields is not None and not (is_pair and all(isinstance(name, str) for name in fields)):
-        raise ValueError(
-            f"`fields` must be two names, got {fields!r}. Pass those of the parameters and of the "
-            'optimizer state in your train state, such as ("model", "opt_state").'
-        )
+    if fields is not None and not (isinstance(fields, tuple | list) and len(fields) == 2):
+        raise ValueError(f"`fields` must be two names, got {fields!r}: parameters, state.")
     if engine is not None and options is not None:
         raise ValueError(
             "`engine_options` are for an engine that is made at the first call, got them with an "

@@ -236,11 +236,11 @@ NEVER = EpochSelect(2**31 - 1)
         ("auto", "auto", {"steps_per_epoch": 50}, 100, EpochSelect(100)),
         ("epoch", 3, {}, 101, EpochSelect(101, 3)),
         ("epoch", 0, {}, 100, NEVER),
-        ("step", 8, {}, 100, 8),
-        ("step", 4, {}, None, 4),  # as long as a window
+        ("step", 8, {}, 100, EpochSelect(8)),
+        ("step", 4, {}, None, EpochSelect(4)),  # as long as a window
         ("step", 10, {}, None, EpochSelect(10)),  # no multiple of the window
         ("step", 8, {"full_warm_up_rounds": 3}, None, EpochSelect(8)),  # counted from step 1
-        ("step", 10, {"update_interval": "auto"}, None, 10),
+        ("step", 10, {"update_interval": "auto"}, None, EpochSelect(10)),
         ("step", 10, {"update_interval": "auto", "full_warm_up_rounds": 3}, None, EpochSelect(10)),
     ],
     ids=str,

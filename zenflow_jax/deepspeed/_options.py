@@ -323,14 +323,14 @@ def _kind(config: Config, zero: dict[str, Any]) -> str:
 
 def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selection]:
     """`zenflow`'s arguments by its block, in which "auto" is DeepSpeed's default."""
-    window, warm_up = rules.get("update_interval"), get(rules, "full_warm_up_rounds", 0)
+    window = rules.get("update_interval")
     if window is None:
         # Without a share no leaf need be ripe: windows close as early as adaptive ones can.
         share = get(rules, "auto_ratio", 0.99)
         window = AutoWindow(share=share) if share else 2
     arguments = {
         "topk_ratio": get(rules, "topk_ratio", 0.1),
-        "full_warm_up_rounds": warm_up,
+        "full_warm_up_rounds": get(rules, "full_warm_up_rounds", 0),
         "update_interval": window,
     }
     if isinstance(window, AutoWindow):
@@ -343,7 +343,7 @@ def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selec
         expected += f' with select_strategy "{strategy}"'
         raise config.error(f"{_RULES}.select_interval", expected)
     interval = 1 if interval is None else interval
-    selection = Selection(strategy, interval, window, warm_up, rules.get("steps_per_epoch"))
+    selection = Selection(strategy, interval, window, rules.get("steps_per_epoch"))
     if strategy == "step":
         selection.rule(None)  # so that what is wrong without an epoch is an error at once
     return arguments, selection

@@ -123,11 +123,13 @@ class Selection(NamedTuple):
     strategy: str  # "step", "epoch", or "auto": by epochs, `AutoSelect` if they are unknown
     interval: int  # steps or epochs between two selections; 0 for one selection only
     window: int | AutoWindow
-    warm_up: int
     steps_per_epoch: int | None  # the config's
 
-    def rule(self, steps_per_epoch: int | None) -> int | AutoSelect | EpochSelect:
-        """`zenflow`'s `select_interval`; the argument goes before the config's own."""
+    def rule(self, steps_per_epoch: int | None) -> AutoSelect | EpochSelect:
+        """`zenflow`'s `select_interval`; the argument goes before the config's own.
+
+        DeepSpeed counts its steps from the first, as `EpochSelect` does.
+        """
         epoch = steps_per_epoch or self.steps_per_epoch
         if self.strategy == "auto" and epoch is None:
             return AutoSelect()
@@ -148,7 +150,4 @@ class Selection(NamedTuple):
                 "`zero_optimization.zenflow.select_interval`: expected at least "
                 f"update_interval={window} steps between two selections, got {rule.steps}."
             )
-        # DeepSpeed counts its steps from the first, as `EpochSelect` does; an int counts from the
-        # end of the warm-up, and whole windows only.
-        as_int = self.strategy == "step" and rule.steps % window == 0 and not self.warm_up
-        return rule.steps if as_int else rule
+        return rule
