@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import zenflow_jax
+from tests.runs import KERNEL, apply
 
 # Float32 parameters up to 3 (a unit in the last place is 2.4e-7), the same operations compiled
 # into another program, updates near 1e-2.
@@ -16,7 +16,6 @@ ATOL = 1e-6
 
 DEVICE = jax.devices()[0]
 STEPS = 5
-DTYPES = ["float32", "bfloat16", "float16"]
 SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2, "offload": False}
 # What each key of a run's parameters is: of "weight", 2 of 6 channels are selected.
 SHAPES = {"bias": (3,), "weight": (6, 3)}
@@ -47,20 +46,19 @@ def gradients_at(step: int, dtype: Any = "float32"):
     return jax.device_put(jax.tree.map(lambda g: jnp.asarray(g, dtype), gradients), DEVICE)
 
 
-def apply(params, updates):
-    with jax.numpy_dtype_promotion("standard"):  # a float32 update to a leaf of lower precision
-        return optax.apply_updates(params, updates)
-
-
-def train(tx, steps=STEPS, *, jit=True, params=None, gradients=gradients_at):
-    """Parameters and state after some steps."""
+def train(tx, steps=STEPS, *, params=None, gradients=gradients_at, offload=False):
+    """Parameters and state after some steps, each with its exchange if gradients are offloaded."""
     params = example_params() if params is None else params
-    state = tx.init(params)
-    update = jax.jit(tx.update) if jit else tx.update
+    state, update = tx.init(params), jax.jit(tx.update)
+    engine = zenflow_jax.HostEngine(params, state, **KERNEL) if offload else None
     for t in range(1, steps + 1):
         with jax.numpy_dtype_promotion("standard"):  # optax's wrappers are not strict-clean
             updates, state = update(gradients(t), state, params)
         params = apply(params, updates)
+        if engine is not None:
+            params, state = engine.exchange(params, state)
+    if engine is not None:
+        engine.close()
     return params, state
 
 
@@ -68,9 +66,9 @@ PLAIN = make()  # one for all runs without a wrapper, so that they share a progr
 
 
 @functools.cache
-def alone(steps=STEPS):
+def alone():
     """The run that wrapped ones are compared with."""
-    return train(PLAIN, steps)[0]
+    return train(PLAIN)[0]
 
 
 def assert_close(actual, desired):
