@@ -242,7 +242,6 @@ def _take_train_state(fields: tuple[str, str], out: Any) -> _Taken:
 
 
 def _replaced(state: Any, new: dict[str, Any]) -> Any:
-    """The train state with new values of some fields."""
     if isinstance(state, Mapping):
         return type(state)({**state, **new})  # pyright: ignore[reportCallIssue]
     for name in ("replace", "_replace"):

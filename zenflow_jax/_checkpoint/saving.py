@@ -187,7 +187,6 @@ class EngineStream:
         return self.arrays[self.offloaded.parts[i].leaf][name]
 
     def _tensor(self, i: int, name: str) -> str:
-        """The name in the file of an array of part `i`."""
         start = ",".join(str(s.start) for s in self.places[i][name])
         return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
 

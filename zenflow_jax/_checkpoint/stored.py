@@ -219,7 +219,6 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, paths: Sequence[Path], processes: int) -> None:
-    """Refuses files that are not those of one save, by their names."""
     expected = {file_name(i, processes) for i in range(processes)}
     names = {path.name for path in paths}
     if names == expected:

@@ -138,7 +138,6 @@ def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
 
 
 def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:
-    """How many numbers `channel_rows` has of each leaf."""
     blocks = [Shard(spec).block for spec in specs]
     return [math.prod(block.stack) * block.k for block in blocks]
 

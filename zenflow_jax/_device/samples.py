@@ -71,7 +71,6 @@ def _places(shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _widths(specs: Sequence[LeafSpec]) -> list[int]:
-    """How many values `sample_of` takes of each leaf's block."""
     shapes = [Shard(spec).block.shape for spec in specs]
     return [
         math.prod(len(range(n)[s]) for n, s in zip(shape, _places(shape), strict=True))

@@ -116,7 +116,6 @@ class Shard:
         return jax.lax.axis_index(names) * self.block.shape[axis] if names else 0
 
     def _first_channel(self) -> Any:
-        """The number in the leaf of this device's first channel."""
         return 0 if self._spec.axis is None else self.first(self._spec.axis)
 
     def _divisions(self) -> list[tuple[str, bool]]:
@@ -201,7 +200,6 @@ def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:
 
 
 def row(x: jax.Array) -> jax.Array:
-    """One device's piece of one leaf as a row."""
     return x.reshape(1, -1)
 
 

@@ -36,7 +36,6 @@ def check_whole(name: str, number: Any, least: int) -> None:
 
 
 def check_host_state(host_state: Any) -> bool:
-    """Whether moments are to be compact."""
     if host_state not in HOST_STATES:
         raise ValueError(
             f"`host_state` must be one of {', '.join(map(repr, HOST_STATES))}, got {host_state!r}."
@@ -167,7 +166,6 @@ def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
 
 
 def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The outermost optimizer states of these kinds."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
     return [x for x in nodes if isinstance(x, kinds)]
 

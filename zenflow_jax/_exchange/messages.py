@@ -26,7 +26,6 @@ class _Message:
 
     @property
     def promises(self) -> list[Future]:
-        """The futures that the caller may wait for."""
         return [self.done]
 
 

@@ -87,7 +87,6 @@ class OffloadedLeaves:
         return [numbers for numbers in self.pieces if self.parts[numbers[0]].leaf == leaf]
 
     def pick(self, of_all: Sequence[_T]) -> list[_T]:
-        """The entries of the offloaded leaves, from those of all leaves of the state."""
         return [of_all[i] for i in self.places]
 
 
@@ -122,7 +121,6 @@ class Group:
         )
 
     def pick(self, of_offloaded: Sequence[_T]) -> list[_T]:
-        """The entries of the group's leaves, from those of all offloaded leaves."""
         return [of_offloaded[i] for i in self.leaves]
 
 
@@ -177,7 +175,6 @@ def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
 
 
 def devices_of(weights: Sequence[jax.Array]) -> set[Any]:
-    """The devices, of all processes, that some arrays are on."""
     return {device for weight in weights for device in weight.sharding.device_set}
 
 

@@ -61,7 +61,6 @@ def most_kept(state: ZenFlowState) -> float:
 
 
 def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[int]]:
-    """The offloaded leaves, and the bytes of each one's mail."""
     specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
     return specs, [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
 

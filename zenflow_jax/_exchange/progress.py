@@ -91,7 +91,6 @@ class Progress:
         self.open_steps = [steps + 1 for steps in self.open_steps]
 
     def window_closed(self, group: int) -> None:
-        """Counts a group's window, which ends after the step that was made last."""
         self.window_lengths[self.open_steps[group]] += 1
         self.open_steps[group] = 0
 

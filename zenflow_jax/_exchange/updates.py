@@ -198,7 +198,6 @@ class Updates:
         return uploads
 
     def _upload(self, i: int) -> list[jax.Array]:
-        """Begins to upload part `i`'s update to each of its devices."""
         array = self._worker.leaves()[i].to_upload
         return [upload(array, device) for device in self._parts[i].devices]
 

@@ -102,7 +102,6 @@ class Worker:
 
     @property
     def told(self) -> bool:
-        """Whether the caller has heard of the failure."""
         return self._failure is not None and self._failure.told
 
     def check(self) -> None:
@@ -230,7 +229,6 @@ class Worker:
 
     @property
     def _window(self) -> int:
-        """The number of the window that closes next."""
         return self.host.windows + 1
 
     def _next(self) -> Mail | Sums | Close | None:

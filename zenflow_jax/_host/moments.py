@@ -64,7 +64,6 @@ class Layout(NamedTuple):
 
     @property
     def axis(self) -> int:
-        """Along which axis of `(segments, width)` blocks lie."""
         return 0 if self.trailing else 1
 
     def tiles(self, limit: int) -> list[Tile]:

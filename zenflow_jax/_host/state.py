@@ -148,7 +148,6 @@ class HostState:
                 leaf.open.total = copied(of_leaf["total"].reshape(leaf.master.shape))
 
     def close(self) -> None:
-        """Frees the arrays and ends the kernels' threads."""
         # A caller that waits for a failed update may still hold these lists.
         for window in self._closed:
             for gradients in window.gradients.values():
@@ -266,7 +265,6 @@ class HostState:
         return SelectedRows(master, mu, nu, steps)
 
     def _step(self, window: ClosedWindow, i: int, active: np.ndarray) -> Iterator[None]:
-        """One AdamW step on some channels of leaf `i`, with the gradients of a window."""
         leaf, step = self.leaves[i], window.step
         if not leaf.spec.decay:
             step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))

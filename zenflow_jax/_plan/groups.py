@@ -70,7 +70,6 @@ def _cut(spec: LeafSpec, largest: float, groups: int) -> LeafSpec:
 def _assign(
     specs: Mapping[int, LeafSpec], groups: int
 ) -> tuple[list[int], dict[int, tuple[int, ...]]]:
-    """The bytes of each group, and the group of each range of each leaf."""
     sizes = {
         (i, j): _nbytes(part) for i, spec in specs.items() for j, part in enumerate(spec.ranges)
     }

@@ -105,7 +105,6 @@ def divide_blocks(placement: Placement, shape: Sequence[int], axes: Sequence[int
 
 
 def partition_spec(axes: MeshAxes) -> PartitionSpec:
-    """The axes as jax writes them."""
     # jit writes the shardings of its outputs so: a lone name without a tuple, no trailing None.
     entries = [names[0] if len(names) == 1 else names or None for names in axes]
     while entries and entries[-1] is None:

@@ -134,7 +134,6 @@ def check_int(
 
 
 def check_share(name: str, value: Any, kinds: str = "a float", remedy: str = "") -> float:
-    """The value, if it is a number from 0 to 1."""
     if not isinstance(value, Real) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
     if not 0 <= float(value) <= 1:

@@ -89,7 +89,6 @@ class Config:
         return values
 
     def error(self, name: str, expected: str, remedy: str = "") -> ValueError:
-        """The error for the value of a key, to be raised."""
         x = self._at(name)
         got = "nothing" if x == {} else json.dumps(x, default=repr)
         file = f"{self.source}: " if self.source else ""

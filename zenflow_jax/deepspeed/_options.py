@@ -263,7 +263,6 @@ def from_deepspeed(
 def _adam(
     config: Config, optimizer: dict[str, Any], rate: Any, numbers: dict[str, float]
 ) -> tuple[Any, dict[str, float]]:
-    """The learning rate and AdamW's numbers, from the arguments where the config has none."""
     if not optimizer:
         return rate, numbers
     params = optimizer.get("params", {})

@@ -76,8 +76,6 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
 
 
 class _WithEngine(ocp.CheckpointManager):
-    """Saves the engine's state beside all that it is told to save."""
-
     def __init__(self, *args: Any, hooks: Any, **kwargs: Any):
         self._hooks = hooks
         super().__init__(*args, **kwargs)

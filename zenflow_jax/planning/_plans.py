@@ -284,7 +284,6 @@ def gb(number: int | float) -> str:
 
 
 def _states(opt_state: Any) -> list[ZenFlowState]:
-    """The states of `zenflow` that have an engine."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ZenFlowState))
     return [x for x in nodes if isinstance(x, ZenFlowState) and x.offload]
 
@@ -305,7 +304,6 @@ def _nbytes_here(x: Any) -> int:
 
 
 def _shares(arguments: Any) -> int:
-    """Among how many devices a batch is divided."""
     on_mesh = [x for x in jax.tree.leaves(arguments) if _is_on_mesh(x) and x.shape]
     return max((nbytes(x) // max(_nbytes_here(x), 1) for x in on_mesh), default=1)
 
