@@ -44,24 +44,20 @@ def test_logits_and_tokens_with_a_cache_are_those_of_the_whole_sequence(name):
 PROBABILITIES = [0.05, 0.4, 0.1, 0.3, 0.15]
 
 
-@pytest.mark.parametrize(
-    ("sampling", "taken"),
-    [
-        (Sampling(1.0, top_k=2), {1, 3}),
-        (Sampling(1.0, top_k=99), {0, 1, 2, 3, 4}),
-        (Sampling(1.0, top_p=0.4), {1}),
-        (Sampling(1.0, top_p=0.41), {1, 3}),
+def test_tokens_that_are_too_unlikely_are_not_drawn():
+    for sampling, taken in (
+        (Sampling(1.0, top_k=2), [1, 3]),
+        (Sampling(1.0, top_k=99), [0, 1, 2, 3, 4]),
+        (Sampling(1.0, top_p=0.4), [1]),
+        (Sampling(1.0, top_p=0.41), [1, 3]),
         # Of the two that are left 0.4 is 0.57.
-        (Sampling(1.0, top_k=2, top_p=0.5), {1}),
-    ],
-    ids=str,
-)
-def test_tokens_that_are_too_unlikely_are_not_drawn(sampling, taken):
-    logits = narrowed(jnp.log(jnp.asarray(PROBABILITIES)), sampling)
-    assert set(np.flatnonzero(np.isfinite(logits))) == taken
-    kept = np.array([PROBABILITIES[i] for i in sorted(taken)])
-    shares = jax.nn.softmax(logits)[np.array(sorted(taken))]
-    np.testing.assert_allclose(shares, kept / kept.sum(), rtol=1e-5)
+        (Sampling(1.0, top_k=2, top_p=0.5), [1]),
+    ):
+        logits = narrowed(jnp.log(jnp.asarray(PROBABILITIES)), sampling)
+        assert np.flatnonzero(np.isfinite(logits)).tolist() == taken
+        kept = np.array(PROBABILITIES)[taken]
+        shares = jax.nn.softmax(logits)[np.array(taken)]
+        np.testing.assert_allclose(shares, kept / kept.sum(), rtol=1e-5)
 
 
 def test_logits_that_are_not_finite_are_an_error():

@@ -16,6 +16,7 @@ def assert_refused(folder, *words):
     assert not missing, f"{missing} not in: {caught.value}"
 
 
+LOW_IS_HIGH = LLAMA3 | {"high_freq_factor": 1.0}
 MIXED_LAYERS = {
     "use_sliding_window": True,
     "sliding_window": 5,
@@ -27,7 +28,10 @@ MIXED_LAYERS = {
     ("name", "changes", "words"),
     [
         ("llama2", {"model_type": "gpt2"}, "`model_type` llama 'gpt2'"),
+        ("llama2", {"hidden_act": "gelu"}, "`hidden_act` 'silu' 'gelu'"),
         ("llama2", {"attention_bias": True}, "`attention_bias` True"),
+        ("llama2", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5"),
+        ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
         ("llama2", {"hidden_size": None}, "`hidden_size` nothing"),
         ("llama2", {"num_key_value_heads": 3}, "`num_key_value_heads` divisor 4"),
         ("llama2", {"head_dim": 3}, "`head_dim` even"),
@@ -40,13 +44,15 @@ MIXED_LAYERS = {
         ),
         (
             "llama2",
-            {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
-            "`rope_parameters.high_freq_factor` more than",
+            {"rope_parameters": LOW_IS_HIGH},
+            "rope_parameters.high_freq_factor` more than",
         ),
         ("qwen2", MIXED_LAYERS, "`use_sliding_window` all layers"),
         ("bert", {"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
+        ("bert", {"is_decoder": True}, "`is_decoder`"),
         ("bert", {"intermediate_size": 23}, "output.dense (16, 23) (16, 24)"),
         ("llama2", {"num_hidden_layers": 3}, "got none layers.2. and 8 more"),
+        ("llama2", {"num_hidden_layers": 1}, "besides `model.layers.1. and 8 more"),
         ("qwen2", {"tie_word_embeddings": False}, "`lm_head.weight`"),
     ],
     ids=str,

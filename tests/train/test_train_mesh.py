@@ -101,27 +101,31 @@ ALONE = Launch()
 TWO = Launch(coordinator="a:1", processes=2, process=1)
 EIGHT_TASKS = SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "8"}
 FLAGS = {"cluster_detection_method": "deactivate"}
-LAUNCHES = {
-    "alone": (ALONE, {}, None, None),
-    "alone under SLURM": (ALONE, {"SLURM_STEP_NUM_TASKS": "1"}, None, None),
-    "alone under mpirun": (ALONE, MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None, None),
-    "one per node": (ALONE, SLURM_STEP, (), {"local_device_ids": [0, 1, 2, 3]}),
-    "one per GPU": (ALONE, EIGHT_TASKS, (), {"local_device_ids": None}),
-    "srun with MPICH's": (ALONE, SLURM_STEP | MPICH | {"SLURM_PROCID": "1"}, (), {}),
-    "flags under SLURM": (TWO, SLURM_STEP, (TWO.coordinator, 2, 1), FLAGS),
-    "flags under mpirun": (TWO, MPIRUN, (TWO.coordinator, 2, 1), {}),
-}
+LAUNCHES = (
+    # Alone, also under SLURM and mpirun.
+    (ALONE, {}, None, None),
+    (ALONE, {"SLURM_STEP_NUM_TASKS": "1"}, None, None),
+    (ALONE, MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None, None),
+    # One per node, one per GPU, and srun with MPICH's variables.
+    (ALONE, SLURM_STEP, (), {"local_device_ids": [0, 1, 2, 3]}),
+    (ALONE, EIGHT_TASKS, (), {"local_device_ids": None}),
+    (ALONE, SLURM_STEP | MPICH | {"SLURM_PROCID": "1"}, (), {}),
+    # Flags hold under SLURM and mpirun, too.
+    (TWO, SLURM_STEP, (TWO.coordinator, 2, 1), FLAGS),
+    (TWO, MPIRUN, (TWO.coordinator, 2, 1), {}),
+)
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_the_processes_are_those_of_the_flags_or_else_of_slurm(monkeypatch, name):
-    launch, environment, arguments, options = LAUNCHES[name]
-    calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **o: calls.append((a, o)))
-    set_launcher(monkeypatch, environment)
-    processes.join(launch)
-    assert [a for a, _ in calls] == ([] if arguments is None else [arguments])
-    assert all(o.items() >= options.items() for _, o in calls)
+def test_the_processes_are_those_of_the_flags_or_else_of_slurm(monkeypatch):
+    for launch, environment, arguments, options in LAUNCHES:
+        calls = []
+        monkeypatch.setattr(
+            jax.distributed, "initialize", lambda *a, c=calls, **o: c.append((a, o))
+        )
+        set_launcher(monkeypatch, environment)
+        processes.join(launch)
+        assert [a for a, _ in calls] == ([] if arguments is None else [arguments])
+        assert all(o.items() >= options.items() for _, o in calls)
 
 
 def test_mpirun_without_the_flags_is_refused_with_the_line_that_works(monkeypatch):
