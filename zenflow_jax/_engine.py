@@ -10,7 +10,6 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -139,9 +138,9 @@ class HostEngine:
         check_pinned_memory(state, offloaded)
         picked = offloaded.pick(weights)
         adam = HostAdam(host_kernel, threads)
-        make = partial(make_host, picked, state, offloaded, adam, compact)
+        host = make_host(picked, state, offloaded, adam, compact)
         in_a_row = int(read(state.skipped_in_a_row))
-        self._worker = worker = Worker(make, offloaded, in_a_row, max_skipped)
+        self._worker = worker = Worker(host, offloaded, in_a_row, max_skipped)
         self._expected = Expected(state, weights, offloaded, moved)
         self._progress = Progress(state.schedule, len(offloaded.places))
         specs = [leaf.spec for leaf in state.leaves]

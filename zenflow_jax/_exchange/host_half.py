@@ -1,7 +1,7 @@
 """The host's arrays of a run: made from the parameters, and read as masters."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -26,7 +26,6 @@ def make_host(
     offloaded: OffloadedLeaves,
     adam: HostAdam,
     compact: bool,
-    before_write: Callable[[int], None],
 ) -> HostState:
     parts, states = offloaded.parts, offloaded.pick(state.leaves)
     return HostState(
@@ -38,7 +37,6 @@ def make_host(
         state.schedule,
         offloaded.pieces,
         compact=compact,
-        before_write=before_write,
     )
 
 

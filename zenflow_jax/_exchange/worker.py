@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -42,18 +42,18 @@ class Worker:
 
     Call `start` when nothing that its owner needs can fail any more: a running thread keeps all
     host arrays. Until then, and while the thread has nothing to do, the caller may use `host`,
-    `resume` and `leaves`. `make_host` makes the arrays, which nobody else has; it gets what must be
-    called with a leaf's number before the leaf is written.
+    `resume` and `leaves`.
     """
 
     def __init__(
         self,
-        make_host: Callable[[Callable[[int], None]], HostState],
+        host: HostState,
         offloaded: OffloadedLeaves,
         skipped_in_a_row: int = 0,
         max_skipped: int | None = None,
     ):
-        self.host = make_host(self._before_write)
+        self.host = host
+        host.before_write = self._before_write
         # The worker's part of them. Replaced as a whole, so that anybody can read it at any time.
         self.stats = EngineStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self.host.nbytes)
         self.recorder = Recorder()

@@ -74,7 +74,6 @@ class HostState:
         pieces: Sequence[Sequence[int]] | None = None,
         *,
         compact: bool = False,
-        before_write: Callable[[int], None] = lambda i: None,
     ):
         self.leaves = [
             HostLeaf.new(*args, compact=compact)
@@ -94,7 +93,7 @@ class HostState:
         self._overflowed = False  # mails were too many once: sums are worth keeping
         # Of the last step, skipped or not: those before a window closes are the window's.
         self.scalars: AdamScalars | None = None
-        self._before_write = before_write
+        self.before_write: Callable[[int], None] = lambda i: None
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +155,7 @@ class HostState:
         self._adam.close()
 
     def take_master(self, i: int, weight: np.ndarray) -> None:
-        self._before_write(i)
+        self.before_write(i)
         self.leaves[i].master.write(weight)
 
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
@@ -194,7 +193,7 @@ class HostState:
         if gradients.total is None:
             gradients.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
         else:
-            self._before_write(i)
+            self.before_write(i)
         self._adam.accumulate(gradients.total, gradients.mails[:end], first=first)
         del gradients.mails[:end]
 
@@ -229,7 +228,7 @@ class HostState:
         for i, gradients in window.gradients.items():
             leaf = self.leaves[i]
             yield leaf.spec.name
-            self._before_write(i)
+            self.before_write(i)
             for _ in self._step(window, i, window.active[i]):
                 yield leaf.spec.name
             if self._overflowed and gradients.total is not None:
@@ -246,7 +245,7 @@ class HostState:
         The update of the window that just closed is still to come: entering channels get theirs
         here, on their own, and are taken out of it.
         """
-        self._before_write(i)
+        self.before_write(i)
         leaf, active = self.leaves[i], window.active[i]
         wide = (leaf.master, leaf.mu, leaf.nu)
         self._adam.put(wide, leaf.channels, (leaving.master, leaving.mu, leaving.nu))
