@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -82,7 +82,7 @@ class Decoder(nnx.Module):
         scan_layers: bool = False,
         remat: bool = False,
         rngs: nnx.Rngs,
-        stream_sharding: Sharding | None = None,
+        stream_sharding: NamedSharding | None = None,
     ):
         self.config = config
         self.remat = remat

@@ -21,6 +21,7 @@ from train.memory import OF_BATCHES, OF_STATE, check_memory
 from train.meter import causes_of_infinity, check_finite
 from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_deepspeed
 from train.pretrained import Pretrained, read_folder, shapes_of
+from train.reporting import check_reporter
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.step import PER_EXAMPLE, make_train_step, make_validate
@@ -57,6 +58,7 @@ class Job(NamedTuple):
 def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     """Reads and checks everything but weights; arguments and errors are those of `train`."""
     settings.check_paths()
+    check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
     settings, deepspeed = with_deepspeed(asked := settings, batch_parts(mesh))
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from train.report import (
     write_summary,
     write_timeline,
 )
+from train.reporting import reporter
 from train.run_description import description
 from train.run_folder import write_settings
 from train.run_log import NoLog, RunLog, read_rows, show
@@ -140,11 +142,13 @@ class Run:
         if processes.is_first():
             write_settings(self.folder, settings, self.job.texts)
             in_rows = done - len(metered["unread"]) if metered else 0
+            report = {"done": in_rows, "config": dataclasses.asdict(settings)}
             self.log = RunLog(
                 self.folder,
                 steps=settings.steps,
                 console=self.console,
                 progress=settings.progress,
+                reporter=reporter(settings.report_to, self.folder, **report),
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
             )

@@ -4,6 +4,8 @@
                           figures, such as adamw's of windows, are blank
     validation.csv        the figures of every validation
 
+Both also go to `--report-to`.
+
 A run that goes on from a checkpoint drops the rows that came after it, and writes them again.
 """
 
@@ -21,11 +23,12 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from train.meter import Row
+from train.reporting import Reporter, finite
 from train.whole import made_whole
 
 
 class RunLog:
-    """Metrics of a run, to the screen and the CSV files. Use with `with`.
+    """Metrics of a run, to the screen, the CSV files and a reporter. Use with `with`.
 
     `rows`, as `read_rows` returned them, and `validations` are those of earlier starts.
     """
@@ -37,6 +40,7 @@ class RunLog:
         steps: int,
         console: Console,
         progress: bool,
+        reporter: Reporter | None = None,
         rows: Sequence[Row] = (),
         validations: Sequence[tuple[int, Mapping[str, float]]] = (),
     ):
@@ -47,6 +51,7 @@ class RunLog:
         self._csv_file = _begin(folder / "metrics.csv", [Row._fields, *rows])
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
         self._validation_file = _begin(folder / "validation.csv", lines)
+        self._reporter = reporter
         self._bar = Progress(
             *Progress.get_default_columns(),
             MofNCompleteColumn(),
@@ -71,6 +76,8 @@ class RunLog:
                 closing.enter_context(contextlib.suppress(OSError))
             for file in (self._csv_file, self._validation_file):
                 closing.callback(file.close)
+            if self._reporter is not None:
+                closing.callback(self._reporter.finish)
 
     def begin(self, step: int) -> None:
         """To be called when the first step of this start is compiled and done."""
@@ -86,6 +93,7 @@ class RunLog:
         self.rows.append(row)
         # At once, so that a run can be followed, and one that dies leaves a record.
         _write(self._csv_file, [row])
+        self._report("train", row._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
         if row.tokens_per_s:  # unknown for the first step, which compiles
             figures += f"  {row.tokens_per_s:,.0f} tokens/s  waited for host {row.wait_share:.1%}"
@@ -96,8 +104,13 @@ class RunLog:
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
         _write(self._validation_file, _lines(step, figures))
+        self._report("validation", figures, step)
         values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
         show(self._console, f"validation after {step} steps: {values}")
+
+    def _report(self, label: str, figures: Mapping[str, float | None], step: int) -> None:
+        if self._reporter is not None and (drawn := finite(label, figures)):
+            self._reporter.log(drawn, step=step)
 
     def _counted(self, step: int) -> str:
         return f"step {step:>{len(str(self._steps))}}/{self._steps}"

@@ -183,6 +183,8 @@ class Settings:
     """Steps between two rows of the metrics."""
     evaluate_every: int = 0
     """Steps between two validations. 0: before and after the training only."""
+    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
+    """What else takes the figures of metrics.csv and validation.csv; its package must be there."""
     eval_batches: int | None = None
     """Batches of a validation at most, always the same ones. Left out: all there are."""
     output_dir: str = "runs"

@@ -33,7 +33,7 @@ class PerExample(NamedTuple):
     predictions: jax.Array | None  # (b,) int32, the most likely label; None for language models
 
 
-def of_tokens(model: nnx.Module, batch: Batch) -> PerExample:
+def of_tokens(model: Any, batch: Batch) -> PerExample:
     """The loss of each next token, of a decoder; a batch is of examples as in `tasks`."""
     tokens = batch["tokens"].astype(jnp.int32)
     losses = model.losses(tokens[:, :-1], tokens[:, 1:], batch.get("positions"))

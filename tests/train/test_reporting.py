@@ -1,0 +1,74 @@
+"""Figures of a run reach what `--report-to` names: finite ones, each at its step."""
+
+import struct
+import sys
+import types
+
+import pytest
+from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event
+
+from train.meter import Row
+from train.reporting import check_reporter, reporter
+from train.run_log import RunLog
+from train.settings import SettingsError
+
+
+def logged(folder, to):
+    """A log of two rows and a validation."""
+    options = {"steps": 8, "console": Console(quiet=True), "progress": False}
+    with RunLog(folder, reporter=to, **options) as log:
+        log.add(Row(4, 2.5, float("nan"), 0.0, 1))
+        log.add(Row(8, 2.0, 10.0, 0.25, 0))
+        log.validation(8, {"loss": 1.5})
+
+
+FIRST = {"train/loss": 2.5, "train/wait_share": 0.0, "train/skipped": 1}
+SECOND = {"train/loss": 2.0, "train/tokens_per_s": 10.0, "train/wait_share": 0.25}
+EXPECTED = [(4, FIRST), (8, SECOND | {"train/skipped": 0}), (8, {"validation/loss": 1.5})]
+
+
+@pytest.mark.parametrize("kind", ["trackio", "wandb"])
+def test_trackio_and_wandb_get_figures_by_step_and_go_on_with_the_same_run(
+    tmp_path, monkeypatch, kind
+):
+    runs, taken = [], []
+
+    def init(**options):
+        runs.append(options)
+        finish = lambda: taken.append("finished")  # noqa: E731
+        return types.SimpleNamespace(
+            log=lambda figures, step: taken.append((step, figures)), finish=finish
+        )
+
+    monkeypatch.setitem(sys.modules, kind, types.SimpleNamespace(init=init))
+    folder = tmp_path / "001-zenflow"
+    folder.mkdir()
+    for done in (0, 4):
+        logged(folder, reporter(kind, folder, done=done, config={"steps": 8}))
+    assert taken == [*EXPECTED, "finished"] * 2
+    assert runs[0] == runs[1]
+    expected = {"project": "zenflow_jax", "name": folder.name, "resume": "allow"}
+    assert expected.items() <= runs[0].items()
+    assert runs[0]["config"] == {"steps": 8}
+    assert ("id" in runs[0]) == (kind == "wandb")
+
+
+def test_tensorboard_gets_figures_by_step_and_forgets_those_that_are_written_again(tmp_path):
+    logged(tmp_path, reporter("tensorboard", tmp_path, done=3, config={}))
+    (file,) = tmp_path.glob("events.out.tfevents.*")
+    data, events = file.read_bytes(), []
+    while data:
+        (size,) = struct.unpack("<Q", data[:8])
+        events.append(Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    assert (events[1].step, events[1].session_log.status) == (4, 1)  # START
+    values = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
+    assert values == [(step, name, x) for step, figures in EXPECTED for name, x in figures.items()]
+
+
+def test_a_package_that_is_not_there_is_named_before_the_run(monkeypatch):
+    check_reporter("none")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SettingsError, match='got none for wandb .*pip install "wandb"'):
+        check_reporter("wandb")
