@@ -82,7 +82,7 @@ def test_what_is_written_is_rounded_as_the_reference_rounds_it_and_not_a_second_
 )
 def test_a_step_is_that_of_float32_moments_rounded_afterwards(kernel, dtype, shape):
     gradients = [(new_gradient(shape, dtype, i), 0.3 + i) for i in range(5)]
-    for threads, tile in ((1, None), (1, 97), (3, 1001)):
+    for threads, tile in ((1, None), (3, 97)):
         state, plain = (new_state(shape, dtype=dtype, compact=x) for x in (True, False))
         for ours, theirs in zip(state[1:3], plain[1:3], strict=True):
             theirs.write(ours.as_float32())
