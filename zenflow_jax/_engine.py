@@ -144,7 +144,7 @@ class HostEngine:
         self._expected = Expected(state, weights, offloaded, moved)
         self._progress = Progress(state.schedule, len(offloaded.places))
         specs = [leaf.spec for leaf in state.leaves]
-        self._integrity = Integrity(specs, int(read(state.step)))
+        self._integrity = Integrity(specs, state.schedule, int(read(state.step)))
         self._updates = Updates(worker, offloaded, self._integrity)
         host_side = worker, self._progress, self._updates
         number = join_run(engine_state, offloaded, state, weights, *host_side)

@@ -5,12 +5,15 @@ channels with those of the last merge (`_device/samples.py`), and this file, now
 step emitted with what reached the parameters. The counts are read late, so as not to wait.
 
 The state says what a step made of selected channels: a low-precision leaf has a master, a float32
-leaf moments from which its change follows. Other leaves are compared each time.
+leaf moments from which its change follows. A deferred weight has moved by a provisional step, up or
+down, or has stayed. Other leaves are compared each time.
 """
 
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +21,15 @@ import numpy as np
 from jaxtyping import Array
 
 from zenflow_jax._device.adamw import change_of
-from zenflow_jax._device.channels import broadcast_channels, take
+from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
+from zenflow_jax._device.step import provisional_change
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, StepScalars
+from zenflow_jax._plan.schedule import Schedule
 
 # Leaves that are compared together. Each costs the dispatch of two small programs.
 _LEAVES_PER_LOOK = 8
@@ -47,19 +52,22 @@ class Integrity:
         known: What is wrong, in words; empty until it is read.
     """
 
-    def __init__(self, specs: Sequence[LeafSpec], step: int):
+    def __init__(self, specs: Sequence[LeafSpec], schedule: Schedule, step: int):
         self.known = ""
         self._step = step
         self._unread: deque[tuple[int, Sequence[str], Array]] = deque()
-        self._specs = specs
-        moving = [i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k)]
+        self._specs, self._schedule = specs, schedule
+        all_move = schedule.provisional_share is not None
+        moving = [
+            i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k or all_move)
+        ]
         gap = -(-len(moving) // _LEAVES_PER_LOOK)
         looks = [moving[start::gap] for start in range(gap)]
         # Each has leaves from all over the tree, and always as many: their counts are stacked.
         self._looks = [(look + moving)[: len(looks[0])] for look in looks]
         self._turn = 0
         self._since = _APART
-        self._before: list[Array] | None = None
+        self._before: list[_Rows] | None = None
 
     def check(self, until: int) -> None:
         """Waits for the counts of the steps up to `until`; raises if one was ever not zero."""
@@ -89,7 +97,7 @@ class Integrity:
         self._turn = (self._turn + 1) % len(self._looks)
         sent = step_scalars._replace(statistics=None)
         counts = [
-            _compare(weights[i], rows, _alone(leaves[i]), sent)
+            _compare(weights[i], rows, _alone(leaves[i]), sent, schedule=self._schedule)
             for i, rows in zip(look, before, strict=True)
         ]
         self.add([self._specs[i].name for i in look], jnp.stack(counts))
@@ -102,8 +110,10 @@ class Integrity:
         """Before a step, now and then: notes the values of some leaves."""
         if self._looks and self._since >= _APART:
             self._since = 0
-            look = self._looks[self._turn]
-            self._before = [_rows(weights[i], _alone(leaves[i])) for i in look]
+            self._before = [
+                _rows(weights[i], _alone(leaves[i]), schedule=self._schedule)
+                for i in self._looks[self._turn]
+            ]
 
 
 def _alone(leaf: LeafState) -> LeafState:
@@ -112,39 +122,93 @@ def _alone(leaf: LeafState) -> LeafState:
     return leaf._replace(deferred=None, scores=None, spec=spec)
 
 
-@jax.jit
-def _rows(weight: Array, leaf: LeafState) -> Array:
-    """Some values of the selected channels, or of a resident leaf, on each device."""
+class _Rows(NamedTuple):
+    """Some values of a parameter, on each device."""
+
+    selected: Array | None  # of selected channels, or of a resident leaf; of a scalar, a vector
+    others: Array | None  # of all channels; None without provisional steps
+
+
+@partial(jax.jit, static_argnames="schedule")
+def _rows(weight: Array, leaf: LeafState, *, schedule: Schedule) -> _Rows:
     layout = Layout(leaf.spec)
     takes = [layout.block, None if leaf.channels is None else layout.channels]
-    return on_each_device(_rows_of, leaf.spec, takes, layout.each_device)(weight, leaf.channels)
+    see = partial(_rows_of, schedule=schedule)
+    return on_each_device(see, leaf.spec, takes, layout.each_device)(weight, leaf.channels)
 
 
-def _rows_of(shard: Shard, weight: Array, channels: Array | None) -> Array:
+def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, schedule: Schedule) -> _Rows:
+    selected: Array | None = weight
     if channels is not None:
         index = shard.to_local(channels)[..., :_CHANNELS]
-        weight = shard.own(take(weight, index, shard.block))
-    return jnp.atleast_1d(sample_of(weight))  # of a scalar a vector
+        selected = shard.own(take(weight, index, shard.block)) if shard.part.k else None
+    moves = channels is not None and schedule.provisional_share is not None
+    return _Rows(
+        None if selected is None else jnp.atleast_1d(sample_of(selected)),
+        sample_of(weight) if moves else None,
+    )
 
 
-@jax.jit
-def _compare(weight: Array, rows: Array, leaf: LeafState, sent: StepScalars) -> Array:
+@partial(jax.jit, static_argnames="schedule")
+def _compare(
+    weight: Array, rows: _Rows, leaf: LeafState, sent: StepScalars, *, schedule: Schedule
+) -> Array:
     # Scalars that left in the step are in host memory.
     on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
     step = on_device.unpack()
     layout = Layout(leaf.spec)
     of_leaf = leaf_layout(leaf.spec, deferred=False)._replace(scores=None)
-    takes = [layout.block, layout.each_device, of_leaf, REPLICATED, REPLICATED]
-    count = on_each_device(_count, leaf.spec, takes, REPLICATED)
-    return count(weight, rows, leaf, jnp.stack(step.adam), step.finite)
+    count = on_each_device(
+        partial(_count, schedule=schedule),
+        leaf.spec,
+        [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3],
+        REPLICATED,
+    )
+    return count(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)
 
 
 def _count(
-    shard: Shard, weight: Array, before: Array, leaf: LeafState, scalars: Array, finite: Array
+    shard: Shard,
+    weight: Array,
+    rows: _Rows,
+    leaf: LeafState,
+    scalars: Array,
+    step: Array,
+    finite: Array,
+    *,
+    schedule: Schedule,
+) -> Array:
+    of_step = AdamScalars(*scalars)
+    after = _rows_of(shard, weight, leaf.channels, schedule=schedule)
+    wrong = jnp.zeros((), jnp.int32)
+    if rows.selected is not None:
+        assert after.selected is not None
+        wrong += _count_selected(shard, rows.selected, after.selected, leaf, of_step)
+    if rows.others is not None:
+        assert after.others is not None
+        rate = of_step.learning_rate
+        length = schedule.provisional_step(step, rate, jnp.ones((), bool), jnp)
+        deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
+        deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
+        stray = _strays(rows.others, after.others, length) & sample_of(deferred)
+        wrong += jnp.sum(stray, dtype=jnp.int32)
+    return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
+
+
+def _strays(before: Array, after: Array, length: Array) -> Array:
+    """Bool: where a value is not what a provisional step, up or down, or none has made of it."""
+    old, new = before.astype(jnp.float32), after.astype(jnp.float32)
+    slack = _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new) + length)
+    moved = [old + provisional_change(before, step) for step in (length, -length)]
+    near = [jnp.abs(new - x) <= slack for x in (old, *moved)]
+    return ~(near[0] | near[1] | near[2]) & ~jnp.isnan(new)
+
+
+def _count_selected(
+    shard: Shard, before: Array, after: Array, leaf: LeafState, of_step: AdamScalars
 ) -> Array:
     """How many values of selected channels, or of a resident leaf, are not what the step made."""
-    spec, of_step = shard.part, AdamScalars(*scalars)
-    after = _rows_of(shard, weight, leaf.channels)
+    spec = shard.part
 
     def sampled(x: Array) -> Array:
         """The entries of `x`, one for each selected value, that `_rows_of` has, too."""
@@ -168,8 +232,7 @@ def _count(
         decay = jnp.abs(of_step.learning_rate * of_step.weight_decay * old)
         expected, slack = old + change, _OF_STEP * (jnp.abs(change) + 2 * decay)
     slack = slack + _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new))
-    wrong = jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)
-    return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
+    return jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)
 
 
 def _words(step: int, names: Sequence[str]) -> str:
