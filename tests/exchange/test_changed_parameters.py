@@ -137,8 +137,10 @@ def train(behind=(), params=PARAMS, between=lambda t, params: params, **options)
         (optax.add_decayed_weights(1e-2), {}),
         # Without the leaf that would give it away.
         (optax.add_decayed_weights(1e-2), {"params": WITHOUT_RESIDENT, **NONE_SELECTED}),
+        # No further in a window than provisional steps may move them, but not so in a step.
+        (optax.scale(0.9), {"params": {"low": PARAMS["low"]}, **NONE_SELECTED}),
     ],
-    ids=["frozen", "decay", "moving decay"],
+    ids=["frozen", "decay", "moving decay", "shorter steps in low precision"],
 )
 def test_what_acts_behind_zenflow_is_refused(behind, options):
     with pytest.raises(RuntimeError, match=f"{REFUSED}.*Let zenflow be the last of its chain"):
