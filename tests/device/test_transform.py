@@ -135,7 +135,6 @@ def test_mask_says_where_weight_decay_applies(mask):
         ((2, 2), {"topk_ratio": 0.9}, None),
         ((5, 2), {"resident": lambda path, leaf: path[-1].key == "x"}, None),
     ],
-    ids=str,
 )
 def test_what_the_device_keeps_of_a_leaf_is_its_selected_channels_or_all(shape, options, kept):
     for offload in (False, True):

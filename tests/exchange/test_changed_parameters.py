@@ -172,7 +172,6 @@ def test_weights_of_some_steps_ago_are_no_provisional_step():
         {"params": filled(0.0, -0.0, 1e-40, -1e-40), "weight_decay": 0.0, **NONE_SELECTED},
         {"params": filled(np.nan)},
     ],
-    ids=str,
 )
 def test_nothing_is_refused_that_leaves_the_updates_as_they_are(options):
     train(**options)
