@@ -68,6 +68,35 @@ class Taken(NamedTuple):
     schedule: Sequence[Any]  # the figures of a row; () inside an interval
 
 
+class _Skips:
+    """Counts skipped steps, and ends a run with `most` of them in a row, or with no others."""
+
+    def __init__(self, steps_done: int, total: int, most: int, remedy: str):
+        # The last step of which it is known whether it was skipped.
+        self.known = self._begun = steps_done
+        self.total, self.in_a_row = total, 0
+        self._most, self._remedy = most, remedy
+
+    def add(self, total: int) -> None:
+        """Takes how many steps of the run had been skipped after one more."""
+        self.known += 1
+        self.in_a_row = self.in_a_row + 1 if total > self.total else 0
+        self.total = total
+        if self.in_a_row >= self._most:
+            self.fail()
+
+    def finish(self) -> None:
+        if 0 < self.in_a_row == self.known - self._begun:
+            self.fail()
+
+    def fail(self) -> NoReturn:
+        first = self.known - self.in_a_row + 1
+        raise NotFiniteError(
+            f"expected gradients that are finite, got none in steps {first} to {self.known}, "
+            f"which were all skipped: nothing is learned any more. {self._remedy}"
+        )
+
+
 class Meter:
     """Turns the losses of all steps into one `Row` for every `log_every` of them.
 
@@ -90,7 +119,6 @@ class Meter:
         self._log_every = log_every
         self._steps = steps
         self._stats = stats
-        self._max_skipped, self._remedy = max_skipped, remedy
         state = state or {"unread": [], "skipped": 0}
         self._unread = deque(
             Taken(loss, skipped, 0, schedule) for loss, skipped, schedule in state["unread"]
@@ -99,10 +127,8 @@ class Meter:
         self._tokens_read = 0
         self._skipped: int = state["skipped"]  # by the last row
         self._paused_s = 0.0
-        # The last step of which it is known whether it was skipped.
-        self._known = self._begun = steps_done
-        self.total_skipped = int(self._unread[-1].skipped) if self._unread else self._skipped
-        self._in_a_row = 0
+        total = int(self._unread[-1].skipped) if self._unread else self._skipped
+        self._skips = _Skips(steps_done, total, max_skipped, remedy)
 
     def start(self) -> None:
         """Starts the clock. Earlier steps must have no tokens, as they are in no rate."""
@@ -142,12 +168,12 @@ class Meter:
     def skipped_last(self) -> bool:
         """Whether the last step was skipped; blocks until the device has done it."""
         self._judge(self._taken)
-        return self._in_a_row > 0
+        return self._skips.in_a_row > 0
 
     def finish(self) -> None:
         """Raises `NotFiniteError` if every step of this start was skipped."""
-        if self.skipped_last() and self._in_a_row == self._known - self._begun:
-            self._fail()
+        self._judge(self._taken)
+        self._skips.finish()
 
     def state(self) -> dict[str, Any]:
         """All that a run that goes on needs, for JSON. Blocks until all steps are done."""
@@ -161,25 +187,18 @@ class Meter:
         return self._mark().since(self._started)
 
     @property
+    def total_skipped(self) -> int:
+        return self._skips.total
+
+    @property
     def _taken(self) -> int:
         return self._steps_read + len(self._unread)
 
     def _judge(self, until: int) -> None:
         """Reads which steps up to `until` were skipped."""
-        while self._known < until:
-            taken = self._unread[self._known - self._steps_read]
-            before, self.total_skipped = self.total_skipped, int(jax.device_get(taken.skipped))
-            self._known += 1
-            self._in_a_row = self._in_a_row + 1 if self.total_skipped > before else 0
-            if self._in_a_row >= self._max_skipped:
-                self._fail()
-
-    def _fail(self) -> NoReturn:
-        first = self._known - self._in_a_row + 1
-        raise NotFiniteError(
-            f"expected gradients that are finite, got none in steps {first} to {self._known}, "
-            f"which were all skipped: nothing is learned any more. {self._remedy}"
-        )
+        while self._skips.known < until:
+            taken = self._unread[self._skips.known - self._steps_read]
+            self._skips.add(int(jax.device_get(taken.skipped)))
 
     def _to_next_row(self) -> int:
         # Fewer than `log_every` where the last start had another one.

@@ -63,7 +63,6 @@ class PeerMonitor:
         self._passed = 0
         if self._idle:
             return
-        self._me = jax.process_index()
         # Engines of other sets of processes may have the same names.
         members = hashlib.sha256(repr(sorted(self._processes)).encode()).hexdigest()[:16]
         self._client, self._directory = _connect(), f"zenflow_jax/{members}/{name}/"
@@ -202,6 +201,10 @@ class PeerMonitor:
 
     def _known(self, kind: str) -> dict[int, str]:
         return self._failed if kind == "failed" else self._left
+
+    @property
+    def _me(self) -> int:
+        return jax.process_index()
 
     @property
     def _idle(self) -> bool:
