@@ -123,7 +123,7 @@ def _packed_axis(shard: Shard) -> int:
 
 #: How many signs are packed in a number of each dtype, and the base whose digits they are. A float
 #: holds whole numbers below 2**24 and has room for more signs to the base of three. For bytes the
-#: base is four: unpacking is then shifts, where divisions cost a CPU a third of a step.
+#: base is four: shifts unpack them, which take a CPU less time than divisions.
 _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (15, 3), np.dtype(np.float32): (15, 3)}
 
 
