@@ -27,7 +27,7 @@ def token_losses(x: jax.Array, head: jax.Array, targets: jax.Array, *, axis: int
     Args:
         x: Output of the last layer `(b, t, width)`, in the dtype of the computation.
         head: The matrix that maps it to logits, in any float dtype; cast to that of `x`.
-        targets: Words `(b, t)`, integers.
+        targets: Words `(b, t)`, integers. The loss of another number is NaN.
         axis: That of the vocabulary in `head`, 0 or 1; the other is the width.
     """
     return _losses(axis, PART, x, head, targets)
@@ -49,7 +49,7 @@ def _forward(axis: int, part: int, x: jax.Array, head: jax.Array, targets: jax.A
         return new_top, total, jnp.where((place >= 0) & (place < words), at, of_target)
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    sums = zeros - jnp.inf, zeros, zeros
+    sums = zeros - jnp.inf, zeros, zeros + jnp.nan  # for targets that are no words
     top, total, of_target = _over_parts(add, sums, head.shape[axis], part)
     normalizers = top + jnp.log(total)
     return normalizers - of_target, (x, head, targets, normalizers)

@@ -41,8 +41,11 @@ def test_losses_and_gradients_are_those_of_all_logits(monkeypatch, words, axis, 
         np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
 
 
-def test_logits_that_are_not_finite_make_the_loss_so():
-    x = jnp.full((1, 1, WIDTH), np.inf)
+@pytest.mark.parametrize(
+    ("x", "target"), [(np.inf, 0), (1.0, cross_entropy.PART + 1), (1.0, -1)], ids=str
+)
+def test_logits_that_are_not_finite_and_targets_that_are_no_words_make_the_loss_so(x, target):
     head = jnp.ones((WIDTH, cross_entropy.PART + 1))
-    losses = cross_entropy.token_losses(x, head, jnp.zeros((1, 1), int), axis=1)
+    targets = jnp.full((1, 1), target)
+    losses = cross_entropy.token_losses(jnp.full((1, 1, WIDTH), x), head, targets, axis=1)
     assert not np.isfinite(losses).any()
