@@ -38,7 +38,7 @@ from zenflow_jax._device import boundary
 from zenflow_jax._device.samples import samples
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._exchange.parts import part_sharding
-from zenflow_jax._plan.groups import of_group
+from zenflow_jax._spec.groups import of_group
 from zenflow_jax.planning._host_work import needs_of
 
 

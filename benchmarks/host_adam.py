@@ -30,7 +30,7 @@ import numpy as np
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
-from zenflow_jax._plan.scalars import AdamScalars, window_step
+from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 Run = Callable[[], object]
 LIMIT, TORCH, DEEPSPEED = "memory bandwidth", "torch.optim.AdamW(fused)", "DeepSpeed CPUAdam"

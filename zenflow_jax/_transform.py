@@ -31,7 +31,7 @@ from zenflow_jax._device.step import (
     step_selected,
 )
 from zenflow_jax._device.streamed import is_streamed, misused, parts_of
-from zenflow_jax._plan.arguments import (
+from zenflow_jax._spec.arguments import (
     NUMBERS,
     check_bool,
     check_numbers,
@@ -40,10 +40,10 @@ from zenflow_jax._plan.arguments import (
     check_send_gradients,
     check_transfer_dtype,
 )
-from zenflow_jax._plan.groups import in_groups
-from zenflow_jax._plan.resolve import LeafRules, resolve_specs, warn_if_all_resident
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._plan.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
+from zenflow_jax._spec.groups import in_groups
+from zenflow_jax._spec.resolve import LeafRules, resolve_specs, warn_if_all_resident
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 
 def zenflow(

@@ -14,7 +14,7 @@ from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._exchange import nnx_pair
 from zenflow_jax._exchange.checks import accumulations
-from zenflow_jax._plan.rules import check_int
+from zenflow_jax._spec.rules import check_int
 
 _FIELDS = ("params", "opt_state")
 

@@ -15,7 +15,7 @@ from zenflow_jax._host import numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
-from zenflow_jax._plan.scalars import AdamScalars, window_step
+from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = [np.float32, BFLOAT16, np.float16]

@@ -17,7 +17,7 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import ALIGNMENT, PIECE, blank
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import new_moments
-from zenflow_jax._plan.scalars import window_step
+from zenflow_jax._spec.scalars import window_step
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_
 from zenflow_jax._exchange.progress import Counts, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.leaf import LeafSpec
 
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:

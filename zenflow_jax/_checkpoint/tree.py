@@ -18,10 +18,10 @@ from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import NONE, Counts
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.scalars import AdamScalars
+from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
 
 #: Arrays of a leaf's shape.
 WIDE = ("master", "mu", "nu", "total")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._spec.scalars import AdamScalars
 
 
 def add_gradient(

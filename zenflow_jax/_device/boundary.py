@@ -33,7 +33,7 @@ from zenflow_jax._device.shards import (
 )
 from zenflow_jax._device.state import LeafState, cut, cut_state, put, put_state
 from zenflow_jax._device.statistics import kept_share
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.leaf import LeafSpec
 
 Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.leaf import LeafSpec
 
 
 def broadcast_channels(per_channel: Shaped[Array, "..."], spec: LeafSpec) -> Shaped[Array, "..."]:

@@ -20,10 +20,10 @@ from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, Reach, Static, ZenFlowState, leaf_layout
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import SendGradients
-from zenflow_jax._plan.scalars import AdamScalars, StepScalars
-from zenflow_jax._plan.schedule import first_schedule_state
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.rules import SendGradients
+from zenflow_jax._spec.scalars import AdamScalars, StepScalars
+from zenflow_jax._spec.schedule import first_schedule_state
 from zenflow_jax._version import LAYOUT_NAME, version_number
 
 

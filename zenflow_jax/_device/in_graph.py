@@ -38,11 +38,11 @@ from zenflow_jax._device.state import (
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._device.step import Verdict
 from zenflow_jax._diagnostics.stats import warn_of_skipped
-from zenflow_jax._plan.groups import of_group
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import SendGradients
-from zenflow_jax._plan.scalars import AdamScalars, window_step
-from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._spec.groups import of_group
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.rules import SendGradients
+from zenflow_jax._spec.scalars import AdamScalars, window_step
+from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
 
 #: The state of a leaf, or of a range of it, and the float32 change of its parameter.
 _Piece = tuple[LeafState, jax.Array]

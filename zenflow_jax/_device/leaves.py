@@ -11,7 +11,7 @@ import numpy as np
 
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._device.streamed import is_streamed
-from zenflow_jax._plan.leaf import LeafSpec, plain_name
+from zenflow_jax._spec.leaf import LeafSpec, plain_name
 
 
 def as_pure(tree: Any) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.leaf import LeafSpec
 
 HOST = "pinned_host"
 

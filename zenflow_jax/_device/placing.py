@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.mesh import placement_of
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.mesh import placement_of
 
 
 def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:

@@ -26,7 +26,7 @@ from zenflow_jax._device.shards import (
     split,
 )
 from zenflow_jax._device.state import Reach, cut
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.leaf import LeafSpec
 
 
 def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:

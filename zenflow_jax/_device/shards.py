@@ -15,8 +15,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.mesh import MeshAxes, partition_spec
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.mesh import MeshAxes, partition_spec
 
 #: The partition spec of what all devices hold alike.
 REPLICATED = PartitionSpec()

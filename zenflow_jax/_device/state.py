@@ -12,9 +12,9 @@ import jax
 from jaxtyping import Array
 
 from zenflow_jax._device.shards import REPLICATED, Layout
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import SendGradients
-from zenflow_jax._plan.schedule import Schedule
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.rules import SendGradients
+from zenflow_jax._spec.schedule import Schedule
 
 
 class DeferredState(NamedTuple):

@@ -14,7 +14,7 @@ from zenflow_jax._device.channels import contains
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, each_leaf, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.step import Verdict
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.leaf import LeafSpec
 
 
 def window_statistics(

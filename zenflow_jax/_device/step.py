@@ -28,9 +28,9 @@ from zenflow_jax._device.shards import (
     on_each_device,
 )
 from zenflow_jax._device.state import LeafState, Reach, leaf_layout
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import SendGradients
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.rules import SendGradients
+from zenflow_jax._spec.scalars import AdamScalars
 
 
 class Verdict(NamedTuple):

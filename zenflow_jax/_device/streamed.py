@@ -17,8 +17,8 @@ import numpy as np
 
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.step import GradientParts, split_gradient
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import SendGradients
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.rules import SendGradients
 
 
 class Probes(NamedTuple):

@@ -22,7 +22,7 @@ from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.parts import OffloadedLeaves
-from zenflow_jax._plan.rules import SendGradients
+from zenflow_jax._spec.rules import SendGradients
 
 #: How the host keeps moments.
 HOST_STATES = ("float32", "compact")

@@ -27,9 +27,9 @@ from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._device.step import provisional_change
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import AdamScalars, StepScalars
-from zenflow_jax._plan.schedule import Schedule
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.scalars import AdamScalars, StepScalars
+from zenflow_jax._spec.schedule import Schedule
 
 # Leaves that are compared together. Each costs the dispatch of two small programs.
 _LEAVES_PER_LOOK = 8

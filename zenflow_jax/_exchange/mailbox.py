@@ -20,9 +20,9 @@ from zenflow_jax._device.state import LeafState, ZenFlowState, cut, put
 from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._plan.groups import of_group
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import USED, StepScalars
+from zenflow_jax._spec.groups import of_group
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.scalars import USED, StepScalars
 
 # With "per_window" a step's scalars may be behind the sums of a window, so `send` itself keeps
 # Python at most so many steps ahead.

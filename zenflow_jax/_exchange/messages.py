@@ -11,7 +11,7 @@ import jax
 from zenflow_jax._device.memory import copy_to_host
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.parts import OffloadedLeaves
-from zenflow_jax._plan.scalars import MISUSED, USED, StepScalars
+from zenflow_jax._spec.scalars import MISUSED, USED, StepScalars
 
 
 @dataclass(eq=False, kw_only=True)

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding
 from zenflow_jax._device.memory import read, shape_with_rank, without_units
 from zenflow_jax._device.shards import Layout, Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._plan.groups import of_group
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.groups import of_group
+from zenflow_jax._spec.leaf import LeafSpec
 
 _T = TypeVar("_T")
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._host.state import MAILS_KEPT
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import SendGradients
-from zenflow_jax._plan.schedule import Schedule
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.rules import SendGradients
+from zenflow_jax._spec.schedule import Schedule
 
 #: The most mails that may be unread, which lets Python run ahead of the device. With "per_window"
 #: `Mailbox.send` has another limit.

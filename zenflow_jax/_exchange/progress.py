@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
-from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._spec.scalars import AdamScalars
+from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
 
 # A group has no update that has not reached the parameters; one; or one that is empty, because no
 # step of its window counted.

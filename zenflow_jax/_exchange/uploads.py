@@ -13,7 +13,7 @@ from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, host_channels
 from zenflow_jax._host.leaf import HostLeaf
 from zenflow_jax._host.state import ClosedWindow, HostState, SelectedRows
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.leaf import LeafSpec
 
 
 def hand_over(

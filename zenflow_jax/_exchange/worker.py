@@ -31,7 +31,7 @@ from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._exchange.uploads import hand_over, nbytes, update
 from zenflow_jax._host.leaf import HostLeaf
 from zenflow_jax._host.state import ClosedWindow, HostState
-from zenflow_jax._plan.scalars import AdamScalars, StepScalars
+from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
 # How often a caller that waits looks whether the device still has work.
 _LOOK_S = 1e-3

@@ -24,7 +24,7 @@ from zenflow_jax._host.arrays import PIECE
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Layout, Moment, Tile
 from zenflow_jax._host.numpy_kernel import NumpyKernel, Step, flat, move
-from zenflow_jax._plan.scalars import AdamScalars, WindowStep
+from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
 if TYPE_CHECKING:
     from zenflow_jax._host.numba_kernel import NumbaKernel

@@ -7,7 +7,7 @@ import numpy as np
 from zenflow_jax._host.arrays import blank, copied
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.leaf import LeafSpec
 
 
 @dataclasses.dataclass

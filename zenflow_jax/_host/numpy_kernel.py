@@ -26,7 +26,7 @@ from zenflow_jax._host.moments import (
     encode,
     spread,
 )
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._spec.scalars import AdamScalars
 
 #: Gradients that a compiled step adds up on its way: those of a window of twice the default length.
 #: Numba compiles each number of them, and each set of dtypes, when it first meets it, in a second.

@@ -15,9 +15,9 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank, copied
 from zenflow_jax._host.leaf import HostLeaf, WindowGradients
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
-from zenflow_jax._plan.schedule import Schedule
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
+from zenflow_jax._spec.schedule import Schedule
 
 #: The most mails that are kept. An update frees the closed window's mails leaf by leaf while those
 #: of the next one come in. So windows of four steps need no sums as long as the update keeps up.

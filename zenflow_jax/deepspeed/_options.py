@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from zenflow_jax._host.adam import available_cores
-from zenflow_jax._plan.arguments import check_numbers
-from zenflow_jax._plan.rules import AutoWindow, check_int
+from zenflow_jax._spec.arguments import check_numbers
+from zenflow_jax._spec.rules import AutoWindow, check_int
 from zenflow_jax._transform import zenflow
 from zenflow_jax.deepspeed._config import Config, Kind, get, number, one_of, pair
 from zenflow_jax.deepspeed._schedule import SCHEDULES, Scheduler, Selection

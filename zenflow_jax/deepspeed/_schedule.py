@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax.deepspeed._config import Table, get, number, one_of
 
 _NEVER = 2**31 - 1  # steps, the most that an int32 holds

@@ -23,8 +23,8 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
-from zenflow_jax._plan.groups import in_groups
-from zenflow_jax._plan.scalars import AdamScalars, window_step
+from zenflow_jax._spec.groups import in_groups
+from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 #: The windows that are compared, in steps.
 INTERVALS = (1, 2, 4, 8, 16)

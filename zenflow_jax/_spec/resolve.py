@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._plan.leaf import DTYPES, LeafSpec, plain_name
-from zenflow_jax._plan.mesh import Placement, divide_blocks, placement_of
+from zenflow_jax._spec.leaf import DTYPES, LeafSpec, plain_name
+from zenflow_jax._spec.mesh import Placement, divide_blocks, placement_of
 
 
 class LeafRules(NamedTuple):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._plan.mesh import Placement
+from zenflow_jax._spec.mesh import Placement
 
 #: Dtypes a leaf may have. Wider ones would lose bits to the float32 arithmetic.
 DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))

@@ -8,8 +8,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.schedule import Schedule
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.schedule import Schedule
 
 #: How much more the largest group may have than the smallest before stacked leaves are cut.
 UNEVEN = 1.5

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from zenflow_jax._plan.rules import (
+from zenflow_jax._spec.rules import (
     AutoSelect,
     AutoWindow,
     EpochSelect,
@@ -17,7 +17,7 @@ from zenflow_jax._plan.rules import (
     check_int,
     check_share,
 )
-from zenflow_jax._plan.schedule import Schedule
+from zenflow_jax._spec.schedule import Schedule
 
 #: Arguments that may be arrays, also traced ones. All others shape the state.
 NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")

@@ -8,7 +8,7 @@ import pytest
 
 import zenflow_jax
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._plan.schedule import Schedule, ScheduleState
+from zenflow_jax._spec.schedule import Schedule, ScheduleState
 
 
 def letter(boundary):

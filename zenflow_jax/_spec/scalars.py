@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._spec.leaf import LeafSpec
 
 #: The token of a step whose mail no engine has taken yet.
 USED = -1
