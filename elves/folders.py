@@ -241,6 +241,4 @@ def _expect_new(source: Path, target: Path) -> None:
 
 
 def _none_packed(source: Path) -> ElvesError:
-    return ElvesError(
-        f"expected packed files in {source}, got none. Name what `python -m train.compress` made."
-    )
+    return ElvesError(f"expected packed files in {source}, got none.")

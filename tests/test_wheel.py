@@ -1,4 +1,4 @@
-"""What is published: the library alone, and it needs what it says it needs."""
+"""What is published: the library, its commands, and it needs what it says it needs."""
 
 import importlib.metadata
 import os
@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import zenflow_jax
+from tests.processes import environment
+from tests.tiny_model import write_model
 
 ROOT = Path(__file__).parents[1]
 # Ahead of the example: what the wheel does not require of this environment is not there.
@@ -30,9 +32,14 @@ sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.m
 AS_TEXT = {"capture_output": True, "text": True, "check": False}
 
 
-SOURCES = {
-    x.relative_to(ROOT).as_posix() for x in (ROOT / "zenflow_jax").rglob("*.py") if x.is_file()
-} | {"zenflow_jax/py.typed"}
+def files(folder, ending):
+    return {x.relative_to(ROOT).as_posix() for x in (ROOT / folder).rglob(f"*{ending}")}
+
+
+LIBRARY = files("zenflow_jax", ".py") | {"zenflow_jax/py.typed"}
+SCRIPTS = files("train", ".py") | files("elves", ".py") | files("configs", ".toml")
+# What the console commands run, on a path of theirs: no environment gets packages of such names.
+INSTALLED = LIBRARY | {f"zenflow_jax/_scripts/{name}" for name in SCRIPTS}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +79,9 @@ def described(wheel):
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_library_and_says_what_it_is(wheel):
+def test_the_wheel_has_the_library_and_its_scripts_and_says_what_it_is(wheel):
     names = contents(wheel)
-    assert {name for name in names if ".dist-info/" not in name} == SOURCES
+    assert {name for name in names if ".dist-info/" not in name} == INSTALLED
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     metadata = described(wheel)
     assert metadata["Version"] == zenflow_jax.__version__
@@ -94,8 +101,7 @@ def test_a_wheel_from_the_source_distribution_is_the_wheel_from_the_tree(build, 
     (root,) = tmp_path.iterdir()
     names = {x.relative_to(root).as_posix() for x in root.rglob("*") if x.is_file()}
     beside = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"}
-    assert names - SOURCES == beside | {"PKG-INFO", ".gitignore"}
-    assert names >= SOURCES
+    assert names == LIBRARY | SCRIPTS | beside | {"PKG-INFO", ".gitignore"}
     assert contents(build("wheel", root)) == contents(wheel)
 
 
@@ -115,7 +121,7 @@ def test_all_of_the_wheel_is_imported_with_nothing_but_what_it_requires(wheel, t
         if not required & {normal(x) for x in packages}
     }
     assert {"pytest", "tokenizers"} <= absent
-    names = (name.removesuffix(".py").removesuffix("/__init__") for name in sorted(SOURCES))
+    names = (name.removesuffix(".py").removesuffix("/__init__") for name in sorted(LIBRARY))
     # Tunix is an extra's.
     names = [x.replace("/", ".") for x in names if "tunix" not in x and "py.typed" not in x]
     code = BARE.format(absent=absent) + f"import {', '.join(names)}\n"
@@ -125,6 +131,69 @@ def test_all_of_the_wheel_is_imported_with_nothing_but_what_it_requires(wheel, t
     done(run)
     origin = Path(run.stdout.splitlines()[-1])
     assert origin.is_relative_to(tmp_path), "the source tree was imported"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Runs a console command of the wheel, in a folder with modules of the names of ours."""
+    place, work = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("work")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
+    done(subprocess.run([*pip, "--no-deps", "--target", str(place), str(wheel)], **AS_TEXT))
+    (work / "elves").mkdir()
+    for name in ("train.py", "elves/__init__.py"):
+        (work / name).write_text("raise SystemExit('the own module of the user')")
+    write_model(work / "model", "llama2")
+    env = environment(1) | {"PYTHONPATH": f"{place}:{work}"}
+
+    def run(command, *arguments):
+        words = [str(place / "bin" / command), *arguments]
+        return subprocess.run(words, cwd=work, env=env, **AS_TEXT)
+
+    return run
+
+
+TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24 --no-progress"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (f"zenflow-finetune quickstart --steps 2 --run first {TINY}", "runs/quickstart/first"),
+        (f"zenflow-plan quickstart {TINY}", "in all"),
+        ("zenflow-generate --model model a --max-tokens 3", "3 tokens, "),
+        ("zenflow-compress model packed", "ratio"),
+    ],
+)
+def test_each_command_works_as_installed(installed, words, expected):
+    run = installed(*words.split())
+    done(run)
+    assert expected in run.stdout + run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("zenflow-finetune", "For example: zenflow-finetune quickstart"),
+        ("zenflow-finetune quickstarts", "names: alpaca_llama2_7b, chat, glue_sst2, lm"),
+        ("zenflow-generate a", "Missing from zenflow-generate"),
+    ],
+)
+def test_a_message_names_the_command_as_it_was_typed(installed, words, expected):
+    run = installed(*words.split())
+    assert run.returncode == 2
+    assert expected in run.stderr
+
+
+def test_a_command_without_its_packages_says_how_to_install_them():
+    code = (
+        BARE.format(absent={"tyro"}) + "import zenflow_jax._commands as c; sys.exit(c.finetune())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, **AS_TEXT)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: no module tyro")
+    assert run.stderr.endswith('pip install "zenflow_jax[train]"\n')
 
 
 def closure(requirements):

@@ -1,9 +1,22 @@
 """Scripts that train models with zenflow_jax, and the models they train.
 
 Each script is a module with a `main`, is read from top to bottom, and uses the library through
-its public names alone. Nothing in the library imports this package.
+its public names alone. Nothing in the library imports this package; `zenflow_jax/_commands.py`
+starts its scripts as console commands.
 """
+
+import sys
+from pathlib import Path
+
+#: The configs that come with the scripts, each of which has a name.
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 class Failure(Exception):
     """What a user can remedy: the message is shown as it is, without a traceback."""
+
+
+def command_of(script: str) -> str:
+    """What a user types to start a script, in the way in which this one was started."""
+    installed = Path(sys.argv[0]).name.startswith("zenflow-")
+    return f"zenflow-{script}" if installed else f"python -m train.{script}"

@@ -6,6 +6,8 @@ import json
 import zlib
 from pathlib import Path
 
+from train import command_of
+
 CHECKSUMS = "checksums.json"
 #: In a checkpoint that an earlier version has packed, the checksums of what it was.
 UNPACKED = "unpacked.json"
@@ -33,7 +35,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 def damage(folder: Path) -> str | None:
     """The first damage in a checkpoint; None if it is whole."""
     if (folder / UNPACKED).exists():
-        return f"it is packed (python -m train.compress --restore {folder} makes it what it was)"
+        return f"it is packed ({command_of('compress')} --restore {folder} makes it what it was)"
     try:
         text = (folder / CHECKSUMS).read_text(encoding="utf-8")
         listed = {name: (int(size), int(crc)) for name, (size, crc) in json.loads(text).items()}

@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 import tyro
 
-from train import Failure
+from train import CONFIGS, Failure, command_of
 from train.arguments import did_you_mean, read_arguments
 from train.settings import Settings, SettingsError, flag_of, impossible, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
-PROGRAM = "python -m train.finetune"
+PROGRAM = command_of("finetune")
 
 # The endings of files.
 PICTURES, JSON = (".png", ".svg", ".pdf"), ".json"
@@ -124,9 +124,17 @@ class Command:
     planning: tyro.conf.OmitArgPrefixes[Planning]
 
 
+def shipped() -> list[str]:
+    """The names of the configs that come with the scripts."""
+    return sorted(path.stem for path in CONFIGS.glob("*.toml"))
+
+
 def load_settings(path: str | Path) -> Settings:
-    """Reads a TOML file of fields of `Settings`; a whole number does for a float."""
-    path = Path(path)
+    """Reads a TOML file of fields of `Settings`, or a shipped one by its name.
+
+    A whole number does for a float.
+    """
+    path = CONFIGS / f"{path}.toml" if path in shipped() else Path(path)
     words = []
     for key, value in _read_toml(path).items():
         if key not in SETTINGS:
@@ -151,8 +159,8 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
         config, overrides, settings = "CONFIG.toml", ["--help"], Settings()
     else:
         raise SettingsError(
-            f"expected the path of a config file as the first argument, got "
-            f"{argv[0] if argv else 'nothing'}. For example: {program} configs/quickstart.toml"
+            f"expected a config file as the first argument, by its path or name, got "
+            f"{argv[0] if argv else 'nothing'}. For example: {program} quickstart"
         )
     default = Command(settings=settings, launch=Launch(), start=Start(), planning=Planning())
     return read_arguments(Command, overrides, program=f"{program} {config}", default=default)
@@ -172,8 +180,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         near = did_you_mean(path.stem, [file.stem for file in path.parent.glob("*.toml")])
-        got = f"{error.strerror}.{near}"
-        raise SettingsError(f"{path}: expected a config file, got: {got}") from None
+        raise SettingsError(
+            f"{path}: expected a config file, got: {error.strerror}.{near} (Those that come with "
+            f"zenflow_jax have names: {', '.join(shipped())}.)"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: expected TOML, got what cannot be read: {error}.") from None
 

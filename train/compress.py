@@ -26,12 +26,12 @@ import tyro
 from elves.folders import Result, check_path, pack_path, restore_path
 from elves.header import ElvesError, Tensor
 from elves.writing import Options
-from train import Failure
+from train import Failure, command_of
 from train.arguments import read_arguments
 from train.checksums import CHECKSUMS, UNPACKED
 from train.whole import finished
 
-PROGRAM = "python -m train.compress"
+PROGRAM = command_of("compress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def _check(command: Command) -> None:
     if not verbs and (command.source / CHECKSUMS).is_file():
         raise ElvesError(
             f"expected a model, got the checkpoint {command.source}, which no run could read when "
-            "it is packed. Export its weights (train.finetune --export), and pack these."
+            f"it is packed. Export its weights ({command_of('finetune')} --export), and pack these."
         )
 
 

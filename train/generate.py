@@ -27,7 +27,7 @@ import tyro
 from flax import nnx
 from tokenizers.decoders import DecodeStream
 
-from train import Failure, models, pretrained
+from train import Failure, command_of, models, pretrained
 from train.arguments import read_arguments
 from train.chat_template import ASSISTANT, ConversationError, read_template
 from train.command_line import load_settings
@@ -37,7 +37,7 @@ from train.settings import SettingsError
 from train.tasks import answers
 from train.tokenizer import Tokenizer, all_end_tokens, read_tokenizer
 
-PROGRAM = "python -m train.generate"
+PROGRAM = command_of("generate")
 
 
 @dataclass(frozen=True, kw_only=True)

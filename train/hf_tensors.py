@@ -201,8 +201,8 @@ def _opened(path: Path) -> Any:
     file = safe_open(path, "numpy")
     if "elves" in (file.metadata() or {}):
         raise ModelError(
-            f"expected a file {path} that is not packed, got one of `train.compress`, which needs "
-            "the folder elves/ and zstandard. Install zenflow_jax[train] and run from its source."
+            f"expected a file {path} that is not packed, got one that needs zstandard to be read: "
+            'pip install "zenflow_jax[train]"'
         )
     return file
 

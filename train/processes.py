@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train.command_line import Launch
+from train.command_line import PROGRAM, Launch
 from train.settings import SettingsError
 
 # How long a process may be silent until jax ends the others, and how long one that ends waits for
@@ -98,7 +98,7 @@ def _refuse_mpirun() -> None:
     if int(os.environ.get(size, 1)) > 1 and (open_mpi or not is_srun):
         raise SettingsError(
             "expected --coordinator, --processes and --process under mpirun, got none. Start: "
-            "mpirun ... sh -c 'exec python -m train.finetune ... --coordinator HOST:PORT "
+            f"mpirun ... sh -c 'exec {PROGRAM} ... --coordinator HOST:PORT "
             f"--processes ${size} --process ${rank}', with the machine of rank 0 as HOST."
         )
 

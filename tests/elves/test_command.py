@@ -69,7 +69,7 @@ def test_without_elves_a_packed_model_is_refused_and_a_plain_one_read(packed_lla
     monkeypatch.setattr(hf_tensors, "elves", None)
     monkeypatch.setattr(hf_tensors, "_PACKED_ERROR", ())
     load(FIXTURES / "llama2")
-    with pytest.raises(ModelError, match="that is not packed, got one of `train.compress`"):
+    with pytest.raises(ModelError, match="that is not packed, got one that needs zstandard"):
         load(packed_llama())
 
 

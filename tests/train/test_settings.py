@@ -63,7 +63,7 @@ def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
     with pytest.raises(SettingsError, match="config file, .*directory"):
         load_settings(tmp_path)
     for argv in ([], ["--steps", "3"]):
-        with pytest.raises(SettingsError, match="expected the path of a config file"):
+        with pytest.raises(SettingsError, match="expected a config file as the first"):
             read_command_line(argv, program="train")
 
 

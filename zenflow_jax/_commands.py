@@ -1,0 +1,46 @@
+"""The console commands, each of which runs a script of `train/` in its own process.
+
+Scripts, what packs files, and configs are no packages of an environment: a wheel has them in a
+folder of this package, a clone in its root. Only a command puts that folder on its path, ahead of
+all else, so that a user's own `train.py` is not taken for them.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+#: What has them: the wheel's folder, or the root of a clone.
+_SCRIPTS = _HERE / "_scripts" if (_HERE / "_scripts").is_dir() else _HERE.parent
+
+
+def finetune() -> int:
+    return _run("finetune")
+
+
+def plan() -> int:
+    sys.argv[2:2] = ["--plan"]
+    return _run("finetune")
+
+
+def generate() -> int:
+    return _run("generate")
+
+
+def compress() -> int:
+    return _run("compress")
+
+
+def _run(script: str) -> int:
+    sys.path.insert(0, str(_SCRIPTS))
+    try:
+        main = importlib.import_module(f"train.{script}").main
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("train", "elves", "zenflow_jax"):
+            raise
+        sys.stderr.write(
+            f"error: no module {error.name}, which this command needs. Install it with the "
+            'others: pip install "zenflow_jax[train]"\n'
+        )
+        return 2
+    return main()
