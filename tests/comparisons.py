@@ -1,7 +1,7 @@
 """What runs are held to, which is the slow reference or `optax.adamw`, and how close they are."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -9,7 +9,18 @@ import numpy as np
 import optax
 
 from tests.reference import Reference, Settings
-from tests.runs import History, Leaves, Plan, fetch, gradients, initial_values, jitted, place, rate
+from tests.runs import (
+    History,
+    Leaves,
+    Plan,
+    Training,
+    fetch,
+    gradients,
+    initial_values,
+    jitted,
+    place,
+    rate,
+)
 
 # Float32, the same operations in another order; parameters up to 4, where a unit in the last place
 # is 2.4e-7; updates near 1e-2, of which `1 - b2**n`, in float32 on one side and in float64 on the
@@ -23,6 +34,29 @@ FLIPPED = 0.005
 # Of moments in 8 bits, in runs of some 20 steps, and of the masters that moved by them: a moment
 # off by MOMENT_TOL gets another code about once in 10,000 times, and keeps what comes of it.
 ANOTHER_CODE = 0.02
+
+
+KERNELS = ("numba", "numpy")
+SEEDS = (0, 1)
+
+# Of the norms in these runs, about half are above it.
+MAX_NORM = 30.0
+
+WARM = dict(
+    topk_ratio=0.3,
+    update_interval=3,
+    select_interval=6,
+    full_warm_up_rounds=5,
+    max_grad_norm=MAX_NORM,
+)
+
+
+def modes(leaves: Leaves, options: Settings, seed: int) -> Iterator[Training]:
+    """The run in-graph, and with an engine; its kernel and threads go by the seed."""
+    yield Training(leaves, options, seed=seed, offload=False)
+    # Numba compiles each pair of dtypes anew; `test_host_adam.py` has those that differ.
+    kernel = "numpy" if options.transfer_dtype else KERNELS[seed]
+    yield Training(leaves, options, seed=seed, host_kernel=kernel, threads=1 + seed)
 
 
 def slow_run(leaves: Leaves, settings: Settings, seed: int = 0, **more: Any) -> Reference:

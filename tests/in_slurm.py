@@ -21,8 +21,7 @@ import pytest
 
 from benchmarks import kill_test
 from tests.processes import environment
-from tests.train.scripts import write_config
-from tests.train.test_train_mesh import TINY
+from tests.train.scripts import TINY_MESH, write_config
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 SBIN = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
@@ -143,7 +142,7 @@ class Job:
         path.write_text(json.dumps({"scheduler": constant}))
         words = {"mesh": "data=2", "progress": False, "update_interval": 4, "log_every": 10}
         words |= {"steps": steps, "deepspeed": str(path)}
-        return write_config(self._folder, **TINY | words)
+        return write_config(self._folder, **TINY_MESH | words)
 
     def output(self) -> str:
         path = self._folder / f"{self.id}.txt"

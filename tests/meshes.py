@@ -6,7 +6,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.runs import EVERYTHING, Leaf, Leaves
+from tests import comparisons
+from tests.reference import Reference
+from tests.runs import EVERYTHING, Leaf, Leaves, Plan, Training
 from zenflow_jax import AutoSelect, AutoWindow
 
 # Sizes that eight devices can divide. Each leaf that travels is ten programs of the engine, on each
@@ -102,3 +104,29 @@ def pieces(leaves: Leaves, shardings: dict[str, NamedSharding]) -> list[int]:
         cut = shardings[leaf.name].shard_shape(leaf.shape)
         counts.append(1 if leaf.axis is None else leaf.shape[leaf.axis] // cut[leaf.axis])
     return counts
+
+
+def placements(training: Training) -> list[Any]:
+    """Where everything is, however it is written."""
+    return [
+        (
+            jax.tree_util.keystr(path),
+            x.sharding.memory_kind,
+            x.sharding.devices_indices_map(x.shape),
+        )
+        for path, x in jax.tree_util.tree_leaves_with_path((training.params, training.state))
+    ]
+
+
+def assert_agrees(training: Training, plan: Plan, host_state: str = "float32") -> Reference:
+    """A run agrees with the reference, which it gives, and leaves everything where it was."""
+    before, leaves = placements(training), training.leaves
+    shards = pieces(leaves, training.shardings)
+    expected, slow = comparisons.reference(
+        leaves, training.settings, plan, shards=shards, host_state=host_state
+    )
+    compact = host_state == "compact"
+    compare = comparisons.assert_agree_where_rounded if compact else comparisons.assert_agree
+    compare(training.history(plan), expected)
+    assert placements(training) == before
+    return slow

@@ -78,6 +78,12 @@ EVERYTHING = Settings(
     max_grad_norm=5.0,
     provisional_share=0.5,
 )
+# Windows of three steps, channels change hands at each boundary.
+BUSY = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
+# Longer ones, without changes of hands after the first.
+CALM = Settings(topk_ratio=0.3, update_interval=4, select_interval=400)
+# The same, but all leaves close their windows together, and updates take as long as a window.
+TOGETHER = dataclasses.replace(CALM, rolling=False)
 # The kernel that needs no compiler. Both give the same bits.
 KERNEL = {"host_kernel": "numpy", "threads": 1}
 

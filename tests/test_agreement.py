@@ -7,8 +7,8 @@ moments and step counts, wherever they live. What must equal `optax.adamw` is `t
 import pytest
 
 from tests import comparisons
+from tests.comparisons import KERNELS, SEEDS, WARM, modes
 from tests.runs import FIRST, SCANNED, SECOND, THIRD, Plan, Settings, Training
-from tests.test_equality import KERNELS, SEEDS, WARM, modes
 from zenflow_jax import AutoSelect, EpochSelect
 
 AGREEMENTS = {

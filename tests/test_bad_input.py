@@ -15,30 +15,33 @@ import pytest
 from flax import nnx
 
 import zenflow_jax
+from tests.mistakes import (
+    DEVICE,
+    NO_STATE,
+    PARAMS,
+    SQUARE,
+    STATE,
+    TWO_STATES,
+    TX,
+    assert_told,
+    make,
+    nnx_model,
+    nnx_optimizer,
+    numpy_of,
+    shapes_of,
+    step,
+)
 from zenflow_jax import STATIC_ARGS, AutoSelect, AutoWindow, EpochSelect, HostEngine, zenflow
 from zenflow_jax._exchange.pinned import check_pinned
 
-DEVICE = jax.devices()[0]
-SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
-PARAMS = jax.device_put({"bias": jnp.zeros(3), "weight": jnp.ones((6, 3))}, DEVICE)
-SQUARE = {"bias": jnp.zeros(3), "weight": jnp.ones((3, 6))}
 LOW = {"weight": jnp.ones((6, 3), jnp.bfloat16)}
 GIB = 2**30
-
 
 pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
 
 
-def make(learning_rate=1e-2, **options):
-    return zenflow(learning_rate, **{**SETTINGS, **options})
-
-
 def init(params, **options):
     return make(**options).init(params)
-
-
-TX = make()
-STATE = TX.init(PARAMS)
 
 
 def engine(params=PARAMS, state=STATE, **options):
@@ -49,12 +52,6 @@ def engine(params=PARAMS, state=STATE, **options):
 
 def table(*rows):
     return pytest.mark.parametrize(("call", "exception", "word"), rows)
-
-
-def assert_told(call, exception, word):
-    with pytest.raises(exception) as caught:
-        call()
-    assert word in str(caught.value)
 
 
 NUMBERS = ["learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm"]
@@ -299,9 +296,6 @@ ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 LATE = make(send_gradients="after_step")
 STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
-NO_STATE, TWO_STATES = "one ZenFlowState in it, got 0", "one ZenFlowState in it, got 2"
-
-
 NO_ONE_STATE = [
     (lambda: zenflow_jax.find_state(ADAM), ValueError, NO_STATE),
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
@@ -311,26 +305,6 @@ NO_ONE_STATE = [
     (lambda: zenflow_jax.flush(SQUARE, IN_GRAPH_STATE), ValueError, "got float32 (3, 6)"),
     (lambda: zenflow_jax.flush(None, IN_GRAPH_STATE), ValueError, "got 0 leaves"),
 ]
-
-
-def nnx_model():
-    """A model whose parameters are `PARAMS`."""
-    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
-    model.weight = nnx.Param(PARAMS["weight"])
-    del model.kernel
-    return model
-
-
-def nnx_optimizer(tx):
-    return nnx.Optimizer(nnx_model(), tx, wrt=nnx.Param)
-
-
-def numpy_of(tree):
-    return jax.tree.map(np.asarray, tree)
-
-
-def shapes_of(tree):
-    return jax.eval_shape(lambda: tree)
 
 
 NO_ENGINE = [
@@ -373,17 +347,3 @@ def test_pinned_memory_that_is_there_is_taken():
     check_pinned(25 * GIB, 3, 0, "cuda", "76")
     check_pinned(25 * GIB, 3, 0, "cpu", "1")
     check_pinned(0, 3, 0, "gpu", "0")
-
-
-def step_of(tx):
-    @jax.jit
-    def step(params, state):
-        gradients = jax.tree.map(lambda p: jnp.sin(3 * p) + 0.1, params)
-        with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
-            updates, state = tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state
-
-    return step
-
-
-step = step_of(TX)

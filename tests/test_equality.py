@@ -9,34 +9,13 @@ import numpy as np
 import pytest
 
 from tests import comparisons, runs
+from tests.comparisons import MAX_NORM, SEEDS, WARM, modes
 from tests.runs import FEW, FIRST, Plan, Settings, Training
-
-KERNELS = ("numba", "numpy")
-SEEDS = (0, 1)
-
-# Of the norms in these runs, about half are above it.
-MAX_NORM = 30.0
-
-WARM = dict(
-    topk_ratio=0.3,
-    update_interval=3,
-    select_interval=6,
-    full_warm_up_rounds=5,
-    max_grad_norm=MAX_NORM,
-)
 
 
 @pytest.fixture(autouse=True)
 def as_users_have_them(monkeypatch):
     monkeypatch.setattr(runs, "optimized", True)
-
-
-def modes(leaves, options, seed):
-    """The run in-graph, and with an engine; its kernel and threads go by the seed."""
-    yield Training(leaves, options, seed=seed, offload=False)
-    # Numba compiles each pair of dtypes anew; `test_host_adam.py` has those that differ.
-    kernel = "numpy" if options.transfer_dtype else KERNELS[seed]
-    yield Training(leaves, options, seed=seed, host_kernel=kernel, threads=1 + seed)
 
 
 STEP_BY_STEP = {"update_interval": 1, "staleness": 0}

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from tests.hf_models import FIXTURES
 from tests.tiny_tokenizer import write_byte_level, write_wordpiece
 
-FIXTURES = Path(__file__).parent / "fixtures"
 TOKENIZERS = {"llama2": write_byte_level, "bert": write_wordpiece}
 
 

@@ -18,68 +18,27 @@ import optax
 import pytest
 
 import zenflow_jax
+from tests.deepspeed.configs import (
+    ADAM,
+    BATCH,
+    OFFLOAD,
+    RATE_TOLERANCE,
+    REMOVE,
+    RULES,
+    TRAINING,
+    TUTORIAL,
+    changed,
+    sized,
+)
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax.deepspeed import from_deepspeed
 
-# As it stands in DeepSpeed's ZenFlow tutorial.
-TUTORIAL = {
-    "zero_optimization": {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "zenflow": {
-            "topk_ratio": 0.05,
-            "select_strategy": "auto",
-            "select_interval": "auto",
-            "update_interval": 4,
-            "full_warm_up_rounds": 0,
-            "overlap_step": True,
-        },
-    }
-}
-TRAINING = {
-    "train_batch_size": 8,
-    "bf16": {"enabled": True},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.01},
-    },
-    "gradient_clipping": 0.5,
-    **TUTORIAL,
-}
-RULES = "zero_optimization.zenflow"
-OFFLOAD = "zero_optimization.offload_optimizer"
-ADAM = "optimizer.params"
-REMOVE = Ellipsis  # as it reads the same in every process of the tests
-
-# float32 against Python's floats, as a share of the highest rate; 1.9e-7 is the most that 545,000
-# values of DeepSpeed's own classes differed by.
-RATE_TOLERANCE = 1e-6
-
 pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
-
-def changed(values, config=TRAINING):
-    """The config with other values at paths such as "optimizer.params.lr"."""
-    config = copy.deepcopy(config)
-    for path, value in values.items():
-        *sections, key = path.split(".")
-        section = config
-        for name in sections:
-            section = section.setdefault(name, {})
-        if value is REMOVE:
-            del section[key]
-        else:
-            section[key] = value
-    return config
 
 
 def zenflow_section(**keys):
     """A config whose `zenflow` section has these keys alone."""
     return changed({RULES: keys})
-
-
-def scheduled(name, **params):
-    return {"scheduler": {"type": name, "params": params}}
 
 
 def untranslated(config, **arguments):
@@ -277,7 +236,6 @@ def autos(*keys):
     return dict.fromkeys(keys, "auto")
 
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 RATES = autos("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 HUGGING_FACE = {
     **autos(*BATCH, "gradient_clipping"),
@@ -336,10 +294,6 @@ def test_lengths_may_become_known_later():
             getattr(early, name)
     with pytest.raises(ValueError, match="total_steps="):
         _ = dataclasses.replace(early, warmup_steps=10).learning_rate
-
-
-def sized(*sizes):
-    return dict(zip(BATCH, sizes, strict=True))
 
 
 @pytest.mark.parametrize(

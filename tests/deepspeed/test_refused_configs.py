@@ -6,7 +6,7 @@ import re
 import optax
 import pytest
 
-from tests.deepspeed.test_deepspeed import (
+from tests.deepspeed.configs import (
     ADAM,
     OFFLOAD,
     REMOVE,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.deepspeed.test_deepspeed import RATE_TOLERANCE, changed, scheduled
+from tests.deepspeed.configs import RATE_TOLERANCE, changed, scheduled
 from zenflow_jax.deepspeed import from_deepspeed
 
 pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from tests import comparisons, meshes, runs
-from tests.meshes import ADAPTIVE, LEAVES, MORE_LEAVES, STALE
+from tests.meshes import ADAPTIVE, LEAVES, MORE_LEAVES, STALE, assert_agrees
 from tests.runs import Plan, Settings, Training
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -55,18 +55,6 @@ def started(where, settings, *, leaves=LEAVES, in_context=True, **more):
         yield training
 
 
-def placements(training):
-    """Where everything is, however it is written."""
-    return [
-        (
-            jax.tree_util.keystr(path),
-            x.sharding.memory_kind,
-            x.sharding.devices_indices_map(x.shape),
-        )
-        for path, x in jax.tree_util.tree_leaves_with_path((training.params, training.state))
-    ]
-
-
 @contextlib.contextmanager
 def traced_once(training, *, donate=True):
     """Sees to it that the step is."""
@@ -82,20 +70,6 @@ def traced_once(training, *, donate=True):
     assert len(traces) == 1
     # Parameters may come written otherwise than jit writes them; once, and not through us.
     assert step._cache_size() <= 2
-
-
-def assert_agrees(training, plan=PLAN, host_state="float32"):
-    """A run agrees with the reference, which it gives, and leaves everything where it was."""
-    before, leaves = placements(training), training.leaves
-    shards = meshes.pieces(leaves, training.shardings)
-    expected, slow = comparisons.reference(
-        leaves, training.settings, plan, shards=shards, host_state=host_state
-    )
-    compact = host_state == "compact"
-    compare = comparisons.assert_agree_where_rounded if compact else comparisons.assert_agree
-    compare(training.history(plan), expected)
-    assert placements(training) == before
-    return slow
 
 
 @pytest.mark.parametrize(
@@ -115,13 +89,13 @@ def assert_agrees(training, plan=PLAN, host_state="float32"):
 def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, more):
     with started(where, STALE, leaves=leaves_of(where), **more) as training:
         with traced_once(training, donate=more.get("donate", True)):
-            assert_agrees(training)
+            assert_agrees(training, PLAN)
 
 
 def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
     # No device has a copy, and none a part of a channel: so groups are those of the reference.
     with started(("fsdp", "channels", AUTO), STALE, host_state="compact") as training:
-        assert_agrees(training, host_state="compact")
+        assert_agrees(training, PLAN, "compact")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +105,7 @@ def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
 )
 def test_adaptive_schedules_decide_as_the_reference_does(where, offload):
     with started(where, ADAPTIVE, leaves=leaves_of(where), offload=offload) as training:
-        slow = assert_agrees(training)
+        slow = assert_agrees(training, PLAN)
         assert len(set(np.diff(slow.turns[0].boundaries))) > 1
 
 
@@ -155,7 +129,7 @@ def test_shardings_that_jit_is_told_are_kept():
             donate_argnums=(0, 1),
         )
         training.program = told
-        assert_agrees(training)
+        assert_agrees(training, PLAN)
         assert jax.tree.map(lambda x: x.sharding, (training.params, training.state)) == placed
         assert told._cache_size() == 1
 

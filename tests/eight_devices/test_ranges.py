@@ -7,8 +7,7 @@ from jax.sharding import AxisType
 
 import zenflow_jax
 from tests import comparisons, meshes
-from tests.eight_devices.test_placements import assert_agrees
-from tests.meshes import STALE
+from tests.meshes import STALE, assert_agrees
 from tests.resuming import put_by_name
 from tests.runs import Leaf, Leaves, Plan, Training
 

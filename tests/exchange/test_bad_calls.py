@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.test_bad_input import (
+from tests.mistakes import (
     NO_STATE,
     PARAMS,
     SQUARE,

@@ -17,8 +17,7 @@ import zenflow_jax
 from tests import comparisons, runs
 from tests.compilations import compilations
 from tests.device.small_runs import describe
-from tests.exchange.test_worker import BUSY, CALM
-from tests.runs import FEW, Plan, Settings, Training
+from tests.runs import BUSY, CALM, FEW, Plan, Settings, Training
 from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
 

@@ -4,7 +4,6 @@ It is slowed down by hooks that wait until they are told to go on. The order of 
 looked at, never the clock.
 """
 
-import dataclasses
 import functools
 import gc
 import threading
@@ -15,17 +14,10 @@ import pytest
 
 from tests import comparisons, processes, runs
 from tests.exchange.hooks import hooked, views_of_mail
-from tests.runs import FEW, Plan, Settings, Training
+from tests.runs import BUSY, CALM, FEW, TOGETHER, Plan, Settings, Training
 from zenflow_jax._exchange.worker import Worker
 
 TIMEOUT_S = 60  # after it a test that would hang fails instead
-
-# Windows of three steps, channels change hands at each boundary.
-BUSY = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
-# Longer ones, without changes of hands after the first.
-CALM = Settings(topk_ratio=0.3, update_interval=4, select_interval=400)
-# The same, but all leaves close their windows together, and updates take as long as a window.
-TOGETHER = dataclasses.replace(CALM, rolling=False)
 
 PLAN = Plan(14, bad=(5,), flush_at=(8,))
 FIVE = tuple(runs.Leaf(f"w{i}", (6, 4), -2, "float32") for i in range(5))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.host.test_host_adam import (
+from tests.host.states import (
     BFLOAT16,
     DTYPES,
     KERNELS,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests import arithmetic
-from tests.host.test_host_adam import (
+from tests.host.states import (
     BFLOAT16,
     KERNELS,
     bits,

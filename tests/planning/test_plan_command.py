@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.planning.test_planner import FIXTURES
+from tests.hf_models import FIXTURES
 from train import finetune, memory, planning
 from train.command_line import read_command_line
 from train.planning import folder_of_config, planned_step

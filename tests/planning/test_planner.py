@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import zenflow_jax
+from tests.hf_models import FIXTURES
 from tests.runs import FEW, Settings, Training
 from train import settings as of_train
 from train.planning import folder_of_config, planned_step
@@ -17,9 +17,6 @@ from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, INSTALL, TEMPORARIES, gpu_of_kind, peak_bytes
 from zenflow_jax.planning._host_work import needs_of, with_interval
 from zenflow_jax.planning._steps import products
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-
 
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 

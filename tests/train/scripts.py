@@ -28,6 +28,18 @@ TINY = {
     "eval_batches": 2,
 }
 
+# The same for several devices or processes.
+TINY_MESH = TINY | {
+    "batch_size": 8,
+    "steps": 5,
+    "log_every": 1,
+    "learning_rate": 1e-2,
+    # The settings in which zenflow is adamw, whatever it selects: it selects inside each shard.
+    "update_interval": 1,
+    "staleness": 0,
+    "host_kernel": "numpy",  # in a fresh checkout each process would compile Numba's
+}
+
 
 def write_config(folder: Path, **settings) -> str:
     """Writes settings whose runs are in `folder / "runs"`; gives the file."""

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import zenflow_jax
-from tests.deepspeed.test_deepspeed import TUTORIAL
+from tests.deepspeed.configs import TUTORIAL
 from tests.tiny_model import write_model
 from tests.train import scripts
 from tests.train.scripts import cut_short

@@ -16,21 +16,10 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from tests.processes import reserved_port
 from tests.train import scripts
-from tests.train.scripts import output, rows, start, summary
+from tests.train.scripts import TINY_MESH, output, rows, start, summary
 from train import finetune, processes, sharding
 from train.command_line import Launch
 from train.settings import SettingsError
-
-TINY = scripts.TINY | {
-    "batch_size": 8,
-    "steps": 5,
-    "log_every": 1,
-    "learning_rate": 1e-2,
-    # The settings in which zenflow is adamw, whatever it selects: it selects inside each shard.
-    "update_interval": 1,
-    "staleness": 0,
-    "host_kernel": "numpy",  # in a fresh checkout each process would compile Numba's
-}
 
 # Losses in nats, of the same batches. Products and sums over devices are rounded to bfloat16 in
 # another order, and so are the weights of zenflow and adamw. Measured 4e-4; with a process that
@@ -160,7 +149,7 @@ assert finetune.main([*sys.argv[1:], "--run", "zenflow", "--micro-batches", "2"]
 def losses(run: Path) -> list[float]:
     """Of every step, and of the validation before and after them."""
     steps = [float(row["loss"]) for row in rows(run / "metrics.csv")]
-    assert len(steps) == TINY["steps"]
+    assert len(steps) == TINY_MESH["steps"]
     figures = summary(run)
     return [*steps, *(figures[f"validation_{when}"]["loss"] for when in ("before", "after"))]
 
@@ -173,7 +162,7 @@ def assert_same_training(run: Path, expected: list[float]) -> None:
 def adamw(tmp_path_factory):
     """The losses of AdamW's run on one device."""
     folder = tmp_path_factory.mktemp("adamw")
-    config = scripts.write_config(folder, **TINY)
+    config = scripts.write_config(folder, **TINY_MESH)
     # As users have it: jax's own `dot_product_attention` is not clean under strict promotion.
     with jax.default_device(jax.devices("cpu")[0]), jax.numpy_dtype_promotion("standard"):
         assert finetune.main([config, "--run", "a", "--optimizer", "adamw"]) == 0
@@ -190,7 +179,7 @@ def start_two(*command: str) -> list[subprocess.Popen]:
 
 @pytest.mark.slow
 def test_eight_devices_train_with_either_optimizer_as_one_does_with_adamw(tmp_path, adamw):
-    config = scripts.write_config(tmp_path, mesh="data=2,fsdp=2,tensor=2", **TINY)
+    config = scripts.write_config(tmp_path, mesh="data=2,fsdp=2,tensor=2", **TINY_MESH)
     code, text = output(start("-c", ON_A_MESH, config, devices=8))
     assert code == 0, text
     for optimizer in ("adamw", "zenflow"):
@@ -199,7 +188,7 @@ def test_eight_devices_train_with_either_optimizer_as_one_does_with_adamw(tmp_pa
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_and_the_first_alone_reports(tmp_path, adamw):
-    config = scripts.write_config(tmp_path, mesh="data=2", run="two", **TINY)
+    config = scripts.write_config(tmp_path, mesh="data=2", run="two", **TINY_MESH)
     (code, first), (other_code, second) = map(output, start_two(config))
     assert (code, other_code) == (0, 0), first + second
     assert_same_training(tmp_path / "runs" / "two", adamw)
@@ -209,7 +198,7 @@ def test_two_processes_train_as_one_does_and_the_first_alone_reports(tmp_path, a
 
 @pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_saves_the_run_and_both_go_on(tmp_path):
-    settings = TINY | {"optimizer": "adamw", "steps": 5000, "progress": False}
+    settings = TINY_MESH | {"optimizer": "adamw", "steps": 5000, "progress": False}
     config = scripts.write_config(tmp_path, mesh="data=2", run="two", **settings)
     first, second = start_two(config)
     assert any(line.startswith("step") for line in first.stdout)

@@ -1,0 +1,62 @@
+"""DeepSpeed's own sample of a config, one of a whole training, and changes of them."""
+
+import copy
+from typing import Any
+
+# As it stands in DeepSpeed's ZenFlow tutorial.
+TUTORIAL = {
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "zenflow": {
+            "topk_ratio": 0.05,
+            "select_strategy": "auto",
+            "select_interval": "auto",
+            "update_interval": 4,
+            "full_warm_up_rounds": 0,
+            "overlap_step": True,
+        },
+    }
+}
+TRAINING = {
+    "train_batch_size": 8,
+    "bf16": {"enabled": True},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.01},
+    },
+    "gradient_clipping": 0.5,
+    **TUTORIAL,
+}
+RULES = "zero_optimization.zenflow"
+OFFLOAD = "zero_optimization.offload_optimizer"
+ADAM = "optimizer.params"
+REMOVE = Ellipsis  # as it reads the same in every process of the tests
+
+# float32 against Python's floats, as a share of the highest rate; 1.9e-7 is the most that 545,000
+# values of DeepSpeed's own classes differed by.
+RATE_TOLERANCE = 1e-6
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def changed(values: dict[str, Any], config: Any = TRAINING) -> Any:
+    """The config with other values at paths such as "optimizer.params.lr"."""
+    config = copy.deepcopy(config)
+    for path, value in values.items():
+        *sections, key = path.split(".")
+        section = config
+        for name in sections:
+            section = section.setdefault(name, {})
+        if value is REMOVE:
+            del section[key]
+        else:
+            section[key] = value
+    return config
+
+
+def scheduled(name: str, **params: Any) -> dict:
+    return {"scheduler": {"type": name, "params": params}}
+
+
+def sized(*sizes: Any) -> dict:
+    return dict(zip(BATCH, sizes, strict=True))

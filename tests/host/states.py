@@ -1,0 +1,96 @@
+"""States of a leaf on the host, in mid-run, and a step on them."""
+
+import copy
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
+
+BFLOAT16 = ml_dtypes.bfloat16
+DTYPES = [np.float32, BFLOAT16, np.float16]
+KERNELS = ["numba", "numpy"]
+RATE, B1, B2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
+# What the engine passes: Python floats that hold float32 values.
+SCALARS = AdamScalars(*(float(np.float32(x)) for x in (RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY)))
+STEP = window_step(SCALARS, 1, None, np)
+
+
+class State(NamedTuple):
+    masters: Masters
+    mu: Moment
+    nu: Moment
+    steps: np.ndarray
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The large ones."""
+        return [*self.masters.arrays, *self.mu.arrays, *self.nu.arrays]
+
+    @property
+    def wide(self) -> list[np.ndarray]:
+        """Masters and moments in float32, copied."""
+        return [np.array(x.as_float32()) for x in (self.masters, self.mu, self.nu)]
+
+    def copy(self) -> "State":
+        return copy.deepcopy(self)
+
+
+def new_masters(values: np.ndarray, dtype: Any = np.float32) -> Masters:
+    masters = Masters.zeros(values.shape, np.dtype(dtype))
+    masters.write(values)
+    return masters
+
+
+def new_state(
+    shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32, *, compact: bool = False
+) -> State:
+    """A state in mid-run, in which every channel has taken another number of steps."""
+    rng = np.random.default_rng(seed)
+    master, mu, nu = rng.standard_normal((3, *shape)).astype(np.float32)
+    # The first moment's bias correction is 1 from 158 steps on, the second's not by far.
+    steps = 20 * rng.permutation(shape[0] * shape[2]).astype(np.int32)
+    # Second moments away from zero: directions near 1, as training has them.
+    nu = np.square(nu) + 0.1
+    moments = new_moments(shape, compact=compact)
+    for x, values in zip(moments, (mu, nu), strict=True):
+        x.write(values)
+    return State(new_masters(master, dtype), *moments, steps.reshape(shape[0], shape[2]))
+
+
+def new_gradient(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
+    gradient = np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+    gradient.flags.writeable = False  # as a view of a jax array is
+    return gradient
+
+
+def some_channels(state: State, seed: int = 2, share: float = 0.7) -> np.ndarray:
+    return np.random.default_rng(seed).random(state.steps.shape) < share
+
+
+def step(
+    adam: HostAdam,
+    state: State,
+    total: Any,
+    active: np.ndarray,
+    *,
+    scale: float = 1.0,
+    of_window: WindowStep = STEP,
+) -> int:
+    """Takes the step and tells in how many chunks; with one gradient, or a list with factors."""
+    gradients = total if isinstance(total, list) else [(total, 1.0)]
+    return sum(1 for _ in adam.adamw(*state, gradients, scale, active, of_window))
+
+
+def bits(*arrays: np.ndarray | Masters | Moment) -> list[bytes]:
+    parts = ([x] if isinstance(x, np.ndarray) else x.arrays for x in arrays)
+    return [x.tobytes() for part in parts for x in part]
+
+
+def by_channel(x: np.ndarray) -> np.ndarray:
+    """`(entries, n)` laid along the channels of `(entries, rows, n, tail)`."""
+    return x[:, None, :, None]

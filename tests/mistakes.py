@@ -1,0 +1,67 @@
+"""Two leaves, and what wrong calls of `zenflow` and of engines are made of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from zenflow_jax import zenflow
+
+DEVICE = jax.devices()[0]
+SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
+PARAMS = jax.device_put({"bias": jnp.zeros(3), "weight": jnp.ones((6, 3))}, DEVICE)
+SQUARE = {"bias": jnp.zeros(3), "weight": jnp.ones((3, 6))}
+NO_STATE, TWO_STATES = "one ZenFlowState in it, got 0", "one ZenFlowState in it, got 2"
+
+
+def make(learning_rate: Any = 1e-2, **options: Any) -> Any:
+    return zenflow(learning_rate, **{**SETTINGS, **options})
+
+
+TX = make()
+STATE = TX.init(PARAMS)
+
+
+def assert_told(call: Callable[[], Any], exception: Any, word: str) -> None:
+    with pytest.raises(exception) as caught:
+        call()
+    assert word in str(caught.value)
+
+
+def nnx_model() -> nnx.Module:
+    """A model whose parameters are `PARAMS`."""
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    model.weight = nnx.Param(PARAMS["weight"])
+    del model.kernel
+    return model
+
+
+def nnx_optimizer(tx: Any) -> nnx.Optimizer:
+    return nnx.Optimizer(nnx_model(), tx, wrt=nnx.Param)
+
+
+def numpy_of(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def shapes_of(tree: Any) -> Any:
+    return jax.eval_shape(lambda: tree)
+
+
+def step_of(tx: Any) -> Any:
+    @jax.jit
+    def step(params, state):
+        gradients = jax.tree.map(lambda p: jnp.sin(3 * p) + 0.1, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+    return step
+
+
+step = step_of(TX)
