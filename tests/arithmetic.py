@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from tests import arithmetic
 from tests.arithmetic import Channel, Leaf, Settings
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
 
 
 @dataclasses.dataclass

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.experimental import multihost_utils
 
 import zenflow_jax
@@ -136,9 +135,8 @@ def place(values: dict[str, np.ndarray], shardings: Any) -> dict[str, jax.Array]
 
 def fetch(x: jax.Array) -> np.ndarray:
     """All of an array, wherever its parts are; a copy."""
-    if x.is_fully_addressable:
-        return np.array(x)
-    return np.array(multihost_utils.process_allgather(x, tiled=True))
+    whole = x.is_fully_addressable
+    return np.array(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
 def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, np.ndarray]:
@@ -157,14 +155,6 @@ def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> di
 def apply(params: Any, updates: Any) -> Any:
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
         return optax.apply_updates(params, updates)
-
-
-def update_nnx(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any) -> None:
-    """One step of an nnx model with gradients given as pure arrays. Under jit."""
-    state = nnx.state(model, nnx.Param)
-    nnx.replace_by_pure_dict(state, gradients)
-    with jax.numpy_dtype_promotion("standard"):
-        optimizer.update(model, state)
 
 
 def with_a_bit(x: jax.Array, place: tuple[int, ...], bit: int) -> jax.Array:
@@ -350,8 +340,14 @@ class Training:
 
     def await_end(self) -> None:
         """Waits until the worker has ended, as with a failure."""
-        self.engine._worker._thread.join(60)
-        assert not self.engine._worker._thread.is_alive()
+        thread = self.engine._worker._thread
+        thread.join(60)
+        assert not thread.is_alive()
+
+    def fail_elsewhere(self) -> None:
+        """As if another process had failed, and this one's worker has ended with that."""
+        self.engine._worker.fail("process 1 failed: the memory is gone")
+        self.await_end()
 
     def history(self, plan: Plan) -> History:
         params, selected = [], []

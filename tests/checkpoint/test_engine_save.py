@@ -15,12 +15,10 @@ from safetensors.numpy import load_file
 
 import zenflow_jax
 from tests import comparisons, runs
-from tests.resuming import PLAN, SETTINGS, assert_saved, end, go, resumed
+from tests.resuming import PLAN, SETTINGS, assert_saved, end, go, read_engine_state, resumed
 from tests.runs import FIRST, ONE, SCANNED, SECOND, Training
-from zenflow_jax import AutoWindow
+from zenflow_jax import AutoWindow, EngineCheckpointHandler
 from zenflow_jax._checkpoint import resume
-from zenflow_jax._checkpoint.handler import EngineCheckpointHandler
-from zenflow_jax._checkpoint.stored import read_engine_state
 from zenflow_jax._exchange.snapshot import Snapshot
 
 ALL = 10**9  # bytes

@@ -11,10 +11,9 @@ from flax import serialization
 
 import zenflow_jax
 from tests import runs
-from tests.resuming import PLAN, SETTINGS, go, resumed, saved
+from tests.resuming import PLAN, SETTINGS, go, read_engine_state, resumed, saved
 from tests.runs import FIRST, ONE, Training
 from zenflow_jax import _version
-from zenflow_jax._checkpoint.stored import read_engine_state
 
 NOW = _version.LAYOUT_NAME
 NEWER = "layout_7_of_zenflow_jax_0_9"

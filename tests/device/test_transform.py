@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import zenflow_jax
+from tests.compilations import times_compiled
 from tests.device.small_runs import (
     DEVICE,
     apply,
@@ -91,7 +92,7 @@ def test_nothing_about_the_state_changes_but_its_numbers(offload, dtype, options
         assert describe(state) == expected
         params = apply(params, updates)
         state = exchanged(state) if offload else state
-    assert update._cache_size() == 1
+    assert times_compiled(update) == 1
 
 
 NESTED = {"block": {"bias": jnp.zeros(3), "weight": jnp.ones((4, 3))}, "head": jnp.ones((5, 2))}
@@ -233,7 +234,7 @@ def test_flush_warns_where_the_last_steps_of_an_in_graph_run_were_all_skipped(ca
         _, state = update({"bias": jnp.full(3, value)}, state, params)
         assert int(state.skipped_in_a_row) == expected
     # As with optax's own optimizers, for parameters that no device was named for.
-    assert update._cache_size() == 1
+    assert times_compiled(update) == 1
     zenflow_jax.flush(params, state)
     (record,) = caplog.records
     assert "skipped the last 3 steps, up to step 5" in record.getMessage()

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from tests import comparisons, meshes, runs
+from tests.compilations import times_compiled
 from tests.meshes import ADAPTIVE, LEAVES, MORE_LEAVES, STALE, assert_agrees
 from tests.runs import Plan, Settings, Training
 
@@ -69,7 +70,7 @@ def traced_once(training, *, donate=True):
     yield
     assert len(traces) == 1
     # Parameters may come written otherwise than jit writes them; once, and not through us.
-    assert step._cache_size() <= 2
+    assert times_compiled(step) <= 2
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_shardings_that_jit_is_told_are_kept():
         training.program = told
         assert_agrees(training, PLAN)
         assert jax.tree.map(lambda x: x.sharding, (training.params, training.state)) == placed
-        assert told._cache_size() == 1
+        assert times_compiled(told) == 1
 
 
 def other_on_the_last_device(values, shardings):

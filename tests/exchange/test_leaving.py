@@ -2,15 +2,11 @@
 
 import pytest
 
-from tests.resuming import SETTINGS, fail_elsewhere
+from tests.resuming import SETTINGS
 from tests.runs import FIRST, Training
 
 
-def fail(training):
-    fail_elsewhere(training.engine)
-
-
-@pytest.mark.parametrize("call", [Training.flush, fail, lambda _: None])
+@pytest.mark.parametrize("call", [Training.flush, Training.fail_elsewhere, lambda _: None])
 def test_an_exception_leaves_the_with_block_as_it_is(call):
     training, error = Training(FIRST, SETTINGS), KeyError("the user's")
 
@@ -28,7 +24,10 @@ def test_an_exception_leaves_the_with_block_as_it_is(call):
 
 @pytest.mark.parametrize(
     ("last", "words"),
-    [(fail, "process 1 failed: the memory is gone"), (lambda _: None, "never reached the param")],
+    [
+        (Training.fail_elsewhere, "process 1 failed: the memory is gone"),
+        (lambda _: None, "never reached the param"),
+    ],
     ids=["a failure that the caller has not heard of", "without a flush"],
 )
 def test_a_block_that_ends_with_updates_under_way_ends_with_an_error(last, words):

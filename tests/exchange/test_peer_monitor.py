@@ -6,7 +6,6 @@
 import gc
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -72,22 +71,21 @@ def collective() -> float:
     return float(total)
 
 
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end, "it never came about"
-        time.sleep(0.02)
+def watches() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "zenflow-peers"]
 
 
-def watches() -> bool:
-    return any(t.name == "zenflow-peers" for t in threading.enumerate())
+def join_watches() -> None:
+    for thread in watches():
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
 
 
-def has_left(engine: Engine, process: int) -> bool:
-    """Whether that process has left the engine, as the others see it."""
+def await_leave(engine: Engine, process: int) -> None:
+    """Waits until that process has left the engine, as the others see it."""
     watch = engine.watch
-    news = watch._client.key_value_dir_get(watch._directory)
-    return f"{watch._directory}{process}/left" in dict(news)
+    key = f"{watch._directory}{process}/left"
+    watch._client.blocking_key_value_get(key, int(1000 * TIMEOUT_S))
 
 
 def go_on(me: int, port: int, count: int) -> None:
@@ -99,7 +97,7 @@ def go_on(me: int, port: int, count: int) -> None:
     engine.watch.report(f"mistake of process {me}")
     engine.raised(7)
     engine.watch.close()
-    wait_until(lambda: not watches())
+    join_watches()
     assert collective() == 2
 
     # One fails, and all raise at the same point.
@@ -110,30 +108,28 @@ def go_on(me: int, port: int, count: int) -> None:
         with pytest.raises(RuntimeError, match="^process 1 failed: a letter"):
             engine.future.result()
     engine.raised(7)
-    wait_until(lambda: not watches())
+    join_watches()
     assert collective() == 2
 
-    # None fails, and one closes long before the other.
-    engine = Engine("one closes first", SOON_S)
+    # None fails, and one closes before the other, for which nobody is to wait at all.
+    engine = Engine("one closes first", 0.0)
     if me == 0:
-        wait_until(lambda: has_left(engine, 1))
-        start = time.monotonic()
-        wait_until(lambda: time.monotonic() > start + 2 * SOON_S)
+        await_leave(engine, 1)
     engine.watch.close()
     engine.watch.close()
     assert me == 0 or watches()
-    wait_until(lambda: not watches())
+    join_watches()
 
     # An engine is forgotten, by all.
     Engine("forgotten", SOON_S)
     gc.collect()
-    wait_until(lambda: not watches())
+    join_watches()
 
     # The interpreter closes what the program did not, at different times.
     left_open = Engine("left open", NEVER_S)
     assert collective() == 2
     if me == 0:
-        wait_until(lambda: has_left(left_open, 1))
+        await_leave(left_open, 1)
     sys.stdout.write("the last line\n")
 
 
@@ -154,19 +150,24 @@ def test_one_process_has_no_thread_and_needs_no_service_and_several_need_jax_dis
 
 
 class Store:
-    """In the place of JAX's client: a dict, which can be out of order."""
+    """In the place of JAX's client: what process 0 has told, which can be out of order."""
 
     def __init__(self):
-        self.entries: dict[str, str] = {}
+        self.told: list[tuple[str, str]] = []
+        self.other_left: str | None = None  # where process 1 has
         self.broken = False
+        self.refused, self.written = threading.Event(), threading.Event()
 
     def key_value_set(self, key: str, text: str, allow_overwrite: bool) -> None:
+        if self.broken:
+            self.refused.set()
         self._answer()
-        self.entries[key] = text
+        self.told.append((key.rpartition("/")[2], text))
+        self.written.set()
 
     def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
         self._answer()
-        return [(k, v) for k, v in self.entries.items() if k.startswith(directory)]
+        return [] if self.other_left is None else [(f"{directory}1/left", self.other_left)]
 
     def _answer(self) -> None:
         if self.broken:
@@ -181,19 +182,19 @@ def store(monkeypatch):
 
 
 def test_a_watch_survives_a_service_that_is_away_and_ends_with_it_once_its_engine_is_closed(store):
-    engine, other = Engine("engine", NEVER_S), Engine("other", NEVER_S)
     store.broken = True
-    other.watch.close()
-    wait_until(lambda: other.watch._at_rest.is_set())
+    Engine("closed", NEVER_S).watch.close()
+    join_watches()
+    store.refused.clear()
+    engine = Engine("engine", NEVER_S)
     engine.watch.report("the moments ran away")
-    wait_until(lambda: engine.watch._failed)
-    assert not store.entries
+    assert store.refused.wait(TIMEOUT_S)
     store.broken = False
-    wait_until(lambda: store.entries)
-    assert store.entries == {f"{engine.watch._directory}0/failed": "the moments ran away"}
-    store.entries[f"{engine.watch._directory}1/left"] = CLOSED
+    assert store.written.wait(TIMEOUT_S)
+    assert store.told == [("failed", "the moments ran away")]
+    store.other_left = CLOSED
     engine.watch.close()
-    wait_until(lambda: not watches())
+    join_watches()
 
 
 @pytest.mark.parametrize(
@@ -203,12 +204,11 @@ def test_a_watch_survives_a_service_that_is_away_and_ends_with_it_once_its_engin
 )
 def test_a_process_is_stuck_unless_all_have_left_at_one_point(store, capfd, left, other):
     engine = Engine("engine", SOON_S, exit_if_stuck=False)
-    if other is not None:
-        store.entries[f"{engine.watch._directory}1/left"] = other
+    store.other_left = other
     engine.watch.report("the moments ran away")
     if left:
         engine.raised(7)
-    wait_until(lambda: not watches())
+    join_watches()
     said = capfd.readouterr().err.split("zenflow_jax: ")[1:]
     words = ["left waiting", "most recent call first"] if other != "point 7" else []
     for text, word in zip(said, words, strict=True):

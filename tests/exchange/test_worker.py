@@ -7,7 +7,6 @@ looked at, never the clock.
 import functools
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -153,16 +152,15 @@ def test_mail_that_cannot_be_read_is_raised():
             training.go(1)
 
 
-def assert_threads_left(count):
-    """Soon: some are told to end and not waited for, as a garbage collector must not wait."""
-    end = time.monotonic() + TIMEOUT_S
-    while threading.active_count() > count and time.monotonic() < end:
-        time.sleep(0.01)
-    assert threading.active_count() <= count  # less, if another test's last one ended
+def assert_ended(before):
+    """No thread is left that began since; some are told to end, and nobody waits for them."""
+    for thread in set(threading.enumerate()) - before:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), thread.name
 
 
 def test_close_during_work_ends_after_the_piece_it_is_at(passes):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with Training(FIVE, TOGETHER) as training:
         training.go(7)
         training.settle()
@@ -173,7 +171,7 @@ def test_close_during_work_ends_after_the_piece_it_is_at(passes):
         passes.release()
         closing.join(TIMEOUT_S / 2)  # a worker that goes on waits for a pass, for longer
         assert not closing.is_alive()
-        assert_threads_left(before)
+        assert_ended(before)
 
 
 def test_close_frees_the_host_memory_and_the_mail_that_is_kept(monkeypatch):
@@ -202,19 +200,17 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_does_not_hang(hooks)
         training = Training(FEW, BUSY, threads=2)
         training.go(1)
         training.engine.itself = training.engine  # a cycle, as in a trainer
-        return training.engine._worker._thread, weakref.ref(training.engine)
+        return weakref.ref(training.engine)
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     gc.disable()
     try:
-        thread, engine = run()
+        engine = run()
     finally:
         gc.enable()
     forgotten.set()
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
+    assert_ended(before)
     assert engine() is None
-    assert_threads_left(before)
 
 
 def leave_open():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, assert_close, load
 from tests.tiny_model import write_model
 from train import generate
@@ -33,7 +34,7 @@ def test_logits_and_tokens_with_a_cache_are_those_of_the_whole_sequence(name):
         logits, cache = extend(tokens[:, i : i + 1], cache, i)
         assert logits.dtype == jnp.float32
         assert_close(logits, whole[:, i])
-    assert extend._cache_size() == 2  # the prompt, and one token
+    assert times_compiled(extend) == 2  # the prompt, and one token
 
     prompt = tokens[0, :PROMPT].tolist()
     written = list(continued(graphdef, params, prompt, most=MORE))

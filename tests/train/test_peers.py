@@ -10,23 +10,20 @@ from tests.train.scripts import start
 pytestmark = pytest.mark.slow
 
 PEER = """
-import os, sys, time
-from pathlib import Path
+import sys
 import jax
 from train import peers, processes
 from train.peers import Peers
 
 peers.GRACE_S = 2.0  # three tests wait for its end
-me, meeting = int(sys.argv[1]), Path(sys.argv[2])
+me = int(sys.argv[1])
 jax.process_count, jax.process_index = lambda: 3, lambda: me
 
 def from_first(text):
-    if me == 0:
-        meeting.with_suffix(".part").write_text(text)
-        meeting.with_suffix(".part").rename(meeting)
-    while not meeting.exists():
-        time.sleep(0.01)
-    return meeting.read_text()
+    if me:
+        return sys.stdin.readline().strip()
+    print(text, flush=True)
+    return text
 
 processes.from_first = from_first
 
@@ -45,9 +42,12 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def peers(tmp_path):
-    started = [start("-c", PEER, str(me), tmp_path / "meeting") for me in range(3)]
+def peers():
+    started = [start("-c", PEER, str(me)) for me in range(3)]
     try:
+        said = started[0].stdout.readline().strip()
+        for process in started[1:]:
+            tell(process, said)
         for process in started:
             assert process.stdout.readline() == "ready\n"
         yield started
