@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from tests.tiny_tokenizer import write_byte_level, write_wordpiece
 from train.hf_tensors import leaf_name
 from train.pretrained import load_weights, make_model, read_folder
 
@@ -85,10 +86,6 @@ def assert_close(actual, wanted, tolerance=TOLERANCE, floor=0.0):
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=atol)
 
 
-def assert_same_bits(one, other):
-    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), one, other)
-
-
 def copied(name, tmp_path):
     return shutil.copytree(FIXTURES / name, tmp_path / "model")
 
@@ -107,3 +104,23 @@ def change_tensors(folder, change):
 
 def names(tree):
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+TOKENIZERS = {"llama2": write_byte_level, "bert": write_wordpiece}
+
+
+def write_model(folder: Path, name: str) -> Path:
+    """Writes the model of a fixture, with the vocabulary of a tokenizer, into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = TOKENIZERS[name](folder)
+    config = json.loads((FIXTURES / name / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(FIXTURES / name / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for key, x in tensors.items():
+        if x.shape[0] == config["vocab_size"]:
+            shape = (vocabulary, *x.shape[1:])
+            tensors[key] = rng.normal(scale=0.1, size=shape).astype(x.dtype)
+    save_file(tensors, folder / "model.safetensors")
+    text = json.dumps(config | {"vocab_size": vocabulary})
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return folder

@@ -18,18 +18,36 @@ QUICK_TO_COMPILE = (
 )
 
 
+def start(*command: str | Path, devices: int | None = 1) -> subprocess.Popen:
+    """Python with these arguments, in a process with so many CPU devices; None for what is set."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=Path(__file__).parents[1],
+        env=environment(devices),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def start_process(
     module: str, function: str, *args: Any, devices: int | None = None
 ) -> subprocess.Popen:
     """Calls a function of one of the test modules in a new interpreter."""
-    return subprocess.Popen(
-        [sys.executable, "-c", f"import tests.{module} as module; module.{function}(*{args!r})"],
-        cwd=Path(__file__).parents[1],
-        env=environment(devices),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    code = f"import tests.{module} as module; module.{function}(*{args!r})"
+    return start("-c", code, devices=devices)
+
+
+def output(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]:
+    """The exit code of a process, which ends by itself, and the rest of what it writes."""
+    try:
+        text, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout_s} s:\n{text[-3000:]}") from None
+    return process.returncode, text
 
 
 def environment(devices: int | None = None) -> dict[str, str]:
@@ -40,17 +58,11 @@ def environment(devices: int | None = None) -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
-def assert_ends(process: subprocess.Popen, code: int | None = 0, timeout_s: float = 300) -> str:
+def assert_ends(process: subprocess.Popen, code: int | None = 0) -> str:
     """It ends by itself, with that exit code, or any but 0 if None; what it wrote."""
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        raise AssertionError(f"still running after {timeout_s} s:\n{output[-3000:]}") from None
-    ends_so = process.returncode if code is None else process.returncode == code
-    assert ends_so, f"code {process.returncode}:\n{output[-3000:]}"
-    return output
+    ended, text = output(process)
+    assert ended if code is None else ended == code, f"code {ended}:\n{text[-3000:]}"
+    return text
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import zenflow_jax
+from tests.hf_models import write_model
 from tests.processes import environment
-from tests.tiny_model import write_model
 
 ROOT = Path(__file__).parents[1]
 # Ahead of the example: what the wheel does not require of this environment is not there.

@@ -24,6 +24,7 @@ from benchmarks.step_time_peers import (
     adamw,
 )
 from benchmarks.step_time_report import Comparison, Result, draw, figures, table, to_json
+from tests.comparisons import assert_same_bits
 from tests.compilations import times_compiled
 
 STEPS = 3
@@ -70,12 +71,6 @@ def limit(model, tokens):
         runner.advance(STEPS)
         runner.settle()
     return runner
-
-
-def assert_same_bits(ours, theirs):
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
 
 
 def test_mixed_precision_adamw_is_optax_adamw_of_the_masters_and_rounds_them():

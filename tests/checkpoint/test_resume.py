@@ -142,6 +142,14 @@ def test_what_flax_has_written_of_other_options_is_refused(changes, words):
         serialization.from_state_dict(states[1], serialization.to_state_dict(states[0]))
 
 
+@pytest.fixture(scope="module")
+def after_six():
+    """What was saved of a run after six steps."""
+    with Training(FIRST, SETTINGS) as training:
+        training.go(6)
+        return saved(training)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -158,15 +166,13 @@ def test_what_flax_has_written_of_other_options_is_refused(changes, words):
     ],
     ids=str,
 )
-def test_other_options_than_the_saved_ones_are_refused_by_name(changes, words):
-    with Training(FIRST, SETTINGS) as training:
-        training.go(6)
-        params, state, engine_state = saved(training)
-        settings = dataclasses.replace(SETTINGS, **changes)
-        fresh = runs.transformation(FIRST, settings).init(runs.initial(FIRST))
-        fresh = fresh._replace(step=state.step, token=state.token)
-        with pytest.raises(ValueError, match=f"{words}.*A resumed run needs the parameters"):
-            HostEngine(params, fresh, engine_state=engine_state)
+def test_other_options_than_the_saved_ones_are_refused_by_name(after_six, changes, words):
+    params, state, engine_state = after_six
+    settings = dataclasses.replace(SETTINGS, **changes)
+    fresh = runs.transformation(FIRST, settings).init(runs.initial(FIRST))
+    fresh = fresh._replace(step=state.step, token=state.token)
+    with pytest.raises(ValueError, match=f"{words}.*A resumed run needs the parameters"):
+        HostEngine(params, fresh, engine_state=engine_state)
 
 
 def test_what_was_saved_is_laid_out_as_the_template_and_leaves_of_other_groups_are_refused():

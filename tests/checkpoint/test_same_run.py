@@ -109,15 +109,6 @@ def test_parameters_that_are_gone_have_no_fingerprint_and_are_not_compared():
         assert not any(known().values())
 
 
-def test_the_engine_state_of_a_run_from_the_same_weights_is_refused_at_the_same_step():
-    with Training(FIRST, SETTINGS) as ours, Training(FIRST, SETTINGS, gradients=other) as theirs:
-        for t in (1, 6):
-            go(ours, PLAN, t)
-            go(theirs, PLAN, t)
-            params, state, _ = saved(ours)
-            refused(ours, (params, state, saved(theirs)[2]), f"after step {t} of another run")
-
-
 def test_two_runs_that_go_on_from_one_checkpoint_are_two():
     with Training(FIRST, SETTINGS) as training:
         training.go(6)

@@ -147,53 +147,6 @@ def test_what_the_device_keeps_of_a_leaf_is_its_selected_channels_or_all(shape, 
         assert bool(jax.tree.leaves(mail)) == (offload and kept is not None)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "offload"), [("float32", True), ("float16", False), ("bfloat16", True)]
-)
-def test_an_update_is_zero_on_deferred_channels_and_gives_the_masters_casts_on_selected_ones(
-    dtype, offload
-):
-    # With a window that stays open nothing comes back, in-graph or from the host.
-    options = {"update_interval": 100, "select_interval": 100, "provisional_share": None}
-    tx, rng = make(0.1, offload=offload, **options), np.random.default_rng(3)
-    params = {"x": jax.device_put(jnp.asarray(rng.normal(size=(2, 6, 4)), dtype), DEVICE)}
-    state, update, old = tx.init(params), jax.jit(tx.update), np.array(params["x"])
-    for _ in range(20):
-        gradients = {"x": jnp.asarray(rng.normal(size=(2, 6, 4)), dtype)}
-        updates, state = update(gradients, state, params)
-        params = apply(params, updates)
-        state = exchanged(state) if offload else state
-        (leaf,), new, moved = state.leaves, np.asarray(params["x"]), np.asarray(updates["x"])
-        assert (moved.dtype, new.dtype) == (np.float32, old.dtype)
-        # The first two channels are selected.
-        np.testing.assert_array_equal(moved[:, 2:], 0.0)
-        np.testing.assert_array_equal(new[:, 2:], old[:, 2:])
-        assert (moved[:, :2] != 0).any()
-        assert (leaf.master is None) == (dtype == "float32")
-        if leaf.master is not None:
-            assert leaf.master.dtype == jnp.float32
-            assert (leaf.master != leaf.master.astype(dtype).astype(jnp.float32)).any()
-            np.testing.assert_array_equal(new[:, :2], leaf.master.astype(dtype))
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_step_that_is_not_finite_emits_zeros_and_is_counted(offload):
-    tx = make(offload=offload, max_grad_norm=1.0)
-    params = example_params("bfloat16")
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for bad in (jnp.nan, jnp.inf, -jnp.inf, 3e38):
-        gradients = gradients_at(1, "bfloat16")
-        gradients["bias"] = gradients["bias"].at[0].set(bad)  # a resident leaf counts too
-        updates, new = update(gradients, state, params)
-        for u in jax.tree.leaves(updates):
-            np.testing.assert_array_equal(u, 0.0)
-        assert (int(new.step), int(new.skipped)) == (1, 1)
-        for old_leaf, new_leaf in zip(state.leaves, new.leaves, strict=True):
-            for field in ("channels", "steps", "master", "mu", "nu", "scores"):
-                np.testing.assert_array_equal(getattr(new_leaf, field), getattr(old_leaf, field))
-
-
 def test_the_mail_alone_is_in_host_memory_in_shapes_that_nothing_on_the_device_has():
     # Or a donated buffer could be given to the wrong one of them, which ends the process.
     params = {"a": jnp.ones((1, 8)), "b": jnp.ones((1, 1, 8)), "c": jnp.ones((8, 3))}

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.hf_models import FIXTURES, assert_close, assert_same_bits, make, outputs, wanted
+from tests.comparisons import assert_same_bits
+from tests.hf_models import FIXTURES, assert_close, make, outputs, wanted
 from train import cross_entropy
 from train.hf_saving import save_folder
 from train.hf_tensors import Reader

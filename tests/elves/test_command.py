@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import elves
 from elves.files import PackedFile
-from tests.hf_models import FIXTURES, assert_same_bits, load
+from tests.comparisons import assert_same_bits
+from tests.hf_models import FIXTURES, load
 from train import compress, hf_tensors
 from train.checksums import damage
 from train.pretrained import ModelError, read_folder

@@ -16,6 +16,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zenflow_jax
+from tests.comparisons import assert_same_bits
 from tests.runs import KERNEL
 from zenflow_jax import HostEngine
 from zenflow_jax.attach import attach
@@ -66,11 +67,6 @@ def by_hand():
         return [*seen, engine.flush(params, state)[0]]
 
 
-def assert_same(params, expected):
-    for key in PARAMS:
-        np.testing.assert_array_equal(params[key], expected[key], strict=True)
-
-
 def test_a_step_of_parameters_and_state_exchanges_by_itself_and_flushes_as_often_as_asked(by_hand):
     plain = pair_step(make())
     with attach(plain, engine_options=KERNEL) as step:
@@ -78,16 +74,16 @@ def test_a_step_of_parameters_and_state_exchanges_by_itself_and_flushes_as_often
         for t in range(STEPS):
             *both, other = step(*both, t)
             assert other == t * 2
-            assert_same(both[0], by_hand[t])
+            assert_same_bits(both[0], by_hand[t])
         both = step.flush(*both)
-        assert_same(both[0], by_hand[-1])
+        assert_same_bits(both[0], by_hand[-1])
         assert step.engine.stats.steps == STEPS
         # The steps of the run are what is counted, which goes on in another engine.
         options = {"engine_state": step.engine.state(), **KERNEL}
     with attach(plain, flush_every=3, engine_options=options) as step:
         for t in range(STEPS, 9):
             *both, _ = step(*both, t)
-        assert_same(both[0], step.flush(*both)[0])
+        assert_same_bits(both[0], step.flush(*both)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +132,7 @@ def test_a_step_of_a_train_state_exchanges_by_itself(build, fields, read, result
             state = unwrap(out)
         flushed = attached.flush(state)
     assert jax.tree.structure(flushed) == jax.tree.structure(state)
-    assert_same(read(flushed)[0], by_hand[-1])
+    assert_same_bits(read(flushed)[0], by_hand[-1])
 
 
 class Model(nnx.Module):
@@ -163,7 +159,7 @@ def test_a_step_of_nnx_exchanges_in_place(by_hand):
         for t in range(STEPS):
             assert step(model, optimizer, t) == t * 2
         assert step.flush(model, optimizer) is None
-    assert_same({key: getattr(model, key)[...] for key in PARAMS}, by_hand[-1])
+    assert_same_bits({key: getattr(model, key)[...] for key in PARAMS}, by_hand[-1])
 
 
 @pytest.mark.parametrize("send_gradients", ["during_step", "per_window"])

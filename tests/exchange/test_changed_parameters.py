@@ -163,11 +163,9 @@ def test_weights_of_some_steps_ago_are_no_provisional_step():
     "options",
     [
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
-        {"full_warm_up_rounds": 3, "staleness": 0},
         {"b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "after_step"},
         {"send_gradients": "per_window", **NONE_SELECTED},
         {"provisional_share": 1.0, "update_interval": 4, "select_interval": 4},
-        {"topk_ratio": 1.0},
         # Numbers that an update of zero may change, or that equal nothing.
         {"params": filled(0.0, -0.0, 1e-40, -1e-40), "weight_decay": 0.0, **NONE_SELECTED},
         {"params": filled(np.nan)},
@@ -175,9 +173,3 @@ def test_weights_of_some_steps_ago_are_no_provisional_step():
 )
 def test_nothing_is_refused_that_leaves_the_updates_as_they_are(options):
     train(**options)
-
-
-@pytest.mark.parametrize("settings", [SETTINGS, MOVING], ids=["", "provisional"])
-def test_bad_steps_and_flushes_are_not_taken_for_changes(settings):
-    with Training(FIRST, settings) as run:
-        run.go(19, Plan(19, bad=(3, 6, 7, 8, 9, 12, 15, 18), flush_at=(4, 8, 10, 15, 19)))

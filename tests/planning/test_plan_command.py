@@ -164,21 +164,6 @@ def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
     assert "Nor does it with a smaller batch" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--plan-json", "x.json"], "expected --plan too"),
-        (["--plan", "--plan-json", "x.txt"], "ends in .json"),
-        (["--host-memory", "-1", "--plan"], "a finite number above 0"),
-        (["--task", "language", "--plan"], "`model`: expected a folder with a config.json"),
-    ],
-    ids=["alone", "ending", "negative", "without a model"],
-)
-def test_mistakes_in_a_plans_arguments_are_named(arguments, expected, capsys):
-    assert finetune.main([str(QUICKSTART), *arguments]) == 2
-    assert expected in capsys.readouterr().err
-
-
 def test_a_run_that_the_host_cannot_hold_is_refused_before_data_are_looked_at(monkeypatch, capsys):
     run = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
     run += ["--data", "nowhere"]

@@ -3,18 +3,13 @@
 import csv
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from flax import nnx
 
 from benchmarks.kill_test import steps_of
-from tests.processes import environment
 from train import job, models
 from train.settings import Settings
-
-ROOT = Path(__file__).parents[2]
 
 # A decoder of one layer on the text of Python's library.
 TINY = {
@@ -60,28 +55,6 @@ def small_model(**changed) -> nnx.Module:
 def read(**settings) -> job.Sources:
     """What the script reads before it makes a model."""
     return job.read(Settings(**settings), timeline=None, force=False)
-
-
-def start(*command: str | Path, devices: int = 1) -> subprocess.Popen:
-    """Python with these arguments, in a process with so many CPU devices."""
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment(devices),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def output(process: subprocess.Popen) -> tuple[int, str]:
-    """The exit code of a process and the rest of what it prints."""
-    try:
-        text, _ = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    return process.returncode, text
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.tiny_model import write_model
+from tests.hf_models import write_model
 from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
 from tests.train.scripts import read, write_config
 from train import finetune, generate

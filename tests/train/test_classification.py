@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.tiny_model import write_model
+from tests.hf_models import write_model
 from tests.train.scripts import read, write
 from train.data import DataError
 from train.pretrained import read_folder

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import zenflow_jax
 from tests.deepspeed.configs import TUTORIAL
-from tests.tiny_model import write_model
+from tests.hf_models import write_model
 from tests.train import scripts
 from tests.train.scripts import cut_short
 from train import finetune, job

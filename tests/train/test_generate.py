@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.compilations import times_compiled
-from tests.hf_models import FIXTURES, assert_close, load
-from tests.tiny_model import write_model
+from tests.hf_models import FIXTURES, assert_close, load, write_model
 from train import generate
 from train.continuation import LogitsError, Sampling, continued, narrowed
 from train.tokenizer import read_tokenizer

@@ -19,7 +19,8 @@ from safetensors.numpy import load_file
 
 from benchmarks import kill_test
 from benchmarks.kill_test import differences, steps_of
-from tests.train.scripts import cut_short, flip_a_bit, largest_file, output, start
+from tests.processes import output, start
+from tests.train.scripts import cut_short, flip_a_bit, largest_file
 from train import finetune
 from train.run_folder import LOCK, run_lock
 from train.settings import SettingsError

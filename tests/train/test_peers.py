@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.train.scripts import start
+from tests.processes import start
 
 # Three processes each.
 pytestmark = pytest.mark.slow

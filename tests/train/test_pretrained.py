@@ -15,12 +15,12 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from tests.comparisons import assert_same_bits
 from tests.hf_models import (
     FAMILIES,
     FIXTURES,
     LLAMA3,
     assert_close,
-    assert_same_bits,
     change_config,
     change_tensors,
     copied,

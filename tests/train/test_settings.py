@@ -83,6 +83,10 @@ def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
         (["--topk-ratio", "1.5"], "`topk_ratio` must lie in [0, 1]"),
         (["--update-interval", "2", "--select-interval", "3"], "select_interval"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
+        (["--plan-json", "x.json"], "expected --plan too"),
+        (["--plan", "--plan-json", "x.txt"], "ends in .json"),
+        (["--host-memory", "-1", "--plan"], "a finite number above 0"),
+        (["--task", "language", "--plan"], "`model`: expected a folder with a config.json"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

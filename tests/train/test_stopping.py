@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.scripts import output, start
+from tests.processes import output, start
 from train.memory import OF_BATCHES, OF_STATE, check_memory, host_bytes, lack_behind, lack_of_memory
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest, how_to_go_on

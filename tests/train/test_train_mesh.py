@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from tests.processes import reserved_port
+from tests.processes import output, reserved_port, start
 from tests.train import scripts
-from tests.train.scripts import TINY_MESH, output, rows, start, summary
+from tests.train.scripts import TINY_MESH, rows, summary
 from train import finetune, processes, sharding
 from train.command_line import Launch
 from train.settings import SettingsError
@@ -31,27 +31,28 @@ def abstract_mesh(**axes: int) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
-def test_a_mistake_in_the_mesh_is_named():
-    for mesh, expected in (
-        ("", "expected `axis=size` pairs.*got ''"),
-        ("data=0", "expected `axis=size` pairs.*got 'data=0'"),
-        ("tensr=1", "expected axes of data, fsdp, tensor, got `tensr`"),
-        ("data=1,data=1", "expected every axis once, got `data` twice"),
-        ("data=64,fsdp=3", r"expected .* number of devices, here \d+ .*, which is 192"),
-    ):
-        with pytest.raises(SettingsError, match=f"^`mesh`: {expected}"):
-            sharding.make_mesh(mesh)
+def placed(leaf, *shape):
+    leaves = {leaf: jax.ShapeDtypeStruct(shape, np.float32)}
+    return sharding.weight_shardings(abstract_mesh(fsdp=3), leaves)
 
 
-def test_a_leaf_without_a_rule_that_fits_is_an_error():
-    for leaf, shape, expected in (
-        ("a/up/kernel", (4, 4), "a size of `fsdp` that divides dimension 0 of .*got fsdp=3"),
-        ("bias", (4,), r"a rule in .* for `bias`.*, got none"),
-        ("norm/scale", (4, 4), r"a rule in .* for `norm/scale`.*, got \(None,\)"),
+def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
+    mesh = sharding.make_mesh
+    for call, words in (
+        (lambda: mesh(""), "^`mesh`: expected `axis=size` pairs.*got ''"),
+        (lambda: mesh("data=0"), "^`mesh`: expected `axis=size` pairs.*got 'data=0'"),
+        (lambda: mesh("tensr=1"), "^`mesh`: expected axes of data, fsdp, tensor, got `tensr`"),
+        (lambda: mesh("data=1,data=1"), "^`mesh`: expected every axis once, got `data` twice"),
+        (lambda: mesh("data=64,fsdp=3"), r"expected .* of devices, here \d+ .*, which is 192"),
+        (lambda: placed("a/up/kernel", 4, 4), "a size of `fsdp` that divides .*got fsdp=3"),
+        (lambda: placed("bias", 4), r"a rule in .* for `bias`.*, got none"),
+        (lambda: placed("norm/scale", 4, 4), r"a rule in .* for `norm/scale`.*, got \(None,\)"),
+        (lambda: Launch(processes=2), "together, got --processes alone"),
+        (lambda: Launch(coordinator="a", processes=2, process=0), "expected HOST:PORT, got a"),
+        (lambda: Launch(coordinator="a:1", processes=2, process=2), "from 0 to .*got 2 with .* 2"),
     ):
-        leaves = {leaf: jax.ShapeDtypeStruct(shape, np.float32)}
-        with pytest.raises(SettingsError, match=expected):
-            sharding.weight_shardings(abstract_mesh(fsdp=3), leaves)
+        with pytest.raises(SettingsError, match=words):
+            call()
 
 
 def test_the_batch_is_split_over_data_and_fsdp():
@@ -61,16 +62,6 @@ def test_the_batch_is_split_over_data_and_fsdp():
     expected = "`batch_size`: expected a multiple of 6, .*data and fsdp .*got 8.*--batch-size 12"
     with pytest.raises(SettingsError, match=expected):
         sharding.batch_sharding(abstract_mesh(data=2, fsdp=3, tensor=2), 8)
-
-
-def test_a_mistake_in_the_launch_flags_is_named():
-    for flags, expected in (
-        ({"processes": 2}, "together, got --processes alone"),
-        ({"coordinator": "a", "processes": 2, "process": 0}, "expected HOST:PORT, got a"),
-        ({"coordinator": "a:1", "processes": 2, "process": 2}, "from 0 to .*got 2 with .* 2"),
-    ):
-        with pytest.raises(SettingsError, match=expected):
-            Launch(**flags)
 
 
 SLURM_STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}

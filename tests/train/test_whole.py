@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train.scripts import start
+from tests.processes import start
 from train.whole import made_whole, remove_leftovers, replace_text
 
 PRECIOUS = {"x.part", "x.tmp", "x.old", ".x.part", ".x.0123.part"}
