@@ -38,10 +38,7 @@ def test_a_step_adds_the_scores_to_what_devices_exchange_and_nothing_else():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "replicated over data",
-        "channels over fsdp, the other over tensor, replicated over data",
-    ],
+    ["replicated over data", "channels over fsdp, the other over tensor, replicated over data"],
 )
 def test_where_devices_hold_copies_a_step_adds_the_selected_rows_too(name):
     sharding = placements(jax.devices())[name]

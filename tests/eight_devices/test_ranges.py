@@ -11,10 +11,7 @@ from tests.meshes import STALE, assert_agrees
 from tests.resuming import put_by_name
 from tests.runs import Leaf, Leaves, Plan, Training
 
-LEAVES: Leaves = (
-    Leaf("rows", (16, 8), -2, "float32"),
-    Leaf("stack", (6, 16, 8), -2, "bfloat16"),
-)
+LEAVES: Leaves = (Leaf("rows", (16, 8), -2, "float32"), Leaf("stack", (6, 16, 8), -2, "bfloat16"))
 PLAN = Plan(12, bad=(6,), flush_at=(9,))
 
 

@@ -66,10 +66,7 @@ def test_parameters_and_states_that_are_in_other_places_are_refused():
     of_its_state = r"\['w'\] on the devices of its state"
     for call, words in (
         (lambda: engine(w_at(devices[1]), tx.init(w_at(devices[0]))), of_its_state),
-        (
-            lambda: engine(w_at(on(*devices[3::-1])), tx.init(w_at(on(*devices[:4])))),
-            of_its_state,
-        ),
+        (lambda: engine(w_at(on(*devices[3::-1])), tx.init(w_at(on(*devices[:4])))), of_its_state),
         (lambda: tx.init([w_at(x) for x in devices[:2]]), "all leaves on the same devices"),
         (lambda: tx.init(w_at(NamedSharding(both, P(("a", "b"))))), r"along axis 0 of \['w'\]"),
         (lambda: engine(spread, ours.init(alone)), r"\['bias'\] on one device.*outside of jit"),

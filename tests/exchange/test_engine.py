@@ -24,10 +24,7 @@ from zenflow_jax._exchange.worker import Worker
 
 @pytest.mark.parametrize(
     ("dtype", "transfer_dtype", "sending"),
-    [
-        ("float16", None, "per_window"),
-        ("bfloat16", np.float32, "during_step"),
-    ],
+    [("float16", None, "per_window"), ("bfloat16", np.float32, "during_step")],
 )
 def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mails_dtype(
     dtype, transfer_dtype, sending
@@ -114,10 +111,7 @@ def through_numpy(x):
 
 @pytest.mark.parametrize(
     ("duplicate", "sending"),
-    [
-        (jnp.copy, "during_step"),
-        (through_numpy, "per_window"),
-    ],
+    [(jnp.copy, "during_step"), (through_numpy, "per_window")],
     ids=["jnp.copy", "through NumPy"],
 )
 def test_flush_takes_a_copy_of_the_state_and_no_state_from_before_it(duplicate, sending):
@@ -148,10 +142,7 @@ def test_flush_takes_a_copy_of_the_state_and_no_state_from_before_it(duplicate, 
         comparisons.assert_same_bits(run.values(), untouched.values())
 
 
-@pytest.mark.parametrize(
-    ("donate", "sending"),
-    [(False, "during_step"), (True, "per_window")],
-)
+@pytest.mark.parametrize(("donate", "sending"), [(False, "during_step"), (True, "per_window")])
 def test_every_array_keeps_shape_dtype_memory_and_sharding_and_nothing_compiles_twice(
     donate, sending
 ):

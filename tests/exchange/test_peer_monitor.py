@@ -63,9 +63,7 @@ def collective() -> float:
     """A sum over both processes: returns once both have called it."""
     mesh = jax.make_mesh((2,), ("x",))
     x = jax.make_array_from_callback(
-        (2,),
-        jax.NamedSharding(mesh, jax.P("x")),
-        lambda _: np.ones(1, np.float32),
+        (2,), jax.NamedSharding(mesh, jax.P("x")), lambda _: np.ones(1, np.float32)
     )
     total = jax.jit(jnp.sum, out_shardings=jax.NamedSharding(mesh, jax.P()))(x)
     return float(total)

@@ -3,16 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.host.states import (
-    BFLOAT16,
-    DTYPES,
-    KERNELS,
-    SCALARS,
-    State,
-    bits,
-    new_masters,
-    step,
-)
+from tests.host.states import BFLOAT16, DTYPES, KERNELS, SCALARS, State, bits, new_masters, step
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import ALIGNMENT, PIECE, blank
 from zenflow_jax._host.masters import Masters

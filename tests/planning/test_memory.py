@@ -43,11 +43,7 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
             assert stats.pinned_bytes <= need.mail
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"staleness": 2}, {"rolling": False}],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [{}, {"staleness": 2}, {"rolling": False}], ids=str)
 def test_no_more_updates_wait_on_the_device_than_the_formula_says(changes, monkeypatch):
     uploaded, most = [], 0
 

@@ -54,11 +54,7 @@ FILES = {
         ("a.jsonl", chats({"messages": [USER]}), r"the role 'assistant'.*only those of 'user'"),
         ("a.jsonl", chats({"conversations": []}), r"field 'messages', found .*`from` to `role`"),
         ("a.jsonl", chats({"text": "a"}), r"take --task language"),
-        (
-            "a.jsonl",
-            chats({"messages": [USER, TOLD], "tools": "[]"}),
-            "list in the field 'tools'",
-        ),
+        ("a.jsonl", chats({"messages": [USER, TOLD], "tools": "[]"}), "list in the field 'tools'"),
         ("a.jsonl", chats({"messages": [TOLD, USER]}), r"line 2: .* got: Roles must alternate"),
     ],
     "classification": [

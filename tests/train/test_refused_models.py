@@ -42,11 +42,7 @@ MIXED_LAYERS = {
             {"rope_parameters": {"rope_type": "yarn"}},
             "`rope_parameters.rope_type` 'yarn'",
         ),
-        (
-            "llama2",
-            {"rope_parameters": LOW_IS_HIGH},
-            "rope_parameters.high_freq_factor` more than",
-        ),
+        ("llama2", {"rope_parameters": LOW_IS_HIGH}, "rope_parameters.high_freq_factor` more than"),
         ("qwen2", MIXED_LAYERS, "`use_sliding_window` all layers"),
         ("bert", {"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
         ("bert", {"is_decoder": True}, "`is_decoder`"),
