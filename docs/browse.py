@@ -9,6 +9,7 @@ import contextlib
 import functools
 import http.server
 import os
+import re
 import shutil
 import sys
 import threading
@@ -52,18 +53,18 @@ def main() -> int:
 
 
 def problems(browser: Browser, address: str, name: str) -> list[str]:
-    """What is wrong with a page, on a wide screen and on a phone."""
-    found = []
+    """The problems of a page, on a wide screen and on a phone."""
+    problems = []
     with opened(browser) as (page, errors):
         page.goto(f"{address}/{name}", wait_until="load")
-        found += [f"{name}: {error}" for error in errors]
-        found += [
+        problems += [f"{name}: {error}" for error in errors]
+        problems += [
             f"{name}: the picture {source} does not load" for source in page.evaluate(NOT_LOADED)
         ]
         page.set_viewport_size(PHONE)
         if (pixels := page.evaluate(TOO_WIDE)) > 0:
-            found.append(f"{name}: {pixels} pixels wider than a phone of {PHONE['width']}")
-    return found
+            problems.append(f"{name}: {pixels} pixels wider than a phone of {PHONE['width']}")
+    return problems
 
 
 def search_problems(browser: Browser, address: str) -> list[str]:
@@ -74,8 +75,8 @@ def search_problems(browser: Browser, address: str) -> list[str]:
             "ul.search li, .search-summary:has-text('did not match')", timeout=20_000
         )
         links = page.locator("ul.search a").all()
-        found = {(link.get_attribute("href") or "").split("?")[0].split("#")[0] for link in links}
-        lacking = {"design.html", "how_it_works.html"} - found
+        addresses = {re.split("[?#]", link.get_attribute("href") or "")[0] for link in links}
+        lacking = {"design.html", "how_it_works.html"} - addresses
         return [f"search.html: {x}" for x in errors] + [
             f"search.html: 'staleness' does not lead to {name}" for name in sorted(lacking)
         ]
@@ -114,13 +115,13 @@ def served(folder: Path) -> Iterator[str]:
 def chromium() -> str:
     """The browser's file: CHROMIUM, or what is on the path."""
     names = ("chromium", "chromium-browser", "google-chrome")
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if path is None:
         raise SystemExit(
             f"expected one of {', '.join(names)} on the path, got none. Install Debian's package "
             "`chromium`, or set CHROMIUM to the browser's file."
         )
-    return found
+    return path
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
     options = parse(arguments)
     mesh = make_mesh()
     encode, end, vocabulary = read_tokenizer(options.model)
-    found = [example(record, encode, end) for record in read_records(options.data)]
-    kept = [x for x in found if len(x[0]) <= options.length]
-    print(f"{len(kept)} of {len(found)} records have at most {options.length} tokens")
+    examples = [example(record, encode, end) for record in read_records(options.data)]
+    kept = [x for x in examples if len(x[0]) <= options.length]
+    print(f"{len(kept)} of {len(examples)} records have at most {options.length} tokens")
     validation = kept[:: options.validate_every]
     training = [x for i, x in enumerate(kept) if i % options.validate_every]
     size = options.batch_size
@@ -168,9 +168,9 @@ def read_tokenizer(folder: Path | None) -> tuple[Any, int, int]:
 
 def example(record: dict[str, str], encode: Any, end: int) -> tuple[list[int], int]:
     """The tokens of a record, and how many of them are the prompt's."""
-    given = record.get("input") or ""
-    prompt = HEAD.format(WITH_INPUT if given else "", record["instruction"])
-    prompt += f"### Input:\n{given}\n\n### Response:" if given else "### Response:"
+    text = record.get("input") or ""
+    prompt = HEAD.format(WITH_INPUT if text else "", record["instruction"])
+    prompt += f"### Input:\n{text}\n\n### Response:" if text else "### Response:"
     before = encode(prompt)
     return [*before, *encode(record["output"]), end], len(before)
 
@@ -178,12 +178,12 @@ def example(record: dict[str, str], encode: Any, end: int) -> tuple[list[int], i
 def padded(examples: list[tuple[list[int], int]], length: int, size: int) -> dict[str, np.ndarray]:
     """A batch; where there are fewer examples, the rest of it counts for nothing."""
     tokens = np.zeros((size, length), np.int32)
-    there, answers = np.zeros((size, length), bool), np.zeros((size, length), bool)
-    for i, (found, prompt) in enumerate(examples):
-        tokens[i, : len(found)] = found
-        there[i, : len(found)] = True
-        answers[i, prompt : len(found)] = True
-    return {"tokens": tokens, "there": there, "answers": answers}
+    is_token, answers = np.zeros((size, length), bool), np.zeros((size, length), bool)
+    for i, (ids, prompt) in enumerate(examples):
+        tokens[i, : len(ids)] = ids
+        is_token[i, : len(ids)] = True
+        answers[i, prompt : len(ids)] = True
+    return {"tokens": tokens, "is_token": is_token, "answers": answers}
 
 
 def batches(
@@ -199,12 +199,12 @@ def batches(
 
 
 def model_input(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What Tunix's default loss takes: it counts the tokens of `input_mask`."""
+    """The input of Tunix's default loss, which counts the tokens of `input_mask`."""
     return {
         "input_tokens": batch["tokens"],
         "input_mask": batch["answers"],
-        "positions": tunix_masks.build_positions_from_mask(batch["there"]),
-        "attention_mask": tunix_masks.make_causal_attn_mask(batch["there"]),
+        "positions": tunix_masks.build_positions_from_mask(batch["is_token"]),
+        "attention_mask": tunix_masks.make_causal_attn_mask(batch["is_token"]),
     }
 
 
@@ -240,29 +240,29 @@ def make_model(folder: Path | None, vocabulary: int, mesh: Any, dtype: str) -> q
 
 def shape_of(folder: Path) -> dict[str, Any]:
     """The arguments of Tunix's configuration, by a Hugging Face config.json."""
-    found = json.loads((folder / "config.json").read_text())
-    if found.get("model_type") != "qwen3":
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") != "qwen3":
         raise SystemExit(
-            f"expected the folder of a Qwen3 (model_type qwen3), got {found.get('model_type')} in "
+            f"expected the folder of a Qwen3 (model_type qwen3), got {config.get('model_type')} in "
             f"{folder}; for other models change `make_model` to another of `tunix.models`"
         )
-    rope = found.get("rope_theta") or found["rope_parameters"]["rope_theta"]
+    rope = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     return {
-        "num_layers": found["num_hidden_layers"],
-        "vocab_size": found["vocab_size"],
-        "embed_dim": found["hidden_size"],
-        "hidden_dim": found["intermediate_size"],
-        "num_heads": found["num_attention_heads"],
-        "head_dim": found["head_dim"],
-        "num_kv_heads": found["num_key_value_heads"],
+        "num_layers": config["num_hidden_layers"],
+        "vocab_size": config["vocab_size"],
+        "embed_dim": config["hidden_size"],
+        "hidden_dim": config["intermediate_size"],
+        "num_heads": config["num_attention_heads"],
+        "head_dim": config["head_dim"],
+        "num_kv_heads": config["num_key_value_heads"],
         "rope_theta": int(rope),
-        "norm_eps": found["rms_norm_eps"],
-        "use_tied_embedding": found.get("tie_word_embeddings", False),
+        "norm_eps": config["rms_norm_eps"],
+        "use_tied_embedding": config.get("tie_word_embeddings", False),
     }
 
 
 class Printed(tunix_hooks.TrainingHooks):
-    """Prints losses. Hooks of your own go beside zenflow's."""
+    """Prints losses. Hooks of your own go with zenflow's."""
 
     def __init__(self, evaluation_batches: int):
         self._evaluation_batches = evaluation_batches

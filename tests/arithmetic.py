@@ -1,4 +1,4 @@
-"""What a step does to a leaf of the slow reference, and to each of its channels, in plain NumPy.
+"""The step of the slow reference on a leaf, and on each of its channels, in plain NumPy.
 
 A channel is an object that carries everything known of it, so that "selected", "deferred" and
 "waiting" are words about one object and not about where an array lives. When windows close and

@@ -1,4 +1,4 @@
-"""What runs are held to, which is the slow reference or `optax.adamw`, and how close they are."""
+"""Holds runs to the slow reference or to `optax.adamw`, as close as each allows."""
 
 import functools
 from collections.abc import Callable, Iterator

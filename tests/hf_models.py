@@ -43,7 +43,7 @@ def make(pretrained, *, labels=None, weight_dtype=jnp.float32, compute_dtype=Non
 
 @functools.cache
 def _traced(config, labels, options):
-    """What neither the folder nor its weights decide, once for all tests that ask for it."""
+    """A model's definition and shapes, traced once for all tests that ask for them."""
 
     def split():
         model = make_model(config, labels=labels, rngs=nnx.Rngs(0), **dict(options))
@@ -54,7 +54,7 @@ def _traced(config, labels, options):
 
 
 def load(folder, **options):
-    """What is in a folder, a model's definition, and its weights."""
+    """The contents of a folder, a model's definition, and its weights."""
     pretrained = read_folder(folder)
     graphdef, shapes = make(pretrained, **options)
     return pretrained, graphdef, load_weights(pretrained, shapes)
@@ -66,7 +66,7 @@ def expected(name):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def outputs(name, graphdef, params):
-    """What `transformers` was asked for, by the model here; padding is 0."""
+    """The outputs that `transformers` was asked for, by our model; padding is 0."""
     of, model = expected(name), nnx.merge(graphdef, params)
     if name in DECODERS:
         return model(of["input_ids"])
@@ -76,14 +76,14 @@ def outputs(name, graphdef, params):
     return model.stream(*inputs) * inputs[2][..., None].astype(np.float32)
 
 
-def wanted(name):
+def expected_of(name):
     of = expected(name)
     return of["hidden"] * of["attention_mask"][..., None] if name == "bert_masked" else of["logits"]
 
 
-def assert_close(actual, wanted, tolerance=TOLERANCE, floor=0.0):
-    atol = tolerance * max(np.abs(wanted).max(), floor)
-    np.testing.assert_allclose(actual, wanted, rtol=0, atol=atol)
+def assert_close(actual, desired, tolerance=TOLERANCE, floor=0.0):
+    atol = tolerance * max(np.abs(desired).max(), floor)
+    np.testing.assert_allclose(actual, desired, rtol=0, atol=atol)
 
 
 def copied(name, tmp_path):

@@ -106,7 +106,7 @@ def slurm(tmp_path_factory):
 
 
 def told(known: dict[str, str], *command: str, fails: bool = False) -> str:
-    """What a command of SLURM's prints."""
+    """The output of a command of SLURM's."""
     done = subprocess.run(
         command, env=known, cwd=kill_test.ROOT, capture_output=True, text=True, check=False
     )
@@ -115,7 +115,7 @@ def told(known: dict[str, str], *command: str, fails: bool = False) -> str:
 
 
 def wait_for(condition, seconds: float):
-    """What `condition` says as soon as it is true of it."""
+    """The first result of `condition` that is true."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline

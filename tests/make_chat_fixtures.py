@@ -1,4 +1,4 @@
-"""Makes `tests/fixtures/chat/expected.json`: what `transformers` makes of chat templates.
+"""Makes `tests/fixtures/chat/expected.json`, the results of `transformers` for chat templates.
 
     python -m tests.make_chat_fixtures
 

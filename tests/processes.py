@@ -79,7 +79,7 @@ def reserved_port() -> Iterator[int]:
 def run_together(
     module: str, function: str, count: int, devices: int, *args: Any, code: int | None = 0
 ) -> list[str]:
-    """What processes write that each call `function(me, port, count, *args)` and end by it."""
+    """The outputs of processes that each call `function(me, port, count, *args)` and end."""
     with reserved_port() as port:
         processes = [
             start_process(module, function, me, port, count, *args, devices=devices)

@@ -24,7 +24,7 @@ from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
 
 @dataclasses.dataclass
 class Turn:
-    """What closes its windows together: its channels, and how far its windows are."""
+    """Channels that close their windows together, and how far these windows are."""
 
     number: int
     groups: list[tuple[Leaf, list[list[Channel]]]]  # leaves, with those of their groups in it
@@ -227,7 +227,7 @@ class Reference:
         leaf.param[channel.where] = new.astype(leaf.param.dtype)
 
     def _exchange(self, t: int) -> bool:
-        """What follows step `t`; whether any window closes there."""
+        """Does all that follows step `t`; whether any window closes there."""
         for turn in self.turns:
             if turn.arrives_at == t:
                 turn.merge()
@@ -350,8 +350,8 @@ def _take_turns(leaves: Sequence[Leaf], most: int) -> int:
         for leaf in leaves:
             layers, count = _layers(leaf), 1
             if share is not None:
-                wanted = math.ceil(leaf.param.nbytes * most * share / everything)
-                count = max(1, min(wanted, layers, most))
+                pieces = math.ceil(leaf.param.nbytes * most * share / everything)
+                count = max(1, min(pieces, layers, most))
             ends = [layers * i // count for i in range(count + 1)]
             ranges += [(leaf, range(*pair)) for pair in itertools.pairwise(ends)]
         loads, dealt = _deal(ranges, min(most, max(len(ranges), 1)))

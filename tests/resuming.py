@@ -58,14 +58,14 @@ def end(training: Training) -> Any:
 
 
 def without_tokens(tree: Any) -> Any:
-    """What `saved` gave, without what each engine in a process has of its own."""
+    """A tree of `saved`, without the tokens that each engine in a process has of its own."""
     params, state, engine_state = tree
     counts = {name: x for name, x in engine_state["counts"].items() if name != "token"}
     return params, state._replace(token=None), engine_state | {"counts": counts}
 
 
 def counted(training: Training) -> dict[str, Any]:
-    """What must go on where the saved run was."""
+    """The counts that must go on where the saved run was."""
     stats = training.engine.stats
     names = ("steps", "skipped_steps", "windows", "window_lengths", "reselections", "kept_share")
     return {name: getattr(stats, name) for name in names}
@@ -114,7 +114,7 @@ def resume_by_orbax(training: Training, folder: Path, **engine: Any) -> Any:
 
 
 def assert_same_state(placed: Any, streamed: Any) -> None:
-    """This process's parts of a state are those of the streamed one."""
+    """This process has the same parts of a state as the streamed one."""
     comparisons.assert_same_bits(
         (placed["counts"], placed["options"]), (streamed["counts"], streamed["options"])
     )
@@ -138,7 +138,7 @@ def read_engine_state(folder: Path) -> Any:
 
 
 def assert_saved(folder: Path, expected: dict) -> None:
-    """What was written is what `engine.state()` gave at the same moment."""
+    """The written state is what `engine.state()` gave at the same moment."""
     written = read_engine_state(folder)
     assert jax.tree.structure(written) == jax.tree.structure(expected)
     for name in ("counts", "options"):

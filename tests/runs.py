@@ -88,7 +88,7 @@ KERNEL = {"host_kernel": "numpy", "threads": 1}
 
 
 class Plan(NamedTuple):
-    """What happens in a run, by step."""
+    """Steps of a run at which something happens."""
 
     steps: int
     bad: tuple[int, ...] = ()  # steps whose gradient is not finite
@@ -99,7 +99,7 @@ QUIET = Plan(0)
 
 
 class History(NamedTuple):
-    """What came of a run."""
+    """The results of a run."""
 
     params: list[dict[str, np.ndarray]]  # after each step
     selected: list[dict[str, np.ndarray]]  # channels after each step, of leaves that have any

@@ -97,7 +97,7 @@ def test_a_run_may_go_on_with_its_moments_kept_otherwise(then):
 
 
 def through_flax(tree, target):
-    """What flax reads of what it has written."""
+    """The tree that flax reads after it has written one."""
     return serialization.from_bytes(target, serialization.to_bytes(tree))
 
 
@@ -144,7 +144,7 @@ def test_what_flax_has_written_of_other_options_is_refused(changes, words):
 
 @pytest.fixture(scope="module")
 def after_six():
-    """What was saved of a run after six steps."""
+    """The trees of a run that was saved after six steps."""
     with Training(FIRST, SETTINGS) as training:
         training.go(6)
         return saved(training)

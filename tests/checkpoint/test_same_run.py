@@ -1,4 +1,4 @@
-"""What is resumed must be of one run and one moment, and what is not is refused."""
+"""A resumed run needs trees of one run and one moment; others are refused."""
 
 import dataclasses
 import gc

@@ -1,4 +1,4 @@
-"""What is saved says its layout and who wrote it; another layout is refused with both names."""
+"""A saved state says its layout and who wrote it; another layout is refused with both names."""
 
 import zipfile
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_an_engine_state_of_another_layout_is_refused_by_both_names(checkpoint, 
 
 @pytest.fixture(scope="module")
 def of_0_2(tmp_path_factory):
-    """What 0.2.0 wrote of `FIRST`: `StandardSave` the optimizer state, `EngineSave` the rest."""
+    """Files of `FIRST` that 0.2.0 wrote: the optimizer state by orbax, the rest by `EngineSave`."""
     folder = tmp_path_factory.mktemp("saved")
     with zipfile.ZipFile(Path(__file__).parents[1] / "fixtures" / "saved" / "0.2.0.zip") as file:
         file.extractall(folder)

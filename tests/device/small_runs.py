@@ -78,7 +78,7 @@ def assert_close(actual, desired):
 
 
 def exchanged(state):
-    """What an engine's exchange does to a state, as far as the next step can see."""
+    """The state after an engine's exchange, as far as the next step can see."""
     return state._replace(token=jnp.zeros_like(state.token))
 
 

@@ -41,10 +41,10 @@ def test_each_deferred_weight_moves_against_its_sign_by_the_share_of_the_rate(dt
     np.testing.assert_array_equal(none[2:], start[2:])
     # The first two channels are selected.
     old = start[2:]
-    for now in (first[2:], second[2:]):
+    for new in (first[2:], second[2:]):
         step = np.float32(SHARE * RATE) * np.sign(np.asarray(gradient, np.float32)[2:])
         old = np.asarray(jnp.asarray(old - step, dtype), np.float32)
-        np.testing.assert_array_equal(now, old)
+        np.testing.assert_array_equal(new, old)
 
 
 def test_no_step_makes_a_small_float16_zero():

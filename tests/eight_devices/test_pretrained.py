@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.comparisons import assert_same_bits
-from tests.hf_models import FIXTURES, assert_close, make, outputs, wanted
+from tests.hf_models import FIXTURES, assert_close, expected_of, make, outputs
 from train import cross_entropy
 from train.hf_saving import save_folder
 from train.hf_tensors import Reader
@@ -42,7 +42,7 @@ def test_outputs_on_a_mesh_are_those_of_transformers(name):
     stream = NamedSharding(mesh(), PartitionSpec(None, None, "tensor"))
     graphdef, shapes = make(pretrained, scan_layers=True, stream_sharding=stream)
     params = load_weights(pretrained, shapes, weight_shardings(mesh(), shapes))
-    assert_close(outputs(name, graphdef, params), wanted(name))
+    assert_close(outputs(name, graphdef, params), expected_of(name))
 
 
 def test_only_the_parts_that_devices_hold_are_read(monkeypatch):

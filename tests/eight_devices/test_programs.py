@@ -1,4 +1,4 @@
-"""What zenflow makes devices say to each other, counted in compiled programs."""
+"""Counts in compiled programs the bytes that zenflow makes devices exchange."""
 
 import math
 
@@ -20,7 +20,7 @@ AHEAD = (runs.Leaf("narrow", (8, 16), -2, "bfloat16"), runs.Leaf("wide", (8, 32)
 
 
 def of_sgd_and_zenflow(sharding):
-    """What devices say to each other in a step of either."""
+    """The collectives of a step of either."""
     tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, max_grad_norm=1.0)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
         return [collectives(compiled_step(x, sharding, N).as_text()) for x in (optax.sgd(1e-3), tx)]

@@ -50,6 +50,13 @@ def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partitio
         assert state.mu.addressable_data(0).size * share == state.mu.size
 
 
+def test_a_leaf_is_partitioned_over_no_more_devices_than_its_size_divides_by():
+    place = NamedSharding(meshes.make_mesh("three"), P())
+    params = {"w": jax.device_put(np.ones((8, 4), np.float32), place)}
+    (leaf,) = zenflow_jax.zenflow(1e-2, topk_ratio=0.25).init(params).leaves
+    assert leaf.mu.addressable_data(0).shape == (2, 1)
+
+
 def test_parameters_and_states_that_are_in_other_places_are_refused():
     devices, tx = jax.devices(), zenflow_jax.zenflow(1e-2, topk_ratio=0.25)
 

@@ -87,10 +87,10 @@ def test_codes_are_those_of_the_paper():
     x = x[np.abs(x) < np.float32(0.9999999)]
     fraction = (np.abs(x) + np.float32(1)).view(np.uint32) & np.uint32(0x7FFFFF)
     fraction += np.where(np.abs(x) + np.float32(1) == 2, np.uint32(1 << 23), np.uint32(0))
-    wanted = fraction << np.uint32(1) | np.signbit(x).astype(np.uint32)
+    expected = fraction << np.uint32(1) | np.signbit(x).astype(np.uint32)
     codes = np.empty(x.size, np.uint32)
     loops.elf_codes(x.view(np.uint32), np.float32(2**23), codes)
-    np.testing.assert_array_equal(codes, wanted)
+    np.testing.assert_array_equal(codes, expected)
 
 
 @pytest.mark.parametrize(

@@ -255,9 +255,9 @@ def test_a_base_makes_a_model_smaller_and_is_needed_to_read_it(tmp_path):
     base = model(tmp_path / "base")
     source = tuned(tmp_path / "in", base)
     (alone,) = pack_path(source, tmp_path / "alone", Options())
-    (found,) = pack_path(source, tmp_path / "out", Options(), base=base)
-    assert found.header.tensors["bert.a"].codec == "delta"
-    assert found.after < 0.8 * alone.after
+    (packed,) = pack_path(source, tmp_path / "out", Options(), base=base)
+    assert packed.header.tensors["bert.a"].codec == "delta"
+    assert packed.after < 0.8 * alone.after
     restore_path(tmp_path / "out", tmp_path / "back")
     assert content(tmp_path / "back") == content(source)
     # Another base is noticed, a missing one named, and one elsewhere found.

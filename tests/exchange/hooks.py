@@ -13,7 +13,7 @@ from zenflow_jax._host.state import HostState
 
 @dataclass
 class Hooks:
-    """What the worker calls before it keeps a mail, and before it updates channels of a leaf."""
+    """Functions that the worker calls before it keeps a mail, and before it updates a leaf."""
 
     mail: Callable[[], Any] = lambda: None
     update: Callable[[], Any] = lambda: None

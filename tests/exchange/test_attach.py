@@ -57,7 +57,7 @@ def pair_step(tx):
 
 @pytest.fixture(scope="module")
 def by_hand():
-    """What a loop that exchanges by itself has after each step, and at last after a flush."""
+    """The parameters of a loop that exchanges by itself, after each step and after a flush."""
     step, (params, state), seen = pair_step(make()), start(make()), []
     with HostEngine(params, state, **KERNEL) as engine:
         for t in range(STEPS):

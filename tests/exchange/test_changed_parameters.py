@@ -1,4 +1,4 @@
-"""What something else than zenflow does to the parameters is refused, and nothing else is."""
+"""Changes of the parameters by anything but zenflow are refused, and nothing else is."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def go(run, plan):
 
 
 def go_and(call, steps=2):
-    """Steps, of which the last brings the leaf's update, and what must refuse it."""
+    """Steps until the leaf's update arrives, and the call that must refuse it."""
 
     def end(run, plan):
         run.go(steps, plan)

@@ -1,4 +1,4 @@
-"""What a process of several does when it or another one fails, closes, or ends.
+"""Processes of one engine, of which one fails, closes, or ends.
 
 `test_several_processes.py` has a failure of a real engine.
 """

@@ -110,7 +110,7 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
 
 
 def check_refusal(training: Training, me: int, count: int) -> None:
-    """What the last process cannot go on with is refused by all of them."""
+    """A checkpoint that the last process cannot go on with is refused by all of them."""
     last = me == count - 1
     params = plus(training.params, int(last))
     words = r"got other values of \['bias'\], " if last else f"process {count - 1} has refused"
@@ -121,7 +121,7 @@ def check_refusal(training: Training, me: int, count: int) -> None:
 
 
 def check_gone(training: Training, me: int, count: int) -> None:
-    """What is gone in the last process has no fingerprint in any of them."""
+    """Parameters that are gone in the last process have no fingerprint in any of them."""
     if me == count - 1:
         training.params = plus(training.params, 0)
         gc.collect()
@@ -129,7 +129,7 @@ def check_gone(training: Training, me: int, count: int) -> None:
 
 
 def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:
-    """Other arrays, of which this process has what it has of `params`, plus a number."""
+    """Arrays of which this process has its part of `params`, plus a number."""
     return {
         name: jax.make_array_from_single_device_arrays(
             x.shape, x.sharding, [s.data + s.data.dtype.type(number) for s in x.addressable_shards]

@@ -1,4 +1,4 @@
-"""What is recorded of a run, and the two forms in which it is shown."""
+"""The spans that are recorded of a run, and the two forms in which they are shown."""
 
 import dataclasses
 import itertools

@@ -77,7 +77,7 @@ def world(number: int) -> World:
 
 
 class Checkpoint(NamedTuple):
-    """What was saved, and what the model knew."""
+    """A saved run, and the model at that moment."""
 
     arrays: tuple[Any, Any, Any]  # parameters, state, engine's state
     reference: Any
@@ -155,7 +155,7 @@ class User:
         run.params, run.state = kept
 
     def bring_to_the_host_and_back(self, n: int) -> None:
-        """What pickling, or a trainer that re-places what it is given, makes of a state."""
+        """Does to a state as pickling does, or a trainer that places it anew."""
         if self._world.offload:
             self._note("arrays of NumPy, or a state that was moved")
         name = ("params", "state")[n % 2]
@@ -233,7 +233,7 @@ class User:
         self._misuse = self._misuse or misuse
 
     def _call(self, function: Any, **options: Any) -> Any:
-        """What was done wrong may be refused, and that is the end of the run."""
+        """Calls; after something wrong a refusal is the end of the run."""
         try:
             return function(**options)
         except REFUSALS as error:

@@ -214,7 +214,7 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_does_not_hang(hooks)
 
 
 def leave_open():
-    """What a user's script may end with: engines that nobody closed."""
+    """Leaves engines open, as a user's script may."""
     leaf = runs.Leaf("w", (2048, 1024), -2, "float32")
     settings = Settings(topk_ratio=0.1, update_interval=1, select_interval=100)
     idle, at_work = (Training((leaf,), settings, threads=2) for _ in range(2))

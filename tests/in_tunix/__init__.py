@@ -1,1 +1,1 @@
-"""What runs against the installed `google-tunix`: `make test-tunix`, in its own environment."""
+"""Tests with the installed `google-tunix`: `make test-tunix`, in an environment of its own."""

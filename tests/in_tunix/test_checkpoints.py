@@ -106,8 +106,8 @@ def test_the_last_checkpoint_has_all_updates_and_a_longer_run_goes_on_from_it(tm
         assert manager.latest_step() == 4
         assert ITEM in manager.metadata(4).item_metadata
         saved = manager.restore(4, args=ocp.args.Composite(model_params=ocp.args.StandardRestore()))
-    found = {name: np.asarray(x["value"]) for name, x in saved["model_params"].items()}
-    assert_same_bits(found, ours)
+    params = {name: np.asarray(x["value"]) for name, x in saved["model_params"].items()}
+    assert_same_bits(params, ours)
     _, began, hooks = go(tmp_path, steps=6, rolling=False)
     assert began == 4
     assert hooks.stats.steps == 6

@@ -1,4 +1,4 @@
-"""What `zenflow_jax.integrations.tunix` leans on in Tunix, which nobody has promised."""
+"""The parts of Tunix that `zenflow_jax.integrations.tunix` leans on, which nobody has promised."""
 
 import importlib
 import importlib.metadata
@@ -31,5 +31,5 @@ def test_another_version_is_refused_by_name(monkeypatch):
 
 def test_zenflow_imports_nothing_of_tunix_unasked():
     code = "import sys, zenflow_jax; print([x for x in sys.modules if 'tunix' in x])"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout == "[]\n", found.stdout + found.stderr
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "[]\n", run.stdout + run.stderr

@@ -30,9 +30,9 @@ def test_a_small_model_learns_and_the_same_command_goes_on(tmp_path, capsys):
     out = capsys.readouterr().out
     assert hooks.stats.steps == 4
     assert "72 of 72 records" in out
-    found = losses(out)
-    assert sorted(found) == [1, 2, 3, 4]
-    assert found[4] < found[1] < 6  # about the logarithm of the vocabulary at first
+    of_steps = losses(out)
+    assert sorted(of_steps) == [1, 2, 3, 4]
+    assert of_steps[4] < of_steps[1] < 6  # about the logarithm of the vocabulary at first
     assert "after step 4  validation loss" in out
     tunix_sft.main([*command, "--steps", "6"])
     out = capsys.readouterr().out

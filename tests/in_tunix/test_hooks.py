@@ -53,13 +53,13 @@ def assert_close(ours, theirs):
 @DEVICES
 @pytest.mark.parametrize("accumulate", [None, 2], ids=["each step", "sums of two"])
 def test_windows_of_one_step_are_adamw_in_the_trainer(devices, accumulate):
-    mine, yours = Recorder(), Recorder()
+    recorder, expected = Recorder(), Recorder()
     settings = dict(devices=devices, gradient_accumulation_steps=accumulate)
-    theirs, _, _ = train(ADAMW, 10, others=[yours], **settings)
-    ours, _, hooks = train(zenflow(**AS_ADAMW), 10, evaluate="as_is", others=[mine], **settings)
+    theirs, _, _ = train(ADAMW, 10, others=[expected], **settings)
+    ours, _, hooks = train(zenflow(**AS_ADAMW), 10, evaluate="as_is", others=[recorder], **settings)
     assert_close(ours, theirs)
-    assert mine.calls == yours.calls
-    np.testing.assert_allclose(mine.losses, yours.losses, rtol=0, atol=ATOL)
+    assert recorder.calls == expected.calls
+    np.testing.assert_allclose(recorder.losses, expected.losses, rtol=0, atol=ATOL)
     assert hooks.stats.steps == 10
     assert hooks.stats.skipped_steps == 0
     assert (hooks.stats.put_back > 0) == (devices > 0)
@@ -183,9 +183,9 @@ def test_projections_of_tunix_models_have_their_inputs_as_channels():
     state = jax.eval_shape(
         zenflow(channel_axis=channel_axis, topk_ratio=0.25).init, nnx.state(model, nnx.Param)
     )
-    found = {leaf.spec.name: leaf.spec for leaf in state.leaves}
+    specs = {leaf.spec.name: leaf.spec for leaf in state.leaves}
     for name in ("q_proj", "k_proj", "v_proj"):
-        (spec,) = (x for key, x in found.items() if name in key)
+        (spec,) = (x for key, x in specs.items() if name in key)
         assert (spec.axis, spec.n, spec.stack) == (0, 16, ())
-    (spec,) = (x for key, x in found.items() if "o_proj" in key)
+    (spec,) = (x for key, x in specs.items() if "o_proj" in key)
     assert (spec.n, spec.stack) == (8, (4,))

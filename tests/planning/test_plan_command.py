@@ -63,7 +63,7 @@ def with_compiler(monkeypatch):
 
 
 def reported(tmp_path, *arguments):
-    """What a run with --plan writes as JSON."""
+    """The JSON that a run with --plan writes."""
     file = tmp_path / "plan.json"
     assert finetune.main([*arguments, "--plan", "--plan-json", str(file)]) == 0
     return json.loads(file.read_text())

@@ -70,7 +70,7 @@ W, V = jnp.ones((8, 3)), jnp.zeros((8, 3))
 
 
 @pytest.mark.parametrize(
-    ("made", "given", "words"),
+    ("made", "passed", "words"),
     [
         (
             {"kernel": W, "scale": V},
@@ -84,16 +84,16 @@ W, V = jnp.ones((8, 3)), jnp.zeros((8, 3))
     ],
     ids=["renamed", "deeper", "another kind", "numbers as words", "one less"],
 )
-def test_leaves_of_other_paths_are_refused_with_both(made, given, words):
-    made, given = jax.device_put((made, given), DEVICE)
+def test_leaves_of_other_paths_are_refused_with_both(made, passed, words):
+    made, passed = jax.device_put((made, passed), DEVICE)
     state = TX.init(made)
     with zenflow_jax.HostEngine(made, state, host_kernel="numpy") as engine:
         for call in (
-            lambda: zenflow_jax.HostEngine(given, state),
-            lambda: engine.flush(given, state),
-            lambda: zenflow_jax.master_params(given, state, engine),
+            lambda: zenflow_jax.HostEngine(passed, state),
+            lambda: engine.flush(passed, state),
+            lambda: zenflow_jax.master_params(passed, state, engine),
             # Between two boundaries, too, before anything is done.
-            lambda: engine.exchange(given, TX.update(made, state, made)[1]),
+            lambda: engine.exchange(passed, TX.update(made, state, made)[1]),
         ):
             with pytest.raises(ValueError, match="expected `params` with the leaf") as caught:
                 call()
@@ -131,14 +131,14 @@ def test_leaves_of_one_path_are_told_apart_by_their_order_or_refused():
 
 def test_trained_leaves_are_found_between_others_and_in_containers_of_another_kind():
     made = jax.device_put({"w": (W, V), "b": jnp.zeros(3)}, DEVICE)
-    given = {"b": made["b"], "w": list(made["w"])}
+    passed = {"b": made["b"], "w": list(made["w"])}
     # Frozen leaves stand before, between and behind the trained ones, and have their shape.
     frozen = {"a": W, "r": "base", "u": np.ones((8, 3)), "z": jax.random.key(0)}
     ends = []
     for first, second, last in (
         (made, made, made),
-        (given | frozen, made, given),
-        (made, given | frozen, made | frozen),
+        (passed | frozen, made, passed),
+        (made, passed | frozen, made | frozen),
     ):
         state = TX.init(made)
         with zenflow_jax.HostEngine(first, state, host_kernel="numpy") as engine:

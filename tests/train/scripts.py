@@ -53,7 +53,7 @@ def small_model(**changed) -> nnx.Module:
 
 
 def read(**settings) -> job.Sources:
-    """What the script reads before it makes a model."""
+    """Reads all that the script reads before it makes a model."""
     return job.read(Settings(**settings), timeline=None, force=False)
 
 

@@ -21,7 +21,7 @@ from train.tokenizer import TokenizerError, read_tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "chat"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))
-CASES = [(t, name) for t, found in EXPECTED.items() if t != "transformers" for name in found]
+CASES = [(t, name) for t, cases in EXPECTED.items() if t != "transformers" for name in cases]
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +169,14 @@ def test_a_template_can_neither_reach_out_nor_know_the_date(written):
 
 @pytest.mark.slow
 def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, capsys):
-    folder = write_model(tmp_path / "given", "llama2")
+    folder = write_model(tmp_path / "origin", "llama2")
     data = write(
         tmp_path / "a.jsonl", *[talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")] * 8
     )
     settings = {"task": "chat", "model": str(folder), "data": str(data), "sequence_length": 120}
     with pytest.raises(TokenizerError, match="expected a chat template in"):
         read(**settings)
-    template_file = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "mine.jinja")
+    template_file = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "template.jinja")
     settings["chat_template"] = str(template_file)
     with pytest.raises(SettingsError, match="`chat_template`: expected none for alpaca"):
         read(**settings | {"task": "alpaca"})

@@ -28,7 +28,7 @@ CONFIG = DecoderConfig(*range(8), 1e-5, 1e4, None, False, False, False, None)
 
 
 class Job:
-    """What a run has, without one: a state that a donating step changes."""
+    """A state that a donating step changes, in place of a run."""
 
     def __init__(self, folder: Path, *, size: int = SMALL, config=CONFIG, **changed):
         self.said: list[str] = []
@@ -71,7 +71,7 @@ class Job:
         self.checkpoints.save(step, self.params, self.opt_state, None, progress, figure=loss)
 
     def restored(self, step: int):
-        """What was saved; the job goes on from there."""
+        """The saved state, from which the job goes on."""
         restored = self.checkpoints.restore(step, self.params, self.opt_state)
         self.params, self.opt_state = restored.params, restored.opt_state
         return restored

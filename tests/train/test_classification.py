@@ -51,7 +51,7 @@ def classes_of(task):
 
 
 def expected(tokenizer, texts):
-    """What `examples` gives for texts with `LABELS`, in order."""
+    """The result of `examples` for texts with `LABELS`, in order."""
     ids = [tokenizer.tokens.encode(text).ids for text in texts]
     return sorted((i, ["kind", "unkind"].index(x)) for i, x in zip(ids, LABELS, strict=True))
 

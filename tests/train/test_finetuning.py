@@ -65,7 +65,7 @@ def validations(run: Path) -> list[tuple[str, ...]]:
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 @pytest.mark.parametrize(("task", "model"), [(language, "llama2"), (glue, "bert")])
 def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsys, task, model):
-    data, origin = tmp_path / "data", write_model(tmp_path / "given", model)
+    data, origin = tmp_path / "data", write_model(tmp_path / "origin", model)
     data.mkdir()
     settings = task(data) | {"model": str(origin), "epochs": 0.5, "keep": 9}
     config = write_config(tmp_path, **settings)
@@ -78,13 +78,13 @@ def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsy
     shown = capsys.readouterr().out
     assert "going on from checkpoint 5" in shown
     assert "drawn at random" not in shown
-    given, *weights = (
+    before, *weights = (
         load_file(folder / "model.safetensors")
         for folder in (origin, whole / "model", cut / "model")
     )
     for name, x in weights[0].items():
         np.testing.assert_array_equal(x, weights[1][name])
-    assert any(not np.array_equal(x, weights[0][name]) for name, x in given.items())
+    assert any(not np.array_equal(x, weights[0][name]) for name, x in before.items())
     assert validations(whole) == validations(cut)
     assert read_folder(whole / "model").config == read_folder(origin).config
     assert (whole / "model" / "tokenizer.json").is_file()
@@ -93,7 +93,7 @@ def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsy
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
     lion = deepspeed_config(tmp_path, optimizer={"type": "Lion"})
-    folder = write_model(tmp_path / "given", "bert")
+    folder = write_model(tmp_path / "origin", "bert")
     for changed, expected in (
         ({"model": None}, "`model`: expected a path, for sst2, got None"),
         ({"data": None}, "`data`: expected a path, for sst2, got None"),
@@ -136,7 +136,7 @@ def deepspeed_config(folder: Path, **changed) -> str:
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
-    folder = write_model(tmp_path / "given", "bert")
+    folder = write_model(tmp_path / "origin", "bert")
     settings = glue(tmp_path) | {"model": str(folder), "epochs": 0.5, "optimizer": "adamw"}
     config = write_config(tmp_path, **settings)
     assert finetune.main([config, "--deepspeed", deepspeed_config(tmp_path)]) == 0
@@ -198,7 +198,7 @@ def test_what_settings_cannot_say_is_the_configs(tmp_path):
 
 
 def test_a_head_is_kept_if_its_labels_are_those_of_the_task(tmp_path):
-    folder = write_model(tmp_path / "given", "bert")
+    folder = write_model(tmp_path / "origin", "bert")
     tensors = load_file(folder / "model.safetensors")
     tensors |= {"classifier.weight": np.ones((2, 16), np.float32)}
     tensors |= {"classifier.bias": np.ones(2, np.float32)}
@@ -242,8 +242,8 @@ def own_classes(folder):
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
-    given = write_model(tmp_path / "given", "bert")
-    settings = own_classes(tmp_path) | {"model": str(given), "length_buckets": 1, "save_every": 1}
+    origin = write_model(tmp_path / "origin", "bert")
+    settings = own_classes(tmp_path) | {"model": str(origin), "length_buckets": 1, "save_every": 1}
     config = write_config(tmp_path, optimizer="adamw", **settings)
     before = everything(tmp_path)
     assert finetune.main([config, "--steps", "0"]) == 0
@@ -278,13 +278,13 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_figures_that_are_not_finite_are_an_error(tmp_path, capsys):
-    given = write_model(tmp_path / "given", "bert")
-    tensors = load_file(given / "model.safetensors")
+    origin = write_model(tmp_path / "origin", "bert")
+    tensors = load_file(origin / "model.safetensors")
     tensors["classifier.bias"] = np.full(3, np.nan, np.float32)
     tensors["classifier.weight"] = np.zeros((3, 16), np.float32)
-    save_file(tensors, given / "model.safetensors")
+    save_file(tensors, origin / "model.safetensors")
     (tmp_path / "a.csv").write_text("text,label\na,no\nb,perhaps\nc,yes\n")
     settings = {"task": "classification", "data": str(tmp_path / "a.csv")}
-    config = write_config(tmp_path, model=str(given), sequence_length=8, steps=0, **settings)
+    config = write_config(tmp_path, model=str(origin), sequence_length=8, steps=0, **settings)
     assert finetune.main([config]) == 2
     assert "expected a finite validation loss, got nan" in capsys.readouterr().err

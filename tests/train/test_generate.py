@@ -1,4 +1,4 @@
-"""What a model writes behind a prompt: the same tokens with a cache as without, and the command."""
+"""Continuations of a prompt: the same tokens with a cache as without, and the command."""
 
 import json
 import shutil

@@ -24,11 +24,11 @@ from tests.hf_models import (
     change_config,
     change_tensors,
     copied,
+    expected_of,
     load,
     make,
     names,
     outputs,
-    wanted,
 )
 from train import hf_saving, whole
 from train.blocks import linear, make_blocks
@@ -45,7 +45,7 @@ def test_outputs_are_those_of_transformers(name, scan_layers):
     _, graphdef, params = load(FIXTURES / name, scan_layers=scan_layers)
     logits = outputs(name, graphdef, params)
     assert logits.dtype == jnp.float32
-    assert_close(logits, wanted(name))
+    assert_close(logits, expected_of(name))
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_weights_are_rounded_once_to_the_wanted_dtype(tmp_path, saved):
     for dtype in (jnp.float32, jnp.bfloat16):
         _, _, params = load(folder, weight_dtype=dtype, scan_layers=True)
         for i in range(2):
-            wanted = weights[f"model.layers.{i}.mlp.up_proj.weight"].T.astype(dtype)
+            expected = weights[f"model.layers.{i}.mlp.up_proj.weight"].T.astype(dtype)
             kernel = params["blocks"]["up"]["kernel"][i]
             assert kernel.dtype == dtype
-            np.testing.assert_array_equal(kernel, wanted)
+            np.testing.assert_array_equal(kernel, expected)
         assert params["norm"]["scale"].dtype == jnp.float32
 
 

@@ -220,9 +220,9 @@ def test_the_loss_of_a_packed_sequence_is_that_of_its_texts_alone():
 
     batch = packed(LENGTHS)
     together, grads = loss(params, batch)
-    expected, wanted = loss(params, alone(batch, LENGTHS))
+    expected, expected_grads = loss(params, alone(batch, LENGTHS))
     np.testing.assert_allclose(together, expected, rtol=TOLERANCE)
-    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
     # Were they joined, each would see those before it.
     assert abs(loss(params, {"tokens": batch["tokens"]})[0] - expected) > 0.01

@@ -1,4 +1,4 @@
-"""What ends a run of the script early: signals, at any time; memory that does not suffice."""
+"""Ends of a run ahead of its time: by signals, at any time, and for lack of memory."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What is written beside its place, under a name of no user's, and what a kill leaves of it."""
+"""Files that are written under another name until they are whole, and what a kill leaves."""
 
 import pytest
 
