@@ -1,16 +1,26 @@
-"""Reads command lines by tyro, and says in one line what is wrong in one."""
+"""Reads command lines into dataclasses, by argparse, and explains a mistake in one line.
+
+A field is an option, the text below it its help, and a field that is a dataclass a group of them.
+A type such as `Annotated[str, "DIR"]` names the value in the help; a field's metadata goes to
+`add_argument`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import contextlib
 import difflib
-import io
+import inspect
+import itertools
+import re
+import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
-
-import tyro
+from dataclasses import MISSING, field, fields, is_dataclass
+from functools import partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from train import Failure
 
@@ -49,29 +59,34 @@ class ArgumentError(Failure):
     """A mistake in a command line."""
 
 
+def positional(**options: Any) -> Any:
+    """A field whose value stands alone on the command line, without the name of an option."""
+    return field(metadata={"positional": True}, **options)
+
+
 def read_arguments(
     kind: type, argv: Sequence[str] | None, *, program: str, default: Any = None
 ) -> Any:
     """Reads the arguments `argv` into an object of the dataclass `kind`; `--help` exits."""
-    options = {} if default is None else {"default": default}
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            values, unknown = tyro.cli(
-                kind, prog=program, args=argv, return_unknown_args=True, **options
-            )
-    except SystemExit as end:
-        if end.code:
-            raise ArgumentError(_of_box(printed.getvalue())) from None
-        raise
-    sys.stderr.write(printed.getvalue())  # warnings
+    # As wide as the terminal, and 100 columns where there is none.
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    names = "".join(f" {x.name.upper()}" for x in fields(kind) if x.metadata.get("positional"))
+    parser = _Parser(
+        usage=f"{program}{names} [--option value ...]",
+        description=kind.__doc__,
+        allow_abbrev=False,
+        formatter_class=partial(argparse.HelpFormatter, width=width, max_help_position=30),
+    )
+    _add_options(parser, kind, default)
+    argv = sys.argv[1:] if argv is None else argv
+    # Names of settings with their underscores are options as well.
+    words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
+    values, unknown = parser.parse_known_args(words)
     if unknown:
         name = next((x for x in unknown if x.startswith("-")), unknown[0])
-        raise ArgumentError(
-            f"unknown option {name}.{did_you_mean(name, _options(kind), prefix='--')} All are in "
-            f"{program} --help"
-        )
-    return values
+        near = did_you_mean(name, [x.replace("_", "-") for x in vars(values)], prefix="--")
+        raise ArgumentError(f"unknown option {name}.{near} All are in {program} --help")
+    return _made(kind, vars(values))
 
 
 def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
@@ -85,22 +100,79 @@ def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
     return f" Did you mean {' or '.join(f'{prefix}{x}' for x in near)}?" if near else ""
 
 
-def _options(kind: Any) -> list[str]:
-    names = []
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        hint = hints[field.name]
-        names += _options(hint) if is_dataclass(hint) else [field.name.replace("_", "-")]
-    return names
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(message.removeprefix("argument "))
 
 
-def _of_box(text: str) -> str:
-    """The sentence in a box of tyro's, without the hints that follow it."""
-    rows = []
-    for line in text.splitlines():
-        row = line.strip(" │")
-        if rows and (not row or row.startswith("─")):
-            break
-        if row and row[0] not in "╭╰─":
-            rows.append(row)
-    return " ".join(rows).removeprefix("Error parsing ")
+def _add_options(parser: Any, kind: Any, default: Any) -> None:
+    hints, texts = get_type_hints(kind, include_extras=True), _texts(kind)
+    for one in fields(kind):
+        hint, name = hints[one.name], one.name
+        value = one.default if default is None else getattr(default, name)
+        if is_dataclass(hint):
+            _add_options(parser.add_argument_group(hint.__doc__.rstrip(".")), hint, value)
+            continue
+        text, kinds = texts[name].replace("%", "%%"), _kinds(hint)
+        flag = name.replace("_", "-")
+        if hint is bool:
+            text += f" (on; --no-{flag})" * value
+            parser.add_argument(f"--{flag}", action="store_true", default=value, help=text)
+            options = {"dest": name, "default": value, "help": argparse.SUPPRESS}
+            parser.add_argument(f"--no-{flag}", action="store_false", **options)
+            continue
+        if value not in (None, MISSING):
+            text += f" (default: {value})"
+        words = "|".join(_word(kind) for kind in kinds if kind is not NoneType)
+        options = {"type": partial(_read, kinds), "metavar": words, "default": value, "help": text}
+        options |= one.metadata
+        if not options.pop("positional", False):
+            parser.add_argument(f"--{flag}", required=value is MISSING, **options)
+            continue
+        nargs = None if value is MISSING else "?"
+        parser.add_argument(name, **options | {"nargs": nargs, "metavar": name.upper()})
+
+
+def _texts(kind: Any) -> dict[str, str]:
+    """The text below each field of a dataclass."""
+    texts = {}
+    for parent in kind.__mro__[:-1]:
+        tree: Any = ast.parse(inspect.getsource(parent)).body[0]
+        for one, text in itertools.pairwise(tree.body):
+            if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[ast.unparse(one.target)] = " ".join(ast.literal_eval(text.value).split())
+    return texts
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The types that a value may have, None first."""
+    if get_origin(hint) not in (Union, UnionType):
+        return [hint]
+    kinds = [kind for member in get_args(hint) for kind in _kinds(member)]
+    return sorted(kinds, key=lambda kind: kind is not NoneType)
+
+
+def _word(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    if get_origin(kind) is Annotated:
+        return get_args(kind)[1]
+    return {int: "INT", float: "FLOAT"}.get(kind, "TEXT")
+
+
+def _read(kinds: Sequence[Any], text: str) -> Any:
+    for kind in kinds:
+        if kind is NoneType or get_origin(kind) is Literal:
+            if text in (get_args(kind) or ("None",)):
+                return None if kind is NoneType else text
+            continue
+        with contextlib.suppress(ValueError):
+            return get_args(kind)[0](text) if get_origin(kind) is Annotated else kind(text)
+    words = " or ".join("None" if kind is NoneType else _word(kind) for kind in kinds)
+    raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}.")
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    """The dataclass, and those that are its fields, made of the values of all options."""
+    nested = {n: _made(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
+    return kind(**{one.name: (values | nested)[one.name] for one in fields(kind)})

@@ -10,16 +10,26 @@ import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import tyro
+from typing import Any, Literal, NamedTuple
 
 from train import CONFIGS, Failure, command_of
 from train.arguments import did_you_mean, read_arguments
-from train.settings import Settings, SettingsError, flag_of, impossible, option_words
+from train.settings import (
+    DataSettings,
+    File,
+    ModelSettings,
+    OutputSettings,
+    Settings,
+    SettingsError,
+    TrainingSettings,
+    ZenFlowSettings,
+    flag_of,
+    impossible,
+    option_words,
+)
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -31,23 +41,23 @@ PICTURES, JSON = (".png", ".svg", ".pdf"), ".json"
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Which process of a run this is: all three, or none where it is alone or under SLURM."""
+    """Several processes (docs/multi_host.md): all three options, or none under SLURM."""
 
     coordinator: str | None = None
-    """HOST:PORT at which process 0 will listen and the others reach it; the same for all."""
+    """HOST:PORT at which process 0 listens; the same for all processes."""
     processes: int | None = None
-    """The number of processes."""
+    """Number of processes."""
     process: int | None = None
-    """The number of this one, counted from 0."""
+    """Number of this process, from 0."""
 
     def __post_init__(self):
         values = dataclasses.asdict(self)
-        given = " and ".join(f"--{name}" for name, value in values.items() if value is not None)
-        if not given:
+        named = " and ".join(f"--{name}" for name, value in values.items() if value is not None)
+        if not named:
             return
         if None in values.values():
             every = ", ".join(f"--{name}" for name in values)
-            raise SettingsError(f"expected {every} together, got {given} alone.")
+            raise SettingsError(f"expected {every} together, got {named} alone.")
         host, _, port = self.coordinator.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise SettingsError(
@@ -63,18 +73,16 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Options of this start alone, not of the run."""
+    """Start: options that are no keys of the TOML file."""
 
     fresh: bool = False
-    """Refuse to go on with a run or to write over one: the folder of --run must be empty or new."""
-    timeline: str | None = None
-    """File for a timeline of the last steps, written at the end or when the run is stopped.
-    .png, .svg or .pdf: a picture of twelve. .json: all that are kept, for ui.perfetto.dev.
-    How to read it is in docs/timeline.md."""
-
-    export: tuple[str, str] | None = None
-    """Train nothing: write the weights of a checkpoint of --run (its step, or best) to that folder.
-    """
+    """Fail instead of resuming a run."""
+    timeline: File | None = None
+    """Draw the last steps: .png, .svg, .pdf or .json (docs/timeline.md)."""
+    export: tuple[str, str] | None = field(
+        default=None, metadata={"nargs": 2, "metavar": ("STEP", "DIR"), "type": str}
+    )
+    """Write the weights of a checkpoint of --run, or of the best, to DIR."""
 
     def __post_init__(self):
         if self.export is not None and self.export[0] != "best" and not self.export[0].isdecimal():
@@ -86,23 +94,20 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """Plans a run without starting it: docs/planning.md."""
+    """Planning: memory and speed of a run, without starting it (docs/planning.md)."""
 
     plan: bool = False
-    """Train nothing: say what the run would need of device and host, whether its host work would
-    hide, and what to do. Reads the model's config.json, no weights and no data."""
-    plan_json: str | None = None
-    """Write the plan to that file as well, as JSON."""
+    """Show what the run needs, and settings that fit."""
+    plan_json: File | None = None
+    """Also write the plan to this file."""
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
-    """The GPU that is planned for. Left out: the one that is here, else h100."""
+    """GPU to plan for. Default: the GPU of this machine, or else h100."""
     host_memory: float | None = None
-    """GB (10**9 bytes) of host memory beside the devices.
-    Left out: what is here if the GPU is, else what is usual."""
+    """Host memory in GB (10**9 bytes)."""
     host_bandwidth: float | Literal["here"] | None = None
-    """GB/s that host updates get out of the host's memory. here: measured in two seconds.
-    Left out: measured if the GPU is here, else what is usual beside it."""
+    """Speed of host memory in GB/s; here: measured. Default: measured, or usual for --device."""
     force: bool = False
-    """Start a run although it cannot have room on this machine."""
+    """Start a run even if its memory cannot suffice."""
 
     def __post_init__(self):
         for name in ("host_memory", "host_bandwidth"):
@@ -115,13 +120,24 @@ class Planning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
-    """Fine-tunes a model, or says what that would take: a config file, and what differs from it."""
+class _Options:
+    """Fine-tunes a model with the settings of a TOML file and the options that override them."""
 
-    settings: tyro.conf.OmitArgPrefixes[Settings]
-    launch: tyro.conf.OmitArgPrefixes[Launch]
-    start: tyro.conf.OmitArgPrefixes[Start]
-    planning: tyro.conf.OmitArgPrefixes[Planning]
+    model: ModelSettings
+    data: DataSettings
+    training: TrainingSettings
+    zenflow: ZenFlowSettings
+    output: OutputSettings
+    start: Start
+    planning: Planning
+    processes: Launch
+
+
+class Command(NamedTuple):
+    settings: Settings
+    launch: Launch
+    start: Start
+    planning: Planning
 
 
 def shipped() -> list[str]:
@@ -162,13 +178,17 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
             f"expected a config file as the first argument, by its path or name, got "
             f"{argv[0] if argv else 'nothing'}. For example: {program} quickstart"
         )
-    default = Command(settings=settings, launch=Launch(), start=Start(), planning=Planning())
-    return read_arguments(Command, overrides, program=f"{program} {config}", default=default)
+    groups = "model data training zenflow output".split()
+    default = _Options(
+        **dict.fromkeys(groups, settings), start=Start(), planning=Planning(), processes=Launch()
+    )
+    options = read_arguments(_Options, overrides, program=f"{program} {config}", default=default)
+    values = {name: x for group in groups for name, x in vars(getattr(options, group)).items()}
+    return Command(Settings(**values), options.processes, options.start, options.planning)
 
 
-def to_toml(settings: Settings) -> str:
-    """The text of a file that `load_settings` reads back; settings that are None are left out."""
-    values = dataclasses.asdict(settings)
+def to_toml(values: Mapping[str, Any]) -> str:
+    """The text of a file that `load_settings` reads back; values that are None are left out."""
     # JSON writes strings, finite numbers and booleans just as TOML does.
     return "".join(
         f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None

@@ -21,13 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from elves.folders import Result, check_path, pack_path, restore_path
 from elves.header import ElvesError, Tensor
 from elves.writing import Options
 from train import Failure, command_of
-from train.arguments import read_arguments
+from train.arguments import positional, read_arguments
 from train.checksums import CHECKSUMS, UNPACKED
 from train.whole import finished
 
@@ -38,24 +36,24 @@ PROGRAM = command_of("compress")
 class Command:
     """Makes the files of a model smaller, and back."""
 
-    source: tyro.conf.Positional[Path]
+    source: Path = positional()
     """A safetensors file, or a folder with some."""
-    target: tyro.conf.Positional[Path | None] = None
-    """What to make, which must be new."""
+    target: Path | None = positional(default=None)
+    """New file or folder to write."""
     bound: str | None = None
-    """The largest error that a float32 weight may get, such as 2^-24. Left out: none.
+    """Largest error of a float32 weight, such as 2^-24. Default: none.
     Tensors of other dtypes keep their bits."""
     base: Path | None = None
-    """The model that this one was made from: what is kept is how they differ.
-    To read the result, the base is needed."""
+    """Model that this one was fine-tuned from: only the differences are kept, and reading them
+    needs the base."""
     threads: int | None = None
-    """Threads. Left out: as many as there are cores."""
+    """Number of threads. Default: the number of cores."""
     replace: bool = False
-    """Put each packed file where the original was, which is removed. Without OUT."""
+    """Replace each file by the packed one. Without OUT."""
     restore: bool = False
-    """Make of a packed file or folder what it was."""
+    """Restore a packed file or folder."""
     check: bool = False
-    """Decode a packed file or folder, and say whether it is whole."""
+    """Decode a packed file or folder, to see whether it is whole."""
 
 
 def run(command: Command) -> None:

@@ -74,7 +74,7 @@ def train(
         return
     job, opt_state = prepare(sources, stop.check)
     folder = make_run_folder(
-        job.settings.output_dir, job.settings.run, label=job.settings.optimizer, fresh=fresh
+        job.output.output_dir, job.output.run, label=job.training.optimizer, fresh=fresh
     )
     peers.go_on = (
         f"Start all of them again with --run {folder.name}: the run goes on from its last "
@@ -126,8 +126,9 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
         _copy(end, target)
         say(f"{target} has the model of {folder}, of step {summary['steps']}, which did best")
         return
-    config = models.config_of(origin, **settings.subset(models.SIZES))
-    build = models.builder(config, labels=len(labels), **settings.subset(models.OPTIONS))
+    config = models.config_of(origin, settings, settings.sequence_length)
+    options = settings.subset(("optimizer", "seed"))
+    build = models.builder(config, settings, labels=len(labels), **options)
     _, shapes = jax.eval_shape(lambda: models.split(build()))
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
     # The run's template, whatever the settings say now.

@@ -23,17 +23,16 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from flax import nnx
 from tokenizers.decoders import DecodeStream
 
 from train import Failure, command_of, models, pretrained
-from train.arguments import read_arguments
+from train.arguments import positional, read_arguments
 from train.chat_template import ASSISTANT, ConversationError, read_template
 from train.command_line import load_settings
 from train.continuation import Sampling, continued
 from train.pretrained import Pretrained, read_folder
-from train.settings import SettingsError
+from train.settings import Dir, SettingsError
 from train.tasks import answers
 from train.tokenizer import Tokenizer, all_end_tokens, read_tokenizer
 
@@ -44,27 +43,25 @@ PROGRAM = command_of("generate")
 class Options:
     """Continues a prompt with a decoder in a Hugging Face folder, as a run writes one."""
 
-    prompt: tyro.conf.Positional[str]
+    prompt: str = positional()
     """Text to continue, or an instruction: see --format."""
-    model: str
-    """The folder: of a run NAME, runs/NAME/model."""
+    model: Dir
+    """Folder of the model: runs/NAME/model for the run NAME."""
     format: Literal["auto", "text", "alpaca", "chat"] = "auto"
-    """text: the prompt as it is. alpaca: as an instruction, in Alpaca's template. chat: as what a
-    user says, in the chat template of the folder.
-    auto: as the run was trained that the folder is of, else text."""
+    """text: the prompt as it is. alpaca: as an instruction. chat: as a user's message.
+    auto: as the run that wrote the folder was trained, otherwise text."""
     max_tokens: int = 256
-    """Tokens to write at most."""
+    """Largest number of tokens to write."""
     temperature: float | None = None
-    """Divides the logits before a token is drawn; 0 takes the most likely one.
-    Left out: 0, or with --top-k or --top-p 1."""
+    """Divides the logits; 0 is greedy decoding. Default: 0, or 1 with --top-k or --top-p."""
     top_k: int | None = None
-    """Draw from so many of the most likely tokens."""
+    """Sample from this many most likely tokens."""
     top_p: float | None = None
-    """Draw from the fewest tokens that together are as probable as this."""
+    """Sample from the fewest tokens whose probabilities add up to this."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the sampling."""
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Dtype of weights and products. Left out: that of the folder."""
+    """Dtype of weights and products. Default: that of the folder."""
 
     def check(self) -> None:
         for name, fits, expected in (

@@ -22,11 +22,17 @@ from train.meter import causes_of_infinity, check_finite
 from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_deepspeed
 from train.pretrained import Pretrained, read_folder, shapes_of
 from train.reporting import check_reporter
-from train.settings import Settings, SettingsError
+from train.settings import (
+    OutputSettings,
+    Settings,
+    SettingsError,
+    TrainingSettings,
+    ZenFlowSettings,
+)
 from train.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
-from train.tasks.chosen import OF_TASKS, make_task
+from train.tasks.chosen import make_task
 from zenflow_jax import streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
@@ -44,7 +50,11 @@ class Sources(NamedTuple):
 
 
 class Job(NamedTuple):
-    settings: Settings  # as they are in force
+    settings: Mapping[str, Any]  # all of them as they are in force, for the records
+    training: TrainingSettings
+    zenflow: ZenFlowSettings
+    output: OutputSettings
+    tokens: int  # of a batch without padding
     mesh: Mesh | None
     task: Task
     texts: Mapping[str, str]
@@ -53,6 +63,7 @@ class Job(NamedTuple):
     train_step: Callable
     validate: Callable[[Any], dict[str, float]]
     notes: tuple[str, ...]  # to be shown
+    causes_of_infinity: str
 
 
 def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
@@ -69,14 +80,14 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     if settings.steps == 0:
         _check_evaluation(settings.run, settings.model, settings.output_dir)
     origin = None if settings.model is None else read_folder(Path(settings.model))
-    config = models.config_of(origin, **settings.subset(models.SIZES))
+    config = models.config_of(origin, settings, settings.sequence_length)
     texts = models.texts_of(settings.chat_template)
     if not force:
         parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
         # A classifier has no logits of tokens.
         vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
         check_memory(parameters, vocabulary, mesh, **settings.subset(OF_BATCHES + OF_STATE))
-    task = make_task(settings.task, origin, **settings.subset(OF_TASKS))
+    task = make_task(settings, origin, seed=settings.seed)
     # In micro-batches as well, for which the device has room.
     parts, most = settings.micro_batches, settings.eval_batches
     samples = {
@@ -111,8 +122,8 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     # A start that goes on with more steps is to have as many rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
-    processes.check_same(to_toml(settings), task.checksum)
-
+    values = dataclasses.asdict(settings)
+    processes.check_same(to_toml(values), task.checksum)
     model = make_model(sources)
     tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
     opt_state = committed(tx.init(model.params), mesh)
@@ -129,22 +140,44 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         placement=placement,
     )
     validate = make_validate(model.graphdef, per_example, task, sources.samples, check)
-    job = Job(settings, mesh, task, sources.texts, batches, model, train_step, validate, notes)
+    causes = causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
+    job = Job(
+        settings=values,
+        training=settings,
+        zenflow=settings,
+        output=settings,
+        tokens=settings.batch_size * settings.sequence_length,
+        mesh=mesh,
+        task=task,
+        texts=sources.texts,
+        batches=batches,
+        model=model,
+        train_step=train_step,
+        validate=validate,
+        notes=notes,
+        causes_of_infinity=causes,
+    )
     return job, opt_state
 
 
 def make_model(sources: Sources) -> models.Model:
     settings, mesh, labels = sources.settings, sources.mesh, sources.task.labels
     sharding = mesh and batch_sharding(mesh, settings.batch_size, settings.micro_batches)
-    options = settings.subset(models.OPTIONS)
-    build = models.builder(sources.config, sharding=sharding, labels=len(labels), **options)
+    build = models.builder(
+        sources.config,
+        settings,
+        optimizer=settings.optimizer,
+        seed=settings.seed,
+        sharding=sharding,
+        labels=len(labels),
+    )
     return models.make(build, mesh, sources.origin, labels=labels, seed=settings.seed)
 
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     """Shows the figures of a validation, which must be finite. All processes must call this."""
     settings, task, samples = sources.settings, sources.task, sources.samples
-    processes.check_same(to_toml(settings), task.checksum)
+    processes.check_same(to_toml(dataclasses.asdict(settings)), task.checksum)
     for note in task.notes:
         say(note)
     model = make_model(sources)
@@ -159,9 +192,8 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     for name, value in figures.items():
         per = f" nats per {task.target}" if name.rpartition("/")[2] == "loss" else ""
         say(f"{name} {value:.4f}{per}")
-    check_finite(
-        figures, causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
-    )
+    causes = causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
+    check_finite(figures, causes)
     processes.leave()
 
 

@@ -19,7 +19,7 @@ from train.encoder import EncoderConfig
 from train.hf_saving import Entry, save_folder, write_by_first, write_file
 from train.hf_tensors import DTYPES, leaf_name
 from train.optimizers import weight_dtype
-from train.settings import SettingsError
+from train.settings import ModelSettings, SettingsError
 from train.sharding import committed, weight_shardings
 from train.tasks import standard_library
 from train.whole import made_whole
@@ -27,10 +27,6 @@ from train.whole import made_whole
 # The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
 FOLDER = "model"  # of one that was read from a folder: such a folder again
-
-# Settings that `config_of` takes, and `builder`.
-SIZES = "width layers heads ffn sequence_length".split()
-OPTIONS = "optimizer dtype seed scan_layers remat".split()
 
 CHAT_TEMPLATE = "chat_template.jinja"  # in such a folder
 
@@ -78,25 +74,19 @@ def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
 
 
 def config_of(
-    origin: pretrained.Pretrained | None,
-    *,
-    width: int,
-    layers: int,
-    heads: int,
-    ffn: int,
-    sequence_length: int,
+    origin: pretrained.Pretrained | None, sizes: ModelSettings, sequence_length: int
 ) -> DecoderConfig | EncoderConfig:
     """The folder's, or without one that of a small Llama 2 over bytes, of these sizes."""
     if origin is not None:
         return origin.config
     return DecoderConfig(
         vocabulary=standard_library.VOCABULARY,
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_width=width // heads,
-        ffn=ffn,
+        width=sizes.width,
+        layers=sizes.layers,
+        heads=sizes.heads,
+        kv_heads=sizes.heads,
+        head_width=sizes.width // sizes.heads,
+        ffn=sizes.ffn,
         positions=sequence_length,
         norm_eps=1e-5,
         rope_base=10_000.0,
@@ -110,12 +100,10 @@ def config_of(
 
 def builder(
     config: DecoderConfig | EncoderConfig,
+    options: ModelSettings,
     *,
     optimizer: str,
-    dtype: str,
     seed: int,
-    scan_layers: bool,
-    remat: bool,
     sharding: NamedSharding | None = None,
     labels: int = 0,
 ) -> Callable[[], nnx.Module]:
@@ -126,10 +114,10 @@ def builder(
     return lambda: pretrained.make_model(
         config,
         labels=labels,
-        weight_dtype=weight_dtype(optimizer, dtype),
-        compute_dtype=jnp.dtype(dtype),
-        scan_layers=scan_layers,
-        remat=remat,
+        weight_dtype=weight_dtype(optimizer, options.dtype),
+        compute_dtype=jnp.dtype(options.dtype),
+        scan_layers=options.scan_layers,
+        remat=options.remat,
         stream_sharding=sharding,
         rngs=nnx.Rngs(seed),
     )

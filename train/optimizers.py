@@ -13,7 +13,7 @@ import optax
 from jax.typing import DTypeLike
 
 import zenflow_jax
-from train.settings import Settings, SettingsError
+from train.settings import OptimizerSettings, Settings, SettingsError
 from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
 
 
@@ -34,7 +34,7 @@ def learning_rate(peak: float, warm_up: int, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    settings: Settings,
+    settings: OptimizerSettings,
     deepspeed: DeepSpeedOptions | None = None,
     *,
     steps_per_epoch: int | None = None,
@@ -94,10 +94,10 @@ def skipped_steps(opt_state: Any) -> jax.Array:
 
 
 # Arguments of zenflow that are settings, by the same names.
-_SHARED = {f.name for f in dataclasses.fields(Settings)} & set(zenflow_jax.STATIC_ARGS)
+_SHARED = {f.name for f in dataclasses.fields(OptimizerSettings)} & set(zenflow_jax.STATIC_ARGS)
 
 
-def _arguments(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]:
+def _arguments(settings: OptimizerSettings, steps_per_epoch: int | None) -> dict[str, Any]:
     shared = settings.subset(_SHARED)
     if settings.optimizer == "offload":
         sending = {name: shared[name] for name in ("send_gradients", "transfer_dtype")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import zenflow_jax
 from train import models, processes
 from train.checkpoints import Checkpoints
 from train.job import Job
-from train.meter import Meter, Totals, causes_of_infinity, check_finite, mean_window_length
+from train.meter import Meter, Totals, check_finite, mean_window_length
 from train.report import (
     hidden_share,
     read_summary,
@@ -57,15 +56,15 @@ class Run:
         self.engine: zenflow_jax.HostEngine | None = None
         self.validations: list[tuple[int, dict[str, float]]] = []  # steps before each, figures
         self.done = 0  # steps of earlier starts
-        settings, task = job.settings, job.task
-        config = job.model.origin and job.model.origin.config
+        self.steps = job.training.steps
+        task, config = job.task, job.model.origin and job.model.origin.config
         self.checkpoints = stack.enter_context(
             Checkpoints(
                 folder / "checkpoints",
-                keep=settings.keep,
-                keep_best=settings.keep_best,
+                keep=job.output.keep,
+                keep_best=job.output.keep_best,
                 larger_is_better=task.best != "loss",
-                describe=description(settings, task.checksum, config, task.labels),
+                describe=description(job.settings, task.checksum, config, task.labels),
                 say=self._say,
             )
         )
@@ -83,14 +82,15 @@ class Run:
                 return False
         elif (self.folder / "settings.toml").is_file():  # of a start that ended before it saved
             self._say(f"no checkpoint to go on from in {self.folder}: the run begins anew")
-        if not self.done and (drawn := self.job.model.drawn):
-            self._say(f"not in {self.job.settings.model}, so drawn at random: {', '.join(drawn)}")
-        if self.job.settings.optimizer != "adamw":
+        model = self.job.model
+        if not self.done and model.drawn:
+            self._say(f"not in {model.origin.folder}, so drawn at random: {', '.join(model.drawn)}")
+        if self.job.training.optimizer != "adamw":
             self._open_engine(engine_state, timeline)
         self.checkpoints.set_aside()  # this start is a valid one
         self._open_log(progress)
         if not self.done:
-            check_finite(self._validated(0), self._causes_of_infinity())
+            check_finite(self._validated(0), self.job.causes_of_infinity)
         elif self._is_validated(self.done):
             # The last start was stopped before it, or that step was its last one.
             self.checkpoints.rate(self.done, self._validated(self.done)[self.job.task.best])
@@ -98,7 +98,7 @@ class Run:
 
     def _has_ended(self) -> bool:
         """Whether all of the run is done; refuses one that has done too many steps."""
-        done, steps = self.done, self.job.settings.steps
+        done, steps = self.done, self.steps
         summary = read_summary(self.folder)
         if done == steps and summary and summary["steps"] == done:
             self._say(
@@ -114,15 +114,12 @@ class Run:
         return False
 
     def _open_engine(self, engine_state: Any, timeline: Path | None) -> None:
-        settings = self.job.settings
+        names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
         try:
             engine = zenflow_jax.HostEngine(
                 self.params,
                 self.opt_state,
-                host_kernel=settings.host_kernel,
-                host_state=settings.host_state,
-                prefetch_bytes=settings.prefetch_bytes,
-                threads=settings.threads,
+                **self.job.zenflow.subset(names),
                 engine_state=engine_state,
                 # This process has nothing to do beside the job, which can be started again.
                 exit_if_stuck=True,
@@ -136,29 +133,29 @@ class Run:
 
     def _open_log(self, progress: Mapping[str, Any]) -> None:
         """Opens the metrics, going on with those of the last checkpoint."""
-        settings, engine, done = self.job.settings, self.engine, self.done
+        job, engine, done = self.job, self.engine, self.done
         metered = progress.get("meter")
         self.log = NoLog()
         if processes.is_first():
-            write_settings(self.folder, settings, self.job.texts)
+            write_settings(self.folder, job.settings, job.texts)
             in_rows = done - len(metered["unread"]) if metered else 0
-            report = {"done": in_rows, "config": dataclasses.asdict(settings)}
+            report = {"done": in_rows, "config": job.settings}
             self.log = RunLog(
                 self.folder,
-                steps=settings.steps,
+                steps=self.steps,
                 console=self.console,
-                progress=settings.progress,
-                reporter=reporter(settings.report_to, self.folder, **report),
+                progress=job.output.progress,
+                reporter=reporter(job.output.report_to, self.folder, **report),
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
             )
         self.stack.enter_context(self.log)
         self.meter = Meter(
-            log_every=settings.log_every,
-            steps=settings.steps,
+            log_every=job.output.log_every,
+            steps=self.steps,
             stats=(lambda: engine.stats) if engine else None,
-            max_skipped=settings.max_skipped,
-            remedy=f"{self._causes_of_infinity()} With --run {self.folder.name}, and a lower "
+            max_skipped=job.training.max_skipped,
+            remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
             "--learning-rate, a start goes on from the last checkpoint, if there is one; another "
             "--run begins anew.",
             steps_done=done,
@@ -172,11 +169,11 @@ class Run:
         # ahead of the device, or a window closes before the host has finished the update before
         # (the share of time waiting is of this); `_save`, until the step is done and copied, and
         # the save before is written.
-        settings, saved = self.job.settings, self.done
+        saved = self.done
         lengths: set[int | None] = set()  # of batches for which the step is compiled
-        if self.done < settings.steps:
+        if self.done < self.steps:
             self.log.say("compiling the training step")
-        for step in range(self.done + 1, settings.steps + 1):
+        for step in range(self.done + 1, self.steps + 1):
             self._step(step, lengths)
             asked = self.stop.after(step)
             try:
@@ -188,25 +185,25 @@ class Run:
                 self._save(step)
                 self.checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, self.folder), signal_number=asked)
-            if is_due(settings.save_every, step):
+            if is_due(self.job.output.save_every, step):
                 if self.meter.skipped_last():
                     # The weights may be useless by now; older checkpoints are what is left.
                     self._say(f"step {step} was skipped: no checkpoint of it")
                 else:
                     self._save(saved := step)
-        if saved < settings.steps:
+        if saved < self.steps:
             # Before the last window is closed early, so that the run can go on with more steps as
             # if it had had them from the start.
-            self._save(settings.steps)
+            self._save(self.steps)
         self.checkpoints.wait()
-        if asked := self.stop.end(f"all {settings.steps} steps are done and saved"):
-            raise Stopped(how_to_go_on(asked, settings.steps, self.folder), signal_number=asked)
+        if asked := self.stop.end(f"all {self.steps} steps are done and saved"):
+            raise Stopped(how_to_go_on(asked, self.steps, self.folder), signal_number=asked)
 
     def _step(self, step: int, lengths: set[int | None]) -> None:
         job = self.job
         length, tokens = job.batches.length(step - 1), job.batches.tokens(step - 1)
         if tokens is None:
-            tokens = job.settings.batch_size * job.settings.sequence_length
+            tokens = job.tokens
         with contextlib.ExitStack() as compiling:
             if is_new := length not in lengths:
                 lengths.add(length)
@@ -231,7 +228,7 @@ class Run:
 
     def finish(self) -> Ended:
         """Flushes and validates, and writes the model."""
-        steps = self.job.settings.steps
+        steps = self.steps
         if self.done == steps:
             self.meter.start()
         for row in self.meter.drain():
@@ -258,12 +255,11 @@ class Run:
         write_picture(self.folder, self.log.rows, self.validations, title=title, target=target)
         write_summary(self.folder, figures)
         self.console.print(summary_table(figures))
-        settings = self.job.settings
         if self.engine:
             timed = self.engine.stats, ended.totals.seconds
-            if hiding := hidden_share(self.opt_state, *timed, settings.host_state):
+            if hiding := hidden_share(self.opt_state, *timed, self.job.zenflow.host_state):
                 self._say(hiding.advice)
-        if settings.keep_best:
+        if self.job.output.keep_best:
             self._say(
                 f"{ended.written} is that of step {ended.best}, which did best in the validation"
             )
@@ -272,7 +268,7 @@ class Run:
     def _write_model(self, best: int) -> str:
         """Writes the weights of the best step, and returns the name of the file or folder."""
         weights, values = self.params, None
-        if best != self.job.settings.steps:
+        if best != self.steps:
             # As they were validated: without the updates that were on their way then.
             weights = self.checkpoints.weights(best, self.params)
         elif self.engine:
@@ -284,21 +280,21 @@ class Run:
         return models.WEIGHTS if origin is None else models.FOLDER
 
     def _figures(self, ended: Ended, begun_s: float) -> dict[str, Any]:
-        job, settings = self.job, self.job.settings
+        job = self.job
         stats = self.engine.stats if self.engine else None
         parameters = sum(x.size for x in jax.tree.leaves(self.params))
         moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
-        moved /= parameters * max(settings.steps - self.done, 1)
+        moved /= parameters * max(self.steps - self.done, 1)
         return {
-            "optimizer": settings.optimizer,
+            "optimizer": job.training.optimizer,
             "device": jax.devices()[0].device_kind,
             "devices": job.mesh.size if job.mesh else 1,
             "processes": jax.process_count(),
             "parameters": parameters,
             "target": job.task.target,
-            "steps": settings.steps,
+            "steps": self.steps,
             "skipped": self.meter.total_skipped,
-            "best_step": ended.best if settings.keep_best else None,
+            "best_step": ended.best if job.output.keep_best else None,
             "resumed_at": self.done,
             "tokens_per_s": ended.totals.tokens_per_s,
             "bytes_per_parameter_and_step": processes.sum_over(moved),
@@ -325,9 +321,9 @@ class Run:
 
     def _is_validated(self, step: int) -> bool:
         """Whether a validation is due; that of the last step comes when all windows are closed."""
-        settings = self.job.settings
-        is_saved = settings.keep_best and is_due(settings.save_every, step)
-        return step < settings.steps and (is_saved or is_due(settings.evaluate_every, step))
+        output = self.job.output
+        is_saved = output.keep_best and is_due(output.save_every, step)
+        return step < self.steps and (is_saved or is_due(output.evaluate_every, step))
 
     def _save(self, step: int) -> None:
         for row in self.meter.drain(whole=True):
@@ -338,10 +334,6 @@ class Run:
         self.checkpoints.save(
             step, self.params, self.opt_state, self.engine, progress, figure=figure
         )
-
-    def _causes_of_infinity(self) -> str:
-        settings = self.job.settings
-        return causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
 
     def _say(self, line: str) -> None:
         show(self.console, line)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.settings import Settings, SettingsError, option_words
+from train.settings import SettingsError, option_words
 
 # In the folder of a run, a copy of its DeepSpeed config.
 DEEPSPEED = "deepspeed.json"
@@ -26,18 +25,18 @@ OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers".split()
 
 
 def description(
-    settings: Settings, data: int, config: Any = None, labels: Sequence[str] = ()
+    settings: Mapping[str, Any], data: int, config: Any = None, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The facts that a run shares with the one it goes on from; `data` is a checksum."""
-    fixed = {k: v for k, v in dataclasses.asdict(settings).items() if k not in MAY_CHANGE}
+    """The facts that a run shares with the one it goes on from; `data` is a checksum.
+
+    The full warm-up is in rounds.
+    """
+    fixed = {k: v for k, v in settings.items() if k not in MAY_CHANGE | {"full_warm_up_share"}}
     # The other two have the same bits, and may be exchanged.
-    sums = settings.send_gradients == "per_window"
+    sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
-    if settings.task != "language":
+    if settings["task"] != "language":
         del fixed["packing"]
-    # In steps, whichever way they were given.
-    del fixed["full_warm_up_share"]
-    fixed["full_warm_up_rounds"] = settings.warm_up_rounds
     return {
         "settings": fixed,
         "labels": list(labels),  # not compared: the data says the same

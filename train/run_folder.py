@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from train import models, processes
 from train.command_line import to_toml
 from train.run_description import DEEPSPEED
-from train.settings import Settings, SettingsError
+from train.settings import SettingsError
 from train.whole import replace_text
 
 # In the run's folder; names the process that has the lock. It stays when the run ends.
@@ -77,16 +77,17 @@ def new_run_folder(parent: Path, label: str) -> Path:
         number += 1
 
 
-def write_settings(folder: Path, settings: Settings, texts: Mapping[str, str]) -> None:
+def write_settings(folder: Path, values: Mapping[str, Any], texts: Mapping[str, str]) -> None:
     """Writes `settings.toml`, and copies of a DeepSpeed config and of the `texts`."""
-    if settings.deepspeed is not None:
-        copy = folder / DEEPSPEED
-        replace_text(copy, Path(settings.deepspeed).read_text(encoding="utf-8"))
-        settings = dataclasses.replace(settings, deepspeed=str(copy))
+    copies: dict[str, str] = {}
+    if values["deepspeed"] is not None:
+        copies["deepspeed"] = str(folder / DEEPSPEED)
+        text = Path(values["deepspeed"]).read_text(encoding="utf-8")
+        replace_text(folder / DEEPSPEED, text)
     for name, text in texts.items():
         replace_text(folder / name, text)
-        settings = dataclasses.replace(settings, chat_template=str(folder / name))
-    replace_text(folder / "settings.toml", to_toml(settings))
+        copies["chat_template"] = str(folder / name)
+    replace_text(folder / "settings.toml", to_toml({**values, **copies}))
 
 
 @contextlib.contextmanager

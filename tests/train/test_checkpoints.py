@@ -42,7 +42,7 @@ class Job:
             folder / "checkpoints",
             keep=settings.keep,
             keep_best=settings.keep_best,
-            describe=description(settings, 0, config),
+            describe=description(vars(settings), 0, config),
             say=self.said.append,
         )
 
@@ -201,7 +201,7 @@ def test_half_a_checkpoint_is_cleared_away_by_writers_and_a_copy_stays(tmp_path)
     half = checkpoints / "20.orbax-checkpoint-tmp"
     (checkpoints / "20").rename(half)
     # Who only reads leaves a save that is under way alone.
-    describe = description(Settings(optimizer="adamw"), 0, CONFIG)
+    describe = description(vars(Settings(optimizer="adamw")), 0, CONFIG)
     saved = SavedCheckpoints(checkpoints, describe=describe, say=print)
     weights = saved.weights(saved.find("10"), Job(tmp_path).params)
     jax.tree.map(np.testing.assert_array_equal, weights, values[0][0])

@@ -6,40 +6,20 @@ from pathlib import Path
 
 from train.chat_template import read_template
 from train.pretrained import Pretrained
-from train.settings import SettingsError
+from train.settings import DataSettings, SettingsError
 from train.tasks import Task, answers, classification, glue, language, standard_library
 from train.tokenizer import read_tokenizer
 
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 
 
-# Settings that `make_task` takes.
-OF_TASKS = (
-    "data sequence_length validation_share seed corpus_megabytes packing text_column "
-    "second_text_column label_column chat_template"
-).split()
-
-
-def make_task(
-    task: str,
-    origin: Pretrained | None,
-    *,
-    data: str | None,
-    sequence_length: int,
-    validation_share: float,
-    seed: int,
-    corpus_megabytes: float,
-    packing: str,
-    text_column: str,
-    second_text_column: str | None,
-    label_column: str,
-    chat_template: str | None,
-) -> Task:
+def make_task(data: DataSettings, origin: Pretrained | None, *, seed: int) -> Task:
     """Reads the data of a run's task; `origin` is the folder of the model, with its tokenizer."""
-    options = {"sequence_length": sequence_length, "validation_share": validation_share}
+    task = data.task
+    options = {"sequence_length": data.sequence_length, "validation_share": data.validation_share}
     options["seed"] = seed
     if task == "standard_library":
-        return standard_library.make(corpus_megabytes=corpus_megabytes, **options)
+        return standard_library.make(corpus_megabytes=data.corpus_megabytes, **options)
     kind = "decoder" if task in OF_DECODERS else "encoder"
     if origin.architecture != kind:
         raise SettingsError(
@@ -47,24 +27,26 @@ def make_task(
             f"needs, got {origin.folder}, which has one of the kind {origin.architecture}. Name "
             "another --model or another --task."
         )
-    check_length(sequence_length, origin)
+    check_length(data.sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
     tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
-    path = Path(data)
+    path = Path(data.data)
     if task == "language":
-        joined = packing == "joined"
-        return language.make(path, tokenizer, joined=joined, field=text_column, **options)
+        joined = data.packing == "joined"
+        return language.make(path, tokenizer, joined=joined, field=data.text_column, **options)
     if task == "alpaca":
         return answers.make_alpaca(path, tokenizer, **options)
     if task == "chat":
-        file = chat_template and Path(chat_template)
+        file = data.chat_template and Path(data.chat_template)
         template = read_template(origin.folder, tokenizer.tokens, file)
         return answers.make_chat(path, tokenizer, template, **options)
     if task == "classification":
-        columns = classification.Columns(text_column, label_column, second_text_column)
+        columns = classification.Columns(
+            data.text_column, data.label_column, data.second_text_column
+        )
         known = class_names(origin)
         return classification.make(path, tokenizer, columns, known=known, **options)
-    return glue.make(task, path, tokenizer, sequence_length=sequence_length)
+    return glue.make(task, path, tokenizer, sequence_length=data.sequence_length)
 
 
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
