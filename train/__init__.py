@@ -13,10 +13,10 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 class Failure(Exception):
-    """What a user can remedy: the message is shown as it is, without a traceback."""
+    """A mistake that a user can remedy: the message is shown as it is, without a traceback."""
 
 
 def command_of(script: str) -> str:
-    """What a user types to start a script, in the way in which this one was started."""
+    """The words that start a script, in the way in which this one was started."""
     installed = Path(sys.argv[0]).name.startswith("zenflow-")
     return f"zenflow-{script}" if installed else f"python -m train.{script}"

@@ -24,35 +24,23 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from train import Failure
 
-# The names of our options in transformers' Trainer, torchtune, TRL and DeepSpeed.
-THEIRS = {
-    "adam-beta1": "b1",
-    "adam-beta2": "b2",
-    "adam-epsilon": "eps",
-    "bf16": "dtype",
-    "dataset": "data",
-    "dataset-name": "data",
-    "eval-steps": "evaluate-every",
-    "gradient-accumulation-steps": "micro-batches",
-    "gradient-checkpointing": "remat",
-    "gradient-clipping": "max-grad-norm",
-    "load-best-model-at-end": "keep-best",
-    "logging-steps": "log-every",
-    "lr": "learning-rate",
-    "max-length": "sequence-length",
-    "max-seq-length": "sequence-length",
-    "max-steps": "steps",
-    "model-name-or-path": "model",
-    "num-train-epochs": "epochs",
-    "optim": "optimizer",
-    "per-device-train-batch-size": "batch-size",
-    "resume-from-checkpoint": "run",
-    "save-steps": "save-every",
-    "save-total-limit": "keep",
-    "train-batch-size": "batch-size",
-    "train-file": "data",
-    "warmup-ratio": "warmup-share",
-}
+# The names of options in transformers' Trainer, torchtune, TRL and DeepSpeed, and ours.
+_PAIRS = (
+    "adam-beta1:b1 adam-beta2:b2 adam-epsilon:eps bf16:dtype dataset:data dataset-name:data "
+    "eval-steps:evaluate-every eval-strategy:evaluate-every evaluation-strategy:evaluate-every "
+    "gradient-accumulation-steps:micro-batches gradient-checkpointing:remat "
+    "gradient-clipping:max-grad-norm load-best-model-at-end:keep-best logging-dir:output-dir "
+    "logging-steps:log-every lr:learning-rate lr-scheduler:schedule lr-scheduler-type:schedule "
+    "max-epochs:epochs max-length:sequence-length max-seq-len:sequence-length "
+    "max-seq-length:sequence-length max-steps:steps metric-for-best-model:keep-best "
+    "model-name:model model-name-or-path:model num-epochs:epochs num-train-epochs:epochs "
+    "optim:optimizer output:output-dir patience:early-stopping-patience "
+    "per-device-train-batch-size:batch-size per-gpu-train-batch-size:batch-size "
+    "resume-from-checkpoint:run run-name:run save-steps:save-every save-strategy:save-every "
+    "save-total-limit:keep test-file:test-data tokenizer:model train-batch-size:batch-size "
+    "train-file:data validation-split-percentage:validation-share warmup-ratio:warmup-share"
+)
+THEIRS = {theirs: ours for theirs, ours in (pair.split(":") for pair in _PAIRS.split())}
 
 
 class ArgumentError(Failure):

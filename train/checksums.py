@@ -46,12 +46,12 @@ def damage(folder: Path) -> str | None:
     for item in ITEMS:
         if not any(name.startswith(f"{item}/") for name in listed):
             return f"{CHECKSUMS} has no file of {item}/"
-    found = checksums(folder)
-    for name in sorted(listed.keys() | found.keys()):
-        if name not in found:
+    files = checksums(folder)
+    for name in sorted(listed.keys() | files.keys()):
+        if name not in files:
             return f"{name} is missing"
         if name not in listed:
             return f"{name} is not in {CHECKSUMS}"
-        if found[name] != listed[name]:
+        if files[name] != listed[name]:
             return f"{name} has other bytes than {CHECKSUMS} says"
     return None

@@ -95,8 +95,8 @@ def train(
     processes.leave()
 
 
-def export(settings: Settings, which: str, target: Path, say: Callable[[str], None]) -> None:
-    """Writes the weights of the checkpoint `which`, a step or "best", to a new or empty folder.
+def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str], None]) -> None:
+    """Writes the weights of a `checkpoint`, a step or "best", to a new or empty folder.
 
     They are those that its validation has seen: without the updates that were on their way.
     """
@@ -121,7 +121,7 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     rival, has_end = math.nan, False
     if summary and summary["best_step"] in (None, summary["steps"]) and end.exists():
         has_end, rival = True, summary["validation_after"].get(best, math.nan)
-    step = checkpoints.find(which, rival=rival)
+    step = checkpoints.find(checkpoint, rival=rival)
     if step is None:
         _copy(end, target)
         say(f"{target} has the model of {folder}, of step {summary['steps']}, which did best")

@@ -16,13 +16,16 @@ from train.encoder import EncoderConfig
 
 CONFIG = "config.json"
 
-# The models that are built here: `model_type` of the config, and the kind of model.
+# The models that are built here: `model_type` of the config, and the class of `transformers`.
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "bert": "BertForSequenceClassification",
+}
 ARCHITECTURES: Mapping[str, Literal["decoder", "encoder"]] = {
-    "llama": "decoder",
-    "mistral": "decoder",
-    "qwen2": "decoder",
-    "qwen3": "decoder",
-    "bert": "encoder",
+    kind: "decoder" if name.endswith("CausalLM") else "encoder" for kind, name in CLASSES.items()
 }
 
 # Only these may ask for windows of attention in some of the layers.

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from train import processes
-from train.hf_config import CONFIG, ModelError
+from train.hf_config import CLASSES, CONFIG, ModelError
 from train.hf_tensors import (
     DTYPES,
     HEADS,
@@ -38,15 +38,6 @@ COPIED = tuple(
     "added_tokens.json vocab.txt vocab.json merges.txt chat_template.jinja chat_template.json "
     "generation_config.json".split()
 )
-
-# The classes of `transformers` that are the models here.
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "bert": "BertForSequenceClassification",
-}
 
 
 class Entry(NamedTuple):

@@ -50,12 +50,18 @@ def check_memory(
     logits = 4 * vocabulary * batch_size * sequence_length / micro_batches / batch_parts(mesh)
     device /= 1 if mesh is None else mesh.size
     host /= jax.process_count()
-    there = device_bytes() or math.inf
+    memory = device_bytes() or math.inf
     other = "--optimizer zenflow" if adamw else "--host-state compact"
     for name, needed, room, what, remedy in (
-        ("model", device, there, "weights and gradients on each device", f"{other}, more devices"),
+        (
+            "model",
+            device,
+            memory,
+            "weights and gradients on each device",
+            f"{other}, more devices",
+        ),
         ("model", host, host_bytes(), "state on the host", f"{other}, more machines"),
-        ("batch_size", logits, there, "the logits of a micro-batch", "more --micro-batches"),
+        ("batch_size", logits, memory, "the logits of a micro-batch", "more --micro-batches"),
     ):
         if needed > room:
             raise SettingsError(

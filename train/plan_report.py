@@ -141,7 +141,7 @@ def write_json(run_plan: RunPlan, arguments: Sequence[str], path: Path) -> None:
             for way in run_plan.ways
         ],
         "plans": {
-            name: dataclasses.asdict(plan) | {which: getattr(plan, which) for which in DERIVED}
+            name: dataclasses.asdict(plan) | {key: getattr(plan, key) for key in DERIVED}
             for name, plan in run_plan.of_optimizers.items()
         },
     }

@@ -95,16 +95,16 @@ class SavedCheckpoints:
         trees = join_arrays(fresh, arrays, others)
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
 
-    def find(self, which: str, *, rival: float = math.nan) -> int | None:
+    def find(self, wanted: str, *, rival: float = math.nan) -> int | None:
         """Finds a checkpoint by its step, or the "best"; None if `rival` is no worse."""
         newest, steps = self.newest(), self.steps()
         step = None
-        if which != "best":
-            step = int(which)
+        if wanted != "best":
+            step = int(wanted)
         elif newest is not None:
             self._read_checked(newest)
             step = self._best_of(steps)
-        if which == "best" and not math.isnan(rival):
+        if wanted == "best" and not math.isnan(rival):
             if step is None or self._sign * self._figures[step] <= self._sign * rival:
                 return None
         if step not in steps:
@@ -112,7 +112,7 @@ class SavedCheckpoints:
             rated = ", ".join(str(s) for s in steps if s in self._figures) or "none"
             raise SettingsError(
                 f"`--export`: expected one of the checkpoints in {self._folder} ({listed}; "
-                f"validated: {rated}), got {which}."
+                f"validated: {rated}), got {wanted}."
             )
         self._read_checked(step)
         return step

@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal
 
 from train import Failure
 
+OwnTask = Literal["standard_library", "language", "alpaca", "chat", "classification"]
+GlueTask = Literal["cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte"]
+
 Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
 
 
@@ -53,20 +56,7 @@ class ModelSettings(_Group):
 class DataSettings(_Group):
     """Data, and how examples are made of it (docs/finetuning.md)."""
 
-    task: Literal[
-        "standard_library",
-        "language",
-        "alpaca",
-        "chat",
-        "cola",
-        "sst2",
-        "mrpc",
-        "qqp",
-        "mnli",
-        "qnli",
-        "rte",
-        "classification",
-    ] = "standard_library"
+    task: OwnTask | GlueTask = "standard_library"
     """standard_library: bytes of Python's source files. language: text. alpaca: instructions.
     chat: conversations. classification: your own classes. Others: GLUE."""
     data: Annotated[str, "PATH"] | None = None

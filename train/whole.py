@@ -43,9 +43,9 @@ def replace_text(path: Path, text: str) -> None:
 
 def exchange(new: Path, old: Path) -> None:
     """Exchanges two folders at once; one after the other where the file system cannot."""
-    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    cwd, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     at_once = getattr(ctypes.CDLL(None), "renameat2", None)  # older C libraries lack it
-    if at_once is None or at_once(here, os.fsencode(new), here, os.fsencode(old), both):
+    if at_once is None or at_once(cwd, os.fsencode(new), cwd, os.fsencode(old), both):
         aside = _new_name(old)
         old.rename(aside)
         new.rename(old)

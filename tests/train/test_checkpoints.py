@@ -42,7 +42,9 @@ class Job:
             folder / "checkpoints",
             keep=settings.keep,
             keep_best=settings.keep_best,
-            describe=description(vars(settings), 0, config),
+            describe=description(
+                vars(settings) | {"full_warm_up_rounds": settings.warm_up_rounds}, 0, config
+            ),
             say=self.said.append,
         )
 
