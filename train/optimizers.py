@@ -22,15 +22,16 @@ def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
     return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 
 
-def learning_rate(peak: float, warm_up: int, steps: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then a cosine down to a tenth of it at the last step."""
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(peak / (warm_up + 1), peak, max(warm_up, 1)),
-            optax.cosine_decay_schedule(peak, max(steps - warm_up, 1), alpha=0.1),
-        ],
-        [warm_up],
-    )
+def learning_rate(peak: float, warm_up: int, steps: int, schedule: str) -> optax.Schedule:
+    """Linear warm-up to the peak, then a cosine to a tenth of it, a line to zero, or the peak."""
+    rest = max(steps - warm_up, 1)
+    after = {
+        "cosine": optax.cosine_decay_schedule(peak, rest, alpha=0.1),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "constant": optax.constant_schedule(peak),
+    }
+    start = optax.linear_schedule(peak / (warm_up + 1), peak, max(warm_up, 1))
+    return optax.join_schedules([start, after[schedule]], [warm_up])
 
 
 def make_optimizer(
@@ -45,7 +46,7 @@ def make_optimizer(
         rate = deepspeed.learning_rate
     else:
         warm_up = settings.learning_rate_warm_up
-        rate = learning_rate(settings.learning_rate, warm_up, settings.steps)
+        rate = learning_rate(settings.learning_rate, warm_up, settings.steps, settings.schedule)
     arguments = settings.subset(("b1", "b2", "eps", "weight_decay")) | {"mask": decayed}
     if settings.optimizer == "adamw":
         # A chain either way, so that a run may go on with the other.

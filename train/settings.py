@@ -100,7 +100,9 @@ class TrainingSettings(_Group):
     deepspeed: File | None = None
     """DeepSpeed config, which overrides settings (docs/deepspeed.md)."""
     learning_rate: float = 1e-3
-    """Peak; a cosine then lowers it to a tenth."""
+    """Peak of the learning rate, after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Learning rate after the peak; cosine ends at a tenth of it, linear at zero."""
     warmup_steps: int = 0
     """Steps of the linear warm-up."""
     warmup_share: float | None = None

@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.train.scripts import TINY, write_config
 from train import finetune
 from train.command_line import load_settings, read_command_line, to_toml
-from train.optimizers import make_optimizer
+from train.optimizers import learning_rate, make_optimizer
 from train.settings import Settings, SettingsError
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, find_state
 
@@ -169,6 +170,18 @@ def test_words_for_intervals_become_the_rules_of_the_library(words, window, sele
     tx = make_optimizer(Settings(steps=9, **words), steps_per_epoch=6)
     schedule = find_state(tx.init({"kernel": jnp.ones((4, 4))})).schedule
     assert (schedule.window, schedule.select) == (window, select)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "last"), [("cosine", 0.1), ("linear", 1 / 90), ("constant", 1.0)]
+)
+def test_a_schedule_rises_to_the_peak_and_ends_where_its_name_says(schedule, last):
+    rate = learning_rate(2.0, 10, 100, schedule)
+    np.testing.assert_allclose(rate(0), 2 / 11, rtol=1e-6)
+    np.testing.assert_allclose(rate(10), 2.0, rtol=1e-6)
+    np.testing.assert_allclose(rate(99), 2 * last, rtol=0.005)
+    middle = {"cosine": 0.55, "linear": 0.5, "constant": 1.0}[schedule]
+    np.testing.assert_allclose(rate(55), 2 * middle, rtol=1e-6)
 
 
 def test_a_share_of_a_warm_up_is_one_of_the_steps_rounded_up():
