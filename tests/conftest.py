@@ -80,6 +80,13 @@ def promotion_as_users_have_it():
 
 
 @pytest.fixture
+def as_scripts_run():
+    """jax's own attention promotes, as other people's code does."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def annotations_are_not_checked():
     """As in a user's process; where they are, they get ahead of the library's own words."""
     jaxtyping.config.update("jaxtyping_disable", True)

@@ -1,22 +1,13 @@
 """Which folder may import which: the contracts are in `pyproject.toml`, the reasons in `docs/`."""
 
-import subprocess
-import sys
-from pathlib import Path
+from tests.processes import assert_ends, start
 
 LINT = "import importlinter.cli as cli; cli.lint_imports_command(['--no-cache'])"
 
 
 def test_imports_point_one_way():
     # In a process of its own: it closes what it prints to.
-    run = subprocess.run(
-        [sys.executable, "-c", LINT],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert_ends(start("-c", LINT))
 
 
 def test_what_is_slow_to_import_is_imported_by_its_first_use():
@@ -27,5 +18,4 @@ def test_what_is_slow_to_import_is_imported_by_its_first_use():
         tx = zenflow_jax.zenflow(1e-3)
         print(sorted(slow & sys.modules.keys()))
     """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n['flax']\n"
+    assert assert_ends(start("-c", code)) == "[]\n['flax']\n"

@@ -4,51 +4,15 @@ By hand: with `b1 = b2 = 0`, `eps = 1` and no weight decay an AdamW step is `p -
 so gradients of 1, 3 and 7 move a parameter by 1/2, 3/4 and 7/8 of the learning rate, exactly.
 """
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
+from tests import comparisons
 from tests.reference import Reference, Settings
+from tests.runs import FIRST, SECOND, Plan
 from zenflow_jax import AutoWindow
 
-# Float32, the same operations, parameters up to 4 (one unit in the last place is 2.4e-7, which is
-# the worst seen) and updates near 1e-2, of which `b2**n`, rounded otherwise, may weigh 3e-5.
-ATOL = 1e-6
-
-SHAPES = [(12, 5), (5, 12), (2, 6, 4), (2, 3, 4), (3, 5, 2), (7,), ()]
-AXES = [-2, -1, -2, -1, 0, None, None]  # trailing, stacked, ahead of the last two, resident
-DECAY = [True, False, True, True, True, False, True]
-
 BY_HAND = dict(b1=0.0, b2=0.0, eps=1.0, weight_decay=0.0, provisional_share=None)
-
-
-def schedule(count):
-    return 1e-2 * 0.9**count
-
-
-def example_params():
-    rng = np.random.default_rng(1)
-    return [rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
-
-
-def example_gradients(steps):
-    """Gradients whose large channels are others every few steps, so that selections move."""
-    rng = np.random.default_rng(2)
-    for _ in range(steps):
-        yield [(rng.normal(size=s) * np.exp(rng.normal(size=s))).astype(np.float32) for s in SHAPES]
-
-
-def optax_trajectory(transformation, steps):
-    params = [jnp.asarray(p) for p in example_params()]
-    state = transformation.init(params)
-    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
-        update = jax.jit(transformation.update)
-        for gradients in example_gradients(steps):
-            updates, state = update([jnp.asarray(g) for g in gradients], state, params)
-            params = optax.apply_updates(params, updates)
-            yield params
 
 
 def one_leaf(n, learning_rate=1.0, *, dtype=np.float32, **options):
@@ -74,23 +38,21 @@ STEP_BY_STEP = dict(update_interval=1, staleness=0)
         (dict(topk_ratio=1.0, update_interval=3, select_interval=3, weight_decay=0.05), 3),
         (dict(topk_ratio=0.25, update_interval=4, full_warm_up_rounds=11), 0),
         # Clipped always, at some steps, never.
-        (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=2, max_grad_norm=0.5), 6),
-        (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=2, max_grad_norm=25.0), 6),
-        (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=2, max_grad_norm=1e6), 6),
+        *[
+            (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=2, max_grad_norm=x), 6)
+            for x in (0.5, comparisons.MAX_NORM, 1e6)
+        ],
     ],
     ids=str,
 )
 def test_where_nothing_is_stale_it_equals_optax_adamw(options, reselections):
-    settings, steps = Settings(**options), 10
-    adamw = optax.adamw(schedule, weight_decay=settings.weight_decay, mask=DECAY)
-    if settings.max_grad_norm is not None:
-        adamw = optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), adamw)
-    ours = Reference(example_params(), schedule, settings, channel_axes=AXES, decay=DECAY)
-    theirs = optax_trajectory(adamw, steps)
-    for gradients, expected in zip(example_gradients(steps), theirs, strict=True):
-        for p, q in zip(ours.step(gradients), expected, strict=True):
-            np.testing.assert_allclose(p, q, rtol=0, atol=ATOL)
-    assert ours.reselections == reselections
+    settings, plan = Settings(**options), Plan(10)
+    for leaves in (FIRST, SECOND):
+        history, slow = comparisons.reference(leaves, settings, plan)
+        clip, decay = settings.max_grad_norm, settings.weight_decay
+        expected = comparisons.adamw(leaves, clip, decay, plan.steps, 0)
+        comparisons.assert_close(history.params, expected)
+        assert slow.reselections == reselections
 
 
 def test_scores_and_the_window_mean_are_of_clipped_gradients():

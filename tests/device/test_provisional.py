@@ -53,15 +53,3 @@ def test_no_step_makes_a_small_float16_zero():
     np.testing.assert_array_equal(first[2:], np.float32(np.float16(3e-5)))
     moved = np.float16(np.float32(np.float16(3e-5)) - np.float32(2.0**-21))
     np.testing.assert_array_equal(second[2:], np.float32(moved))
-
-
-def test_the_first_step_a_warm_up_and_a_skipped_step_move_no_deferred_weight():
-    params, ones = jnp.ones((8, 3)), jnp.ones((8, 3))
-    bad = ones.at[0, 0].set(jnp.nan)
-    start, still = trained(params, [ones, bad])
-    np.testing.assert_array_equal(start[2:], 1)
-    np.testing.assert_array_equal(still, start)
-    warm = [
-        trained(params, [ones] * 3, full_warm_up_rounds=3, provisional_share=x) for x in (1.0, 0.0)
-    ]
-    np.testing.assert_array_equal(*warm)

@@ -1,8 +1,6 @@
 """`python -m train.compress`, and models that are read from what it makes."""
 
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -13,6 +11,7 @@ import elves
 from elves.files import PackedFile
 from tests.comparisons import assert_same_bits
 from tests.hf_models import FIXTURES, load
+from tests.processes import assert_ends, start
 from train import compress, hf_tensors
 from train.checksums import damage
 from train.pretrained import ModelError, read_folder
@@ -127,8 +126,7 @@ def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
 
 def test_the_command_needs_no_jax():
     code = "import sys, train.compress; print('jax' in sys.modules, 'zenflow_jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False False\n"
+    assert assert_ends(start("-c", code)) == "False False\n"
 
 
 def test_what_a_bound_is_not_for_is_said(model, tmp_path, capsys):

@@ -86,6 +86,14 @@ def step(
     return sum(1 for _ in adam.adamw(*state, gradients, scale, active, of_window))
 
 
+def draw_channels(shape: tuple[int, ...], k: int) -> np.ndarray:
+    """`k` channels of each entry, ascending."""
+    entries, _, n, _ = shape
+    rng = np.random.default_rng(0)
+    drawn = [np.sort(rng.permutation(n)[:k]) for _ in range(entries)]
+    return np.stack(drawn).astype(np.int32)
+
+
 def bits(*arrays: np.ndarray | Masters | Moment) -> list[bytes]:
     parts = ([x] if isinstance(x, np.ndarray) else x.arrays for x in arrays)
     return [x.tobytes() for part in parts for x in part]

@@ -21,6 +21,7 @@ from tests.host.states import (
     STEP,
     bits,
     by_channel,
+    draw_channels,
     new_gradient,
     new_state,
     some_channels,
@@ -144,10 +145,7 @@ def test_bits_depend_on_neither_kernel_nor_threads_nor_tiles(shape, gradient_dty
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, share, dtype, shape):
     adam = HostAdam(kernel, threads, tile=101)
-    entries, _, n, _ = shape
-    rng = np.random.default_rng(0)
-    k = int(share * n)
-    channels = np.stack([np.sort(rng.permutation(n)[:k]) for _ in range(entries)]).astype(np.int32)
+    channels = draw_channels(shape, int(share * shape[2]))
     state = new_state(shape, dtype=dtype)
     arrays = (state.masters, state.mu, state.nu)
 

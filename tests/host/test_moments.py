@@ -9,6 +9,7 @@ from tests.host.states import (
     KERNELS,
     bits,
     by_channel,
+    draw_channels,
     new_gradient,
     new_state,
     some_channels,
@@ -103,10 +104,7 @@ def test_a_step_is_that_of_float32_moments_rounded_afterwards(kernel, dtype, sha
 @every_shape
 def test_channels_are_handed_over_without_a_change_to_their_neighbours(kernel, shape):
     entries, _, n, _ = shape
-    rng = np.random.default_rng(0)
-    k = -(-n // 3)
-    channels = np.stack([np.sort(rng.permutation(n)[:k]) for _ in range(entries)]).astype(np.int32)
-    chosen = np.zeros((entries, n), bool)
+    channels, chosen = draw_channels(shape, -(-n // 3)), np.zeros((entries, n), bool)
     np.put_along_axis(chosen, channels, True, axis=1)
     adam = HostAdam(kernel, 2, tile=101)
     state = new_state(shape, compact=True)

@@ -64,6 +64,11 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
+def records(*items: dict) -> str:
+    """Lines of JSON."""
+    return "".join(json.dumps(item) + "\n" for item in items)
+
+
 def summary(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text(encoding="utf-8"))
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.hf_models import write_model
 from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
-from tests.train.scripts import read, write_config
+from tests.train.scripts import read, records, write_config
 from train import finetune, generate
 from train.chat_template import ConversationError, read_template
 from train.settings import SettingsError
@@ -56,7 +56,7 @@ def written(tmp_path, folder, tokenizer):
 
 def write(path, *messages, **rest):
     """A file with a conversation a line."""
-    path.write_text("".join(json.dumps({"messages": m} | rest) + "\n" for m in messages))
+    path.write_text(records(*({"messages": m} | rest for m in messages)))
     return path
 
 

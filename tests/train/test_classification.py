@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.hf_models import write_model
-from tests.train.scripts import read, write
+from tests.train.scripts import read, records, write
 from train.data import DataError
 from train.pretrained import read_folder
 from train.tasks import classification
@@ -57,7 +57,7 @@ def expected(tokenizer, texts):
 
 
 def json_lines(rows):
-    return "".join(json.dumps(dict(zip(rows[0], row, strict=True))) + "\n" for row in rows[1:])
+    return records(*(dict(zip(rows[0], row, strict=True)) for row in rows[1:]))
 
 
 ROWS = [("id", "text", "label"), *((str(i), t, LABELS[i]) for i, t in enumerate(TEXTS))]

@@ -5,16 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.scripts import write
+from tests.train.scripts import records, write
 from train.chat_template import read_template
 from train.data import DataError
 from train.tasks import answers, classification, glue, language
 
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "chat" / "alternating.jinja"
-
-
-def records(*items):
-    return "".join(json.dumps(item) + "\n" for item in items)
 
 
 def chats(line):

@@ -9,13 +9,9 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.scripts import write
+from tests.train.scripts import records, write
 from train.data import DataError
 from train.tasks import answers, files, language
-
-
-def records(*items):
-    return "".join(json.dumps(item) + "\n" for item in items)
 
 
 def language_task(data, tokenizer, *, length=4, share=0.3, seed=0, **options):
