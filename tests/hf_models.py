@@ -20,7 +20,8 @@ DECODERS = ["llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3"]
 ENCODERS = ["bert", "bert_masked"]
 FAMILIES = DECODERS + ENCODERS
 
-# The scaling of rotations in the fixture, as configs wrote it before transformers 5.
+# The scaling of rotations in the fixture, as configs wrote it before transformers 5. Of the pairs
+# of channels of a head of 8 one keeps its speed, one is on the ramp and two are slowed down.
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -9,12 +9,11 @@ Needs torch and transformers, which the tests themselves do not. Each model is a
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
-FOLDER = Path(__file__).parent / "fixtures"
+from tests.hf_models import FIXTURES, LLAMA3
 
 POSITIONS = 12
 
@@ -31,24 +30,17 @@ DECODER = SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 512}
 DECODER |= {"bos_token_id": 1, "eos_token_id": 2}
 ENCODER = SIZES | {"max_position_embeddings": 20, "type_vocab_size": 2, "pad_token_id": 0}
 
-# Of the pairs of channels of a head as wide as 8, one keeps its speed of rotation, one is on the
-# ramp and two are slowed down.
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
-
 
 def make_decoders() -> None:
     import transformers as hf
 
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
     few = DECODER | {"num_key_value_heads": 2}
-    llama3 = {"head_dim": 8, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA3_ROPE}
+    llama3 = {
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": LLAMA3 | {"rope_theta": 10_000.0},
+    }
     qwen3 = {"head_dim": 6, "tie_word_embeddings": False}  # heads that are wider than the model
     mistral = {"num_key_value_heads": 1, "sliding_window": 5}  # shorter than the sequences
     models = {
@@ -109,7 +101,7 @@ def _save(name: str, model, inputs: dict[str, np.ndarray], *, bfloat16=False, **
     }
     if bfloat16:  # not before: it would round the speeds of the rotations, too
         model.bfloat16()
-    folder = FOLDER / name
+    folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, **options)
     save_file(arrays, folder / "expected.safetensors")

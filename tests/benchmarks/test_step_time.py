@@ -137,9 +137,13 @@ def test_synchronous_offload_is_adamw(model, tokens, limit):
 @pytest.mark.slow
 def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
     saved = []
-    comparison = compare(
+    comparison = step_time.compare(
         model,
-        ["zenflow-s4-r0.05", "parked"],
+        [PEERS[name] for name in ("zenflow-s4-r0.05", "parked")],
+        batch=1,
+        length=LENGTH,
+        vocabulary=VOCABULARY,
+        resident="one",
         rounds=2,
         steps=8,
         stretches=2,
@@ -162,19 +166,6 @@ def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
     assert json.loads(json.dumps(saved[-1]))["comparisons"][0]["tokens"] == LENGTH
     draw([comparison, dataclasses.replace(comparison, batch=2)], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
-
-
-def compare(model, names, **options):
-    defaults = {"rounds": 1, "steps": 16, "stretches": 1, "resident": "one", "threads": None}
-    defaults |= {"save": lambda c: None}
-    return step_time.compare(
-        model,
-        [PEERS[name] for name in names],
-        batch=1,
-        length=LENGTH,
-        vocabulary=VOCABULARY,
-        **(defaults | options),
-    )
 
 
 def test_idle_is_the_share_that_adamw_does_not_need():

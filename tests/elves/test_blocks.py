@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import zstandard
 
-from elves import loops
 from elves.blocks import CODECS, HEAD, Coder, Damaged, Words
 
 CODER = Coder()
@@ -79,18 +78,6 @@ def test_elf_rounds_to_the_nearest_step_and_keeps_what_is_no_number(power):
     if power != -30:
         assert back.tobytes() == expected.tobytes()
         assert 0 < encoded.error <= step / 2
-
-
-def test_codes_are_those_of_the_paper():
-    """ELF adds 1 in float32 and keeps the fraction; here it is a whole number of steps."""
-    x = weights(100_000, 0.3)
-    x = x[np.abs(x) < np.float32(0.9999999)]
-    fraction = (np.abs(x) + np.float32(1)).view(np.uint32) & np.uint32(0x7FFFFF)
-    fraction += np.where(np.abs(x) + np.float32(1) == 2, np.uint32(1 << 23), np.uint32(0))
-    expected = fraction << np.uint32(1) | np.signbit(x).astype(np.uint32)
-    codes = np.empty(x.size, np.uint32)
-    loops.elf_codes(x.view(np.uint32), np.float32(2**23), codes)
-    np.testing.assert_array_equal(codes, expected)
 
 
 @pytest.mark.parametrize(
