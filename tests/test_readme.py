@@ -29,11 +29,13 @@ def program(text: str) -> str:
 
 def test_the_readme_has_an_example_and_is_short():
     assert "zenflow_jax.HostEngine(" in program(TEXT)
-    assert len(TEXT.splitlines()) < 150
+    assert len(TEXT.splitlines()) < 120
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["README.md", "docs/checkpoints.md", "docs/deepspeed.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/checkpoints.md", "docs/coming_from.md", "docs/deepspeed.md"]
+)
 def test_the_examples_run_in_order_as_one_program(tmp_path, name):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert "```python" in text

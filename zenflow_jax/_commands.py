@@ -19,7 +19,8 @@ def finetune() -> int:
 
 
 def plan() -> int:
-    sys.argv[2:2] = ["--plan"]
+    if len(sys.argv) > 1:  # otherwise it is an error, which should not name what nobody has typed
+        sys.argv.insert(2, "--plan")
     return _run("finetune")
 
 

@@ -1,0 +1,70 @@
+"""README.md's table of GPUs, models and commands: what follows from shapes is as it says."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from train import finetune
+from zenflow_jax import planning
+from zenflow_jax.planning import GPUS, HOST_RESERVE, USABLE
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_scripts_run")]
+
+README = Path(__file__).parents[2] / "README.md"
+DEVICES = {"RTX 4090": "rtx4090", "L40S": "l40s", "H100": "h100"}
+NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
+QWEN3 = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+LLAMA2 = {
+    "model_type": "llama",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+TIED = {"tie_word_embeddings": True}
+CONFIGS = {
+    "Qwen3-1.7B": QWEN3 | TIED | dict(zip(NAMES, (2048, 6144, 28, 16), strict=True)),
+    "Qwen3-4B": QWEN3 | TIED | dict(zip(NAMES, (2560, 9728, 36, 32), strict=True)),
+    "Llama-2-7B": LLAMA2 | dict(zip(NAMES, (4096, 11008, 32, 32), strict=True)),
+    "Qwen3-8B": QWEN3 | dict(zip(NAMES, (4096, 12288, 36, 32), strict=True)),
+    "Qwen3-14B": QWEN3 | dict(zip(NAMES, (5120, 17408, 40, 40), strict=True)),
+}
+ROW = re.compile(
+    r"\| (.+?), (\d+) GB \| (.+?) \| `zenflow-finetune (.+?)` \| (\d+) GB \| (\d+) GB \|"
+)
+ROWS = ROW.findall(README.read_text(encoding="utf-8"))
+
+
+def test_all_rows_are_read():
+    assert len(ROWS) == len(CONFIGS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[2])
+def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
+    gpu, memory, model, command, on_device, on_host = row
+    monkeypatch.setattr(planning, "has_compiler", lambda: False)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))
+    words = [str(tmp_path) if word == "DIR" else word for word in shlex.split(command)]
+    machine = ["--device", DEVICES[gpu], "--host-memory", memory]
+    file = tmp_path / "plan.json"
+    arguments = [*words, "--data", "x", "--plan", *machine, "--plan-json", str(file)]
+    assert finetune.main(arguments) == 0
+    plan = json.loads(file.read_text())["plans"]["zenflow"]
+    billions = float(model.rpartition("-")[2].removesuffix("B"))
+    assert plan["parameters"] / 1e9 == pytest.approx(billions, rel=0.06)
+    assert round(plan["host_bytes"] / 1e9) == int(on_host)
+    assert plan["host_bytes"] + HOST_RESERVE <= int(memory) * 1e9
+    # The compiler adds gradients and activations.
+    assert plan["device_bytes"] / 1e9 < int(on_device) <= USABLE * GPUS[DEVICES[gpu]].memory / 1e9
