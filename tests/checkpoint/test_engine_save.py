@@ -18,7 +18,7 @@ from tests import comparisons, runs
 from tests.resuming import PLAN, SETTINGS, assert_saved, end, go, read_engine_state, resumed
 from tests.runs import FIRST, ONE, SCANNED, SECOND, Training
 from zenflow_jax import AutoWindow, EngineCheckpointHandler
-from zenflow_jax._checkpoint import resume
+from zenflow_jax._checkpoint import resume, saving
 from zenflow_jax._exchange.snapshot import Snapshot
 
 ALL = 10**9  # bytes
@@ -59,7 +59,8 @@ def values(training):
     ],
     ids=["in turn", "added up on the device", "stacks in ranges"],
 )
-def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_path):
+def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_BLOCK", 7)  # elements that are written at once
     settings = dataclasses.replace(SETTINGS, **changes)
     streams = []
     with Training(leaves, settings, donate=True) as training:
