@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import zenflow_jax
 from tests.comparisons import assert_same_bits
-from tests.device.test_streaming import batches, loss, model, run
+from tests.device.streamed_runs import batches, loss, model, run
 from zenflow_jax import streaming
 
 PLACES = {
