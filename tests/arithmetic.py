@@ -87,14 +87,6 @@ class Leaf:
         chosen = [np.flatnonzero(entry) for entry in flags.reshape(-1, self.param.shape[self.axis])]
         return np.array(chosen, np.int32).reshape(*self.stack, -1 if self.k else 0)
 
-    @property
-    def scores(self) -> np.ndarray | None:
-        """The scores `[*stack, n]` since the last selection, float32; None if resident."""
-        if self.axis is None:
-            return None
-        scores = [channel.score for channel in self.channels]
-        return np.array(scores, np.float32).reshape(*self.stack, self.param.shape[self.axis])
-
     def publish(self, channel: Channel) -> None:
         """Make the parameter what it always is in the end: the cast of the master."""
         self.param[channel.where] = channel.master.astype(self.param.dtype)

@@ -34,6 +34,8 @@ FLIPPED = 0.005
 # Of moments in 8 bits, in runs of some 20 steps, and of the masters that moved by them: a moment
 # off by MOMENT_TOL gets another code about once in 10,000 times, and keeps what comes of it.
 ANOTHER_CODE = 0.02
+# Of the largest moment: a code more or less, and what the steps since have made of it.
+CODES_APART = 0.03
 
 
 KERNELS = ("numba", "numpy")
@@ -180,8 +182,7 @@ def assert_agree_where_rounded(ours: History, theirs: History) -> None:
         np.testing.assert_array_equal(steps, their_steps, err_msg=f"steps of {name}")
         for x, y, tolerance in zip(wide, expected, (ATOL, MOMENT_TOL, MOMENT_TOL), strict=True):
             largest = np.abs(y).max(initial=0)
-            # A code more or less of a moment, and what the steps since have made of it.
-            np.testing.assert_allclose(x, y, rtol=0, atol=0.03 * largest, err_msg=name)
+            np.testing.assert_allclose(x, y, rtol=0, atol=CODES_APART * largest, err_msg=name)
             scale = 1 if tolerance == ATOL else largest
             apart += np.count_nonzero(np.abs(x - y) > tolerance * scale)
             total += x.size

@@ -182,11 +182,6 @@ class Reference:
         """Per leaf the selected channels `[*stack, k]`, ascending, int32; None if resident."""
         return [leaf.selected for leaf in self._leaves]
 
-    @property
-    def scores(self) -> list[np.ndarray | None]:
-        """Per leaf the scores `[*stack, n]` since the last selection, float32; None if resident."""
-        return [leaf.scores for leaf in self._leaves]
-
     def moments(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Master, moments (float32) and AdamW steps (int32) of leaf `i`, each of its shape."""
         leaf = self._leaves[i]

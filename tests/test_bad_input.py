@@ -264,7 +264,7 @@ FLOAT0 = with_weight(np.zeros((6, 3), jax.dtypes.float0))  # gradients of intege
     (lambda: update(state=make().init(PARAMS)), ValueError, "offload"),
     (lambda: update(tx=make()), ValueError, "offload"),
 )
-def test_update_refuses(call, exception, word):
+def test_an_update_that_does_not_fit_is_refused(call, exception, word):
     assert_told(call, exception, word)
     # Inside the user's program too, while it is traced.
     assert_told(lambda: jax.jit(call)(), exception, word)

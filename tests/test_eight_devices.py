@@ -9,7 +9,7 @@ from tests.processes import output, start
 # checks of types that pyproject.toml asks for: they take a third of the time, and every function is
 # checked on one device.
 @pytest.mark.slow
-def test_on_eight_devices():
+def test_what_needs_eight_devices_holds_on_eight():
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers"]
     run = start("-m", "pytest", *options, "tests/eight_devices", devices=8)
     code, text = output(run, timeout_s=3600)

@@ -55,10 +55,9 @@ def test_where_nothing_is_stale_it_equals_optax_adamw(options, reselections):
         assert slow.reselections == reselections
 
 
-def test_scores_and_the_window_mean_are_of_clipped_gradients():
+def test_the_mean_of_a_window_is_of_clipped_gradients():
     reference = one_leaf(2, topk_ratio=0.5, update_interval=2, max_grad_norm=5.0, b2=0.5)
     step(reference, 6.0, 8.0)  # of norm 10: halved
-    np.testing.assert_array_equal(reference.scores[0], [9.0, 16.0])
     step(reference, 0.0, 2.0)
     _, mu, nu, _ = reference.moments(0)
     np.testing.assert_array_equal(mu[1], 3.0)
@@ -175,5 +174,4 @@ def test_the_first_channels_stand_in_until_the_first_boundary_and_then_the_best_
         chosen.append(reference.selected[0].tolist())
     # Chosen at step 2, the first boundary, then at 4; the scores of steps 1 and 2 are gone by then.
     assert chosen == [[0, 1]] * 2 + [[1, 2]] * 2 + [[0, 1]] * 3
-    np.testing.assert_array_equal(reference.scores[0], [32.0, 18.0, 8.0, 2.0])
     assert reference.reselections == 2

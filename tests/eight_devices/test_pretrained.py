@@ -15,6 +15,8 @@ from train.hf_tensors import Reader
 from train.pretrained import load_weights, read_folder
 from train.sharding import batch_sharding, make_mesh, weight_shardings
 
+ATOL = 1e-6  # float32 gradients below 1, summed over devices and parts in another order
+
 
 def mesh():
     return make_mesh("data=2,fsdp=2,tensor=2")
@@ -90,4 +92,4 @@ def test_losses_by_parts_of_the_vocabulary_are_those_of_all_logits(monkeypatch, 
     _, shapes = make(pretrained, scan_layers=True)
     by_parts = loss_and_gradients(batch_sharding(divided, 8), weight_shardings(divided, shapes))
     for one, other in zip(*map(jax.tree.leaves, (by_parts, expected)), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+        np.testing.assert_allclose(one, other, atol=ATOL)

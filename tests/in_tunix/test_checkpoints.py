@@ -12,12 +12,12 @@ import orbax.checkpoint as ocp
 import pytest
 from tunix.sft import checkpoint_manager
 
+from tests.comparisons import assert_same_bits
 from tests.in_tunix.trainers import (
     AS_ADAMW,
     ENGINE,
     LATE,
     Recorder,
-    assert_same_bits,
     batches,
     make_trainer,
     mesh_of,

@@ -8,13 +8,13 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.comparisons import assert_same_bits
 from tests.in_tunix.trainers import (
     AS_ADAMW,
     ENGINE,
     LATE,
     Conditional,
     Recorder,
-    assert_same_bits,
     batches,
     make_model,
     make_trainer,

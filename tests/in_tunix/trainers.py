@@ -98,11 +98,6 @@ def weights(model: nnx.Module) -> dict[str, np.ndarray]:
     return {name: np.array(x) for name, x in state.items()}
 
 
-def assert_same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    for name, x in theirs.items():
-        assert ours[name].tobytes() == x.tobytes(), name
-
-
 class Conditional(peft_trainer.PeftTrainer):
     """Sums gradients as Tunix does after 0.1.7, and MaxText: the update is under `nnx.cond`."""
 
