@@ -46,10 +46,11 @@ def test_a_parameter_has_the_same_fingerprint_wherever_it_lies():
     [
         (None, ("data", "replicated", AUTO)),
         (("three", "others", EXPLICIT), ("data", "replicated", AUTO)),
+        (("two", "channels", EXPLICIT), ("two", "channels", EXPLICIT)),
     ],
     ids=str,
 )
-def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
+def test_a_checkpoint_goes_on_on_these_or_other_devices(before, after, tmp_path):
     with HERE(shardings=placed(before)) as training:
         go(training, PLAN, SAVED_AT)
         assert training.on_their_way
