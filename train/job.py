@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from train.settings import (
 from train.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
-from train.tasks.chosen import make_task
+from train.tasks.chosen import make_task, make_test
 from zenflow_jax import streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
@@ -47,6 +48,8 @@ class Sources(NamedTuple):
     texts: Mapping[str, str]  # files of the trained folder, as they are when the run begins
     task: Task
     samples: Mapping[str, Sample]  # the batches of each set of validation data
+    test: Mapping[str, Sample]  # those of the test data, if there are any
+    checksum: int  # of all data
 
 
 class Job(NamedTuple):
@@ -62,6 +65,7 @@ class Job(NamedTuple):
     model: models.Model
     train_step: Callable
     validate: Callable[[Any], dict[str, float]]
+    test: Callable[[Any], dict[str, float]] | None  # the same of the test data
     notes: tuple[str, ...]  # to be shown
     causes_of_infinity: str
 
@@ -87,21 +91,33 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
         # A classifier has no logits of tokens.
         vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
         check_memory(parameters, vocabulary, mesh, **settings.subset(OF_BATCHES + OF_STATE))
-    task = make_task(settings, origin, seed=settings.seed)
+    task = make_task(
+        settings,
+        origin,
+        path=settings.data and Path(settings.data),
+        validation_share=settings.validation_share,
+        seed=settings.seed,
+    )
     # In micro-batches as well, for which the device has room.
     parts, most = settings.micro_batches, settings.eval_batches
-    samples = {
-        name: Sample(
-            source,
-            batch_size=settings.batch_size // parts,
-            batches=None if most is None else most * parts,
-            seed=settings.seed,
-            mesh=mesh,
-            buckets=settings.length_buckets,
-        )
-        for name, source in task.validation.items()
-    }
-    return Sources(asked, settings, deepspeed, mesh, origin, config, texts, task, samples)
+    sample = partial(
+        Sample,
+        batch_size=settings.batch_size // parts,
+        seed=settings.seed,
+        mesh=mesh,
+        buckets=settings.length_buckets,
+    )
+    most = None if most is None else most * parts
+    samples = {name: sample(source, batches=most) for name, source in task.validation.items()}
+    tested, checksum = {}, task.checksum
+    if settings.test_data is not None:
+        test = make_test(settings, origin, task)
+        tested = {"test": sample(test.validation["validation"])}
+        task = task._replace(notes=(*task.notes, *test.notes))
+        checksum ^= test.checksum
+    return Sources(
+        asked, settings, deepspeed, mesh, origin, config, texts, task, samples, tested, checksum
+    )
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
@@ -123,7 +139,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
     values = dataclasses.asdict(settings)
-    processes.check_same(to_toml(values), task.checksum)
+    processes.check_same(to_toml(values), sources.checksum)
     model = make_model(sources)
     tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
     opt_state = committed(tx.init(model.params), mesh)
@@ -139,7 +155,10 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         stream=settings.stream == "gradients",
         placement=placement,
     )
-    validate = make_validate(model.graphdef, per_example, task, sources.samples, check)
+
+    def figures_on(samples: Mapping[str, Sample]) -> Callable[[Any], dict[str, float]]:
+        return make_validate(model.graphdef, per_example, task, samples, check)
+
     causes = causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
     job = Job(
         settings=values,
@@ -153,7 +172,8 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         batches=batches,
         model=model,
         train_step=train_step,
-        validate=validate,
+        validate=figures_on(sources.samples),
+        test=figures_on(sources.test) if sources.test else None,
         notes=notes,
         causes_of_infinity=causes,
     )
@@ -176,8 +196,9 @@ def make_model(sources: Sources) -> models.Model:
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     """Shows the figures of a validation, which must be finite. All processes must call this."""
-    settings, task, samples = sources.settings, sources.task, sources.samples
-    processes.check_same(to_toml(dataclasses.asdict(settings)), task.checksum)
+    settings, task = sources.settings, sources.task
+    samples = {**sources.samples, **sources.test}
+    processes.check_same(to_toml(dataclasses.asdict(settings)), sources.checksum)
     for note in task.notes:
         say(note)
     model = make_model(sources)

@@ -240,6 +240,15 @@ def mean_window_length(stats: zenflow_jax.EngineStats) -> float | None:
     return steps / stats.windows if stats.windows else None
 
 
+def has_stalled(values: Sequence[float], patience: int | None, *, larger_is_better: bool) -> bool:
+    """Whether none of the last `patience` values is better than the best before them."""
+    if patience is None or len(values) <= patience:
+        return False
+    sign = 1 if larger_is_better else -1
+    scores = [-math.inf if math.isnan(value) else sign * value for value in values]
+    return max(scores[-patience:]) <= max(scores[:-patience])
+
+
 def check_finite(figures: Mapping[str, float], remedy: str) -> None:
     """Raises `NotFiniteError` if a figure of the validation before the first step is not finite."""
     for name, value in figures.items():

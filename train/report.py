@@ -5,7 +5,7 @@ settings.toml         all settings, as a config file, with copies of the files t
 metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
 summary.json          figures of the summary table; `best_step` is the step whose weights the
-                      model has, null without keep_best
+                      model has, null without keep_best; `test` has the figures of these weights
 checkpoints/          what the run can go on from (`checkpoints.py`)
 model.safetensors     trained weights in float32; or model/, a folder like the one that was read
 """
@@ -128,6 +128,8 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
     for when in ("before", "after"):
         for name, value in figures[f"validation_{when}"].items():
             table.add_row(f"validation {name} {when}", format(value, ".3f"))
+    for name, value in (figures["test"] or {}).items():
+        table.add_row(f"test {name}", format(value, ".3f"))
     return table
 
 

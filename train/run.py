@@ -15,7 +15,7 @@ import zenflow_jax
 from train import models, processes
 from train.checkpoints import Checkpoints
 from train.job import Job
-from train.meter import Meter, Totals, check_finite, mean_window_length
+from train.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
 from train.report import (
     hidden_share,
     read_summary,
@@ -36,6 +36,7 @@ class Ended(NamedTuple):
     totals: Totals
     best: int  # the step whose weights the model has
     written: str  # name of the model's file or folder
+    test: dict[str, float] | None  # the figures of these weights on the test data
 
 
 class Run:
@@ -98,12 +99,15 @@ class Run:
 
     def _has_ended(self) -> bool:
         """Whether all of the run is done; refuses one that has done too many steps."""
+        if self._has_stopped_early():
+            self.steps = self.done
         done, steps = self.done, self.steps
         summary = read_summary(self.folder)
         if done == steps and summary and summary["steps"] == done:
+            larger = "--steps" if steps == self.job.training.steps else "--early-stopping-patience"
             self._say(
-                f"{self.folder} has done all its {done} steps. Pass a larger --steps to go on with "
-                "it, or name another --run to begin a new one."
+                f"{self.folder} has done all its {done} steps. Pass a larger {larger} to go on "
+                "with it, or name another --run to begin a new one."
             )
             return True
         self._say(f"going on from checkpoint {done} in {self.folder}")
@@ -191,6 +195,11 @@ class Run:
                     self._say(f"step {step} was skipped: no checkpoint of it")
                 else:
                     self._save(saved := step)
+            if self._has_stopped_early():
+                self.steps = step
+                patience = self.job.output.early_stopping_patience
+                self._say(f"stopping after step {step}: no better validation in {patience}")
+                break
         if saved < self.steps:
             # Before the last window is closed early, so that the run can go on with more steps as
             # if it had had them from the start.
@@ -238,12 +247,17 @@ class Run:
             self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
         jax.block_until_ready(self.params)  # the last update belongs to the measured time
         totals = self.meter.since_start()
+        if self.engine and self.validations[-1][0] == steps:
+            self.validations.pop()  # of a run that stopped early: updates have come since
         figures = self._validated(steps)
         self.checkpoints.rate(steps, figures[self.job.task.best])
         best = self.checkpoints.best(or_step=steps)
-        written = self._write_model(best)
+        weights, written = self._write_model(best)
         self.checkpoints.finish()
-        return Ended(totals, best, written)
+        test = self.job.test and self.job.test(weights)
+        if test:
+            self.log.validation(best, test, "test")
+        return Ended(totals, best, written, test)
 
     def report(self, ended: Ended, begun_s: float) -> None:
         """Writes and shows the summary of a run that began at `begun_s`; all files are closed."""
@@ -265,8 +279,8 @@ class Run:
             )
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
 
-    def _write_model(self, best: int) -> str:
-        """Writes the weights of the best step, and returns the name of the file or folder."""
+    def _write_model(self, best: int) -> tuple[Any, str]:
+        """Writes the weights of the best step; returns them, and the name of the file or folder."""
         weights, values = self.params, None
         if best != self.steps:
             # As they were validated: without the updates that were on their way then.
@@ -277,7 +291,7 @@ class Run:
         origin, task = self.job.model.origin, self.job.task
         target = self.folder if origin is None else self.folder / models.FOLDER
         models.write(target, origin, weights, values, labels=task.labels, texts=self.job.texts)
-        return models.WEIGHTS if origin is None else models.FOLDER
+        return weights, models.WEIGHTS if origin is None else models.FOLDER
 
     def _figures(self, ended: Ended, begun_s: float) -> dict[str, Any]:
         job = self.job
@@ -304,6 +318,7 @@ class Run:
             "total_s": time.perf_counter() - begun_s,
             "validation_before": self.validations[0][1],
             "validation_after": self.validations[-1][1],
+            "test": ended.test,
             "windows": stats and stats.windows,
             "mean_window_length": stats and mean_window_length(stats),
             "reselections": stats and stats.reselections,
@@ -318,6 +333,11 @@ class Run:
                 self.validations.append((step, self.job.validate(self.params)))
             self.log.validation(*self.validations[-1])
         return self.validations[-1][1]
+
+    def _has_stopped_early(self) -> bool:
+        best, patience = self.job.task.best, self.job.output.early_stopping_patience
+        values = [figures[best] for _, figures in self.validations]
+        return has_stalled(values, patience, larger_is_better=best != "loss")
 
     def _is_validated(self, step: int) -> bool:
         """Whether a validation is due; that of the last step comes when all windows are closed."""

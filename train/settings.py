@@ -61,6 +61,8 @@ class DataSettings(_Group):
     chat: conversations. classification: your own classes. Others: GLUE."""
     data: Annotated[str, "PATH"] | None = None
     """File or folder with the data; none for standard_library."""
+    test_data: File | None = None
+    """File to evaluate the trained weights on, once, after the training."""
     sequence_length: int = 128
     """Tokens in a sequence (bytes for standard_library)."""
     length_buckets: int = 4
@@ -186,6 +188,8 @@ class OutputSettings(_Group):
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
     """Validate at each checkpoint; keep the best, and write its weights."""
+    early_stopping_patience: int | None = None
+    """Stop after so many validations in a row without a better one; needs --keep-best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +233,10 @@ class Settings(OutputSettings, OptimizerSettings, DataSettings, ModelSettings):
         self._check("run", bool(is_name), folder)
         divisor = f"a number that divides batch_size, {self.batch_size}"
         self._check("micro_batches", self.batch_size % self.micro_batches == 0, divisor)
+        if self.early_stopping_patience is not None:
+            wanted = "{}, as early_stopping_patience is set"
+            self._check("keep_best", self.keep_best, wanted.format("True"))
+            self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
         if self.stream == "gradients":
             for name, expected in _OF_STREAMS.items():
                 allowed = f"{expected!r}, as stream is 'gradients'"
@@ -254,6 +262,9 @@ class Settings(OutputSettings, OptimizerSettings, DataSettings, ModelSettings):
         for name in ("model", "data"):
             wanted = f"none for {self.task}" if own else f"a path, for {self.task}"
             self._check(name, own == (getattr(self, name) is None), wanted)
+        tested = self.task in ("language", "alpaca", "chat", "classification")
+        wanted = f"none for {self.task}, or a file for a task with data of your own"
+        self._check("test_data", self.test_data is None or tested, wanted)
         wanted = f"none for {self.task}: the task with a template is chat"
         self._check("chat_template", self.chat_template is None or self.task == "chat", wanted)
 
@@ -261,7 +272,7 @@ class Settings(OutputSettings, OptimizerSettings, DataSettings, ModelSettings):
 _ABOVE_ZERO = (
     "corpus_megabytes sequence_length length_buckets batch_size micro_batches width layers heads "
     "ffn epochs learning_rate eps "
-    "max_grad_norm threads log_every eval_batches keep max_skipped"
+    "max_grad_norm threads log_every eval_batches keep max_skipped early_stopping_patience"
 ).split()
 
 _OF_STREAMS = {

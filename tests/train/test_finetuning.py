@@ -268,6 +268,22 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
         assert figures == pytest.approx(then, abs=1e-4)
     assert "drawn at random: classifier" in text
 
+    # The same of the rows of another file, with fewer classes.
+    test = scripts.write(tmp_path / "test.csv", CSV.replace("so,it is a film\n", ""))
+    assert finetune.main([of_it, "--run", "b", "--test-data", str(test)]) == 0
+    assert "test after 2 steps: loss" in capsys.readouterr().out
+    of_run, options = (
+        str(tmp_path / "b" / "model"),
+        ["--data", str(test), "--validation-share", "1"],
+    )
+    assert finetune.main([config, "--steps", "0", "--model", of_run, *options]) == 0
+    trained = shown(capsys.readouterr().out)
+    assert scripts.summary(tmp_path / "b")["test"] == pytest.approx(trained, abs=1e-4)
+    test.write_text(CSV.replace("unkind", "rude"))
+    for file, expected in ((str(test), "expected the labels to train on"), ("no", "got no, which")):
+        assert finetune.main([config, "--test-data", file]) == 2
+        assert expected in capsys.readouterr().err
+
     # Who exports has neither the data nor its classes, but what the checkpoints say of them.
     (tmp_path / "a.csv").unlink()
     finetune.export(load_settings(tmp_path / "a" / "settings.toml"), "1", tmp_path / "out", print)

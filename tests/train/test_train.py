@@ -173,6 +173,32 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
     assert not list(tmp_path.rglob(".*"))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
+def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
+    tmp_path, capsys, monkeypatch
+):
+    def start(run, losses, *options):
+        figures = ({"loss": loss} for loss in losses)
+        monkeypatch.setattr(job, "make_validate", lambda *_: lambda _: next(figures))
+        config = tiny_command(tmp_path, steps=18, save_every=3, keep_best=True)
+        return finetune.main([*config, "--run", run, *options])
+
+    folder, losses = tmp_path / "runs" / "early", [5.0, 4.0, 1.0, 2.0, 3.0]
+    # Once more when all windows are closed.
+    assert start("early", [*losses, 3.5], "--early-stopping-patience", "2") == 0
+    figures = summary(folder)
+    assert (figures["steps"], figures["best_step"]) == (12, 6)
+    assert figures["validation_after"] == {"loss": 3.5}
+    assert "stopping after step 12: no better validation in 2" in capsys.readouterr().out
+    assert_weights_of_checkpoint(folder, 6, folder)
+    assert start("early", [], "--early-stopping-patience", "2") == 0
+    assert "Pass a larger --early-stopping-patience" in capsys.readouterr().out
+    assert start("early", [0.5, 0.0]) == 0
+    assert start("whole", [*losses, 0.5, 0.0]) == 0
+    assert not kill_test.differences(folder, tmp_path / "runs" / "whole")
+
+
 def assert_weights_of_checkpoint(run, step, where):
     arrays = kill_test.final_arrays(run / "checkpoints" / str(step))
     for name, x in load_file(where / "model.safetensors").items():

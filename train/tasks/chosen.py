@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from train.chat_template import read_template
@@ -13,10 +14,36 @@ from train.tokenizer import read_tokenizer
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 
 
-def make_task(data: DataSettings, origin: Pretrained | None, *, seed: int) -> Task:
-    """Reads the data of a run's task; `origin` is the folder of the model, with its tokenizer."""
+def make_test(data: DataSettings, origin: Pretrained, task: Task) -> Task:
+    """The task with the examples of the file `test_data` for validation, and none for training."""
+    file = Path(data.test_data)
+    if not file.is_file():
+        raise SettingsError(f"`test_data`: expected a file, got {file}, which is none.")
+    test = make_task(data, origin, path=file, validation_share=1.0, known=task.labels)
+    if test.labels != task.labels:
+        raise SettingsError(
+            f"`test_data`: expected the labels to train on, {', '.join(task.labels)}, got "
+            f"{', '.join(test.labels)} in {file}."
+        )
+    return test
+
+
+def make_task(
+    data: DataSettings,
+    origin: Pretrained | None,
+    *,
+    path: Path | None,
+    validation_share: float,
+    seed: int = 0,
+    known: Sequence[str] = (),
+) -> Task:
+    """Reads the data in `path`; `origin` is the folder of the model, with its tokenizer.
+
+    The classes are the `known` ones, or if there are none those of the model's head, if all labels
+    are among them.
+    """
     task = data.task
-    options = {"sequence_length": data.sequence_length, "validation_share": data.validation_share}
+    options = {"sequence_length": data.sequence_length, "validation_share": validation_share}
     options["seed"] = seed
     if task == "standard_library":
         return standard_library.make(corpus_megabytes=data.corpus_megabytes, **options)
@@ -30,7 +57,6 @@ def make_task(data: DataSettings, origin: Pretrained | None, *, seed: int) -> Ta
     check_length(data.sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
     tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
-    path = Path(data.data)
     if task == "language":
         joined = data.packing == "joined"
         return language.make(path, tokenizer, joined=joined, field=data.text_column, **options)
@@ -44,7 +70,7 @@ def make_task(data: DataSettings, origin: Pretrained | None, *, seed: int) -> Ta
         columns = classification.Columns(
             data.text_column, data.label_column, data.second_text_column
         )
-        known = class_names(origin)
+        known = known or class_names(origin)
         return classification.make(path, tokenizer, columns, known=known, **options)
     return glue.make(task, path, tokenizer, sequence_length=data.sequence_length)
 
