@@ -106,7 +106,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
         raise SettingsError(f"`--export`: expected a new or an empty folder, got {target}.")
     target = target.absolute()  # as "." has no name
     folder = Path(settings.output_dir) / settings.run
-    origin = None if settings.model is None else read_folder(Path(settings.model))
+    origin = None if settings.model is None else read_folder(settings.model)
     labels, best = labels_and_best(settings.task)
     checkpoints = SavedCheckpoints(
         folder / "checkpoints",

@@ -11,6 +11,7 @@ The text goes to stdout as it is made, all else to stderr. How tokens are chosen
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import sys
@@ -31,6 +32,7 @@ from train.arguments import positional, read_arguments
 from train.chat_template import ASSISTANT, ConversationError, read_template
 from train.command_line import load_settings
 from train.continuation import Sampling, continued
+from train.hub import model_folder
 from train.pretrained import Pretrained, read_folder
 from train.settings import Dir, SettingsError
 from train.tasks import answers
@@ -46,7 +48,7 @@ class Options:
     prompt: str = positional()
     """Text to continue, or an instruction: see --format."""
     model: Dir
-    """Folder of the model: runs/NAME/model for the run NAME."""
+    """Folder of the model (of the run NAME: runs/NAME/model), or org/name on the Hub."""
     format: Literal["auto", "text", "alpaca", "chat"] = "auto"
     """text: the prompt as it is. alpaca: as an instruction. chat: as a user's message.
     auto: as the run that wrote the folder was trained, otherwise text."""
@@ -91,7 +93,8 @@ class Prompt(NamedTuple):
 def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
     """Writes the continuation of the prompt, piece by piece; `say` shows a line about it."""
     options.check()
-    folder = Path(options.model)
+    folder = model_folder(options.model)
+    options = dataclasses.replace(options, model=str(folder))
     if (below := folder / models.FOLDER).is_dir():
         raise SettingsError(
             f"`model`: expected a folder with a config.json, got {folder}, a run whose model is in "

@@ -83,7 +83,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
         )
     if settings.steps == 0:
         _check_evaluation(settings.run, settings.model, settings.output_dir)
-    origin = None if settings.model is None else read_folder(Path(settings.model))
+    origin = None if settings.model is None else read_folder(settings.model)
     config = models.config_of(origin, settings, settings.sequence_length)
     texts = models.texts_of(settings.chat_template)
     if not force:

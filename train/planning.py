@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from train import models
 from train.command_line import Planning
 from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config
+from train.hub import model_folder
 from train.json_files import read_object
 from train.memory import host_bytes
 from train.optimizers import make_optimizer, with_values_of
@@ -312,10 +312,10 @@ class PlannedStep(NamedTuple):
 
 def folder_of_config(model: str) -> Pretrained:
     """A model's folder, of which only `config.json` is read."""
-    path = Path(model) / CONFIG
-    raw = read_object(path, ModelError)
-    config = read_config(path, raw)
-    return Pretrained(Path(model), ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
+    folder = model_folder(model, [CONFIG])
+    raw = read_object(folder / CONFIG, ModelError)
+    config = read_config(folder / CONFIG, raw)
+    return Pretrained(folder, ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
 
 
 def planned_step(

@@ -20,6 +20,7 @@ from train.decoder import Decoder, DecoderConfig
 from train.encoder import BertClassifier, EncoderConfig
 from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.hf_tensors import DTYPES, Reader, Tensor, first_of, leaf_name, read_headers, source
+from train.hub import model_folder
 from train.json_files import read_object
 
 # Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
@@ -51,13 +52,13 @@ class Pretrained(NamedTuple):
         return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(self.labels or 0))
 
 
-def read_folder(folder: Path) -> Pretrained:
+def read_folder(model: str | Path) -> Pretrained:
     """Reads and checks `config.json` and the headers of the safetensors files, no weights."""
+    folder = model_folder(model)
     if not folder.is_dir():
         got = "which is a file" if folder.is_file() else "where there is none"
         raise ModelError(
-            f"expected the folder of a Hugging Face model, got {folder}, {got}. To fetch one of "
-            f"the Hub: hf download {folder} --local-dir DIR"
+            f"expected a Hugging Face folder, or org/name on the Hub, got {folder}, {got}."
         )
     raw = read_object(folder / CONFIG, ModelError)
     config = read_config(folder / CONFIG, raw)

@@ -34,7 +34,7 @@ class ModelSettings(_Group):
     """Model: a Hugging Face folder, or with --task standard_library a small one of these sizes."""
 
     model: Dir | None = None
-    """Folder of the model to fine-tune, in the Hugging Face layout."""
+    """Model to fine-tune: a Hugging Face folder, or org/name on the Hub."""
     width: int = 256
     """standard_library: size of the residual stream."""
     layers: int = 4

@@ -83,7 +83,7 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path):
 
 
 def test_damaged_and_missing_files_are_named(tmp_path):
-    assert_refused(tmp_path / "nothing", tmp_path / "nothing", "hf download")
+    assert_refused(tmp_path / "nothing", tmp_path / "nothing", "or org/name on the Hub")
     folder = copied("llama3", tmp_path)
     assert_refused(folder / "config.json", folder, "is a file")
     shard, index = folder / "model-00002-of-00002.safetensors", "model.safetensors.index.json"

@@ -1,0 +1,36 @@
+"""Models of the Hugging Face Hub: `org/name` is a folder in the Hub's cache on this machine.
+
+Where the cache is, which token is sent and when nothing is fetched is up to `huggingface_hub`:
+HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.hf_config import ModelError
+
+# All that a model may consist of; no pickles, no weights of other libraries.
+FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+
+
+def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
+    """The folder of a model: that of this name, or one with the `files` of the Hub's `org/name`."""
+    folder, name = Path(model), str(model)
+    # A mistake in the name of a folder that is beside others is not asked for on the Hub.
+    if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return folder
+    from huggingface_hub import snapshot_download  # which folders need not wait for
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(files)))
+    except (OSError, ValueError) as error:  # all of the Hub's own errors, and those of the network
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"`model`: {name} is no folder, and the Hub does not give it: {reason} "
+            f"({type(error).__name__}). Check the name and the network, log in with `hf auth "
+            f"login` for a gated model, or copy a folder that `hf download {name} --local-dir DIR` "
+            "has made elsewhere."
+        ) from error
