@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,6 +195,10 @@ class Run:
                     self._say(f"step {step} was skipped: no checkpoint of it")
                 else:
                     self._save(saved := step)
+            if is_due(self.job.output.export_every, step):
+                jax.block_until_ready(self.params)
+                with self.meter.paused():
+                    self._write(self.folder / f"{models.FOLDER}-{step}", self.params)
             if self._has_stopped_early():
                 self.steps = step
                 patience = self.job.output.early_stopping_patience
@@ -288,10 +292,13 @@ class Run:
         elif self.engine:
             masters = zenflow_jax.iter_master_params(weights, self.opt_state, self.engine)
             values = (x for _, x in masters)
-        origin, task = self.job.model.origin, self.job.task
-        target = self.folder if origin is None else self.folder / models.FOLDER
-        models.write(target, origin, weights, values, labels=task.labels, texts=self.job.texts)
-        return weights, models.WEIGHTS if origin is None else models.FOLDER
+        is_file = self.job.model.origin is None
+        self._write(self.folder if is_file else self.folder / models.FOLDER, weights, values)
+        return weights, models.WEIGHTS if is_file else models.FOLDER
+
+    def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
+        origin, labels = self.job.model.origin, self.job.task.labels
+        models.write(folder, origin, weights, values, labels=labels, texts=self.job.texts)
 
     def _figures(self, ended: Ended, begun_s: float) -> dict[str, Any]:
         job = self.job

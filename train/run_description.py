@@ -16,8 +16,9 @@ DEEPSPEED = "deepspeed.json"
 MAY_CHANGE = frozenset(
     "model data test_data chat_template deepspeed steps epochs learning_rate schedule warmup_steps "
     "warmup_share weight_decay max_grad_norm host_kernel host_state threads prefetch_bytes "
-    "send_gradients mesh remat stream log_every evaluate_every save_every keep keep_best "
-    "output_dir run progress report_to max_skipped b1 b2 eps early_stopping_patience".split()
+    "send_gradients mesh remat stream log_every evaluate_every save_every export_every keep "
+    "keep_best output_dir run progress report_to max_skipped b1 b2 eps "
+    "early_stopping_patience".split()
 )
 
 # Settings that decide what the weights are made for, and how they are laid out.

@@ -188,6 +188,8 @@ class OutputSettings(_Group):
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
     """Validate at each checkpoint; keep the best, and write its weights."""
+    export_every: int = 0
+    """Steps between exports of the weights, as model-STEP in the run's folder; 0: none."""
     early_stopping_patience: int | None = None
     """Stop after so many validations in a row without a better one; needs --keep-best."""
 
@@ -282,7 +284,9 @@ _OF_STREAMS = {
     "send_gradients": "during_step",
 }
 
-_AT_LEAST_ZERO = "seed steps warmup_steps weight_decay save_every evaluate_every".split()
+_AT_LEAST_ZERO = (
+    "seed steps warmup_steps weight_decay save_every evaluate_every export_every"
+).split()
 
 
 def impossible(name: str, expected: str, got: object) -> str:

@@ -186,13 +186,15 @@ def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
 
     folder, losses = tmp_path / "runs" / "early", [5.0, 4.0, 1.0, 2.0, 3.0]
     # Once more when all windows are closed.
-    assert start("early", [*losses, 3.5], "--early-stopping-patience", "2") == 0
+    options = ["--early-stopping-patience", "2", "--export-every", "6"]
+    assert start("early", [*losses, 3.5], *options) == 0
     figures = summary(folder)
     assert (figures["steps"], figures["best_step"]) == (12, 6)
     assert figures["validation_after"] == {"loss": 3.5}
     assert "stopping after step 12: no better validation in 2" in capsys.readouterr().out
     assert_weights_of_checkpoint(folder, 6, folder)
-    assert start("early", [], "--early-stopping-patience", "2") == 0
+    assert_weights_of_checkpoint(folder, 12, folder / "model-12")
+    assert start("early", [], *options) == 0
     assert "Pass a larger --early-stopping-patience" in capsys.readouterr().out
     assert start("early", [0.5, 0.0]) == 0
     assert start("whole", [*losses, 0.5, 0.0]) == 0
