@@ -218,7 +218,7 @@ def laid_out(moment: Moment, shape: tuple[int, ...]) -> Moment:
     """The same codes, taken for those of another layout; scales are as many."""
     if moment.scales is None:
         return Moment(moment.values.reshape(shape))
-    of_shape = Moment.compact(shape, moment.values.dtype)
+    of_shape = moment.like(shape)
     assert of_shape.scales is not None
     return Moment(moment.values.reshape(shape), moment.scales.reshape(of_shape.scales.shape))
 

@@ -112,7 +112,7 @@ WRONG_ENGINE_OPTIONS = {
         for call, options, exception in (
             (make, WRONG_VALUES, ValueError),
             (make, WRONG_TYPES, TypeError),
-            (engine, WRONG_ENGINE_OPTIONS, ValueError),
+            (engine, WRONG_ENGINE_OPTIONS, (TypeError, ValueError)),
         )
         for name, values in options.items()
         for value in values
@@ -314,7 +314,7 @@ NO_ENGINE = [
     (lambda: engine(state=IN_GRAPH_STATE), ValueError, "offload=True"),
     (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), ValueError, "jax.vmap(tx.init)"),
     (lambda: engine(nnx_model()), ValueError, "nnx.state(model)"),
-    (lambda: engine(state=shapes_of(STATE)), ValueError, "ShapeDtypeStruct"),
+    (lambda: engine(state=shapes_of(STATE)), TypeError, "ShapeDtypeStruct"),
     (lambda: engine(shapes_of(PARAMS)), TypeError, "ShapeDtypeStruct"),
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),
@@ -326,7 +326,7 @@ NO_ENGINE = [
         ValueError,
         "ApplyIfFinite",
     ),
-    (lambda: jax.jit(lambda p: (engine(p, TX.init(p)), p)[1])(PARAMS), ValueError, "Tracer"),
+    (lambda: jax.jit(lambda p: (engine(p, TX.init(p)), p)[1])(PARAMS), TypeError, "Tracer"),
     (lambda: engine(state=step(PARAMS, STATE)[1]), ValueError, "after 1 steps"),
     (lambda: engine({"kernel": PARAMS["weight"]}), ValueError, "got 1 leaves"),
     (lambda: engine(SQUARE), ValueError, "got float32 (3, 6)"),

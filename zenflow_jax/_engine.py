@@ -32,6 +32,7 @@ from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._spec.rules import check_int_or_none
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -128,9 +129,9 @@ class HostEngine:
         engine_state: Any = None,
         exit_if_stuck: bool = True,
     ):
-        checks.check_whole("prefetch_bytes", prefetch_bytes, 0)
-        checks.check_whole("max_skipped", max_skipped, 1)
-        compact = checks.check_host_state(host_state)
+        check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
+        check_int_or_none("max_skipped", max_skipped, 1)
+        compact = checks.is_compact(host_state)
         state, weights, moved = checks.checked(params, opt_state, engine_state is None)
         if engine_state is not None:
             check_resumed(engine_state, state)

@@ -14,7 +14,7 @@ from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._exchange import nnx_pair
 from zenflow_jax._exchange.checks import accumulations
-from zenflow_jax._spec.rules import check_int
+from zenflow_jax._spec.rules import check_int_or_none
 
 _FIELDS = ("params", "opt_state")
 
@@ -300,8 +300,7 @@ def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) 
     ):
         if not fits:
             raise TypeError(f"`{name}` must be {expected}, got {type(value).__name__}.")
-    if flush_every is not None:
-        check_int("flush_every", flush_every, 1, "a whole number or None")
+    check_int_or_none("flush_every", flush_every, 1)
     if fields is not None and not (isinstance(fields, tuple | list) and len(fields) == 2):
         raise ValueError(f"`fields` must be two names, got {fields!r}: parameters, state.")
     if engine is not None and options is not None:

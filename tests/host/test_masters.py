@@ -19,7 +19,7 @@ def numbers() -> np.ndarray:
     every = np.arange(2**16, dtype=np.uint32)
     lower = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     bits = [(upper[:, None] << 16 | every), (every[:, None] << 16 | lower)]
-    return np.concatenate([x.reshape(-1) for x in bits]).view(np.float32)
+    return np.concatenate([x.reshape(-1) for x in bits]).view(np.float32).reshape(1, 1, 1, -1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,9 +61,9 @@ def test_kernels_take_masters_apart_alike_and_a_step_at_rate_zero_keeps_every_bi
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_become_masters_without_rounding(dtype):
     """In pieces of which the last is not whole, from memory that is not contiguous."""
-    x = np.random.default_rng(0).standard_normal((513, 514)).astype(dtype)
+    x = np.random.default_rng(0).standard_normal((1, 1, 513, 514)).astype(dtype)
     assert x.size > 2 * PIECE
-    for weights in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[:, ::-1]):
+    for weights in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[..., ::-1]):
         masters = new_masters(np.float32(1.001) * x.astype(np.float32), dtype)
         masters.write(weights)  # which leaves nothing of what was there
         assert bits(masters.as_float32()) == bits(np.ascontiguousarray(weights, np.float32))

@@ -19,10 +19,10 @@ from zenflow_jax._host import arrays as arrays_module
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.moments import Moment, new_moments
 
-# Blocks in the middle of a channel, at its end, and chunks of the compiled loops, in both layouts.
+# Buckets in the middle of a channel, at its end, and chunks of the compiled loops, in both layouts.
 WIDE = {  # (entries, rows, n, tail)
     "leading": (2, 1, 7, 37),
-    "leading, whole blocks": (1, 1, 3, 96),
+    "leading, whole buckets": (1, 1, 3, 96),
     "leading, wide": (1, 1, 2, 4200),
     "trailing": (2, 70, 5, 1),
     "trailing, more lanes than a chunk": (1, 33, 2100, 1),
@@ -48,7 +48,7 @@ def rounded(x: np.ndarray, *, first: bool) -> np.ndarray:
 
 
 def numbers(shape: tuple[int, ...], *, first: bool) -> np.ndarray:
-    """Of any size, in blocks that are all tiny, or huge, or zero; second moments not negative."""
+    """Of any size, in buckets that are all tiny, or huge, or zero; second moments not negative."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(np.float32)
     x[rng.random(shape) < 0.2] = 0
@@ -127,12 +127,12 @@ def test_channels_are_handed_over_without_a_change_to_their_neighbours(kernel, s
 
 
 @every_shape
-def test_any_range_of_a_moment_is_read_as_all_of_it_is(shape, monkeypatch):
+def test_a_moment_is_read_in_pieces_as_it_is_read_whole(shape, monkeypatch):
     monkeypatch.setattr(arrays_module, "PIECE", 64)  # so that all of it is read in pieces
-    rng = np.random.default_rng(0)
     for moment, first in zip(new_state(shape, compact=True)[1:3], (True, False), strict=True):
         whole = rounded(moment.as_float32(), first=first).reshape(-1)
         assert bits(moment.as_float32().reshape(-1)) == bits(whole)
-        for _ in range(20):
-            begin, end = np.sort(rng.integers(0, whole.size + 1, 2)).tolist()
-            assert bits(moment.range(begin, end)) == bits(whole[begin:end])
+        for limit in (1, 100, whole.size):
+            begins, pieces = zip(*moment.pieces(limit), strict=True)
+            assert begins == (0, *np.cumsum([x.size for x in pieces])[:-1])
+            assert bits(np.concatenate(pieces)) == bits(whole)

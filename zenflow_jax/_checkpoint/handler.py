@@ -11,6 +11,7 @@ from etils import epath
 from orbax.checkpoint import future
 
 from zenflow_jax._checkpoint.stored import read_engine_state
+from zenflow_jax._spec.rules import check_int_or_none
 
 
 class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
@@ -112,8 +113,7 @@ class EngineSave(ocp.args.CheckpointArgs):
                 f"expected a `HostEngine`, got {type(self.engine).__name__}. `PyTreeSave` and "
                 "`StandardSave` save `engine.state()`."
             )
-        if self.copy_bytes is not None and self.copy_bytes < 0:
-            raise ValueError(f"`copy_bytes` must not be negative, got {self.copy_bytes}.")
+        check_int_or_none("copy_bytes", self.copy_bytes, 0)
 
 
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_restore=True)

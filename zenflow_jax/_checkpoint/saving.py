@@ -31,7 +31,7 @@ from zenflow_jax._host.arrays import blank
 from zenflow_jax._host.leaf import HostLeaf
 
 # Elements that are put together at once, where memory does not have them as they are written.
-_BLOCK = 1024 * 1024
+_AT_ONCE = 1024 * 1024
 
 
 class Saver:
@@ -173,7 +173,7 @@ class EngineStream:
                 write(name, np.ascontiguousarray(x))
             for i, leaf in self.snapshot.leaves():
                 for name in self.places[i]:
-                    for begin, elements in self._blocks(i, leaf, name):
+                    for begin, elements in self._elements(i, leaf, name):
                         write(self._tensor(i, name), elements, begin)
                 missing -= 1
             if missing:
@@ -190,21 +190,19 @@ class EngineStream:
         start = ",".join(str(s.start) for s in self.places[i][name])
         return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
 
-    def _blocks(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """The elements of an array of part `i` in pieces, each with the number of its first one."""
+    def _elements(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """The elements of an array of part `i`, some at once, with the number of the first one."""
         if name == "steps":
             yield 0, leaf.steps
         elif name == "before":
             before = self.before[i]
             channels = leaf.channels if before is None else before
             yield 0, channels + self.offloaded.parts[i].first
+        elif name == "total":
+            for begin in range(0, leaf.master.size, _AT_ONCE):
+                yield begin, self._sum(leaf, begin, min(begin + _AT_ONCE, leaf.master.size))
         else:
-            for begin in range(0, leaf.master.size, _BLOCK):
-                end = min(begin + _BLOCK, leaf.master.size)
-                if name == "total":
-                    yield begin, self._sum(leaf, begin, end)
-                else:
-                    yield begin, getattr(leaf, name).range(begin, end)
+            yield from getattr(leaf, name).pieces(_AT_ONCE)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
         """Elements of the sum of the leaf's open window, to the same bits as any way to add."""
@@ -235,7 +233,7 @@ class EngineStream:
         place = places.get(name, places["master"])  # where the sum would be
         array = blank(_size(place), self._array(i, name).dtype)
         if name in places:
-            for begin, elements in self._blocks(i, leaf, name):
+            for begin, elements in self._elements(i, leaf, name):
                 array.reshape(-1)[begin : begin + elements.size] = elements.reshape(-1)
         return array
 

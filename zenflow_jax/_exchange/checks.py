@@ -9,7 +9,6 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -22,25 +21,13 @@ from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.parts import OffloadedLeaves
-from zenflow_jax._spec.rules import SendGradients
-
-#: How the host keeps moments.
-HOST_STATES = ("float32", "compact")
+from zenflow_jax._spec.rules import SendGradients, check_one_of
 
 
-def check_whole(name: str, number: Any, least: int) -> None:
-    """Refuses what is neither None nor a whole number from `least` on."""
-    whole = isinstance(number, Integral) and not isinstance(number, bool)
-    if number is not None and (not whole or number < least):
-        raise ValueError(f"`{name}` must be a whole number from {least} or None, got {number!r}.")
-
-
-def check_host_state(host_state: Any) -> bool:
-    if host_state not in HOST_STATES:
-        raise ValueError(
-            f"`host_state` must be one of {', '.join(map(repr, HOST_STATES))}, got {host_state!r}."
-        )
-    return host_state == HOST_STATES[1]
+def is_compact(host_state: Any) -> bool:
+    """Whether the host keeps moments in 8 bits; refuses what is no `host_state`."""
+    check_one_of("host_state", host_state, ("float32", "compact"))
+    return host_state == "compact"
 
 
 def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any], int]:
@@ -52,7 +39,7 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     state = find_state(opt_state)
     _check_wrappers(opt_state, state)
     _check_not_flattened(params, state)
-    check_not_numpy(state)
+    _check_arrays(state)
     _check_one_run(state)
     _check_offload(state)
     if fresh:
@@ -79,13 +66,16 @@ def _check_not_flattened(params: Any, state: ZenFlowState) -> None:
         )
 
 
-def check_not_numpy(tree: Any) -> None:
-    if any(isinstance(x, np.ndarray | np.generic) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            "expected a state of jax arrays, got NumPy's ndarray, as from `jax.device_get` and "
-            "some checkpoints. Put each array where that of its name is in `tx.init(params)`, by "
-            "`jax.device_put(x, like.sharding)`, as docs/checkpoints.md does."
-        )
+def _check_arrays(tree: Any) -> None:
+    for x in jax.tree.leaves(tree):
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+            raise TypeError(
+                f"expected a state of jax arrays, got {type(x).__name__}. Pass what `tx.init` or "
+                "the step returned, outside of jit; of flax nnx pass model and optimizer to "
+                "`exchange_nnx` or `flush_nnx`. Where a checkpoint gives NumPy arrays, put each "
+                "where that of its name is in `tx.init(params)`, by `jax.device_put(x, "
+                "like.sharding)`, as docs/checkpoints.md does."
+            )
 
 
 def _check_one_run(state: ZenFlowState) -> None:
@@ -108,12 +98,6 @@ def _check_offload(state: ZenFlowState) -> None:
 
 
 def _check_fresh(state: ZenFlowState) -> None:
-    arrays = [x for x in jax.tree.leaves(state) if not isinstance(x, jax.Array)]
-    if arrays or isinstance(state.step, Tracer):
-        raise ValueError(
-            f"expected a state of arrays, got {type((arrays or [state.step])[0]).__name__}. Make "
-            "the engine outside of jit, from what `tx.init(params)` returned for real parameters."
-        )
     step = int(read(state.step))
     if step:
         raise ValueError(
@@ -203,7 +187,7 @@ class Expected:
                 "expected the state of the run that this engine was made for, got one with other "
                 "leaves or settings. Give each run an engine of its own."
             )
-        _check_arrays(state)
+        _check_arrays(state.step_scalars.ints)  # a look at all would take long
         return state
 
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
@@ -256,18 +240,6 @@ def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
 def _has_moved(old: LeafState, new: LeafState) -> bool:
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     return any(x is not y and x.size for x, y in pairs)
-
-
-def _check_arrays(state: ZenFlowState) -> None:
-    """Refuses a state that is not of jax arrays, by a look at its step scalars alone."""
-    ints = state.step_scalars.ints
-    check_not_numpy(ints)
-    if not isinstance(ints, jax.Array) or isinstance(ints, Tracer):
-        raise TypeError(
-            f"expected a state of jax arrays, got {type(ints).__name__}. Pass what the step "
-            "returned, outside of jit; of flax nnx pass model and optimizer themselves, to "
-            "`exchange_nnx` or `flush_nnx`."
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,8 @@ Two kernels give the same bits, whatever the number of threads and the size of t
 one pass over memory in compiled loops; "numpy" needs no compiler and works through tiles that fit
 the cache. float16 leaves always take the NumPy kernel, as Numba has no float16 on CPUs.
 
-Letters: every array is a C-contiguous view `(entries, rows, n, tail)`. `entries` is the product of
-the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
-run of `tail` elements. "Trailing": `tail == 1`, the channels are the lanes of each row. What has
-one entry per channel is `(entries, n)`. Inside, `p, m, v, g` are master, moments and gradient;
-`masters.py` and `moments.py` say how masters and moments are kept.
+Every array is `(entries, rows, n, tail)`, as `arrays.py` says; what has one entry per channel is
+`(entries, n)`. `masters.py` and `moments.py` say how masters and moments are kept.
 """
 
 import os
@@ -20,16 +17,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zenflow_jax._host.arrays import PIECE
+from zenflow_jax._host.arrays import HostArray, Segments, Tile, flat, in_turn
 from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Layout, Moment, Tile
-from zenflow_jax._host.numpy_kernel import NumpyKernel, Step, flat, move
+from zenflow_jax._host.moments import Moment
+from zenflow_jax._host.numpy_kernel import NumpyKernel, Step
+from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
 if TYPE_CHECKING:
     from zenflow_jax._host.numba_kernel import NumbaKernel
 
-_KERNELS = ("numba", "numpy")
 # The most elements that a thread takes at once. Numba streams through memory and evicts the
 # interpreter's; the way back costs up to 50 us a tile, 3 % of the time with half of this.
 _NUMBA_TILE = 2 * 1024 * 1024
@@ -45,9 +42,6 @@ _CHUNK = 2 * 1024 * 1024
 #: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
 Sources = Sequence[tuple[np.ndarray, float]]
 
-#: What channels are moved of: `(entries, rows, n, tail)`.
-Movable = Moment | Masters
-
 _FLOAT16 = np.dtype(np.float16)
 
 
@@ -62,18 +56,8 @@ class HostAdam:
     def __init__(
         self, kernel: str = "numba", threads: int | None = None, *, tile: int | None = None
     ):
-        if kernel not in _KERNELS:
-            raise ValueError(
-                f"`host_kernel` must be one of {', '.join(map(repr, _KERNELS))}, got {kernel!r}. "
-                "Leave it at 'numba' unless Numba does not work on this machine."
-            )
-        if threads is None:
-            threads = max(1, available_cores() - 1)
-        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise ValueError(
-                f"`threads` must be a positive integer, or None for all cores but one, got "
-                f"{threads!r}."
-            )
+        check_one_of("host_kernel", kernel, ("numba", "numpy"))
+        threads = check_int_or_none("threads", threads, 1) or max(1, available_cores() - 1)
         self.threads = threads
         numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
         self._portable = NumpyKernel(tile or numpy_tile)
@@ -97,7 +81,7 @@ class HostAdam:
             kernel.accumulate(sums[part], [(g[part], factor) for g, factor in addends], first)
 
         limit = self._limit(kernel, total.size)
-        self._run(work, Layout.of((1, 1, 1, total.size)).tiles(limit))
+        self._run(work, Segments.of((1, 1, 1, total.size)).tiles(limit))
 
     def adamw(
         self,
@@ -127,13 +111,13 @@ class HostAdam:
         assert all(g.shape == masters.shape for g, _ in gradients)
         assert steps.dtype == np.int32
         assert steps.shape == active.shape == masters.shape[::2]
-        layout = Layout.of(masters.shape)
+        segments = masters.segments
         active = active.copy()  # The caller may select again while the step is under way.
         if masters.size == 0 or not active.any():
             return
         steps += active * np.int32(of_window.advance)
         step = Step(
-            layout=layout,
+            segments=segments,
             masters=masters,
             mu=mu,
             nu=nu,
@@ -146,8 +130,8 @@ class HostAdam:
         )
         kernel = self._kernel_for(*(g for g, _ in gradients), masters.cast)
         limit = self._limit(kernel, masters.size)
-        tiles = layout.tiles(limit)
-        if not layout.trailing:
+        tiles = segments.tiles(limit)
+        if not segments.trailing:
             tiles = [tile for tile in tiles if step.active[tile[0] : tile[1]].any()]
 
         work = kernel.adamw(step)
@@ -156,71 +140,51 @@ class HostAdam:
             self._run(work, tiles[i : i + chunk])
             yield
 
-    def take(self, arrays: Sequence[Movable], channels: np.ndarray) -> list[np.ndarray]:
+    def take(self, arrays: Sequence[HostArray], channels: np.ndarray) -> list[np.ndarray]:
         """Copies of channels, int32 `(entries, k)`: float32 `(entries, rows, k, tail)`."""
         entries, rows, _, tail = arrays[0].shape
-        taken = [np.empty((entries, rows, channels.shape[1], tail), np.float32) for _ in arrays]
-        for x, of_array in zip(arrays, taken, strict=True):
-            self._move_numbers(x, channels, of_array, inward=False)
-        return taken
+        taken = [x.like((entries, rows, channels.shape[1], tail)) for x in arrays]
+        for x, of_channels in zip(arrays, taken, strict=True):
+            self._move(x, of_channels, channels, inward=False)
+        return [x.as_float32(self._run) for x in taken]
 
     def put(
-        self, arrays: Sequence[Movable], channels: np.ndarray, rows: Sequence[np.ndarray]
+        self, arrays: Sequence[HostArray], channels: np.ndarray, rows: Sequence[np.ndarray]
     ) -> None:
-        """Writes `rows` over channels; what float16 leaves upload follows at their next update."""
-        for x, of_array in zip(arrays, rows, strict=True):
-            self._move_numbers(x, channels, of_array, inward=True)
+        """Writes `rows`, as `take` returns them, over channels."""
+        for x, numbers in zip(arrays, rows, strict=True):
+            of_channels = type(x)(numbers) if x.plain else x.like(numbers.shape)
+            if not x.plain:
+                of_channels.write(numbers, self._run)
+            self._move(x, of_channels, channels, inward=True)
 
     def close(self) -> None:
         """Ends the threads. Safe twice."""
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _move_numbers(
-        self, x: Movable, channels: np.ndarray, rows: np.ndarray, *, inward: bool
-    ) -> None:
-        assert rows.dtype == np.float32
-        if isinstance(x, Masters) or x.scales is None:
-            rest = x.rest if isinstance(x, Masters) else None
-            self._move(x.values, rest, rows, channels, inward=inward)
-        elif rows.size:
-            codes = Moment.compact(rows.shape, x.values.dtype)
-            tiles = Layout.of(rows.shape).tiles(PIECE)
-            if inward:
-                self._run(partial(codes.write_tile, rows), tiles)
-            for of_leaf, of_rows in zip(x.arrays, codes.arrays, strict=True):
-                self._move(of_leaf, None, of_rows, channels, inward=inward)
-            if not inward:
-                self._run(partial(codes.read_tile, rows), tiles)
-
     def _move(
-        self,
-        x: np.ndarray,
-        rest: np.ndarray | None,
-        rows: np.ndarray,
-        channels: np.ndarray,
-        *,
-        inward: bool,
+        self, x: HostArray, of_channels: HostArray, channels: np.ndarray, *, inward: bool
     ) -> None:
-        entries, height, n, tail = x.shape
+        """Copies `channels` from `x` to `of_channels`, or the other way if `inward`."""
+        entries, rows, n, tail = x.shape
+        k, together = channels.shape[1], max(_LEAST_TILE // max(rows * tail, 1), 1)
         assert channels.dtype == np.int32
-        assert channels.shape == (entries, rows.shape[2])
-        assert rows.shape == (entries, height, channels.shape[1], tail)
-        assert rows.dtype == (x.dtype if rest is None else np.float32)
-        if rows.size == 0:
+        assert of_channels.shape == (entries, rows, k, tail)
+        if of_channels.size == 0:
             return
         if not 0 <= channels.min() <= channels.max() < n:
             raise ValueError(
                 f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}. "
                 "The optimizer state is damaged, or of other devices: go on from a checkpoint."
             )
-        k, together = channels.shape[1], max(_LEAST_TILE // (height * tail), 1)
-        pieces = [
+        tiles = [
             (i, i + 1, left, min(left + together, k))
             for i in range(entries)
             for left in range(0, k, together)
         ]
-        self._run(partial(move, x, rest, rows, channels, inward), pieces)
+        for whole, few in zip(x.arrays, of_channels.arrays, strict=True):
+            self._run(partial(_move, whole, few, channels, inward), tiles)
 
     def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
@@ -231,8 +195,7 @@ class HostAdam:
 
     def _run(self, work: Callable[[Tile], None], tiles: list[Tile]) -> None:
         if self._pool is None or len(tiles) == 1:
-            for tile in tiles:
-                work(tile)
+            in_turn(work, tiles)
             return
         todo = deque(tiles)
 
@@ -249,6 +212,19 @@ class HostAdam:
         wait(futures)  # all of them: after an exception no thread may still be writing
         for future in futures:
             future.result()
+
+
+def _move(
+    x: np.ndarray, of_channels: np.ndarray, channels: np.ndarray, inward: bool, tile: Tile
+) -> None:
+    """A tile is one entry, and some places among its `channels`."""
+    entry, _, left, right = tile
+    index, moved = channels[entry, left:right], of_channels[entry][:, left:right]
+    if inward:
+        x[entry][:, index] = moved
+    else:
+        # The default mode would fill a buffer of its own first.
+        np.take(x[entry], index, axis=1, out=moved, mode="clip")
 
 
 def available_cores() -> int:

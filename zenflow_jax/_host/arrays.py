@@ -1,13 +1,16 @@
 """A leaf's float32 numbers on the host, whole or in fewer bytes.
 
-They are at addresses that jax on CPUs takes over without a copy.
+Arrays are C-contiguous, `(entries, rows, n, tail)`: `entries` of the stack axes, `n` channels in
+each. Where channels lead, `rows` is 1 and a channel is a run of `tail` elements; where they trail,
+`tail` is 1 and the channels are the lanes of each row. They are at addresses that jax on CPUs takes
+over without a copy.
 """
 
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,7 +18,11 @@ import numpy as np
 ALIGNMENT = 64
 #: Elements that are converted at once: the scratch stays in the cache.
 PIECE = 128 * 1024
+#: Elements of a channel that share a scale in compact moments; fewer where a channel ends.
+BUCKET = 32
 
+#: First and last + 1 segment, first and last + 1 element in each.
+Tile = tuple[int, int, int, int]
 _Array = TypeVar("_Array", bound="HostArray")
 
 
@@ -33,11 +40,75 @@ def copied(x: np.ndarray, dtype: Any = None) -> np.ndarray:
     return copy
 
 
+def flat(x: np.ndarray) -> np.ndarray:
+    assert x.flags.c_contiguous  # else `reshape` would copy, and writes be lost
+    return x.reshape(-1)
+
+
+class Segments(NamedTuple):
+    """How an array lies in memory, as segments of `width` elements.
+
+    Leading: a segment is a channel. Trailing: it is a row of all of them, and buckets have 32 rows.
+    """
+
+    number: int
+    rows: int  # segments of an entry; of all of them where channels lead
+    width: int
+    trailing: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...]) -> "Segments":
+        entries, rows, n, tail = shape
+        assert rows == 1 or tail == 1
+        if tail == 1:
+            return cls(entries * rows, rows, n, True)
+        return cls(entries * n, entries * n, tail, False)
+
+    def tiles(self, limit: int, *, whole: bool = False) -> list[Tile]:
+        """Tiles of whole buckets of one entry, of at most `limit` elements or one bucket.
+
+        `whole` ones have whole segments, however many elements these have.
+        """
+        height, breadth = (BUCKET, 1) if self.trailing else (1, BUCKET)
+        edges = [(0, self.width)] if whole else _cut(self.width, limit // height, breadth)
+        sides = _cut(self.rows, limit // edges[0][1], height)
+        return [
+            (entry + top, entry + bottom, left, right)
+            for entry in range(0, self.number, self.rows)
+            for top, bottom in sides
+            for left, right in edges
+        ]
+
+    def region(self, x: np.ndarray, tile: Tile) -> np.ndarray:
+        """A tile of an array that lies so, `(segments, elements)`."""
+        return flat(x).reshape(-1, self.width)[slice(*tile[:2]), slice(*tile[2:])]
+
+
+def in_turn(work: Callable[[Tile], None], tiles: Sequence[Tile]) -> None:
+    for tile in tiles:
+        work(tile)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostArray(abc.ABC):
-    """Numbers of one leaf, C-contiguous. Fields of subclasses are more arrays, or None."""
+    """Numbers of one leaf, or of channels of one. Fields of subclasses are more arrays, or None.
+
+    In each of the arrays the third axis is that of the channels.
+    """
 
     values: np.ndarray  # the numbers, if float32
+
+    @abc.abstractmethod
+    def like(self: _Array, shape: tuple[int, ...]) -> _Array:
+        """Zeros of another shape, kept in the same way."""
+
+    @abc.abstractmethod
+    def read_tile(self, tile: Tile, scratch: np.ndarray) -> np.ndarray:
+        """The numbers of a tile: a view if they are float32, else `scratch`, which gets them."""
+
+    @abc.abstractmethod
+    def write_tile(self, tile: Tile, x: np.ndarray, where: "np.ndarray | bool" = True) -> None:
+        """Sets the numbers of a tile where `where`, broadcast, is True."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,26 +119,52 @@ class HostArray(abc.ABC):
         return self.values.size
 
     @property
+    def segments(self) -> Segments:
+        return Segments.of(self.shape)
+
+    @property
     def arrays(self) -> list[np.ndarray]:
         return [x for x in vars(self).values() if x is not None]
+
+    @property
+    def plain(self) -> bool:
+        """Whether `values` is all there is."""
+        return len(self.arrays) == 1
 
     def copy(self: _Array) -> _Array:
         arrays = {name: copied(x) for name, x in vars(self).items() if x is not None}
         return dataclasses.replace(self, **arrays)
 
-    def as_float32(self) -> np.ndarray:
+    def as_float32(self, run: Callable[..., None] = in_turn) -> np.ndarray:
         """All of the numbers: `values`, which updates write, where they are float32."""
-        return self.range(0, self.size).reshape(self.shape)
-
-    def range(self, begin: int, end: int) -> np.ndarray:
-        """Some of the numbers in C order: a view where they are float32."""
         if self.values.dtype == np.float32:
-            return self.values.reshape(-1)[begin:end]
-        return self._decoded(begin, end)
+            return self.values
+        x, segments = np.empty(self.shape, np.float32), self.segments
 
-    @abc.abstractmethod
-    def write(self, x: np.ndarray) -> None:
-        """Sets all of the numbers; `x` is float32, of the same size."""
+        def read(tile: Tile) -> None:
+            self.read_tile(tile, segments.region(x, tile))
 
-    @abc.abstractmethod
-    def _decoded(self, begin: int, end: int) -> np.ndarray: ...
+        run(read, segments.tiles(PIECE) if x.size else [])
+        return x
+
+    def pieces(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The numbers in C order, about `limit` at once, each with the number of its first one."""
+        for tile in self.segments.tiles(limit, whole=True):
+            first, last, _, width = tile
+            numbers = self.read_tile(tile, np.empty((last - first, width), np.float32))
+            yield first * width, flat(numbers)
+
+    def write(self, x: np.ndarray, run: Callable[..., None] = in_turn) -> None:
+        """Sets all of the numbers; `x` is of the same size, float32 or of the leaf's dtype."""
+        x, segments = np.ascontiguousarray(x), self.segments
+
+        def write(tile: Tile) -> None:
+            self.write_tile(tile, segments.region(x, tile))
+
+        run(write, segments.tiles(PIECE) if x.size else [])
+
+
+def _cut(size: int, limit: int, step: int) -> list[tuple[int, int]]:
+    """Cuts a size into pieces of at most `limit`, at multiples of `step`."""
+    piece = max(limit // step, 1) * step
+    return [(i, min(i + piece, size)) for i in range(0, size, piece)]

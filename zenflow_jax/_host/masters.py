@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax._host.arrays import PIECE, HostArray, blank
+from zenflow_jax._host.arrays import HostArray, Tile, blank
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INT16 = np.iinfo(np.int16)
@@ -50,39 +50,36 @@ class Masters(HostArray):
         """The masters in the leaf's dtype. Not a copy: the next update writes it."""
         return self.values if self.cast is None else self.cast
 
-    def write(self, x: np.ndarray) -> None:
-        """Sets all masters: `x` is of the same size, float32 or in the leaf's dtype."""
-        x = x.reshape(self.shape)
+    def like(self, shape: tuple[int, ...]) -> "Masters":
+        return Masters.zeros(shape, self.to_upload.dtype)
+
+    def read_tile(self, tile: Tile, scratch: np.ndarray) -> np.ndarray:
+        values = self.segments.region(self.values, tile)
         if self.rest is None:
-            np.copyto(self.values, x)
-            if self.cast is not None:
-                _round(self.values, out=self.cast)
-        elif x.dtype == self.values.dtype:
-            np.copyto(self.values, x)
-            self.rest[...] = 0
-        else:
-            arrays = [a.reshape(-1) for a in (np.ascontiguousarray(x), self.values, self.rest)]
-            for i in range(0, x.size, PIECE):
-                split(*(a[i : i + PIECE] for a in arrays))
+            return values
+        np.copyto(scratch, values)  # exact
+        bits = scratch.view(np.int32)
+        bits += self.segments.region(self.rest, tile)
+        return scratch
 
-    def _decoded(self, begin: int, end: int) -> np.ndarray:
-        assert self.rest is not None
-        masters = np.empty(end - begin, np.float32)
-        join(self.values.reshape(-1)[begin:end], self.rest.reshape(-1)[begin:end], out=masters)
-        return masters
-
-
-def join(rounded: np.ndarray, rest: np.ndarray, *, out: np.ndarray) -> None:
-    np.copyto(out, rounded)  # exact
-    bits = out.view(np.int32)
-    bits += rest
+    def write_tile(self, tile: Tile, x: np.ndarray, where: "np.ndarray | bool" = True) -> None:
+        values, rest, cast = (
+            None if a is None else self.segments.region(a, tile)
+            for a in (self.values, self.rest, self.cast)
+        )
+        assert values is not None
+        if rest is not None and x.dtype == np.float32:
+            _split(x, values, rest, where)
+            return
+        np.copyto(values, x, where=where)
+        if rest is not None:  # rounded already
+            np.copyto(rest, 0, where=where)
+        if cast is not None:
+            _round(x, out=cast, where=where)
 
 
-def split(
-    x: np.ndarray,
-    rounded: np.ndarray,
-    rest: np.ndarray,
-    where: "np.ndarray | bool" = True,
+def _split(
+    x: np.ndarray, rounded: np.ndarray, rest: np.ndarray, where: "np.ndarray | bool"
 ) -> None:
     """Takes float32 masters apart, into `rounded` (bfloat16) and `rest` (int16).
 
@@ -100,6 +97,6 @@ def split(
     rest[places] = np.where(down, _INT16.max, _INT16.min)
 
 
-def _round(x: np.ndarray, *, out: np.ndarray, where: "np.ndarray | bool" = True) -> None:
+def _round(x: np.ndarray, *, out: np.ndarray, where: "np.ndarray | bool") -> None:
     with np.errstate(all="ignore"):  # what is too large becomes infinite, as on the device
         np.copyto(out, x, where=where, casting="same_kind")

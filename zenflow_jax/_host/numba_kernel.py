@@ -6,13 +6,8 @@ import ml_dtypes
 import numpy as np
 
 from zenflow_jax._host import numba_loops
-from zenflow_jax._host.moments import Tile
-from zenflow_jax._host.numpy_kernel import (
-    GRADIENTS_PER_PASS,
-    Step,
-    Weighed,
-    flat,
-)
+from zenflow_jax._host.arrays import Tile, flat
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, Step, Weighed
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -33,7 +28,7 @@ class NumbaKernel:
         assert p.cast is None  # float16 takes the other kernel
         arrays = [_flat(x) for x in (p.values, p.rest, m.values, m.scales, v.values, v.scales)]
         channels = (step.active, step.m_debias, step.v_debias)
-        _, rows, width, trailing = step.layout
+        _, rows, width, trailing = step.segments
         loop = numba_loops.adamw_trailing if trailing else numba_loops.adamw_leading
         gradients = _padded(step.gradients)
         scalars = (step.scale, *step.scalars)

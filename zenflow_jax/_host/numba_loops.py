@@ -14,7 +14,7 @@ Letters: `p, m, v` master and moments, each `(segments, width)`, flat. Of a spli
 rounded one and `rest` what it lacks (`masters.py`), else None; `m_scales` and `v_scales` are those
 of codes, else None. `gs` are eight gradients and `fs` their factors; a missing one is None and its
 factor 0. A tile has the segments `first` to `last`, and of each the elements `left` to `right`, in
-whole blocks.
+whole buckets.
 """
 
 import inspect
@@ -25,10 +25,10 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from zenflow_jax._host import moments
+from zenflow_jax._host import arrays, moments
 
 # Numba compiles again what it keeps on disk when this file changes, not when those imported do.
-BLOCK = moments.BLOCK
+BUCKET = arrays.BUCKET
 _TWICE_BEND, _BEND, _BEND_SQUARED = 2 * moments.BEND, moments.BEND, moments.BEND * moments.BEND
 _TOP_FIRST, _TOP_SECOND = moments.TOP_FIRST, moments.TOP_SECOND
 _PER_FIRST, _PER_SECOND = moments.PER_FIRST, moments.PER_SECOND
@@ -36,7 +36,7 @@ _LEAST, _ZERO = moments.LEAST, np.float32(0)
 # Added to a small number it leaves the nearest integer in the lower bits: ties to even.
 _ROUNDER = np.float32(1.5 * 2**23)
 # Elements of a chunk where channels lead. Larger scratch leaves the first cache, smaller chunks
-# cost calls. Where they trail a chunk has the rows of a block and so many lanes: with fewer the
+# cost calls. Where they trail a chunk has the rows of a bucket and so many lanes: with fewer the
 # scratch (512 KiB) would leave the second cache for the first, but memory is read in short pieces.
 _CHUNK = 4096
 _LANES = 2048
@@ -206,7 +206,7 @@ def adamw_leading(
     first, last, left, right = tile
     active, m_debias, v_debias = channels
     wide_m, wide_v = _workplace(m, m_scales, _CHUNK), _workplace(v, v_scales, _CHUNK)
-    blocks = _blocks(width)
+    buckets = _buckets(width)
     together = max(_CHUNK // max(right - left, 1), 1)
     s = first
     while s < last:
@@ -226,7 +226,7 @@ def adamw_leading(
         for a in range(left, right, _CHUNK):
             b = min(a + _CHUNK, right)
             i, j = s * width + a, (end - 1) * width + b
-            k, k_end = s * blocks + a // BLOCK, (end - 1) * blocks + _blocks(b)
+            k, k_end = s * buckets + a // BUCKET, (end - 1) * buckets + _buckets(b)
             at_m = i if m_scales is None else 0
             if m_scales is not None:
                 _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None, None)
@@ -245,14 +245,14 @@ def adamw_trailing(
     first, last, left, right = tile
     active, m_debias, v_debias = channels
     lanes = right - left if m_scales is None else min(_LANES, right - left)
-    wide_m = _workplace(m, m_scales, BLOCK * lanes)
-    wide_v = _workplace(v, v_scales, BLOCK * lanes)
+    wide_m = _workplace(m, m_scales, BUCKET * lanes)
+    wide_v = _workplace(v, v_scales, BUCKET * lanes)
     entry = first // rows
-    for top in range(first, last, BLOCK):
-        height = min(BLOCK, last - top)
+    for top in range(first, last, BUCKET):
+        height = min(BUCKET, last - top)
         for a in range(left, right, lanes):
             size = min(lanes, right - a)
-            i, c, k = top * width + a, entry * width + a, _block_of(top, rows) * width + a
+            i, c, k = top * width + a, entry * width + a, _bucket_of(top, rows) * width + a
             shape, on = (height, size, width), active[c : c + size]
             if m_scales is not None:
                 _convert_rows(m[i:], m_scales[k:], wide_m, shape, on, None, None)
@@ -294,7 +294,7 @@ def _second_code(x, inverse, root):
 
 _decoded = by_type(2, numba.none, _first_decoded, _second_decoded)
 _code = by_type(2, numba.none, _first_code, _second_code)
-# A block's scale as it is kept, by its largest magnitude.
+# A bucket's scale as it is kept, by its largest magnitude.
 _scale = by_type(
     1,
     numba.none,
@@ -319,28 +319,28 @@ def _magnitude(x):
 @inner
 def _convert(codes, scales, x, width, root, inward):
     """Converts channels of `width` elements, or a piece of one channel."""
-    size = codes.size if width % BLOCK == 0 else width
-    whole = size // BLOCK * BLOCK
+    size = codes.size if width % BUCKET == 0 else width
+    whole = size // BUCKET * BUCKET
     for s in range(codes.size // size):
-        i, k = s * size, s * _blocks(size)
-        for a, b, length in ((i, i + whole, BLOCK), (i + whole, i + size, size - whole)):
+        i, k = s * size, s * _buckets(size)
+        for a, b, length in ((i, i + whole, BUCKET), (i + whole, i + size, size - whole)):
             if a < b:
                 shape = ((b - a) // length, length)
                 end = k + shape[0]
-                _convert_blocks(
+                _convert_buckets(
                     codes[a:b].reshape(shape), scales[k:end], x[a:b].reshape(shape), root, inward
                 )
                 k = end
 
 
-def _decode_blocks(codes, scales, x, root, inward):
+def _decode_buckets(codes, scales, x, root, inward):
     for b in range(x.shape[0]):
         scale = _widened(scales[b])
         for i in range(x.shape[1]):
             x[b, i] = _decoded(codes[b, i], scale, root)
 
 
-def _encode_blocks(codes, scales, x, root, inward):
+def _encode_buckets(codes, scales, x, root, inward):
     # LLVM vectorizes the search for a largest number only where its length is not known.
     for b in range(x.shape[0]):
         largest = np.uint32(0)
@@ -380,19 +380,19 @@ def _encode_rows(codes, scales, x, shape, active, root, inward):
             codes[i] = code if active[e] else codes[i]
 
 
-# Blocks, a row each.
-_convert_blocks = by_type(4, numba.none, _decode_blocks, _encode_blocks)
-# The rows of a block, of `lanes` elements each, which are `apart` among the codes. Channels that
+# Buckets, a row each.
+_convert_buckets = by_type(4, numba.none, _decode_buckets, _encode_buckets)
+# The rows of a bucket, of `lanes` elements each, which are `apart` among the codes. Channels that
 # are not `active` keep codes and scales.
 _convert_rows = by_type(6, numba.none, _decode_rows, _encode_rows)
 
 
 @inner
-def _blocks(size):
-    return (size + BLOCK - 1) // BLOCK
+def _buckets(size):
+    return (size + BUCKET - 1) // BUCKET
 
 
 @inner
-def _block_of(row, rows):
-    """The number of a row's block, among those of all entries of `rows` each."""
-    return row // rows * _blocks(rows) + row % rows // BLOCK
+def _bucket_of(row, rows):
+    """The number of a row's bucket, among those of all entries of `rows` each."""
+    return row // rows * _buckets(rows) + row % rows // BUCKET

@@ -15,6 +15,8 @@ from zenflow_jax._spec.rules import (
     EpochSelect,
     SendGradients,
     check_int,
+    check_int_or_none,
+    check_one_of,
     check_share,
 )
 from zenflow_jax._spec.schedule import Schedule
@@ -91,9 +93,9 @@ def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect |
 
 def _check_staleness(staleness: Any, window: int | AutoWindow, in_turn: bool) -> int | None:
     """The steps that an update waits; None where that is for the next boundary to say."""
+    staleness = check_int_or_none("staleness", staleness, 0, _IF_INJECTED)
     if staleness is None:
         return 1 if in_turn else window if isinstance(window, int) else None
-    staleness = check_int("staleness", staleness, 0, "an int or None", _IF_INJECTED)
     if isinstance(window, AutoWindow) and staleness != 0:
         raise ValueError(
             "`staleness` must be 0 or None with an `AutoWindow`, whose updates arrive at the next "
@@ -109,9 +111,7 @@ def _share_or_none(name: str, value: Any) -> float | None:
 
 
 def check_send_gradients(value: Any) -> SendGradients:
-    known = [str(x) for x in SendGradients]
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"`send_gradients` must be one of {known}, got {value!r}.")
+    check_one_of("send_gradients", value, [str(x) for x in SendGradients])
     return SendGradients(value)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import math
+from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any
 
@@ -131,6 +132,16 @@ def check_int(
     if least is not None and value < least:
         raise ValueError(f"`{name}` must be at least {least}, got {value}.")
     return int(value)
+
+
+def check_int_or_none(name: str, value: Any, least: int, remedy: str = "") -> int | None:
+    return None if value is None else check_int(name, value, least, "an int or None", remedy)
+
+
+def check_one_of(name: str, value: Any, choices: Collection[str]) -> None:
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"`{name}` must be one of {listed}, got {value!r}.")
 
 
 def check_share(name: str, value: Any, kinds: str = "a float", remedy: str = "") -> float:

@@ -13,7 +13,7 @@ import optax
 
 from zenflow_jax._host.adam import available_cores
 from zenflow_jax._spec.arguments import check_numbers
-from zenflow_jax._spec.rules import AutoWindow, check_int
+from zenflow_jax._spec.rules import AutoWindow, check_int_or_none
 from zenflow_jax._transform import zenflow
 from zenflow_jax.deepspeed._config import Config, Kind, get, number, one_of, pair
 from zenflow_jax.deepspeed._schedule import SCHEDULES, Scheduler, Selection
@@ -205,8 +205,7 @@ def from_deepspeed(
     lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
     lengths |= {"warmup_steps": warmup_steps}
     for name, value in (lengths | {"devices": devices}).items():
-        if value is not None:
-            check_int(name, value, 0 if name == "warmup_steps" else 1, "an int or None")
+        check_int_or_none(name, value, 0 if name == "warmup_steps" else 1)
 
     read = Config(config)
     values = read.read(_table(read.written, learning_rate))

@@ -33,6 +33,7 @@ from zenflow_jax._device.state import find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._exchange.checks import accumulations
+from zenflow_jax._spec.rules import check_one_of
 from zenflow_jax.integrations._tunix_checkpoints import CheckpointManager
 
 #: The versions that this was read against and is tested with. The next one writes its checkpoints
@@ -83,8 +84,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     ):
         _check_new(trainer)
         self._others = _as_list(trainer.training_hooks if hooks is None else hooks)
-        if evaluate not in get_args(Evaluate):
-            raise ValueError(f"`evaluate` must be one of {get_args(Evaluate)}, got {evaluate!r}.")
+        check_one_of("evaluate", evaluate, get_args(Evaluate))
         self._trainer = trainer
         self._evaluate = evaluate
         self._engine_options = dict(engine_options or {})

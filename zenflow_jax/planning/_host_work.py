@@ -16,7 +16,7 @@ import numpy as np
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
-from zenflow_jax._exchange.checks import check_host_state
+from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.pinned import buffers, most_kept
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
@@ -58,7 +58,7 @@ class Needs(NamedTuple):
 
 def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
     """The needs of the engine of this state."""
-    compact = check_host_state(host_state)
+    compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
     of_groups = np.zeros((schedule.groups, 6))
@@ -203,7 +203,7 @@ def hiding(
     Raises:
         ValueError: If there is not one `ZenFlowState`, or `host_state` is unknown.
     """
-    check_host_state(host_state)
+    is_compact(host_state)
     state = find_state(opt_state)
     window = state.schedule.window
     if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
@@ -241,7 +241,7 @@ def host_bandwidth(
     Raises:
         ValueError: If `threads` or `host_state` is out of range.
     """
-    compact = check_host_state(host_state)
+    compact = is_compact(host_state)
     dtype, mail, rows = np.dtype(np.float32), np.dtype(np.float32), 4096
     shape = (1, 1, rows, rows)
     if specs := [leaf.spec for leaf in leaves if leaf.offloaded]:

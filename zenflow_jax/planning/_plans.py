@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.checks import check_host_state
+from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax.planning._gpus import GPUS, Gpu
 from zenflow_jax.planning._host_work import BUSY, Hiding, Needs, hiding_of, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
@@ -213,7 +213,7 @@ def plan(
             f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
             "figures, as a `zenflow_jax.planning.Gpu`."
         )
-    check_host_state(host_state)
+    is_compact(host_state)
     if not hasattr(step, "trace"):
         raise TypeError(
             f"expected a step that is jitted, got {type(step).__name__}. Pass "
