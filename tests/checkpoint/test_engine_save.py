@@ -214,7 +214,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
             (
                 lambda: zenflow_jax.EngineSave(engine, copy_bytes=-1),
                 ValueError,
-                "`copy_bytes` must not be negative, got -1",
+                "`copy_bytes` must be at least 0, got -1",
             ),
             (lambda: save(training, "gs://bucket/9"), ValueError, "a file system, got gs://"),
         ):

@@ -152,14 +152,10 @@ def _check_layout(written: Any) -> None:
     """Refuses another layout, whether it was in files or in a tree of any saver."""
     names = written if isinstance(written, Mapping) else {}
     if list(names) != [_version.LAYOUT_NAME]:
-        writers = ", ".join(
-            f"{name} (by zenflow_jax {_version.version_of(int(x))})" for name, x in names.items()
-        )
+        layout = ", ".join(names) or "one that does not say its layout, of a version before 0.2.0"
         raise ValueError(
-            f"expected an `engine_state` of {_version.LAYOUT_NAME}, got "
-            f"{writers or 'one that does not say its layout, of a version before 0.2.0'}. Go on "
-            "with the version that wrote it, or begin a new run with its parameters, from "
-            "`tx.init(params)`."
+            f"expected an `engine_state` of {_version.LAYOUT_NAME}, got {layout}. Go on with the "
+            "version that wrote it, or begin a new run with its parameters, from `tx.init(params)`."
         )
 
 

@@ -109,7 +109,7 @@ def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
         "counts": _counts_to_tree(counts, state.schedule),
         "options": options_of(state),
         # As in the optimizer state, so that savers that compare names show both versions.
-        "layout": {_version.LAYOUT_NAME: np.array(_version.version_number(), np.int32)},
+        "layout": {_version.LAYOUT_NAME: np.array(_version.LAYOUT, np.int32)},
     }
 
 

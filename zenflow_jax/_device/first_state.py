@@ -24,7 +24,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 from zenflow_jax._spec.schedule import first_schedule_state
-from zenflow_jax._version import LAYOUT_NAME, version_number
+from zenflow_jax._version import LAYOUT, LAYOUT_NAME
 
 
 def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
@@ -84,7 +84,7 @@ def _build(
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         leaves=tuple(leaves),
-        layout={LAYOUT_NAME: jnp.array(version_number(), jnp.int32)},
+        layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
         static=static,
     )
     if not offload:

@@ -95,8 +95,8 @@ class ZenFlowState(NamedTuple):
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
         schedule_state: What an adaptive schedule decides by; None with any other, or an engine.
         reach: The last provisional steps; None without any, or with `offload=False`.
-        layout: int32 (), in a dict under a name that says which layout the state has
-            (`_version.py`): the version of zenflow_jax that began the run.
+        layout: int32 (). The number of the state's layout (`_version.py`), in a dict under a name
+            that says it, too.
         static: What no step changes, in the treedef: `schedule`, `offload` and `send_gradients`.
 
     With `send_gradients="during_step"` mail is in pinned host memory, with unit axes. With
