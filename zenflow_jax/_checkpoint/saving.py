@@ -4,6 +4,7 @@ Each process writes one file, from the host's own memory while the run goes on. 
 leaves that are this process's to save, each under its place in the leaf (`stored.py` reads them).
 """
 
+import contextlib
 import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,12 +151,6 @@ class EngineStream:
 
     def write(self, folder: Path) -> None:
         """Writes this process's file into a folder that is there; then it is closed."""
-        try:
-            self._write(folder)
-        finally:
-            self.close()
-
-    def _write(self, folder: Path) -> None:
         small = dict(_flat(self.small, ""))
         tensors = {name: (x.dtype, x.shape) for name, x in small.items()}
         for i, places in self.places.items():
@@ -167,8 +162,8 @@ class EngineStream:
         # Others may be in jax's run, each with an engine and checkpoints of its own.
         number, count = self.processes.index(jax.process_index()), len(self.processes)
         metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
-        missing = len(self.places)
-        with new_file(folder / file_name(number, count), tensors, metadata) as write:
+        path, missing = folder / file_name(number, count), len(self.places)
+        with contextlib.closing(self), new_file(path, tensors, metadata) as write:
             for name, x in small.items():
                 write(name, np.ascontiguousarray(x))
             for i, leaf in self.snapshot.leaves():

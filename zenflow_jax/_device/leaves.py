@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._device.streamed import is_streamed
@@ -117,24 +116,23 @@ def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[A
                 f"`{what}` must have the {len(specs)} leaves that `init` saw, got {len(leaves)}."
             )
         for (path, x), spec in zip(leaves, specs, strict=True):
-            name, shape = plain_name(path), tuple(x.shape)
-            if (name, shape) != (spec.name, spec.shape):
+            name, shape, real = (
+                plain_name(path),
+                tuple(x.shape),
+                jnp.issubdtype(x.dtype, jnp.floating),
+            )
+            fits = x.dtype == spec.dtype if what == "params" else real
+            if (name, shape) != (spec.name, spec.shape) or not fits:
+                dtype = spec.dtype.name if what == "params" else "real floating point"
                 raise ValueError(
-                    f"`{what}` must have {spec.name} of shape {spec.shape}, as `init` saw it, got "
-                    f"{name} of shape {shape}."
-                )
-            if what == "params" and np.dtype(x.dtype) != spec.dtype:
-                raise ValueError(
-                    f"`params` must be {spec.dtype.name} at {name}, as `init` saw it, got "
-                    f"{x.dtype}."
+                    f"`{what}` must have {dtype} {spec.shape} at {spec.name}, as `init` saw it, "
+                    f"got {x.dtype} {shape} at {name}."
                 )
             if is_streamed(x) and what == "params":
                 raise ValueError(
                     f"expected the parameters themselves as `params`, got {name} as "
                     "`streaming.stream` returns it."
                 )
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise ValueError(f"`{what}` must be real floating point, got {x.dtype} at {name}.")
     return jax.tree.leaves(params)
 
 

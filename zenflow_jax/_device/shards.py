@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.mesh import MeshAxes, partition_spec
+from zenflow_jax._spec.mesh import MeshAxes, mesh_axes, partition_spec
 
 #: The partition spec of what all devices hold alike.
 REPLICATED = PartitionSpec()
@@ -156,11 +156,8 @@ def on_each_device(
 
     def put(spec: PartitionSpec, tree: Any) -> Any:
         # With Explicit axes, jax does not move an argument to where `takes` wants it.
-        names = tuple(
-            tuple(x for x in entry if x in explicit)
-            for entry in (e if isinstance(e, tuple) else () if e is None else (e,) for e in spec)
-        )
-        target = NamedSharding(place.mesh, partition_spec(names))
+        axes = [tuple(x for x in names if x in explicit) for names in mesh_axes(spec, len(spec))]
+        target = NamedSharding(place.mesh, partition_spec(tuple(axes)))
         return jax.tree.map(lambda x: jax.sharding.reshard(x, target), tree)
 
     def moved(*args: Any) -> Any:

@@ -75,16 +75,14 @@ def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
 
 def mesh_axes(spec: PartitionSpec, rank: int) -> MeshAxes:
     """`spec` in full: one tuple of mesh axes for each of `rank` axes."""
-    entries = [*spec, *[None] * (rank - len(spec))]
-    return tuple(
-        ()
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED
+
+    def names(entry: Any) -> tuple[str, ...]:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            return ()
         # A lone name may come without a tuple.
-        else (entry,)
-        if isinstance(entry, str)
-        else tuple(entry)
-        for entry in entries
-    )
+        return (entry,) if isinstance(entry, str) else tuple(entry)
+
+    return tuple(map(names, [*spec, *[None] * (rank - len(spec))]))
 
 
 def divide_blocks(placement: Placement, shape: Sequence[int], axes: Sequence[int]) -> Placement:
