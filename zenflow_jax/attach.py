@@ -6,9 +6,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-from jax.core import Tracer
-
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._engine import HostEngine
@@ -161,7 +158,6 @@ class AttachedStep:
         take, least = _taker(args, self._fields)
         if not self._started:
             params, opt_state, _ = take(least)
-            _check_outside_of_jit(opt_state)
             if self._engine is None:
                 self._engine = HostEngine(params, opt_state, **self._engine_options)
             self._accumulated = _accumulated(opt_state)
@@ -279,15 +275,6 @@ def _kinds(values: Any) -> str:
 
 def _named(fields: Sequence[str]) -> str:
     return " and ".join(f"`{name}`" for name in fields)
-
-
-def _check_outside_of_jit(opt_state: Any) -> None:
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(opt_state)):
-        raise TypeError(
-            "expected arrays, got tracers: an attached step was called under jit, where nothing "
-            "can cross to the host between two steps. Jit the step, and attach that: "
-            "`attach(jax.jit(step))`."
-        )
 
 
 def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) -> None:

@@ -245,7 +245,7 @@ def test_calls_that_cannot_be_exchanged_are_refused():
             TypeError,
             r"one train state.*got 0 in \(int\)",
         ),
-        (lambda: jax.jit(attach(plain))(params, state, 0), TypeError, "under jit"),
+        (lambda: jax.jit(attach(plain))(params, state, 0), TypeError, "outside of jit"),
         (lambda: attach(exchanged, engine)(params, state, 0), RuntimeError, "once after each step"),
         (lambda: copy.deepcopy(engine), TypeError, r"copied or pickled.*`engine\.state\(\)`"),
         (lambda: pickle.dumps(attach(plain, engine)), TypeError, "copied or pickled"),

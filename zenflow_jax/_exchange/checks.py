@@ -71,7 +71,8 @@ def _check_arrays(tree: Any) -> None:
         if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             raise TypeError(
                 f"expected a state of jax arrays, got {type(x).__name__}. Pass what `tx.init` or "
-                "the step returned, outside of jit; of flax nnx pass model and optimizer to "
+                "the step returned, outside of jit (`attach` a step that is jitted, and do not jit "
+                "what it returns); of flax nnx pass model and optimizer to "
                 "`exchange_nnx` or `flush_nnx`. Where a checkpoint gives NumPy arrays, put each "
                 "where that of its name is in `tx.init(params)`, by `jax.device_put(x, "
                 "like.sharding)`, as docs/checkpoints.md does."

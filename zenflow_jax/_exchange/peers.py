@@ -8,7 +8,6 @@ an error: that process waits at exit for the others, these wait for it in a coll
 import atexit
 import contextlib
 import faulthandler
-import hashlib
 import math
 import os
 import queue
@@ -16,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -44,7 +43,7 @@ class PeerMonitor:
     stderr beforehand. The interpreter's exit has no longer than that either.
 
     Call `start` first, then the others, from any thread and any number of times. They neither wait
-    nor raise. `name` is another one for each engine, and equal in all `processes`. Where one
+    nor raise. `name` is the engine's own, the same in all of its `processes`. Where one
     process has all the devices, no call does anything.
     """
 
@@ -63,9 +62,7 @@ class PeerMonitor:
         self._passed = 0
         if self._idle:
             return
-        # Engines of other sets of processes may have the same names.
-        members = hashlib.sha256(repr(sorted(self._processes)).encode()).hexdigest()[:16]
-        self._client, self._directory = _connect(), f"zenflow_jax/{members}/{name}/"
+        self._client, self._directory = _connect(), f"zenflow_jax/{name}/"
         self._poll_s, self._grace_s = poll_s, grace_s
         self._exit_if_stuck = exit_if_stuck
         # News (kind, text) of this process, for the thread. A `SimpleQueue`, because the garbage
@@ -120,13 +117,13 @@ class PeerMonitor:
 
     def _run(self) -> None:
         try:
-            self._wait_for_news()
+            self._watch()
         finally:
             self._at_rest.set()
             if not self._exits:
                 atexit.unregister(self._at_exit)
 
-    def _wait_for_news(self) -> None:
+    def _watch(self) -> None:
         end = exit_end = math.inf
         announced = False
         while not self._together():
@@ -151,17 +148,13 @@ class PeerMonitor:
             if self._exits and self._failed:
                 # The exit goes on, and gets stuck or not: this thread does not outlive it.
                 if not announced:
-                    # An error raised here, if any, may not say why.
+                    # The error that this process has raised, if any, may not say why.
                     self._announce()
                 self._at_rest.set()
-                if not self._exit_if_stuck:
-                    return
                 time.sleep(max(0.0, end - now))
-                self._end_process()
+                now = end
             if now >= end:
-                if self._exit_if_stuck:
-                    self._end_process()
-                self._say_how_it_ends("is not ended, as `exit_if_stuck=False` says, but")
+                self._end()
                 return
             if self._exits:
                 exit_end = min(exit_end, now + self._grace_s)
@@ -232,19 +225,21 @@ class PeerMonitor:
             f"point {self._grace_s:g} s from now: by raising this failure, or by `close`.\n"
         )
 
-    def _end_process(self) -> NoReturn:
-        self._say_how_it_ends("ends itself with code 1")
-        os._exit(1)
-
-    def _say_how_it_ends(self, how: str) -> None:
+    def _end(self) -> None:
+        """Ends the process, or says why it is stuck."""
+        ends = "ends itself with code 1"
+        if not self._exit_if_stuck:
+            ends = "is not ended, as `exit_if_stuck=False` says, but"
         _say(
             f"{self._what()}\n"
-            f"Process {self._me} {how}: {self._grace_s:g} s later the processes have not all left "
+            f"Process {self._me} {ends}: {self._grace_s:g} s later the processes have not all left "
             f"the engine at the same point (these have left: {self._left}), and whoever goes on "
             "waits in a collective that others never join. End what is left of them and start them "
             "all again, from the last checkpoint. The threads of this one now:\n"
         )
         faulthandler.dump_traceback(2)
+        if self._exit_if_stuck:
+            os._exit(1)
 
 
 def _say(text: str) -> None:
