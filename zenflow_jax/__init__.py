@@ -1,4 +1,4 @@
-"""Adam for JAX when its state does not fit beside the model: ZenFlow as an optax transformation.
+"""AdamW for JAX where its state does not fit on the device: ZenFlow as an optax transformation.
 
 `zenflow()` is the optimizer, `HostEngine` the one object that works between its steps. By their
 modules one reaches `attach`, `planning`, `deepspeed` and `integrations`.

@@ -99,9 +99,9 @@ def zenflow(
         select_interval: Steps between two selections, a multiple of `update_interval`; by default
             16 windows (of the longest, if they adapt). The first selection is at the first
             boundary. Or an `AutoSelect` or an `EpochSelect`.
-        full_warm_up_rounds: The first steps, at each of which all channels are updated.
+        full_warm_up_rounds: Number of first steps that update all channels.
         rolling: True: the offloaded leaves are in `update_interval` groups of nearly equal bytes,
-            one of which closes its window at each step. A gradient then takes effect 1 to
+            and at each step one group closes its window. A gradient then takes effect 1 to
             `update_interval` steps later. False, the paper's way: all windows close together, and
             that takes up to `2 * update_interval - 1` steps. Windows that adapt close together.
         staleness: After how many steps an update reaches the parameters, counted from the step that
@@ -121,8 +121,8 @@ def zenflow(
             from leaving during the backward pass.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
-        resident: Function of (key path, leaf) that says which further leaves stay wholly on the
-            device, beside those with fewer than two axes.
+        resident: Function of (key path, leaf) that says which leaves stay wholly on the device, as
+            leaves with fewer than two axes always do.
         partition_replicated: Where mesh axes replicate a leaf, whether they divide its optimizer
             state and the work on it, as far as its sizes allow (ZeRO). A bool, or a function of
             (key path, leaf).
@@ -131,7 +131,7 @@ def zenflow(
             because traced parameters do not know where they are.
         offload: False keeps the deferred half on the device too, in-graph, with the same
             arithmetic and staleness and without an engine, for an experiment. It takes 12 bytes per
-            parameter and more. Jit the step: outside of jit every update compiles anew.
+            parameter and more. Jit the step: outside of jit every update compiles again.
         send_gradients: When the gradients of offloaded leaves leave the device. "during_step": as
             soon as the backward pass has made each; best where layers are written out.
             "after_step": while the next step runs, with the same bits; for layers under `lax.scan`,

@@ -1,4 +1,4 @@
-"""The version of the library, and that of the layout of what it saves."""
+"""The version of the library, and the number of the layout of what it saves."""
 
 __version__ = "0.3.0"
 

@@ -179,7 +179,7 @@ _Taken = tuple[Any, Any, Callable[[Any, Any], Any]]
 def _taker(
     args: tuple[Any, ...], fields: tuple[str, str] | None
 ) -> tuple[Callable[[Any], _Taken], Any]:
-    """What takes the results of a step with these arguments, and the least that it may return."""
+    """A function that takes the results of such a step, and the least that they may be."""
     # Who has a pair of nnx has imported flax.
     if fields is None and "flax.nnx" in sys.modules and nnx_pair.is_pair(args):
         return functools.partial(_take_nnx, args), None

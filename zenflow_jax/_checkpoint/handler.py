@@ -1,4 +1,4 @@
-"""How orbax saves and restores an engine's state beside whatever else a checkpoint has."""
+"""Saves and restores an engine's state as one item of a checkpoint of orbax."""
 
 import contextlib
 import dataclasses
@@ -61,7 +61,7 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
     ) -> dict[str, Any]:
-        """What `EngineSave` wrote into `directory`; `args` may be None."""
+        """Restores what `EngineSave` wrote into `directory`."""
         del args
         return read_engine_state(_local(directory))
 
@@ -121,9 +121,8 @@ class EngineSave(ocp.args.CheckpointArgs):
 class EngineRestore(ocp.args.CheckpointArgs):
     """Restores what `EngineSave` saved, for `HostEngine(engine_state=...)`.
 
-    The result is a tree as that of `engine.state()`, but large arrays stay in their files until the
-    new engine reads them, one at a time, on any number of devices and processes. The files must
-    stay until then.
+    The result is a tree like `engine.state()`, but large arrays stay in their files until the new
+    engine reads them, on any number of devices and processes. Keep the files until then.
 
     Raises:
         FileNotFoundError: In `restore`, if files are missing.

@@ -163,12 +163,12 @@ _MAY_CHANGE = (
     "A resumed run needs the parameters and options of the saved one, but for learning rate, "
     "betas, eps, weight decay, `max_grad_norm`, devices, processes, `partition_replicated` and "
     "`send_gradients` (unless that is 'per_window'). "
-    "A mesh may divide the layers of a stack if that of the saved run did, and else not."
+    "A mesh may divide the layers of a stack only if the saved run's mesh did."
 )
 
 
 def _in_words(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str, str]:
-    """What `options_of` gives, by what messages call it."""
+    """The result of `options_of` in words, by the names that messages have."""
     words = {
         f"`{name}`": _number(*np.ravel(x).tolist())
         for name, x in options.items()

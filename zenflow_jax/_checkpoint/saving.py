@@ -210,14 +210,14 @@ class EngineStream:
         return total
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
-        """An array of leaf `number`, beside each of its devices; CPUs take memory over as it is."""
+        """An array of leaf `number`, next to each of its devices; CPUs share NumPy's memory."""
         by_position = {}
         for numbers in self.offloaded.pieces_of(number):
             piece = joined([self._filled(i, leaves[i], name) for i in numbers])
             part = self.offloaded.parts[numbers[0]]
             for position, device in zip(part.positions, part.devices, strict=True):
-                beside = SingleDeviceSharding(device, memory_kind=HOST)
-                by_position[position] = jax.device_put(piece, beside)
+                sharding = SingleDeviceSharding(device, memory_kind=HOST)
+                by_position[position] = jax.device_put(piece, sharding)
         array, pieces = self.arrays[number][name], [x for _, x in sorted(by_position.items())]
         assert array.sharding is not None
         return assemble(pieces, array.shape, array.sharding)

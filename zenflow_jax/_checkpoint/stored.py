@@ -139,7 +139,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
 
 
 def file_name(process: int | str, processes: int | str) -> str:
-    """What the file of one process is called; "*" stands for any number."""
+    """The name of one process's file; "*" stands for any number."""
     numbers = [x if isinstance(x, str) else f"{x:05}" for x in (process, processes)]
     return f"engine-{numbers[0]}-of-{numbers[1]}.safetensors"
 

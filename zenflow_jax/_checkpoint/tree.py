@@ -178,7 +178,7 @@ def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any
 
 
 def place_of(name: str, part: Part, spec: LeafSpec) -> tuple[slice, ...]:
-    """Where a part's array is in that of its leaf, whose `spec` is given."""
+    """The place of a part's array in the array of its leaf, whose spec is `spec`."""
     if name in WIDE:
         return part.index
     assert part.spec.axis is not None

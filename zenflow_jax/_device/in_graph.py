@@ -285,7 +285,7 @@ def _update(
 
 
 def _reselect(shard: Shard, leaf: LeafState, p: jax.Array, change: jax.Array) -> LeafState:
-    """Hands every selected channel over, selects anew, and takes the new ones.
+    """Hands every selected channel over, selects again, and takes the new ones.
 
     Where the leaf keeps no masters, `p + change` are those of the selected channels.
     """

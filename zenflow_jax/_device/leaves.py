@@ -89,7 +89,7 @@ def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
 
 
 def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list[int]]:
-    """What `Places` returns, after a check that the leaves have the state's shapes and dtypes."""
+    """`Places` of `params`, after a check that the leaves have the state's shapes and dtypes."""
     specs = [leaf.spec for leaf in state.leaves]
     weights, treedef, places = Places(specs)(params)
     check_leaves([weights[i] for i in places], specs)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def mail_rank(specs: Sequence[LeafSpec]) -> int:
-    """Rank of everything in host memory: above that of any array on the device.
+    """Rank of everything in host memory: higher than any array's on the device.
 
     If shardings are left to jit, XLA may alias a donated buffer to an output of the same shape and
     dtype in the *other* memory, and the process aborts. Unit axes make such a pair impossible.
@@ -50,7 +50,7 @@ def to_host(x: jax.Array, rank: int) -> jax.Array:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.Array:
-    """Zeros in pinned host memory, beside the device that holds `like`."""
+    """Zeros in pinned host memory, next to the device that holds `like`."""
     shape = shape_with_rank(shape, rank)
     if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
@@ -58,9 +58,9 @@ def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.
 
 
 def copy_to_host(pieces: Any) -> Any:
-    """Starts to copy a tree of arrays, each on one device, to pinned host memory beside it.
+    """Starts to copy a tree of arrays, each on one device, to pinned host memory next to it.
 
-    No device program copies: one would wait its turn, and plain copies run beside programs.
+    No device program copies: one would wait its turn, while plain copies run at the same time.
     """
     return jax.device_put(pieces, jax.tree.map(lambda x: beside(x, HOST), pieces))
 

@@ -20,7 +20,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 def window_statistics(
     squares: Sequence[jax.Array], leaves: Sequence[LeafState], verdict: Verdict
 ) -> jax.Array:
-    """What a step adds to a `ScheduleState`: float32 [counted, *deferred, *selected].
+    """The numbers that a step adds to a `ScheduleState`: float32 [counted, *deferred, *selected].
 
     Zeros if the step is skipped. `squares` are sums per channel, before clipping.
     """

@@ -1,4 +1,4 @@
-"""What an engine has done, and what it says of steps that are skipped one after the other."""
+"""An engine's statistics, and warnings of steps that are skipped one after the other."""
 
 import dataclasses
 import logging
@@ -14,7 +14,7 @@ _WHAT_TO_DO = (
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """What an engine has done since it was made; with several processes, in this one.
+    """Counts, seconds and bytes since an engine was made; with several processes, in this one.
 
     Attributes:
         steps: Exchanges.
@@ -24,8 +24,8 @@ class EngineStats:
         kept_share: The selected channels' share of the best k channels' score, at the last boundary
             but one of each group; their mean. None before the first one is read, and unless
             `select_interval` is an `AutoSelect`.
-        put_back: Arrays of the state that something else, such as a trainer, had placed anew, and
-            that the engine put back: at its start, and once after a step.
+        put_back: Arrays of the state that something else, such as a trainer, had placed elsewhere,
+            and that the engine put back: at its start, and once after a step.
         skipped_steps: Steps whose gradient was not finite, among those whose mail has been read.
         skipped_in_a_row: Steps skipped since the last one that counted.
         exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.

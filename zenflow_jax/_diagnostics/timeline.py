@@ -105,7 +105,7 @@ class Timeline:
 
 
 class _Work(NamedTuple):
-    """What the worker does; never changed."""
+    """The worker's present work; never changed."""
 
     kind: str | None  # None: it waits for work
     number: int

@@ -1,1 +1,1 @@
-"""What crosses between device and host, and the threads that take it across."""
+"""All that crosses between device and host, and the threads that take it across."""

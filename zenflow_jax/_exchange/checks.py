@@ -33,7 +33,7 @@ def is_compact(host_state: Any) -> bool:
 def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any], int]:
     """The state, the parameter of each of its leaves, and how many arrays had to be put back.
 
-    Trainers place a state anew before they compile. `fresh` says that it must be `tx.init`'s.
+    Trainers may place a state elsewhere before they compile. `fresh`: it must be `tx.init`'s.
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
@@ -104,8 +104,8 @@ def _check_fresh(state: ZenFlowState) -> None:
         raise ValueError(
             f"expected a state from `tx.init`, got one after {step} steps: the deferred "
             "channels' moments are with the engine that made them. Make the engine before the "
-            "first step, or pass what was saved of it beside this state, `engine_state=...`; or go "
-            "on from the parameters alone, with `tx.init(params)`."
+            "first step, or pass the `engine_state` that was saved with this state; or go on from "
+            "the parameters alone, with `tx.init(params)`."
         )
 
 
@@ -159,7 +159,7 @@ class Expected:
     """Refuses what is not of one engine's run. For one calling thread.
 
     Attributes:
-        put_back: Arrays of states that something had placed anew, and that were put back.
+        put_back: Arrays of states that lay elsewhere, and that were put back.
     """
 
     def __init__(
@@ -215,8 +215,8 @@ class Expected:
         if self._has_put_back:
             raise ValueError(
                 f"expected the state of {first_names(misplaced)} where `tx.init` put it, got it "
-                "elsewhere. Something places the state anew, again after it was put back: "
-                "leave it where it is, or place it by the shardings that it has after "
+                "elsewhere again after it was put back. Leave it where it is, or place it by the "
+                "shardings that it has after "
                 "`tx.init(params)`, `jax.tree.map(lambda x: x.sharding, opt_state)`."
             )
         self._has_put_back = True
@@ -245,7 +245,7 @@ def _has_moved(old: LeafState, new: LeafState) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class CallerTree:
-    """What a caller has passed as `params`, with leaves that the state may not know."""
+    """The tree that a caller has passed as `params`, which may have leaves of no state."""
 
     leaves: Sequence[Any]
     treedef: Any

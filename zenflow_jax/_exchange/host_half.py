@@ -30,7 +30,7 @@ def make_host(
     parts, states = offloaded.parts, offloaded.pick(state.leaves)
     return HostState(
         [part.spec for part in parts],
-        # One at a time: the host copy of one part is enough to have beside the masters.
+        # One at a time: besides the masters there is room for the copy of one part.
         (host_part(weights[part.leaf], part) for part in parts),
         (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
         adam,

@@ -18,7 +18,7 @@ NONE, PENDING, EMPTY = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What an engine counts, for a checkpoint; the same in every process. A list is of groups."""
+    """An engine's counts, for a checkpoint; the same in every process. Lists are of groups."""
 
     schedule_state: ScheduleState
     open_steps: Sequence[int]  # of the open window, skipped ones included
@@ -63,7 +63,7 @@ class Progress:
 
     @property
     def schedule_state(self) -> ScheduleState:
-        """What is known before the next step."""
+        """The schedule's state before the next step."""
         if self._statistics is not None:
             self._state = self._state.add(view(self._statistics).ravel())
             self._statistics = None

@@ -1,7 +1,7 @@
 """The host's leaves as of one moment, for a saver that reads them while the run goes on.
 
-Where somebody is about to write a leaf that is not saved yet, it is copied, if there is room for
-copies; else who would write waits for the saver, which takes that leaf next.
+A leaf that is written before it is saved is copied, if there is room for copies; else its writer
+waits for the saver, which takes that leaf next.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ _LOOK_S = 0.1
 
 
 class Snapshot:
-    """Leaves as they are now, in the order in which they will be written."""
+    """Leaves as of one moment, in the order in which they will be written."""
 
     def __init__(self, leaves: Mapping[int, HostLeaf], copy_bytes: int):
         self._condition = threading.Condition()
-        self._unsaved = {i: leaf.now() for i, leaf in leaves.items()}
+        self._unsaved = {i: leaf.alias() for i, leaf in leaves.items()}
         self._copied: set[int] = set()
         self._room = copy_bytes
         self._in_use: int | None = None  # the leaf whose memory the saver reads
@@ -50,7 +50,7 @@ class Snapshot:
             return True
 
     def leaves(self) -> Iterator[tuple[int, HostLeaf]]:
-        """Each leaf as it was; for the saver, which is done with one when it asks for the next."""
+        """Each leaf as it was; the saver is done with one when it asks for the next."""
         while True:
             with self._condition:
                 if not self._unsaved:

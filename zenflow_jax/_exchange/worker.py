@@ -343,11 +343,11 @@ class _Stop(Exception):
 
 @dataclass
 class _Failure:
-    """What has ended the thread."""
+    """The error that has ended the thread."""
 
     reason: str
     error: BaseException
-    told: bool = False  # the caller has heard of it
+    told: bool = False  # whether the caller has heard of it
 
 
 @dataclass

@@ -49,8 +49,8 @@ class HostAdam:
     """Adds up gradients, takes AdamW steps, moves channels: a leaf at a time, on several threads.
 
     For one calling thread, which waits inside each call. While a call (or a chunk of `adamw`) runs,
-    nobody else may write the arrays, nor read those that it writes. End with `close`. Without
-    `threads` it has one less than the cores; `tile` is how many elements a thread takes at once.
+    nobody else may use the arrays that it writes. End with `close`. By default `threads` are all
+    cores but one; `tile` is how many elements a thread takes at once.
     """
 
     def __init__(
@@ -96,13 +96,11 @@ class HostAdam:
     ) -> Iterator[None]:
         """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
-        These are `GRADIENTS_PER_PASS` at most, and the bits those of a sum that `accumulate` made
-        first. All are `(entries, rows, n, tail)` but for `steps`, int32, and `active`: `(entries,
-        n)`. Inactive channels keep every bit.
+        These are `GRADIENTS_PER_PASS` at most; the bits are the same if `accumulate` adds them up
+        before. `steps`, int32, and `active` are `(entries, n)`. Inactive channels keep every bit.
 
-        A generator, so that the caller can do something else between chunks of some milliseconds
-        each; the step is done when it is exhausted. `steps` and `active` are read, and `steps`
-        written, at its start.
+        A generator, so that the caller can do something else between chunks of some milliseconds.
+        `steps` and `active` are read, and `steps` written, at its start.
         """
         assert (mu.scales is None) == (nu.scales is None)
         assert mu.shape == nu.shape == masters.shape

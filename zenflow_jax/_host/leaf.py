@@ -36,7 +36,7 @@ class HostLeaf:
     mu: Moment
     nu: Moment
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
-    channels: np.ndarray  # int32 (entries, k), ascending: selected now
+    channels: np.ndarray  # int32 (entries, k), ascending: the selected ones
     open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
     # Sums not in use. While an update runs two may be in use: its window's, and the next one's.
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -72,7 +72,7 @@ class HostLeaf:
 
     @property
     def to_upload(self) -> np.ndarray:
-        """What an update uploads of the leaf, in its shape. Not a copy."""
+        """The masters in the leaf's dtype and shape, for an upload. Not a copy."""
         return self.master.to_upload.reshape(self.spec.shape)
 
     @property
@@ -82,14 +82,14 @@ class HostLeaf:
     def keep(self, gradient: np.ndarray, factor: float) -> None:
         self.open.mails.append((gradient.reshape(self.master.shape), factor))
 
-    def now(self) -> "HostLeaf":
-        """The leaf as it is now, in the same memory until somebody writes there."""
+    def alias(self) -> "HostLeaf":
+        """The leaf in the same memory, with the same mails from now on."""
         window = dataclasses.replace(self.open, mails=list(self.open.mails))
         return dataclasses.replace(self, open=window, spare=[])
 
     def copy(self) -> "HostLeaf":
         """The leaf in memory of its own, but for mails and channels, which nobody writes."""
-        total, leaf = self.open.total, self.now()
+        total, leaf = self.open.total, self.alias()
         window = dataclasses.replace(leaf.open, total=None if total is None else copied(total))
         return dataclasses.replace(
             leaf,

@@ -12,7 +12,7 @@ bit, but jax casts to even.) A NaN stays one of its sign. All other numbers come
 `tests/host/test_masters.py` tries all 2**32.
 
 The numbers of float16 are unevenly far apart, so `rest` would not do: such a leaf keeps float32
-masters, and beside them what is uploaded.
+masters and a rounded copy, which is uploaded.
 """
 
 import dataclasses
@@ -29,13 +29,10 @@ _INT16 = np.iinfo(np.int16)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Masters(HostArray):
-    """The masters of one leaf, and what is uploaded of them: arrays of one shape.
+    """The masters of one leaf. `values` are float32; of a bfloat16 leaf rounded, for uploads."""
 
-    `values` are float32; of a bfloat16 leaf the masters rounded, which are uploaded.
-    """
-
-    rest: np.ndarray | None = None  # of a bfloat16 leaf: int16, what `values` lack of the masters
-    cast: np.ndarray | None = None  # of a float16 leaf: the masters rounded, which are uploaded
+    rest: np.ndarray | None = None  # of a bfloat16 leaf: int16, the masters' lower halves
+    cast: np.ndarray | None = None  # of a float16 leaf: the masters rounded, for uploads
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Masters":

@@ -145,7 +145,7 @@ def _chosen(on, new, old):
 
 @inner
 def _rest_of(x, rounded):
-    """What a bfloat16, given as its bits, lacks of `x`; both as uint16 (`masters.py`)."""
+    """The lower half of a master that a bfloat16, as its bits, lacks; uint16 (`masters.py`)."""
     bits = np.float32(x).view(np.uint32)
     lower, upper = np.uint16(bits), np.uint16(np.uint32(bits >> np.uint32(16)))
     halfway_down = (lower == np.uint16(0x8000)) & (upper == rounded)

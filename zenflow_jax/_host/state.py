@@ -26,7 +26,7 @@ MAILS_KEPT = 5
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClosedWindow:
-    """What the update of a group's window needs, frozen where the window closed."""
+    """A closed window of a group, with all that its update needs."""
 
     number: int
     counted: int  # steps that were not skipped
@@ -59,9 +59,8 @@ class SelectedRows:
 class HostState:
     """The deferred half of a run on the host. For one thread at a time.
 
-    Each of `pieces` has the numbers of the leaves that share memory in a mail; None if none do.
-    `before_write` is called with the number of a leaf whose arrays are written next: it may wait,
-    or copy them.
+    Each of `pieces` has the numbers of leaves that share memory in a mail; None if none do.
+    `before_write` is called with the number of a leaf before its arrays are written; it may wait.
     """
 
     def __init__(
@@ -131,10 +130,10 @@ class HostState:
         closed: int,
         scalars: AdamScalars | None,
     ) -> None:
-        """Continues another run's state; the selected channels are there already.
+        """Continues another run's state; the selected channels are in place already.
 
-        Of each leaf `arrays` has "master", "mu", "nu", "steps", and the open window's "total", if
-        the host has one; `counted` are the steps in each group's open window.
+        For each leaf `arrays` has "master", "mu", "nu", "steps" and, if the host adds up its open
+        window, "total". `counted` has the steps in each group's open window.
         """
         self.windows, self.scalars = closed, scalars
         for window, steps in zip(self.open, counted, strict=True):
@@ -161,8 +160,8 @@ class HostState:
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
         """Adds one step's gradients to the open windows, `factor` times.
 
-        They are kept for their window's update, which adds them up. If there are too many, some are
-        added up now, first those as many as an update could take in one pass. That changes no bit.
+        They are kept for their window's update, which adds them up. If they are too many, some are
+        added up at once, which changes no bit.
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             leaf.keep(gradient, factor)
@@ -181,7 +180,7 @@ class HostState:
             window.counted += 1
 
     def take_sums(self, sums: Sequence[np.ndarray], group: int) -> None:
-        """Takes in the device's sums of a group's open window, which closes now."""
+        """Takes in the device's sums of a group's open window, which closes next."""
         window = self.open[group]
         if window.counted:
             for i, gradient in zip(window.leaves, sums, strict=True):
@@ -198,7 +197,7 @@ class HostState:
         del gradients.mails[:end]
 
     def close_window(self, group: int) -> ClosedWindow:
-        """Ends a group's open window; the next mail begins another."""
+        """Ends a group's open window."""
         assert self.scalars is not None
         self.windows += 1
         window = self.open[group]
@@ -278,10 +277,10 @@ class HostState:
 def _keep_staying(
     taken: np.ndarray, chosen: np.ndarray, left: np.ndarray, before: np.ndarray
 ) -> None:
-    """Writes over rows taken of `chosen` channels those that the same ones `before` left with."""
-    for rows, now, old_rows, then in zip(taken, chosen, left, before, strict=True):
-        _, new, old = np.intersect1d(now, then, assume_unique=True, return_indices=True)
-        rows[:, new] = old_rows[:, old]
+    """Gives channels that stay selected the rows that they `left` with, which are not rounded."""
+    for rows, new, old_rows, old in zip(taken, chosen, left, before, strict=True):
+        _, at, was_at = np.intersect1d(new, old, assume_unique=True, return_indices=True)
+        rows[:, at] = old_rows[:, was_at]
 
 
 def _members(channels: np.ndarray, n: int) -> np.ndarray:

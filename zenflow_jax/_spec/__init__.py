@@ -1,1 +1,1 @@
-"""What is decided before the first step: static, hashable, without arrays."""
+"""Decisions before the first step: static, hashable, without arrays."""

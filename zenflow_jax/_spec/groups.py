@@ -24,7 +24,7 @@ def in_groups(
     """The specs with their groups, and the schedule without groups that would have no leaf.
 
     The largest leaf comes first, into the group with the least. Where this leaves the groups
-    uneven, stacked leaves are cut into ranges of their layers, each of which goes into another.
+    uneven, stacked leaves are cut into ranges of their layers, which go into different groups.
     """
     offloaded = {i: spec for i, spec in enumerate(specs) if not spec.resident}
     if not offloaded:

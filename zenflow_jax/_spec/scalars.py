@@ -74,7 +74,7 @@ def window_step(scalars: AdamScalars, counted: Any, scaling: float | None, xp: A
 
 
 class StepFacts(NamedTuple):
-    """What a step tells the host: scalars of NumPy or of jax."""
+    """The scalars that a step sends to the host, of NumPy or of jax."""
 
     adam: AdamScalars
     factor: Any  # clips the gradient

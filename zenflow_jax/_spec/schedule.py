@@ -16,7 +16,7 @@ from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
 
 
 class Boundary(NamedTuple):
-    """What happens to one group after a step: bools, or traced ones if the step is traced."""
+    """A boundary of one group after a step: bools, or traced ones if the step is traced."""
 
     closes: Any  # the window ends and its update is made
     selects: Any  # channels are selected again; only where a window closes
@@ -25,7 +25,7 @@ class Boundary(NamedTuple):
 
 
 class ScheduleState(NamedTuple):
-    """What the schedule decides by: NumPy arrays and numbers, or traced ones.
+    """The facts that the schedule decides by: NumPy arrays and numbers, or traced ones.
 
     `flush` leaves it alone: a flush ends a window's sum early and moves no boundary.
     """
@@ -88,7 +88,7 @@ class Schedule:
     Attributes:
         window: Steps in a window, or the rule that closes it.
         select: Steps between two selections, or the rule that starts one.
-        full_warm_up_rounds: Number of first steps, each of which is a window of its own.
+        full_warm_up_rounds: Number of first steps; each is a window of its own.
         groups: How many groups of leaves take turns: group j closes its windows j steps ahead of
             group 0. One for all leaves together.
         staleness: Steps from the end of a window to the step after which its update reaches the
@@ -141,7 +141,7 @@ class Schedule:
         return self.staleness not in (None, 0, self.window)
 
     def boundary(self, step: Any, schedule_state: ScheduleState | None, group: int = 0) -> Boundary:
-        """What happens to `group` after step `step` (a Python int or a traced int32).
+        """The boundary of `group` after step `step` (a Python int or a traced int32).
 
         `schedule_state` covers the steps before it; it may be None unless `adaptive`.
         """

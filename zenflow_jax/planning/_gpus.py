@@ -1,12 +1,12 @@
 """The GPUs that a plan can be made for: the one table, with its sources.
 
-Memory is what the driver says, in MiB; the rest is from NVIDIA's data sheets: bandwidth of its
-memory, bfloat16 products with float32 sums on dense matrices, PCIe per direction. What a host gives
-to one of its GPUs is assumed: a share of a server's memory channels, or a desktop's two.
+Memory is as the driver reports it, in MiB; the rest is from NVIDIA's data sheets: bandwidth of its
+memory, bfloat16 products with float32 sums on dense matrices, PCIe per direction. A host's share
+for each GPU is assumed: of a server's memory channels, or a desktop's two.
 
 https://www.nvidia.com/en-us/data-center/h100/, .../h200/, .../a100/, .../l40s/;
-the architecture white papers of Ada and GA102 for the RTX cards, of which the tensor cores take
-float32 sums at half their rate.
+the architecture white papers of Ada and GA102 for the RTX cards, whose tensor cores take float32
+sums at half their rate.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ _MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What a plan takes a GPU for.
+    """The figures of a GPU that a plan needs.
 
     Attributes:
-        name: As the driver calls it.
+        name: The driver's name for it.
         memory: Bytes.
-        bandwidth: Of its memory, bytes a second.
-        flops: Of bfloat16 matrix products, a second, at most.
-        bus: Bytes a second each way between it and pinned host memory. 0.8 of PCIe's raw rate.
-        host_bandwidth: Bytes a second of the host's memory beside one of it. Assumed.
-        host_memory: Bytes of the host's memory beside one of it. Assumed.
-        capability: CUDA's.
-        cores: Multiprocessors.
+        bandwidth: Bytes a second of its memory.
+        flops: Operations a second of bfloat16 matrix products, at most.
+        bus: Bytes a second each way between it and pinned host memory: 0.8 of PCIe's raw rate.
+        host_bandwidth: Bytes a second of host memory for each GPU, assumed.
+        host_memory: Bytes of host memory for each GPU, assumed.
+        capability: CUDA's compute capability.
+        cores: Number of multiprocessors.
         l2_cache: Bytes.
         core_memory: Bytes that the threads of one multiprocessor share.
     """
@@ -57,7 +57,7 @@ class Gpu:
 
     @property
     def description(self) -> str:
-        """What XLA asks about it, in the text form of its GpuTargetConfig."""
+        """Its GpuTargetConfig for XLA, in text form."""
         major, minor = self.capability
         threads = 2048 if major == 9 or minor == 0 else 1536
         return f"""

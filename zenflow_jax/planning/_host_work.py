@@ -1,6 +1,6 @@
-"""What an engine needs of host and device, and how well the host's work hides.
+"""An engine's needs of host and device, and how well the host's work hides.
 
-A state may be one of shapes alone. Updates wait for the host's memory, so work is counted in bytes.
+States may be of shapes alone. Updates wait for the host's memory, so work is counted in bytes.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 #: The windows that are compared, in steps.
 INTERVALS = (1, 2, 4, 8, 16)
-#: What host work may take of the time that it has: a fifth is to spare.
+#: The share of its time that host work may take: a fifth is to spare.
 BUSY = 0.8
 _FLOAT32 = 4
 
@@ -36,23 +36,23 @@ _FLOAT32 = 4
 class Needs(NamedTuple):
     """Bytes; on a mesh each process, and each device, has its share.
 
-    Of the host's memory that may be in use at once, by what it is for. Pages that nobody has
-    written take no memory yet: moments do from the first update on.
+    Host memory that may be in use at once. Pages that nobody has written take no memory yet:
+    moments do from the first update on.
     """
 
-    state: int  # masters, with what is uploaded, moments, counts and numbers of channels: NumPy
+    state: int  # masters, casts for uploads, moments, counts and numbers of channels: NumPy
     sums: int  # of mails that are too many to keep: NumPy
     mail: int  # pinned: kept, unread, being written, and blank
-    hand_over: int  # of the channels selected in a group: pinned where they come, NumPy as they go
-    saving: int  # copies that `EngineSave` makes while it writes, unless it is told otherwise
-    # Of the device while a step runs, besides the step's own. (A merge runs between two steps, in
-    # the memory of its uploads, and of a leaf that is cut into ranges once more.)
+    hand_over: int  # of a group's selected channels: pinned as they come, NumPy as they go
+    saving: int  # copies that `EngineSave` makes by default while it writes
+    # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
+    # the memory of its uploads, and again in that of a leaf that is cut into ranges.)
     uploads: int  # updates that wait to be merged; `prefetch_bytes` bounds them
     under_way: int  # gradients of the step before, or a group's sums, until they are on the host
-    # That the host reads and writes. Mail is written by the device and read by the update; an
-    # update reads and writes masters and moments, and what is uploaded is read again.
+    # Bytes that the host reads and writes. Mail is written by the device and read by the update; an
+    # update reads and writes masters and moments; an upload reads once more.
     busiest: float  # for the largest group's update, and the mail that comes in meanwhile
-    steps: int  # in how many steps that has to be done
+    steps: int  # the steps within which that has to be done
     mean: float  # in a step, on average
 
 
@@ -107,7 +107,7 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
 def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
     """The state, of arrays or shapes, of the same run with windows of so many steps.
 
-    Select intervals are the default ones, and whether leaves take turns is told from the groups.
+    Select intervals are the default ones. Leaves take turns if the state has several groups.
     """
     schedule = state.schedule
     in_turn, staleness = schedule.groups > 1 or schedule.window == 1, schedule.staleness
@@ -133,7 +133,7 @@ class Hiding:
 
     Attributes:
         interval: Steps in a window; None where windows adapt.
-        busy: The share of its time that the host needs, in the step with the most work.
+        busy: The share of its time that the host needs, at worst.
         of_intervals: `busy` with windows of other lengths; empty where windows adapt.
     """
 
@@ -188,20 +188,26 @@ def hiding(
 ) -> Hiding | None:
     """How busy the host was in a run, and which windows would have hidden its work.
 
-    Work with other windows follows from that which was measured, by the bytes that each moves.
+    Work with other windows follows from the measured work, by the bytes that each moves.
 
     Args:
-        opt_state: Of the run, as it ended.
+        opt_state: The run's last state.
         stats: `engine.stats` after it.
-        seconds: What the steps in `stats` took together.
+        seconds: Time of all steps in `stats` together.
         host_state: As for `HostEngine`.
 
     Returns:
-        None where there is nothing to say: before two windows, and where windows adapt or every
-        step waits for its update.
+        None before two windows, and where windows adapt or every step waits for its update.
 
     Raises:
         ValueError: If there is not one `ZenFlowState`, or `host_state` is unknown.
+
+    Examples:
+        >>> import jax.numpy as jnp, zenflow_jax
+        >>> opt_state = zenflow_jax.zenflow(1e-3).init({"w": jnp.ones((8, 4))})
+        >>> stats = zenflow_jax.EngineStats(steps=100, work_s=2.0)
+        >>> hiding(opt_state, stats, seconds=10.0).interval
+        4
     """
     is_compact(host_state)
     state = find_state(opt_state)
@@ -230,16 +236,20 @@ def host_bandwidth(
     """Bytes a second that updates get out of this machine's memory, measured.
 
     Args:
-        leaves: A state's, of whose dtypes and layout the largest is taken.
+        leaves: A state's leaves; the measurement is for the largest one's dtypes and shape.
         threads: As for `HostEngine`.
         host_state: As for `HostEngine`.
-        seconds: How long, about; compiling comes in front of it.
+        seconds: Time to measure, about, without compiling.
 
     Returns:
-        Bytes a second: of state read and written, and of gradients read.
+        Bytes a second of state read and written, and of gradients read.
 
     Raises:
         ValueError: If `threads` or `host_state` is out of range.
+
+    Examples:
+        >>> host_bandwidth(seconds=0.0) > 0
+        True
     """
     compact = is_compact(host_state)
     dtype, mail, rows = np.dtype(np.float32), np.dtype(np.float32), 4096

@@ -15,39 +15,37 @@ from zenflow_jax.planning._gpus import GPUS, Gpu
 from zenflow_jax.planning._host_work import BUSY, Hiding, Needs, hiding_of, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
-#: Of what a GPU can do, what a step is taken to get: of its matrix products, and of its memory's
-#: bandwidth.
+#: The shares of a GPU's products and of its memory's bandwidth that a step is assumed to get.
 EFFICIENCY = 0.4
 OF_BANDWIDTH = 0.7
-#: Of its memory, what jax may be given, and what it takes if it is told nothing
-#: (`XLA_PYTHON_CLIENT_MEM_FRACTION`). The rest is the driver's, for its kernels and libraries.
+#: The most of a GPU's memory that jax may take, and its default (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
 USABLE = 0.95
 UNASKED = 0.75
-#: Of a host's memory, what is left to the system, Python, CUDA and XLA.
+#: Bytes of a host's memory that the system, Python, CUDA and XLA need.
 HOST_RESERVE = 8 * 10**9
-#: Of the classes of host memory, those that jax pins.
+#: The kinds of host memory that jax pins.
 PINNED = ("mail", "hand-over, pinned")
-#: Of the classes of device memory, the one that only a compiler knows.
+#: The kind of device memory that only a compiler knows.
 TEMPORARIES = "gradients, activations"
 _WITHOUT = " without gradients and activations"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run takes, and what there is.
+    """The memory and time that a run takes, and those that it has.
 
     Attributes:
         gpu: The device that it is planned for.
         devices: How many of them.
-        device: Bytes of one device at the peak of a step, by what they are for.
+        device: Bytes of one device at the peak of a step, by their use.
         checkpoint: Bytes of a checkpoint on disk: parameters, the optimizer's state, the engine's.
-        parameters: How many there are.
-        flops: Of the matrix products of one device in a step.
-        step_s: Seconds that a step must take, at the efficiency that is assumed.
-        host_bytes_there: Bytes that the host has, assumed or said.
-        host_bandwidth: Bytes a second of the host's memory, assumed, said, or measured.
-        host: Bytes of the host at most, by what they are for; all devices together. jax pins
-            "mail" and "hand-over, pinned". Empty without an engine.
+        parameters: Number of parameters.
+        flops: Operations of one device's matrix products in a step.
+        step_s: Seconds of a step at the assumed efficiency.
+        host_bytes_there: Bytes of the host's memory, assumed or given.
+        host_bandwidth: Bytes a second of the host's memory, assumed or given.
+        host: Bytes of the host at most, by their use, for all devices. jax pins "mail" and
+            "hand-over, pinned". Empty without an engine.
         to_host: Bytes that one device sends in a step.
         to_device: Bytes that one device gets in a step, on average.
         host_s: Seconds of host work that a step has to hide, on average; 0 without an engine.
@@ -86,17 +84,17 @@ class Plan:
 
     @property
     def device_bytes_there(self) -> int:
-        """What jax may be given of a device."""
+        """Bytes of one device that jax may take."""
         return int(USABLE * self.gpu.memory)
 
     @property
     def host_bytes(self) -> int:
-        """What all devices together take of the host, at most."""
+        """Bytes that all devices together take of the host, at most."""
         return sum(self.host.values())
 
     @property
     def host_pinned(self) -> int:
-        """What jax pins of that."""
+        """Bytes among them that jax pins."""
         return sum(self.host.get(name, 0) for name in PINNED)
 
     @property
@@ -111,7 +109,7 @@ class Plan:
 
     @property
     def advice(self) -> str:
-        """What to do, in a sentence or two; of a run that does not fit, all that it lacks."""
+        """Advice in a sentence or two; for a run that does not fit, all that it lacks."""
         if self._lacks:
             return f"Does not fit: {' and '.join(self._lacks)}."
         spare = self.device_bytes_there - self.device_bytes
@@ -173,19 +171,19 @@ def plan(
     host_state: str = "float32",
     compiled: Any = None,
 ) -> Plan:
-    """What training takes of a device and its host, from the shapes of a step's arguments alone.
+    """The memory and time that training takes, from the shapes of a step's arguments alone.
 
     Args:
         step: The training step `(params, opt_state, *arguments)`, jitted with both donated.
         params: Its parameters: arrays, or `jax.ShapeDtypeStruct`s. On a mesh they have shardings.
         opt_state: What `tx.init(params)` gives, or `jax.eval_shape(tx.init, params)`.
-        arguments: What else the step takes, such as a batch.
+        arguments: The step's other arguments, such as a batch.
         device: A key of `GPUS`, or another GPU's figures.
-        host_memory_bytes: Of the machine with these devices. None: usual beside such devices.
-        bandwidth: Bytes a second that host updates get out of the host's memory;
-            `host_bandwidth()` measures it. None: assumed beside such a device.
+        host_memory_bytes: Memory of the machine with these devices. None: the usual amount.
+        bandwidth: Bytes a second that host updates move, as `host_bandwidth()` measures. None: the
+            usual rate.
         host_state: As for `HostEngine`.
-        compiled: The step compiled for such a device, as for `described_mesh`. None: gradients and
+        compiled: The step compiled for such devices, as for `described_mesh`. None: gradients and
             activations are not in the plan.
 
     Raises:
@@ -257,7 +255,7 @@ def plan(
 
 
 def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> dict[str, Any]:
-    """What a plan says of the host and the bus."""
+    """The fields of a plan about the host and the bus."""
     parts = [part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges]
     window = state.schedule.window if isinstance(state.schedule.window, int) else 2
     mails = sum(math.prod(x.shape) * x.mail_dtype.itemsize for x in parts)

@@ -1,4 +1,4 @@
-"""What a step takes of a device: its matrix products, by its trace; its memory, by XLA."""
+"""Matrix products of a step, by its trace, and its memory on the device, by XLA."""
 
 import functools
 import math
@@ -13,19 +13,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax.planning._gpus import GPUS
 
-#: What brings the compiler for GPUs, on any x86 machine.
+#: Installs the compiler for GPUs, on any x86 machine.
 INSTALL = 'pip install "jax[cuda12]"'
 
 
 def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
-    """GPUs that need not be there, in one node.
+    """A mesh of GPUs that need not be there, in one node, to compile a step for.
 
     Args:
         gpu: A key of `GPUS`.
-        sizes: Of the axes.
+        sizes: The size of each axis.
 
     Raises:
         RuntimeError: If jax's CUDA plugin is not installed.
+
+    Examples:
+        >>> mesh = described_mesh("h100", {"data": 8})  # doctest: +SKIP
+        >>> shapes = placed((params, opt_state, batch), mesh)  # doctest: +SKIP
+        >>> peak = peak_bytes(step.lower(*shapes).compile())  # doctest: +SKIP
     """
     count = math.prod(sizes.values())
     try:
@@ -69,7 +74,13 @@ def placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def peak_bytes(compiled: Any) -> int:
-    """The memory of one device that a compiled step takes at its peak, its arguments included."""
+    """The memory of one device that a compiled step takes at its peak, its arguments included.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> peak_bytes(jax.jit(jnp.sin).lower(jnp.ones(8)).compile())
+        64
+    """
     memory = compiled.memory_analysis()
     return (
         memory.argument_size_in_bytes
