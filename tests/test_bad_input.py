@@ -319,7 +319,7 @@ NO_ENGINE = [
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE), engine_state={}), TypeError, "ndarray"),
-    (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "optax.flatten"),
+    (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "leave `optax.flatten` out"),
     (lambda: engine(state=optax.MultiSteps(LATE, 2).init(PARAMS)), ValueError, "MultiSteps"),
     (
         lambda: engine(state=optax.apply_if_finite(LATE, 3).init(PARAMS)),

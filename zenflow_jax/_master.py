@@ -15,7 +15,7 @@ from zenflow_jax._device.channels import (
     take,
 )
 from zenflow_jax._device.leaves import as_pure, match_leaves
-from zenflow_jax._device.shards import Layout, Shard, on_each_device
+from zenflow_jax._device.shards import Layout, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout
 from zenflow_jax._engine import HostEngine
 
@@ -126,9 +126,7 @@ def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | N
         wide = weight.astype(jnp.float32)
         return wide if leaf.master is None else jnp.where(leaf.steps == 0, wide, leaf.master)
 
-    def one(
-        shard: Shard, weight: Array, leaf: LeafState, host: Array, steps: Array | None
-    ) -> Array:
+    def one(shard, weight, leaf, host, steps):
         place = positions(shard.to_local(leaf.channels), shard.block.n)
         wide = selected = weight.astype(jnp.float32)
         if leaf.master is not None:

@@ -1,8 +1,7 @@
 """`zenflow()`: the optax transformation, which is the device half of the algorithm.
 
-`update` reads top to bottom like the arithmetic in docs/design.md: look at every gradient once,
-decide whether the step counts, step the selected channels, and hand the rest on: as mail to the
-host (`_engine.py` takes it in), or to `_device/in_graph.py`.
+`update` reads like the arithmetic in docs/design.md: look at every gradient once, decide whether
+the step counts, step the selected channels, and send the rest to the host or to `in_graph.py`.
 """
 
 import inspect
@@ -74,15 +73,14 @@ def zenflow(
     """AdamW that keeps the state of the channels with the largest gradients on the device.
 
     Selected channels take an AdamW step at every step. The gradients of all other channels go to
-    pinned host memory. There a `HostEngine` sums them over a window of `update_interval` steps and
-    makes one AdamW step with their mean, scaled to be worth a window of steps. Leaves take turns:
-    at every step the window of some of them closes, and the update made from it reaches the
-    parameters one step later, while the device computes that step.
+    pinned host memory, where a `HostEngine` makes one AdamW step with the mean of a window of
+    `update_interval` steps, scaled to be worth these steps. Leaves take turns: at every step the
+    windows of some close, and their update reaches the parameters one step later.
 
     With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with float32
     master weights. Steps whose gradient is not finite are skipped; with an engine, do not let
     `optax.apply_if_finite` withhold an update. Up to `eps` the arguments are those of
-    `optax.adamw`, in its order. It lacks `eps_root`, `mu_dtype` and `nesterov`.
+    `optax.adamw`, in its order; `eps_root`, `mu_dtype` and `nesterov` are missing.
 
     Args:
         learning_rate: A number, a schedule of the step count (from 0), or a float32 array.
@@ -94,29 +92,28 @@ def zenflow(
         mask: Tree of bools like the parameters (or a prefix of it), or a function of the
             parameters that returns one: True where weight decay applies. Everywhere by default.
         topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
-        update_interval: Steps in a window, at least 1; or an `AutoWindow`, which closes a window
-            when enough has piled up in it.
-        select_interval: Steps between two selections, a multiple of `update_interval`; by default
-            16 windows (of the longest, if they adapt). The first selection is at the first
-            boundary. Or an `AutoSelect` or an `EpochSelect`.
+        update_interval: Steps in a window, at least 1; or an `AutoWindow`.
+        select_interval: Steps between two selections, a multiple of `update_interval`, by default
+            16 (longest) windows; or an `AutoSelect` or an `EpochSelect`. The first selection is at
+            the first boundary.
         full_warm_up_rounds: Number of first steps that update all channels.
         rolling: True: the offloaded leaves are in `update_interval` groups of nearly equal bytes,
             and at each step one group closes its window. A gradient then takes effect 1 to
             `update_interval` steps later. False, the paper's way: all windows close together, and
             that takes up to `2 * update_interval - 1` steps. Windows that adapt close together.
-        staleness: After how many steps an update reaches the parameters, counted from the step that
-            closed its window; from 0 (the loop waits for it) to `update_interval`. None: 1 if
-            `rolling`, else `update_interval`. The host has so many steps to hide its work behind.
+        staleness: Steps from the end of a window until its update reaches the parameters, behind
+            which the host's work hides; from 0 (the loop waits) to `update_interval`. None: 1 if
+            `rolling`, else `update_interval`.
         window_scaling: How a window's one step is scaled to the c steps in it that count, after
             Malladi et al. (2022): learning rate times c to this power, betas to the power c, eps
             divided by the root of c, weight decay as in c steps. 0.5 is their rule, 0 scales the
             betas alone. None, the paper's way, scales nothing; pass it where windows close
-            together, whose updates are staler, so that longer steps overshoot.
-        provisional_share: At each step the device moves every deferred weight by this share of the
-            learning rate, against the sign of its gradient, until the next update replaces that.
-            The first step of a run and those of the warm-up move nothing. None, the paper's way:
-            deferred weights stand still between their updates. It costs 0.25 bytes per offloaded
-            parameter on the device during the step.
+            together, because longer steps of staler updates overshoot.
+        provisional_share: At each step but the first and those of the warm-up, the device moves
+            every deferred weight by this share of the learning rate, against the sign of its
+            gradient, until the next update replaces that. It costs 0.25 bytes per offloaded
+            parameter on the device during the step. None, the paper's way: deferred weights stand
+            still between updates.
         max_grad_norm: Clips as `optax.clip_by_global_norm` does; that in front would keep the mail
             from leaving during the backward pass.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
@@ -135,26 +132,26 @@ def zenflow(
         send_gradients: When the gradients of offloaded leaves leave the device. "during_step": as
             soon as the backward pass has made each; best where layers are written out.
             "after_step": while the next step runs, with the same bits; for layers under `lax.scan`,
-            whose gradients are there only at the end. It costs the leaf's dtype once more per
-            parameter. "per_window": the step adds them up, in the dtype that they are sent in, and
+            whose gradients exist only at its end. It costs the leaf's dtype once more per
+            parameter. "per_window": the step adds them up in the dtype that they are sent in, and
             one sum per window is copied. It costs 2 bytes per bf16 parameter on the device, twice
             while a sum is on its way.
-        transfer_dtype: The dtype in which gradients go to the host; norms, scores and selected
-            channels use them as they arrive. None: bfloat16 for bfloat16 leaves, else float32.
-            `jnp.bfloat16`: all in 2 bytes, rounded. `jnp.float32`: all unrounded, for gradients of
-            bfloat16 leaves that arrive in float32 (sums of micro-batches).
+        transfer_dtype: The dtype in which gradients go to the host; all else uses them as they
+            arrive. None: bfloat16 for bfloat16 leaves, else float32. `jnp.bfloat16` rounds all.
+            `jnp.float32` rounds none, for gradients of bfloat16 leaves that arrive in float32 (sums
+            of micro-batches).
 
     Returns:
-        A transformation whose `update` needs `params`. It returns a float32 update, with which
-        `optax.apply_updates` sets selected channels to the float32 master, cast to the leaf's
-        dtype, and moves deferred channels by a provisional step, or not at all.
+        A transformation whose `update` needs `params`. With its float32 update
+        `optax.apply_updates` sets selected channels to their master, cast to the leaf's dtype, and
+        moves deferred channels by a provisional step, or not at all.
 
         Let zenflow be the last of its chain, and let nothing else change the parameters: the host's
         updates pass by what stands behind it (`optax.scale`, `optax.ema`), and undo other changes
-        on deferred channels (`optax.lookahead`; clipping weights). An engine refuses such runs;
+        of deferred channels (`optax.lookahead`, clipping weights). An engine refuses such runs;
         with `offload=False` nothing does. Put in front what acts on gradients, freeze by
-        `optax.partition`, keep averages of the weights outside; for new weights in mid-run flush,
-        then make a new state and engine. Before the first step you may load weights at any time.
+        `optax.partition`, keep averages of the weights outside. Load weights before the first step,
+        or flush, and make a new state and engine.
 
     Raises:
         ValueError: For values out of range, not finite, or that do not fit each other.

@@ -24,10 +24,10 @@ def attach(
     fields: tuple[str, str] | None = None,
     engine_options: Mapping[str, Any] | None = None,
 ) -> "AttachedStep":
-    """A train step that does what `step` does, and exchanges what it returned.
+    """A train step that calls `step`, and exchanges what it returned.
 
-    For loops that are not yours, and take a step function. `step` is jitted, or calls what is; do
-    not jit what `attach` returns. Three kinds of steps are known by their arguments:
+    For loops that are not yours, and take a step function. Jit `step`, not what `attach` returns.
+    Three kinds of steps are known by their arguments:
 
     * `step(params, opt_state, ...)` returns `(params, opt_state, ...)`.
     * `step(state, ...)` returns the state, or a tuple with the state in it. A state is any object
@@ -38,13 +38,13 @@ def attach(
     micro-batch, to know.
 
     Args:
-        step: The train step. What is called must get parameters and state by position, first.
-        engine: The run's engine. None: one is made at the first call, of what that call gets, which
-            must be a fresh state; or one with `engine_options["engine_state"]`.
-        flush_every: Flush after every so many steps of the run, counted from its start, also where
-            it goes on from a checkpoint: windows end early, and the parameters lack nothing, as
-            before an evaluation. None: only where you call `flush`.
-        fields: The names of the parameters and of the optimizer state in a state. By default
+        step: The train step. Pass parameters and state first, by position.
+        engine: The run's engine. None: the first call makes one from its arguments: a fresh state,
+            or one that belongs to `engine_options["engine_state"]`.
+        flush_every: Flush after every so many steps of the run, counted from its very start:
+            windows end early, and the parameters lack nothing, as before an evaluation. None: only
+            where you call `flush`.
+        fields: The names of parameters and optimizer state in a train state. By default
             `("params", "opt_state")`.
         engine_options: Arguments of the `HostEngine` that is made at the first call.
 
@@ -118,8 +118,8 @@ class AttachedStep:
         """Brings every update into the parameters, as `HostEngine.flush`.
 
         Args:
-            *carried: What the step takes first and returned last: parameters and optimizer state,
-                or the train state, or the model and its optimizer.
+            *carried: Parameters and optimizer state, or the train state, as the step returned them,
+                or the model and its optimizer.
 
         Returns:
             The same, with all updates; None for nnx, which is updated in place. Go on from it.

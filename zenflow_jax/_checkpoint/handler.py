@@ -61,7 +61,7 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
     ) -> dict[str, Any]:
-        """Restores what `EngineSave` wrote into `directory`."""
+        """Restores what `EngineSave` wrote into `directory`; `args` may be None."""
         del args
         return read_engine_state(_local(directory))
 

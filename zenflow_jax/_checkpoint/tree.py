@@ -114,12 +114,10 @@ def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
 
 
 def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
-    lengths = np.zeros(schedule.longest_window + 1, np.int32)
-    for length, count in counts.window_lengths.items():
-        lengths[length] = count
+    lengths = [counts.window_lengths.get(i, 0) for i in range(schedule.longest_window + 1)]
     return {
         **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
-        "window_lengths": lengths,
+        "window_lengths": np.array(lengths, np.int32),
         "scalars": np.array(counts.scalars or [0.0] * len(AdamScalars._fields), np.float32),
         "shares": np.array(counts.shares, np.float32),
         "fingerprints": counts.fingerprints,

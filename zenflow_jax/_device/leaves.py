@@ -52,10 +52,10 @@ class Places:
         if missing:
             others = sorted(by_name.keys() - ours.keys())
             raise ValueError(
-                f"expected `params` with the leaf {first_names(missing)} that the state was made "
-                f"for, got {len(paths)} leaves without it"
+                f"expected `params` with the leaf {first_names(missing) or 'of a bare array'} that "
+                f"the state was made for, got {len(paths)} leaves without it"
                 f"{f', and {first_names(others)} that it does not know' if others else ''} (of an "
-                "nnx model, pass `nnx.state(model)`)."
+                "nnx model, pass `nnx.state(model)`; leave `optax.flatten` out)."
             )
         for name, count in ours.items():
             if len(by_name[name]) != count:

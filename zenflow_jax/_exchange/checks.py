@@ -38,7 +38,6 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
     _check_wrappers(opt_state, state)
-    _check_not_flattened(params, state)
     _check_arrays(state)
     _check_one_run(state)
     _check_offload(state)
@@ -50,20 +49,6 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     _check_devices(weights, state)
     state, moved = put_back(state, weights)
     return state, weights, moved
-
-
-def _check_not_flattened(params: Any, state: ZenFlowState) -> None:
-    """Refuses the state of a single vector that joins all parameters."""
-    leaves, specs = jax.tree.leaves(params), [leaf.spec for leaf in state.leaves]
-    if len(specs) != 1 or len(specs[0].shape) != 1:
-        return
-    shapes = [tuple(getattr(x, "shape", ())) for x in leaves]
-    if specs[0].shape not in shapes and specs[0].shape == (sum(map(math.prod, shapes)),):
-        raise ValueError(
-            f"expected a state with the leaves of `params`, {len(leaves)} of them, got one of a "
-            f"single vector of {specs[0].shape[0]}, as `optax.flatten` makes: it has no channels, "
-            "so that nothing would leave the device. Leave `optax.flatten` out."
-        )
 
 
 def _check_arrays(tree: Any) -> None:

@@ -157,42 +157,28 @@ def _compare(
     on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
     step = on_device.unpack()
     layout = Layout(leaf.spec)
+
+    def count(shard, weight, rows, leaf, scalars, step, finite):
+        of_step = AdamScalars(*scalars)
+        after = _rows_of(shard, weight, leaf.channels, schedule=schedule)
+        wrong = jnp.zeros((), jnp.int32)
+        if rows.selected is not None:
+            assert after.selected is not None
+            wrong += _count_selected(shard, rows.selected, after.selected, leaf, of_step)
+        if rows.others is not None:
+            assert after.others is not None
+            rate = of_step.learning_rate
+            length = schedule.provisional_step(step, rate, jnp.ones((), bool), jnp)
+            deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
+            deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
+            stray = _strays(rows.others, after.others, length) & sample_of(deferred)
+            wrong += jnp.sum(stray, dtype=jnp.int32)
+        return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
+
     of_leaf = leaf_layout(leaf.spec, deferred=False)._replace(scores=None)
-    count = on_each_device(
-        partial(_count, schedule=schedule),
-        leaf.spec,
-        [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3],
-        REPLICATED,
-    )
-    return count(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)
-
-
-def _count(
-    shard: Shard,
-    weight: Array,
-    rows: _Rows,
-    leaf: LeafState,
-    scalars: Array,
-    step: Array,
-    finite: Array,
-    *,
-    schedule: Schedule,
-) -> Array:
-    of_step = AdamScalars(*scalars)
-    after = _rows_of(shard, weight, leaf.channels, schedule=schedule)
-    wrong = jnp.zeros((), jnp.int32)
-    if rows.selected is not None:
-        assert after.selected is not None
-        wrong += _count_selected(shard, rows.selected, after.selected, leaf, of_step)
-    if rows.others is not None:
-        assert after.others is not None
-        rate = of_step.learning_rate
-        length = schedule.provisional_step(step, rate, jnp.ones((), bool), jnp)
-        deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
-        deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
-        stray = _strays(rows.others, after.others, length) & sample_of(deferred)
-        wrong += jnp.sum(stray, dtype=jnp.int32)
-    return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
+    takes = [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3]
+    counted = on_each_device(count, leaf.spec, takes, REPLICATED)
+    return counted(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)
 
 
 def _strays(before: Array, after: Array, length: Array) -> Array:

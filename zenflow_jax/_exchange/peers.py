@@ -72,6 +72,7 @@ class PeerMonitor:
         # The rest is the thread's.
         self._failed: dict[int, str] = {}  # the message of each process that has failed
         self._left: dict[int, str] = {}  # the point at which each process has left
+        self._known = {"failed": self._failed, "left": self._left}
         self._told: set[str] = set()
         self._exits = False
         self._thread = threading.Thread(target=self._run, name="zenflow-peers", daemon=True)
@@ -174,15 +175,14 @@ class PeerMonitor:
                 if kind == "exit":
                     self._exits = True
                 else:
-                    self._known(kind).setdefault(self._me, text)
+                    self._known[kind].setdefault(self._me, text)
                 kind, text = self._news.get_nowait()
         except queue.Empty:
             pass
 
     def _tell(self) -> None:
-        for kind in ("failed", "left"):
-            text = self._known(kind).get(self._me)
-            if text is not None and kind not in self._told:
+        for kind, known in self._known.items():
+            if (text := known.get(self._me)) is not None and kind not in self._told:
                 # Overwrites, because a request that failed may have arrived.
                 self._client.key_value_set(f"{self._directory}{self._me}/{kind}", text, True)
                 self._told.add(kind)
@@ -190,10 +190,7 @@ class PeerMonitor:
     def _look(self) -> None:
         for key, text in self._client.key_value_dir_get(self._directory):
             process, kind = key.removeprefix(self._directory).split("/")
-            self._known(kind).setdefault(int(process), text)
-
-    def _known(self, kind: str) -> dict[int, str]:
-        return self._failed if kind == "failed" else self._left
+            self._known[kind].setdefault(int(process), text)
 
     @property
     def _me(self) -> int:

@@ -115,7 +115,6 @@ class HostAdam:
             return
         steps += active * np.int32(of_window.advance)
         step = Step(
-            segments=segments,
             masters=masters,
             mu=mu,
             nu=nu,
@@ -131,11 +130,9 @@ class HostAdam:
         tiles = segments.tiles(limit)
         if not segments.trailing:
             tiles = [tile for tile in tiles if step.active[tile[0] : tile[1]].any()]
-
-        work = kernel.adamw(step)
         chunk = max(_CHUNK // limit, 2 * self.threads if self.threads > 1 else 1)
         for i in range(0, len(tiles), chunk):
-            self._run(work, tiles[i : i + chunk])
+            self._run(partial(kernel.adamw, step), tiles[i : i + chunk])
             yield
 
     def take(self, arrays: Sequence[HostArray], channels: np.ndarray) -> list[np.ndarray]:

@@ -115,11 +115,7 @@ def _decode(codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
 
 
 def _encode(
-    x: np.ndarray,
-    axis: int,
-    codes: np.ndarray,
-    scales: np.ndarray,
-    where: "np.ndarray | bool",
+    x: np.ndarray, axis: int, codes: np.ndarray, scales: np.ndarray, where: "np.ndarray | bool"
 ) -> None:
     """Writes codes and scales of numbers; buckets lie along `axis`.
 

@@ -1,7 +1,5 @@
 """The compiled kernel: tiles of a leaf for the loops in `numba_loops.py`."""
 
-from collections.abc import Callable
-
 import ml_dtypes
 import numpy as np
 
@@ -23,16 +21,16 @@ class NumbaKernel:
             together = _padded(gradients[i : i + GRADIENTS_PER_PASS])
             numba_loops.accumulate(total, *together, first and i == 0)
 
-    def adamw(self, step: Step) -> Callable[[Tile], None]:
+    def adamw(self, step: Step, tile: Tile) -> None:
+        """Takes the step on one tile."""
         p, m, v = step.masters, step.mu, step.nu
         assert p.cast is None  # float16 takes the other kernel
         arrays = [_flat(x) for x in (p.values, p.rest, m.values, m.scales, v.values, v.scales)]
         channels = (step.active, step.m_debias, step.v_debias)
-        _, rows, width, trailing = step.segments
+        _, rows, width, trailing = p.segments
         loop = numba_loops.adamw_trailing if trailing else numba_loops.adamw_leading
-        gradients = _padded(step.gradients)
         scalars = (step.scale, *step.scalars)
-        return lambda tile: loop(*arrays, gradients, channels, scalars, rows, width, tile)
+        loop(*arrays, _padded(step.gradients), channels, scalars, rows, width, tile)
 
 
 def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:

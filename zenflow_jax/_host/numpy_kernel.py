@@ -6,14 +6,12 @@ the same bits. Here too is what both kernels take: a step.
 Letters: `p, m, v, g` master, moments and gradient of a tile, in float32.
 """
 
-import functools
 import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from zenflow_jax._host.arrays import BUCKET, Segments, Tile
+from zenflow_jax._host.arrays import BUCKET, Tile
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment
 from zenflow_jax._spec.scalars import AdamScalars
@@ -29,7 +27,6 @@ Weighed = list[tuple[np.ndarray, np.float32]]
 class Step(NamedTuple):
     """One AdamW step of one leaf, as the kernels see it."""
 
-    segments: Segments
     masters: Masters
     mu: Moment
     nu: Moment
@@ -58,22 +55,19 @@ class NumpyKernel:
                     _widen_into(x, g, factor)
                     total += x
 
-    def adamw(self, step: Step) -> Callable[[Tile], None]:
-        """The function that takes the step on one tile."""
-        return functools.partial(self._work, step)
-
-    def _work(self, step: Step, tile: Tile) -> None:
+    def adamw(self, step: Step, tile: Tile) -> None:
+        """Takes the step on one tile."""
         first, last, left, right = tile
-        channels = slice(first, last)
-        if step.segments.trailing:
-            start = first // step.segments.rows * step.segments.width
+        channels, segments = slice(first, last), step.masters.segments
+        if segments.trailing:
+            start = first // segments.rows * segments.width
             channels = slice(start + left, start + right)
         active = step.active[channels]
         if active.any():
             self._update(step, tile, channels, masked=not active.all())
 
     def _update(self, step: Step, tile: Tile, channels: slice, *, masked: bool) -> None:
-        segments, arrays = step.segments, (step.masters, step.mu, step.nu)
+        segments, arrays = step.masters.segments, (step.masters, step.mu, step.nu)
 
         def by_channel(x: np.ndarray) -> np.ndarray:
             return x[channels][None, :] if segments.trailing else x[channels][:, None]

@@ -14,12 +14,11 @@ import numpy as np
 class AutoWindow:
     """Windows that close when their deferred channels weigh as much as one step's selected ones.
 
-    Every step gives two numbers for each leaf: the root mean square of the gradient on deferred
-    channels, and on selected ones. A leaf is ripe when the window's sum of the first is at least
-    the window's mean of the second. The window closes when at least `share` of the offloaded leaves
-    are ripe, or when it has `max_interval` steps. The decision after step t knows only the steps
-    before it, so a window has at least two steps. Skipped steps count for its length alone.
-    DeepSpeed's "Zen-auto" has the same idea and compares L1 sums.
+    At every step each leaf has a root mean square of its gradient on deferred channels, and one on
+    selected channels. A leaf is ripe when the window's sum of the first is at least the window's
+    mean of the second. The window closes when at least `share` of the offloaded leaves are ripe, or
+    when it has `max_interval` steps. The decision after step t knows only the steps before it, so a
+    window has at least two. DeepSpeed's "Zen-auto" has the same idea and compares L1 sums.
 
     Attributes:
         max_interval: The most steps that a window may have.
@@ -34,8 +33,8 @@ class AutoWindow:
     share: float = 0.99
 
     def __post_init__(self):
-        _keep_int(self, "max_interval")
-        _keep_share(self, "share")
+        check_int("AutoWindow.max_interval", self.max_interval, 1)
+        check_share("AutoWindow.share", self.share)
         if self.share == 0:
             raise ValueError("`AutoWindow.share` must be above 0, got 0.")
 
@@ -49,11 +48,10 @@ class AutoWindow:
 class AutoSelect:
     """Selects again when the selected channels no longer hold most of the score.
 
-    Each boundary measures which share of the best k channels' score the selected channels hold: a
-    ratio for each leaf, weighted by the leaf's size. Below `keep`, the next boundary selects again.
-    The `max_windows`-th window since the last selection always does. Scores are sums since the last
-    selection: if the important channels change w windows after it, the next selection follows about
-    w / keep + 1 windows after that change.
+    Each boundary measures the share of the best k channels' score that the selected channels hold:
+    a ratio for each leaf, weighted by the leaf's size. Below `keep` the next boundary selects
+    again, as does the `max_windows`-th window since the last selection. Scores are sums since then:
+    if the best channels change w windows after it, the next one follows about w / keep + 1 later.
 
     Attributes:
         keep: The share to hold, in [0, 1].
@@ -68,8 +66,8 @@ class AutoSelect:
     max_windows: int = 64
 
     def __post_init__(self):
-        _keep_share(self, "keep")
-        _keep_int(self, "max_windows")
+        check_share("AutoSelect.keep", self.keep)
+        check_int("AutoSelect.max_windows", self.max_windows, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +75,6 @@ class EpochSelect:
     """Selects at the end of every epoch, or of every few epochs.
 
     It selects at the first boundary at or after the epoch's end: windows need not divide an epoch.
-    DeepSpeed's `select_strategy="epoch"` takes the steps from its data loader, and never selects
-    again without one.
 
     Attributes:
         steps_per_epoch: Optimizer steps in an epoch, counted from the first step of the run.
@@ -93,8 +89,8 @@ class EpochSelect:
     epochs: int = 1
 
     def __post_init__(self):
-        _keep_int(self, "steps_per_epoch")
-        _keep_int(self, "epochs")
+        check_int("EpochSelect.steps_per_epoch", self.steps_per_epoch, 1)
+        check_int("EpochSelect.epochs", self.epochs, 1)
 
     @property
     def steps(self) -> int:
@@ -150,14 +146,3 @@ def check_share(name: str, value: Any, kinds: str = "a float", remedy: str = "")
     if not 0 <= float(value) <= 1:
         raise ValueError(f"`{name}` must lie in [0, 1], got {value}.")
     return float(value)
-
-
-def _keep_int(rule: Any, name: str) -> None:
-    """Checks a field that counts from 1, and keeps it as a Python int."""
-    value = check_int(f"{type(rule).__name__}.{name}", getattr(rule, name), 1)
-    object.__setattr__(rule, name, value)
-
-
-def _keep_share(rule: Any, name: str) -> None:
-    value = check_share(f"{type(rule).__name__}.{name}", getattr(rule, name))
-    object.__setattr__(rule, name, value)

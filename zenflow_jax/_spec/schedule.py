@@ -89,13 +89,11 @@ class Schedule:
         window: Steps in a window, or the rule that closes it.
         select: Steps between two selections, or the rule that starts one.
         full_warm_up_rounds: Number of first steps; each is a window of its own.
-        groups: How many groups of leaves take turns: group j closes its windows j steps ahead of
-            group 0. One for all leaves together.
+        groups: Number of groups that take turns: group j closes its windows j steps ahead of 0.
         staleness: Steps from the end of a window to the step after which its update reaches the
             parameters. None: to the next boundary, wherever an adaptive window has it.
-        window_scaling: How a window's update is scaled to the steps in it, as `window_step` says.
-        provisional_share: The length of a provisional step, as a share of the learning rate; None
-            for none.
+        window_scaling: The exponent of `window_step`.
+        provisional_share: The length of a provisional step, as a share of the learning rate.
     """
 
     window: int | AutoWindow

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """The values that a key may have, beside "auto"."""
+    """The values that a key may have, besides "auto"."""
 
     expected: str
     fits: Callable[[Any], bool]

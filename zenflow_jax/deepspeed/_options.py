@@ -69,25 +69,29 @@ _TABLE = {
 class DeepSpeedOptions:
     """The meaning of a DeepSpeed config. Made by `from_deepspeed`.
 
-    What the config leaves open is None. Numbers of steps may become known later: put them in with
-    `dataclasses.replace`. A property that lacks one raises a ValueError that names it.
+    Values that the config leaves open are None. Numbers of steps may become known later: put them
+    in with `dataclasses.replace`. A property that lacks one raises a ValueError that names it.
 
     Attributes:
         kind: "zenflow"; "offload" for an offloaded optimizer without a `zenflow` section, which is
             `zenflow` with no channel selected and windows of one step; "adamw" for neither.
-        fixed_arguments: Those of `arguments` that do not depend on the length of an epoch.
-        max_grad_norm: Gradients are clipped to this global norm; None for no clipping. It is also
-            among the arguments of `zenflow`.
+        fixed_arguments: The `arguments` that do not depend on the length of an epoch.
+        max_grad_norm: The global norm that gradients are clipped to, which `arguments` also have.
         batch_size: Examples in one step on all devices together.
-        micro_batches: Into how many the batch is divided.
-        compute_dtype: What the model is to compute in.
+        micro_batches: Number of parts of the batch.
+        compute_dtype: The dtype that the model computes in.
         threads: For `HostEngine(threads=...)`, from `pt_reserved_cores_perc`.
         not_translated: The names of the keys that are not read or not followed.
         has_zero: Whether the config has a `zero_optimization` section with any keys.
         scheduler: The config's schedule.
-        selection: When `zenflow` selects channels.
+        selection: The rule of `zenflow`'s selections.
         peak: The learning rate without the scheduler.
-        total_steps, steps_per_epoch, warmup_steps: As given to `from_deepspeed`.
+        total_steps, steps_per_epoch, warmup_steps: The arguments of `from_deepspeed`.
+
+    Examples:
+        >>> options = from_deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}})
+        >>> options.kind, options.learning_rate
+        ('adamw', 2e-05)
     """
 
     kind: str
@@ -122,10 +126,9 @@ class DeepSpeedOptions:
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """The transformation, made anew at each access.
+        """A new transformation: `zenflow(learning_rate, **arguments)`, for a `HostEngine`.
 
-        It is `zenflow(learning_rate, **arguments)`, to be used with a `HostEngine`; for "adamw"
-        `optax.adamw` behind `optax.clip_by_global_norm`, which keeps no master weights.
+        Of the kind "adamw" it is `optax.adamw` behind `optax.clip_by_global_norm`.
         """
         rate = self.learning_rate
         if rate is None:
@@ -158,17 +161,16 @@ def from_deepspeed(
 ) -> DeepSpeedOptions:
     """The optimizer, schedule, batch and precision that a DeepSpeed config asks for.
 
-    The config's own values win. The arguments fill in what it leaves "auto" or leaves out, as the
+    The config's own values win. The arguments fill in values that are "auto" or left out, as the
     Hugging Face Trainer's do. Where DeepSpeed and that Trainer have different defaults, "auto" is
-    an error unless its argument is given. In the `zenflow` section "auto" is a rule of its own.
-    docs/deepspeed.md has the keys that are followed.
+    an error unless its argument is given. docs/deepspeed.md has the keys that are followed.
 
     Args:
         config: Path of a JSON file, or the result of `json.load` on one.
-        total_steps: Of the run; for a schedule's `total_num_steps`.
+        total_steps: For a schedule's `total_num_steps`.
         steps_per_epoch: For the `select_strategy` "epoch", and for "auto", which is once per epoch
             if they are known and else `AutoSelect`.
-        devices: DeepSpeed's world size. By default what the batch sizes in the config say, or 1.
+        devices: DeepSpeed's world size. By default it follows from the batch sizes, or is 1.
         learning_rate: For `lr` and `warmup_max_lr`; a schedule where the config has none.
         warmup_steps: For `warmup_num_steps`; at least 2 is used.
         b1, b2: For `betas`.
@@ -178,9 +180,8 @@ def from_deepspeed(
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is not plain JSON, or a value is wrong or cannot be had; also if
-            `zenflow`, `bf16` or the parameters of optimizer and scheduler have a key that DeepSpeed
-            lacks.
+        ValueError: If it is not plain JSON, or a value is wrong or missing; also if `zenflow`,
+            `bf16` or the parameters of optimizer and scheduler have a key that DeepSpeed lacks.
         TypeError: For arguments of a wrong type.
 
     Warns:
@@ -276,10 +277,10 @@ def _adam(
 
 
 def _table(config: Mapping[str, Any], learning_rate: Any) -> dict[str, Any]:
-    """What is read of this config.
+    """The table for this config.
 
-    A scheduler that is not known is not read where the argument is a schedule, nor is an optimizer
-    or a scheduler without a type, which DeepSpeed ignores.
+    An unknown scheduler is not read where the argument is a schedule, nor is an optimizer or a
+    scheduler without a type, which DeepSpeed ignores.
     """
     named = config.get("scheduler")
     kind = str(named.get("type")) if isinstance(named, Mapping) else ""
@@ -348,7 +349,7 @@ def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selec
 
 
 def _threads(reserved_share: float | None) -> int | None:
-    """What `pt_reserved_cores_perc` leaves of this process's cores."""
+    """The cores of this process that `pt_reserved_cores_perc` leaves."""
     cores = available_cores()
     return None if reserved_share is None else cores - math.ceil(reserved_share * cores) or cores
 
@@ -356,7 +357,7 @@ def _threads(reserved_share: float | None) -> int | None:
 def _batch(
     config: Config, values: dict[str, Any], devices: int | None, zenflow: bool
 ) -> tuple[int | None, int | None]:
-    """The batch of one step, and in how many parts it is worked through."""
+    """The batch of one step, and the number of its parts."""
     total, micro, parts = map(values.get, _BATCH)
     known = (micro or 1) * (parts or 1)
     if total and micro and parts and devices is None:
