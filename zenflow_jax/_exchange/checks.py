@@ -38,7 +38,7 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
     _check_wrappers(opt_state, state)
-    _check_arrays(state)
+    _check_arrays(jax.tree.leaves(state))
     _check_one_run(state)
     _check_offload(state)
     if fresh:
@@ -51,8 +51,8 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     return state, weights, moved
 
 
-def _check_arrays(tree: Any) -> None:
-    for x in jax.tree.leaves(tree):
+def _check_arrays(arrays: Sequence[Any]) -> None:
+    for x in arrays:
         if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             raise TypeError(
                 f"expected a state of jax arrays, got {type(x).__name__}. Pass what `tx.init` or "
@@ -173,7 +173,7 @@ class Expected:
                 "expected the state of the run that this engine was made for, got one with other "
                 "leaves or settings. Give each run an engine of its own."
             )
-        _check_arrays(state.step_scalars.ints)  # a look at all would take long
+        _check_arrays([state.step_scalars.ints])  # a look at all would take long
         return state
 
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
