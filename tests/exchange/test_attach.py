@@ -84,6 +84,10 @@ def test_a_step_of_parameters_and_state_exchanges_by_itself_and_flushes_as_often
         for t in range(STEPS, 9):
             *both, _ = step(*both, t)
         assert_same_bits(both[0], step.flush(*both)[0])
+        *both, _ = step(*both, 9)
+        # A whole window, what the flushes after steps 7 and 9 ended, and the one that step 8 did.
+        assert step.engine.stats.window_lengths == {1: 2, 3: 1, 4: 1}
+        step.flush(*both)
 
 
 @dataclasses.dataclass(frozen=True)

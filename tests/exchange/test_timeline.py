@@ -9,9 +9,9 @@ import pytest
 
 from tests.runs import FEW, ONE, Settings, Training
 from zenflow_jax import Span, Timeline, plot_timeline, save_trace
-from zenflow_jax._diagnostics.timeline import ROWS
 
 STEPS, INTERVAL = 9, 2
+ROWS = ["device", "mail", "host", "upload", "caller"]
 SETTINGS = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=2 * INTERVAL)
 
 
@@ -106,6 +106,7 @@ def test_the_stats_have_the_seconds_of_all_spans():
     assert stats.work_s == seconds("take in", "update", "hand over", "wait for uploads")
     for kind in ("take in", "update", "copy", "upload"):
         assert stats.seconds[kind] == seconds(kind)
+    assert "unread" not in stats.seconds  # which is nobody's work
 
 
 def test_a_trace_has_all_spans_and_those_that_overlap_in_part_in_threads_of_their_own(tmp_path):
@@ -132,7 +133,7 @@ def test_the_picture_has_every_row_and_a_legend_or_an_error_says_what_it_lacks(
     figure = plot_timeline(recorded, tmp_path / "timeline.svg", steps=recorded.steps[-4:])
     assert b"<svg" in (tmp_path / "timeline.svg").read_bytes()[:1000]
     (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(ROWS)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ROWS
     assert axes.get_title() == "steps 6 to 9"
     (legend,) = figure.legends
     assert {"step", "update"} <= {text.get_text() for text in legend.get_texts()}

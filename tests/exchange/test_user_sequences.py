@@ -97,6 +97,21 @@ class User:
         self._saved: list[Checkpoint] = []
         self._start(0)
 
+    def __call__(self, actions: list[tuple[str, int]]) -> None:
+        """Does these things, and flushes at the end; after a refusal another run begins."""
+        for name, n in actions:
+            try:
+                getattr(self, name)(n)
+            except Refused:
+                self._start(n)
+        try:
+            if not self._unmailed:
+                self.flush(0)
+        except Refused:
+            pass
+        finally:
+            self._close()
+
     def step(self, n: int) -> None:
         if self._unmailed:
             self._note("a step that was not exchanged")
@@ -273,16 +288,4 @@ ACTIONS = [*RIGHT, *(name for name in vars(User) if name[0] != "_" and name not 
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 29)), min_size=10, max_size=25),
 )
 def test_whatever_users_do_is_right_or_refused(number, actions):
-    user = User(number)
-    for name, n in actions:
-        try:
-            getattr(user, name)(n)
-        except Refused:
-            user._start(n)
-    try:
-        if not user._unmailed:
-            user.flush(0)
-    except Refused:
-        pass
-    finally:
-        user._close()
+    User(number)(actions)
