@@ -109,8 +109,11 @@ NESTED = {"block": {"bias": jnp.zeros(3), "weight": jnp.ones((4, 3))}, "head": j
     ],
     ids=["tree", "prefix", "function to a prefix"],
 )
-def test_mask_says_where_weight_decay_applies(mask):
-    tx = make(1.0, mask=mask, weight_decay=0.5, topk_ratio=1.0)
+def test_mask_says_where_weight_decay_applies_whose_schedule_counts_from_zero(mask):
+    def decay(count):
+        return 0.5 / (1.0 + count.astype(jnp.float32))
+
+    tx = make(1.0, mask=mask, weight_decay=decay, topk_ratio=1.0)
     zeros = jax.tree.map(jnp.zeros_like, NESTED)
     updates, _ = jax.jit(tx.update)(zeros, tx.init(NESTED), NESTED)
     for name, x in (("weight", 0.0), ("bias", 0.0)):
