@@ -26,6 +26,12 @@ MORE_LEAVES: Leaves = (
     Leaf("stack", (2, 16, 8), -2, "bfloat16"),
 )
 
+# With windows of four steps the stack is cut into ranges.
+IN_RANGES: Leaves = (
+    Leaf("rows", (16, 8), -2, "float32"),
+    Leaf("stack", (6, 16, 8), -2, "bfloat16"),
+)
+
 # Channels change hands at each boundary.
 STALE = dataclasses.replace(EVERYTHING, topk_ratio=0.2, select_interval=4, full_warm_up_rounds=1)
 # Decided by numbers that all devices must have alike.

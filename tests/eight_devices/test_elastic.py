@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 import zenflow_jax
 from tests import comparisons, meshes, runs
-from tests.meshes import LEAVES, MORE_LEAVES, STALE
+from tests.meshes import IN_RANGES, LEAVES, MORE_LEAVES, STALE
 from tests.resuming import assert_same_state, go, put_by_name, resume_by_orbax, save_by_orbax
 from tests.runs import KERNEL, Plan, Settings, Training
 from zenflow_jax._device.samples import fingerprints
@@ -98,3 +98,25 @@ def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
         params, state = put_by_name(saved, (training.params, training.state))
         with pytest.raises(ValueError, match="no more devices divide its channel axis"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state)
+
+
+def test_a_checkpoint_in_ranges_goes_on_on_a_mesh_but_not_where_it_divides_layers():
+    with Training(IN_RANGES, STALE, donate=True) as training:
+        training.go(7)
+        saved = jax.tree.map(np.asarray, (training.params, training.state, training.engine.state()))
+        training.go(12)
+        training.flush()
+        expected = training.values()
+    for placement in "replicated", "stacks":
+        where = meshes.shardings(meshes.make_mesh("three"), placement, IN_RANGES)
+        with Training(IN_RANGES, STALE, shardings=where, donate=True) as training:
+            both = put_by_name(saved[:2], (training.params, training.state))
+            if placement == "stacks":
+                with pytest.raises(ValueError, match="A mesh may divide the layers of a stack"):
+                    zenflow_jax.HostEngine(*both, engine_state=saved[2])
+                continue
+            (training.params, training.state), training.t = both, 7
+            training.renew(engine_state=saved[2])
+            training.go(12)
+            training.flush()
+            comparisons.assert_close([training.values()], [expected])

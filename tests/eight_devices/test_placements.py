@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import zenflow_jax
 from tests import comparisons, meshes, runs
 from tests.compilations import times_compiled
-from tests.meshes import ADAPTIVE, LEAVES, MORE_LEAVES, STALE, assert_agrees
+from tests.meshes import ADAPTIVE, IN_RANGES, LEAVES, MORE_LEAVES, STALE, assert_agrees
 from tests.runs import Plan, Settings, Training
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -91,6 +91,21 @@ def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, more):
     with started(where, STALE, leaves=leaves_of(where), **more) as training:
         with traced_once(training, donate=more.get("donate", True)):
             assert_agrees(training, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("where", "more"),
+    [
+        (("three", "replicated", AUTO), {}),
+        (("three", "both", AUTO), {}),
+        (("three", "both", EXPLICIT), {"offload": False}),
+    ],
+    ids=str,
+)
+def test_stacks_in_ranges_equal_the_reference(where, more):
+    with started(where, STALE, leaves=IN_RANGES, **more) as training:
+        assert [len(leaf.spec.groups) for leaf in training.state.leaves] == [1, 3]
+        assert len(assert_agrees(training, PLAN).turns) == 4
 
 
 def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():

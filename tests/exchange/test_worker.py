@@ -213,6 +213,41 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_does_not_hang(hooks)
     assert engine() is None
 
 
+@pytest.mark.parametrize("call", [Training.flush, Training.fail_elsewhere, lambda _: None])
+def test_an_exception_leaves_the_with_block_as_it_is(call):
+    training, error = Training(FEW, TOGETHER), KeyError("the user's")
+
+    def leave():
+        with training.engine:
+            training.go(7)
+            call(training)
+            raise error
+
+    with pytest.raises(KeyError) as caught:
+        leave()
+    assert caught.value is error
+    assert error.__cause__ is error.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (Training.fail_elsewhere, "process 1 failed: the memory is gone"),
+        (lambda _: None, "never reached the param"),
+    ],
+    ids=["a failure that the caller has not heard of", "without a flush"],
+)
+def test_a_block_that_ends_with_updates_under_way_ends_with_an_error(last, words):
+    def leave():
+        with training.engine:
+            training.go(7)
+            last(training)
+
+    training = Training(FEW, TOGETHER)
+    with pytest.raises(RuntimeError, match=words):
+        leave()
+
+
 def leave_open():
     """Leaves engines open, as a user's script may."""
     leaf = runs.Leaf("w", (2048, 1024), -2, "float32")
