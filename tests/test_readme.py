@@ -1,4 +1,4 @@
-"""README.md and docs/: their Python blocks run as they stand, and README.md stays short."""
+"""README.md and docs/: Python blocks run as they stand, links and options are there."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from train import compress, finetune, generate
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,6 +68,21 @@ def test_links_and_names_of_files_lead_somewhere(page):
     # Files that a page names with their folder; inside the library without that of the library.
     for name in re.findall(r"`(\w[\w.]*/[\w./]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).exists() or (ROOT / "zenflow_jax" / name).exists(), name
+
+
+def test_options_that_pages_name_are_those_of_the_commands(capsys):
+    for command in (finetune, generate, compress):
+        with pytest.raises(SystemExit):
+            command.main(["--help"])
+    known = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        spans = [span for span in re.findall(r"`(--[^`]+)`", text) if "=" not in span]
+        lines = re.findall(r"^zenflow-.*(?:\\\n.*)*", text, re.MULTILINE)
+        lines += re.findall(r"`(zenflow-[^`]+)`", text)
+        for name in re.findall(r"--[a-z][a-z0-9-]*", "\n".join(spans + lines)):
+            off = "--" + name.removeprefix("--no-")
+            assert name in known or off in known, f"{page.name}: {name}"
 
 
 def headings(page: Path) -> list[str]:
