@@ -42,7 +42,7 @@ nb_execution_mode = "force"
 # It needs weights and data, which nothing here may download: the site has what it was saved with.
 nb_execution_excludepatterns = ["notebooks/minilm_sst2*"]
 nb_execution_raise_on_error = True
-nb_execution_timeout = 180
+nb_execution_timeout = 600  # on a machine that does much else
 nb_execution_show_tb = True
 nb_merge_streams = True
 
