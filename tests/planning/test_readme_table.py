@@ -35,34 +35,32 @@ LLAMA2 = {
 }
 TIED = {"tie_word_embeddings": True}
 CONFIGS = {
-    "Qwen3-1.7B": QWEN3 | TIED | dict(zip(NAMES, (2048, 6144, 28, 16), strict=True)),
-    "Qwen3-4B": QWEN3 | TIED | dict(zip(NAMES, (2560, 9728, 36, 32), strict=True)),
-    "Llama-2-7B": LLAMA2 | dict(zip(NAMES, (4096, 11008, 32, 32), strict=True)),
-    "Qwen3-8B": QWEN3 | dict(zip(NAMES, (4096, 12288, 36, 32), strict=True)),
-    "Qwen3-14B": QWEN3 | dict(zip(NAMES, (5120, 17408, 40, 40), strict=True)),
+    "Qwen/Qwen3-1.7B": QWEN3 | TIED | dict(zip(NAMES, (2048, 6144, 28, 16), strict=True)),
+    "Qwen/Qwen3-4B": QWEN3 | TIED | dict(zip(NAMES, (2560, 9728, 36, 32), strict=True)),
+    "meta-llama/Llama-2-7b-hf": LLAMA2 | dict(zip(NAMES, (4096, 11008, 32, 32), strict=True)),
+    "Qwen/Qwen3-8B": QWEN3 | dict(zip(NAMES, (4096, 12288, 36, 32), strict=True)),
+    "Qwen/Qwen3-14B": QWEN3 | dict(zip(NAMES, (5120, 17408, 40, 40), strict=True)),
 }
-ROW = re.compile(
-    r"\| (.+?), (\d+) GB \| (.+?) \| `zenflow-finetune (.+?)` \| (\d+) GB \| (\d+) GB \|"
-)
+COMMAND = r"`zenflow-finetune (.+? --model (\S+) .+?)`"
+ROW = re.compile(rf"\| (.+?), (\d+) GB \| {COMMAND} \| (\d+) GB \| (\d+) GB \|")
 ROWS = ROW.findall(README.read_text(encoding="utf-8"))
 
 
 def test_all_rows_are_read():
-    assert len(ROWS) == len(CONFIGS)
+    assert [row[3] for row in ROWS] == list(CONFIGS)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[2])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[3])
 def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
-    gpu, memory, model, command, on_device, on_host = row
+    gpu, memory, command, model, on_device, on_host = row
     monkeypatch.setattr(planning, "has_compiler", lambda: False)
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))
-    words = [str(tmp_path) if word == "DIR" else word for word in shlex.split(command)]
+    words = shlex.split(command.replace(model, str(tmp_path)))
     machine = ["--device", DEVICES[gpu], "--host-memory", memory]
     file = tmp_path / "plan.json"
-    arguments = [*words, "--data", "x", "--plan", *machine, "--plan-json", str(file)]
-    assert finetune.main(arguments) == 0
+    assert finetune.main([*words, "--plan", *machine, "--plan-json", str(file)]) == 0
     plan = json.loads(file.read_text())["plans"]["zenflow"]
-    billions = float(model.rpartition("-")[2].removesuffix("B"))
+    billions = float(re.search(r"([\d.]+)b", model.lower())[1])
     assert plan["parameters"] / 1e9 == pytest.approx(billions, rel=0.06)
     assert round(plan["host_bytes"] / 1e9) == int(on_host)
     assert plan["host_bytes"] + HOST_RESERVE <= int(memory) * 1e9
