@@ -90,11 +90,11 @@ def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
     settings = Settings(topk_ratio=0.25, update_interval=2, select_interval=2)
     leaves = MORE_LEAVES[1:3]
     channels = meshes.shardings(meshes.make_mesh("fsdp"), "channels", leaves)
-    with Training(leaves, settings, **KERNEL) as training:
+    with Training(leaves, settings) as training:
         training.go(6)
         saved = jax.tree.map(np.asarray, (training.params, training.state))
         engine_state = jax.tree.map(np.asarray, training.engine.state())
-    with Training(leaves, settings, shardings=channels, **KERNEL) as training:
+    with Training(leaves, settings, shardings=channels) as training:
         params, state = put_by_name(saved, (training.params, training.state))
         with pytest.raises(ValueError, match="no more devices divide its channel axis"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state)

@@ -16,9 +16,6 @@ from tests.runs import Plan, Settings, Training
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
-# Steps donate wherever it is not that which is tested: so runs share them.
-ENGINE = {"threads": 1, "host_kernel": "numpy", "donate": True}
-
 # A skipped step; an early end, of one leaf with its update on its way.
 PLAN = Plan(14, bad=(6,), flush_at=(9,))
 EVERY = Settings(
@@ -50,9 +47,9 @@ def started(where, settings, *, leaves=LEAVES, in_context=True, **more):
     set_mesh = kind == EXPLICIT and in_context
     context = jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext()
     shardings = meshes.shardings(mesh, placement, leaves)
-    if more.get("offload", True):
-        more = {**ENGINE, **more}
-    with context, Training(leaves, settings, shardings=shardings, **more) as training:
+    # Steps donate wherever it is not that which is tested: so runs share them.
+    options = {"donate": more.get("offload", True), "shardings": shardings, **more}
+    with context, Training(leaves, settings, **options) as training:
         yield training
 
 
@@ -192,7 +189,7 @@ def test_parameters_that_something_else_changes_are_refused(where, leaf):
 @pytest.mark.parametrize(("kind", "moved"), [(AUTO, "state"), (EXPLICIT, "parameters")], ids=str)
 def test_one_device_is_a_mesh_of_one(kind, moved):
     mesh = meshes.make_mesh("one", kind)
-    with Training(LEAVES, STALE, **ENGINE) as expected:
+    with Training(LEAVES, STALE, donate=True) as expected:
         shardings = dict.fromkeys(expected.params, NamedSharding(mesh, PartitionSpec()))
         ours, theirs = (runs.place(runs.initial_values(LEAVES), x) for x in (shardings, None))
         params, state = (theirs, ours) if moved == "state" else (ours, theirs)

@@ -160,9 +160,8 @@ def update(model, optimizer, gradients):
 
 def test_an_nnx_module_trains_as_the_functional_form_does_where_it_was():
     shardings = meshes.shardings(meshes.make_mesh("three", EXPLICIT), "both")
-    options = {"threads": 1, "host_kernel": "numpy", "donate": True}
     with (
-        runs.Training(LEAVES, STALE, shardings=shardings, **options) as expected,
+        runs.Training(LEAVES, STALE, shardings=shardings, donate=True) as expected,
         jax.set_mesh(shardings["rows"].mesh),
     ):
         model = Model(runs.place(runs.initial_values(LEAVES), shardings))

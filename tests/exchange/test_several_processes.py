@@ -97,6 +97,8 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
     plan = Plan(until, bad=(12,))
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with Training(LEAVES, STALE, shardings=shardings, donate=True) as training:
+        if count > 1:
+            check_disagreement(training, me, count)
         if before:
             resuming.resume_by_orbax(training, Path(before))
             if count > 1:
@@ -107,6 +109,13 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
             resuming.save_by_orbax(training, Path(after))
         expected, _ = comparisons.reference(LEAVES, STALE, plan)
         comparisons.assert_close([training.values()], expected.params[-1:])
+
+
+def check_disagreement(training: Training, me: int, count: int) -> None:
+    """A state of another run in the last process is refused by all of them."""
+    token = plus({"": training.state.token}, int(me == count - 1))[""]
+    with pytest.raises(ValueError, match="the same state in every process"):
+        zenflow_jax.HostEngine(training.params, training.state._replace(token=token))
 
 
 def check_refusal(training: Training, me: int, count: int) -> None:

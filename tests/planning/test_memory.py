@@ -31,9 +31,7 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
     sending, rolling, host_state
 ):
     settings = Settings(**{**vars(SETTINGS), "rolling": rolling})
-    with Training(
-        FEW, settings, send_gradients=sending, host_kernel="numpy", host_state=host_state, threads=1
-    ) as training:
+    with Training(FEW, settings, send_gradients=sending, host_state=host_state) as training:
         need = needs_of(training.state, host_state=host_state)
         assert training.engine.stats.host_bytes == need.state
         for _ in range(10):

@@ -68,7 +68,7 @@ def test_arguments_are_those_of_the_compiled_step_and_its_peak_is_what_xla_says(
 
 def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays():
     host_state = "compact"
-    with Training(FEW, Settings(update_interval=3), host_kernel="numpy", threads=1) as training:
+    with Training(FEW, Settings(update_interval=3)) as training:
         training.go(2)
         saved = training.engine.state()["leaves"]
         state = training.state
@@ -178,7 +178,7 @@ def test_a_plan_names_all_that_it_lacks_and_nothing_else():
 
 
 def test_a_finished_run_says_how_busy_its_host_was():
-    with Training(FEW, Settings(update_interval=4), host_kernel="numpy", threads=1) as training:
+    with Training(FEW, Settings(update_interval=4)) as training:
         training.go(8)
         stats = training.engine.stats
     at = {"steps": 8, "wait_s": 2.0}
