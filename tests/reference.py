@@ -325,7 +325,7 @@ class Reference:
 
 
 def _in_turn(leaves: Sequence[Leaf], number: int) -> list[tuple[Leaf, list[list[Channel]]]]:
-    """The leaves that close windows in this turn, with those of their groups that do."""
+    """The leaves that close windows in this turn, with the groups that do."""
     pairs = [
         (leaf, [g for g, its in zip(leaf.groups, leaf.turns, strict=True) if its == number])
         for leaf in leaves

@@ -17,7 +17,7 @@ PLAN = Plan(19, bad=(8,), flush_at=(13,))
 
 
 def copied(tree: Any) -> Any:
-    """Arrays that share nothing with those of the tree, placed alike."""
+    """A copy of the tree, placed alike, whose arrays share nothing with it."""
     return jax.tree.map(
         lambda x: jax.device_put(np.array(x), x.sharding) if isinstance(x, jax.Array) else x.copy(),
         tree,

@@ -1,4 +1,4 @@
-"""An engine's state that is written while the run goes on is that of the moment of the save."""
+"""A save has the engine's state of its moment, though the run goes on while it is written."""
 
 import dataclasses
 import errno

@@ -60,7 +60,7 @@ def test_kernels_take_masters_apart_alike_and_a_step_at_rate_zero_keeps_every_bi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_become_masters_without_rounding(dtype):
-    """In pieces of which the last is not whole, from memory that is not contiguous."""
+    """In pieces, the last one not whole, from memory that is not contiguous."""
     x = np.random.default_rng(0).standard_normal((1, 1, 513, 514)).astype(dtype)
     assert x.size > 2 * PIECE
     for weights in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[..., ::-1]):

@@ -82,7 +82,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 def cut_short(whole: Path, target: Path, *, after: int) -> None:
     """Copies a run as it was when it had saved the checkpoint of a step.
 
-    Its metrics go further, as those of a run that is killed between two saves do.
+    Its metrics go further, as in a run that is killed between two saves.
     """
     shutil.copytree(whole, target)
     saved = steps_of(target / "checkpoints")

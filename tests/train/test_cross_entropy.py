@@ -1,4 +1,4 @@
-"""The loss of a vocabulary taken part by part is that of all logits at once."""
+"""A vocabulary taken part by part has the same loss as all logits at once."""
 
 import jax
 import jax.numpy as jnp

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
 
 
 def numbers(count):
-    """Examples of two tokens, the first of which is the example's number."""
+    """Examples of two tokens; the first one is the example's number."""
     return language.Windows(language.as_one(np.arange(count + 1)), 1)
 
 
