@@ -98,7 +98,7 @@ class _Skips:
 
 
 class Meter:
-    """Turns the losses of all steps into one `Row` for every `log_every` of them.
+    """Turns the losses of all steps into a `Row` for the first and every `log_every` of them.
 
     Call `start` when the first steps are compiled and done, `step` after every step and its
     exchange, `drain` and `finish` after the last one. A run that goes on had `steps_done`, and the
@@ -143,7 +143,7 @@ class Meter:
         """
         step = self._taken + 1
         schedule = ()
-        if self._stats and (step % self._log_every == 0 or step == self._steps):
+        if self._stats and (step in (1, self._steps) or step % self._log_every == 0):
             stats = self._stats()
             schedule = mean_window_length(stats), stats.kept_share, stats.reselections
         self._unread.append(Taken(loss, skipped, tokens, schedule))
@@ -201,7 +201,9 @@ class Meter:
             self._skips.add(int(jax.device_get(taken.skipped)))
 
     def _to_next_row(self) -> int:
-        # Fewer than `log_every` where the last start had another one.
+        # Fewer than `log_every` where the last start had another one, and behind the first step.
+        if self._steps_read == 0:
+            return 1
         return self._log_every - self._steps_read % self._log_every
 
     def _next_row(self) -> Row:

@@ -12,6 +12,7 @@ model.safetensors     trained weights in float32; or model/, a folder like the o
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -85,11 +86,15 @@ def write_picture(
     # A Figure without pyplot needs no display and leaves no global state.
     figure = Figure(figsize=(8, 2.5 + 1.5 * count), layout="constrained")
     panels = figure.subplots(count, sharex=True, squeeze=False, height_ratios=[2, 1][:count])[:, 0]
-    panels[0].plot([row.step for row in rows], [row.loss for row in rows], ".-", label="training")
+    # A row is the mean of its steps, and is drawn in their middle.
+    steps = [0, *(row.step for row in rows)]
+    middles = [(before + step + 1) / 2 for before, step in itertools.pairwise(steps)]
+    panels[0].plot(middles, [row.loss for row in rows], ".-", label="training")
     for name, panel in panel_of.items():
         values = [figures[name] for _, figures in validations]
         label = f"validation {name}".replace("/", " ")
-        panels[panel].plot([step for step, _ in validations], values, "o-", label=label)
+        # Points, as nobody knows the figures between them.
+        panels[panel].plot([step for step, _ in validations], values, "o", label=label)
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)

@@ -26,7 +26,7 @@ def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
     meter.start()
     rows = [metered(meter, i) for i in range(1, 8)]
     assert [row and (row.step, row.loss) for row in rows] == [
-        None, None, None, (2, 1.5), None, (4, 3.5), None,
+        None, None, (1, 1.0), (2, 2.0), None, (4, 3.5), None,
     ]  # fmt: skip
     assert [(row.step, row.loss) for row in meter.drain()] == [(6, 5.5), (7, 7.0)]
     assert list(meter.drain()) == []
@@ -43,8 +43,8 @@ def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
         meter.start()
         rows.append(metered(meter, *taken))
     rows = [row for row in [*rows, *meter.drain()] if row]
-    assert [(row.step, row.skipped) for row in rows] == [(2, 1), (4, 1), (6, 2), (7, 0)]
-    np.testing.assert_equal([row.loss for row in rows], [1, 3, np.nan, 7])
+    assert [(row.step, row.skipped) for row in rows] == [*((1, 0), (2, 1), (4, 1), (6, 2), (7, 0))]
+    np.testing.assert_equal([row.loss for row in rows], [1, np.nan, 3, np.nan, 7])
 
 
 def test_the_schedule_of_a_row_is_that_at_the_end_of_its_interval():
@@ -61,7 +61,7 @@ def test_the_schedule_of_a_row_is_that_at_the_end_of_its_interval():
         stats = EngineStats(steps=step, window_lengths=lengths, **more)
         rows.append(metered(meter, 1.0))
     rows = [row[5:] for row in [*rows, *meter.drain()] if row]
-    assert rows == [(None, None, 0), (2.0, None, 1), (2.6, 0.5, 2)]
+    assert rows == [(None, None, 0)] * 2 + [(2.0, None, 1), (2.6, 0.5, 2)]
 
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")

@@ -99,7 +99,7 @@ def test_zenflow_trains_and_leaves_its_record(tmp_path, capsys):
     assert 1 < figures["bytes_per_parameter_and_step"] < 4
     # Leaves take turns in two groups, one of which has a first window of one step; the other's
     # seventh window has the thirteenth step alone.
-    assert [int(row["step"]) for row in metrics] == [4, 8, 12, 13]
+    assert [int(row["step"]) for row in metrics] == [1, 4, 8, 12, 13]
     assert (metrics[0]["window_length"], metrics[0]["reselections"]) == ("1.75", "2")
     assert [figures[name] for name in SCHEDULE] == [14, 13 / 7, 2, None]
     # Signs of life, and how long it will be.
