@@ -34,7 +34,7 @@ from train.saved_checkpoints import CheckpointError, SavedCheckpoints, described
 
 
 class Checkpoints(SavedCheckpoints):
-    """The checkpoints of the run that writes them, of which the newest `keep` stay."""
+    """The checkpoints of the run that writes them; the newest `keep` stay."""
 
     _otherwise = (
         "or name another --run to begin a new one. (What may change: "
@@ -66,13 +66,13 @@ class Checkpoints(SavedCheckpoints):
         if processes.is_first():
             for step in self._damaged:
                 old = self._folder / str(step)
-                # `_seal` would take a name that begins with the step for that of a new save.
+                # `_seal` would take a name that begins with the step for a new save.
                 new, number = old.with_name(f"damaged-{step}"), 1
                 while new.exists():
                     number += 1
                     new = old.with_name(f"damaged-{step}-{number}")
                 old.rename(new)
-                self._say(f"renamed the damaged checkpoint {old} to {new.name}; delete it at will")
+                self._say(f"renamed the damaged checkpoint {old} to {new.name}; you can delete it")
         processes.from_first("")  # renamed, before another process looks
 
     def save(

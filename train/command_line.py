@@ -101,7 +101,7 @@ class Planning:
     plan_json: File | None = None
     """Also write the plan to this file."""
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
-    """GPU to plan for. Default: the GPU of this machine, or else h100."""
+    """GPU to plan for. Default: this machine's, or else h100."""
     host_memory: float | None = None
     """Host memory in GB (10**9 bytes)."""
     host_bandwidth: float | Literal["here"] | None = None

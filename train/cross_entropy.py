@@ -26,7 +26,7 @@ def token_losses(x: jax.Array, head: jax.Array, targets: jax.Array, *, axis: int
 
     Args:
         x: Output of the last layer `(b, t, width)`, in the dtype of the computation.
-        head: The matrix that maps it to logits, in any float dtype; cast to that of `x`.
+        head: The matrix that maps it to logits, in any float dtype; cast to the dtype of `x`.
         targets: Words `(b, t)`, integers. The loss of another number is NaN.
         axis: That of the vocabulary in `head`, 0 or 1; the other is the width.
     """

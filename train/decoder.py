@@ -211,7 +211,7 @@ class DecoderBlock(nnx.Module):
     ) -> jax.Array:
         """Maps the stream `(b, t, width)`; a token sees only those with its number in `text`."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
-        # Made anew in each block: kept for the backward pass, it would be (t, t).
+        # Made again in each block: kept for the backward pass, it would be (t, t).
         mask = None if text is None else (text[:, :, None] == text[:, None, :])[:, None]
         mixed = attention(q, k, v, mask=mask, causal=True, window=self.config.window)
         return self._mixed_in(x, mixed)

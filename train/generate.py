@@ -63,7 +63,7 @@ class Options:
     seed: int = 0
     """Seed of the sampling."""
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Dtype of weights and products. Default: that of the folder."""
+    """Dtype of weights and products. Default: the folder's."""
 
     def check(self) -> None:
         for name, fits, expected in (

@@ -122,7 +122,7 @@ def _decoder(keys: _Keys, kind: str) -> DecoderConfig:
 def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
     """Base and scaling of the rotations, from the keys of old configs and of new ones."""
     # From transformers 5 on `rope_parameters`, with the base inside; before it `rope_scaling`
-    # beside `rope_theta`, of which the former is null for none.
+    # and `rope_theta`; the former is null for none.
     name = "rope_parameters" if keys.raw.get("rope_parameters") is not None else "rope_scaling"
     scaling = keys.raw.get(name)
     outer_base = keys.positive("rope_theta", ROPE_BASE)

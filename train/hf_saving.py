@@ -109,7 +109,7 @@ def save_folder(
         path: A new folder, or one with nothing but a model, which is replaced.
         pretrained: The folder that the model was loaded from.
         params: Its parameters, scanned or not: jax arrays, or NumPy arrays that are whole.
-        dtype: Dtype of all tensors; None for that of each leaf, which keeps the bits.
+        dtype: Dtype of all tensors; None for each leaf's own, which keeps the bits.
         labels: Names of the classes by id. () for those of the folder if there are as many, else
             LABEL_0 and so on.
         values: Arrays in place of the leaves of `params`; each is asked for when it is written.

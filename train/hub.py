@@ -17,7 +17,7 @@ FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 
 
 def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
-    """The folder of a model: that of this name, or one with the `files` of the Hub's `org/name`."""
+    """The folder of this name, or the one with the `files` of the model `org/name` on the Hub."""
     folder, name = Path(model), str(model)
     # A mistake in the name of a folder that is beside others is not asked for on the Hub.
     if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):

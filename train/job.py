@@ -204,8 +204,8 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     model = make_model(sources)
     if model.drawn:
         say(
-            f"not in {settings.model}, so drawn at random: {', '.join(model.drawn)}. The figures "
-            "are those of chance."
+            f"randomly initialised, as not in {settings.model}: {', '.join(model.drawn)}. These "
+            "figures are at chance level."
         )
     figures = make_validate(model.graphdef, PER_EXAMPLE[task.kind], task, samples)(model.params)
     counts = ", ".join(f"{sample.examples} examples of {name}" for name, sample in samples.items())

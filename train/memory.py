@@ -53,13 +53,7 @@ def check_memory(
     memory = device_bytes() or math.inf
     other = "--optimizer zenflow" if adamw else "--host-state compact"
     for name, needed, room, what, remedy in (
-        (
-            "model",
-            device,
-            memory,
-            "weights and gradients on each device",
-            f"{other}, more devices",
-        ),
+        ("model", device, memory, "weights and gradients on each device", f"{other}, more devices"),
         ("model", host, host_bytes(), "state on the host", f"{other}, more machines"),
         ("batch_size", logits, memory, "the logits of a micro-batch", "more --micro-batches"),
     ):

@@ -72,7 +72,7 @@ class _Skips:
     """Counts skipped steps, and ends a run with `most` of them in a row, or with no others."""
 
     def __init__(self, steps_done: int, total: int, most: int, remedy: str):
-        # The last step of which it is known whether it was skipped.
+        # The last step that is known to be skipped or not.
         self.known = self._begun = steps_done
         self.total, self.in_a_row = total, 0
         self._most, self._remedy = most, remedy

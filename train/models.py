@@ -76,7 +76,7 @@ def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
 def config_of(
     origin: pretrained.Pretrained | None, sizes: ModelSettings, sequence_length: int
 ) -> DecoderConfig | EncoderConfig:
-    """The folder's, or without one that of a small Llama 2 over bytes, of these sizes."""
+    """The folder's config, or without a folder a small Llama 2 over bytes, of these sizes."""
     if origin is not None:
         return origin.config
     return DecoderConfig(
@@ -109,7 +109,7 @@ def builder(
 ) -> Callable[[], nnx.Module]:
     """A function that makes the model of these settings with weights drawn at random.
 
-    `sharding` is that of a batch.
+    `sharding` is the batch's.
     """
     return lambda: pretrained.make_model(
         config,

@@ -226,5 +226,5 @@ def _is_no_matrix(path: tuple[Any, ...], _: Any) -> bool:
 
 
 def _is_matrix(path: tuple[Any, ...]) -> bool:
-    # By name and not by its axes, of which a bias of stacked blocks has two.
+    # By name, as a bias of stacked blocks has two axes as well.
     return jax.tree_util.keystr(path[-1:], simple=True) not in ("bias", "scale")

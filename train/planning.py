@@ -311,7 +311,7 @@ class PlannedStep(NamedTuple):
 
 
 def folder_of_config(model: str) -> Pretrained:
-    """A model's folder, of which only `config.json` is read."""
+    """A model's folder, whose `config.json` alone is read."""
     folder = model_folder(model, [CONFIG])
     raw = read_object(folder / CONFIG, ModelError)
     config = read_config(folder / CONFIG, raw)

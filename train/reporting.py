@@ -39,7 +39,7 @@ def check_reporter(kind: str) -> None:
 
 
 def reporter(kind: str, folder: Path, *, done: int, config: Mapping[str, Any]) -> Reporter | None:
-    """Receives the figures of the run in `folder`, of which `done` steps are reported."""
+    """Receives the figures of the run in `folder`; those of `done` steps are reported already."""
     if kind == "none":
         return None
     if kind == "tensorboard":

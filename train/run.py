@@ -82,10 +82,12 @@ class Run:
             if self._has_ended():
                 return False
         elif (self.folder / "settings.toml").is_file():  # of a start that ended before it saved
-            self._say(f"no checkpoint to go on from in {self.folder}: the run begins anew")
+            self._say(f"no checkpoint to resume from in {self.folder}: the run starts again")
         model = self.job.model
         if not self.done and model.drawn:
-            self._say(f"not in {model.origin.folder}, so drawn at random: {', '.join(model.drawn)}")
+            self._say(
+                f"randomly initialised, as not in {model.origin.folder}: {', '.join(model.drawn)}"
+            )
         if self.job.training.optimizer != "adamw":
             self._open_engine(engine_state, timeline)
         self.checkpoints.set_aside()  # this start is a valid one
@@ -161,7 +163,7 @@ class Run:
             max_skipped=job.training.max_skipped,
             remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
             "--learning-rate, a start goes on from the last checkpoint, if there is one; another "
-            "--run begins anew.",
+            "--run starts again.",
             steps_done=done,
             state=metered,
         )
@@ -279,7 +281,7 @@ class Run:
                 self._say(hiding.advice)
         if self.job.output.keep_best:
             self._say(
-                f"{ended.written} is that of step {ended.best}, which did best in the validation"
+                f"{ended.written} has the weights of step {ended.best}, the best in the validation"
             )
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
 
@@ -347,7 +349,7 @@ class Run:
         return has_stalled(values, patience, larger_is_better=best != "loss")
 
     def _is_validated(self, step: int) -> bool:
-        """Whether a validation is due; that of the last step comes when all windows are closed."""
+        """Whether a validation is due; the last one comes when all windows are closed."""
         output = self.job.output
         is_saved = output.keep_best and is_due(output.save_every, step)
         return step < self.steps and (is_saved or is_due(output.evaluate_every, step))

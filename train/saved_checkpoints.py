@@ -178,7 +178,7 @@ class SavedCheckpoints:
             listed = "; ".join(f"{step}: {what}" for step, what in damaged.items())
             raise SettingsError(
                 f"expected a whole checkpoint in {self._folder}, got damaged ones alone "
-                f"({listed}). Put a copy in their place, or name another --run to begin anew."
+                f"({listed}). Put a copy in their place, or name another --run to start again."
             )
         return None
 

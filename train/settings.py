@@ -74,7 +74,7 @@ class DataSettings(_Group):
     label_column: str = "label"
     """classification: column with the label."""
     chat_template: File | None = None
-    """chat: Jinja template. Default: that of the model's folder."""
+    """chat: Jinja template. Default: the one in the model's folder."""
     packing: Literal["separate", "joined"] = "separate"
     """language: whether texts in one sequence see each other (joined)."""
     validation_share: float = 0.1

@@ -55,7 +55,7 @@ class StopRequest:
         os.set_blocking(end, False)
         self._end = end
         self._wakeup_before = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
-        # In several processes that of SIGTERM is jax's, whose service tells the others.
+        # With several processes SIGTERM's handler is jax's, whose service tells the others.
         self._of_sigterm = _swapped_handler(signal.SIGTERM)
         for number in self.SIGNALS:
             self._before[number] = signal.signal(number, _do_nothing)

@@ -83,7 +83,7 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER
     if not path.is_file():
         raise TokenizerError(
-            f"expected {path}, found none. `transformers` writes one: "
+            f"expected {path}, found none. Create one with transformers: "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     try:

@@ -149,7 +149,7 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
     assert figures["best_step"] == 6
     assert [figures[name] for name in SCHEDULE] == [None] * 4  # adamw has none
     assert {row["window_length"] for row in rows(folder / "metrics.csv")} == {""}
-    assert "model.safetensors is that of step 6, which did best" in capsys.readouterr().out
+    assert "model.safetensors has the weights of step 6, the best" in capsys.readouterr().out
     assert_weights_of_checkpoint(folder, 6, folder)
 
     # Also of the others, by themselves.

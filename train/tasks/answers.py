@@ -52,7 +52,7 @@ OTHERS = {
 
 
 class Answers(Examples):
-    """Examples of `length` predicted tokens, of which those that are marked count."""
+    """Examples of `length` predicted tokens; only the marked ones count."""
 
     kind = "decoder"
 

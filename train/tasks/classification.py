@@ -1,7 +1,7 @@
 """A class for a text, or for a pair of texts, from a file of one's own.
 
 A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The classes are the
-labels that occur, numbers in their order and others in that of the alphabet; where a table names
+labels that occur, numbers in their order and others alphabetically; where a table names
 its classes, or the model's head those that it knows, they are those. Labels are compared as text.
 
 CSV: commas separate columns, or semicolons, tabs or bars, if only with these the header has the
@@ -25,7 +25,7 @@ from train.data import DataError
 from train.tasks import Task, glue, tables
 from train.tasks.encoding import Text
 from train.tasks.examples import Examples, Sentences, check_room, task_of
-from train.tasks.files import find_files, lines, records, shorten, some, text_field
+from train.tasks.files import find_files, first_30, lines, records, shorten, text_field
 from train.tokenizer import Tokenizer
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
@@ -161,10 +161,10 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
         if len(blank) * BLANK_SHARE > total:
             raise DataError(
                 f"{path}: expected texts in {' and '.join(map(repr, columns.texts))}, found "
-                f"{len(blank)} of {total} rows without: {some(blank)}. Name it with --text-column."
+                f"{len(blank)} of {total} rows without: {first_30(blank)}. Pass --text-column."
             )
         if blank:
-            notes.append(f"{path.name}: left out {len(blank)} rows without text: {some(blank)}")
+            notes.append(f"{path.name}: left out {len(blank)} rows without text: {first_30(blank)}")
     return rows
 
 

@@ -22,7 +22,7 @@ PARTS, CHARACTERS = 8, 240
 
 
 class Examples:
-    """Examples of at most `most` tokens, of which a model gets `longest`; subclasses index them."""
+    """Examples of at most `most` tokens; a model gets `longest` of them. Subclasses index them."""
 
     kind: Literal["decoder", "encoder"]
 

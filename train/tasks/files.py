@@ -162,7 +162,7 @@ def split(
     return np.flatnonzero(~validates), np.flatnonzero(validates)
 
 
-def some(numbers: Sequence[Any]) -> str:
+def first_30(numbers: Sequence[Any]) -> str:
     """The first 30 of some numbers of lines, for a message."""
     return ", ".join(map(str, numbers[:30])) + (", ..." if len(numbers) > 30 else "")
 

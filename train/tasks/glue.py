@@ -23,7 +23,7 @@ from train.data import DataError
 from train.tasks import Score, Task
 from train.tasks.encoding import Text
 from train.tasks.examples import Sentences, check_room, task_of
-from train.tasks.files import expect_examples, lines, shorten, some
+from train.tasks.files import expect_examples, first_30, lines, shorten
 from train.tokenizer import Tokenizer
 
 # Of QQP's 363,870 lines some 20 are broken. A file with many more is not that file.
@@ -204,7 +204,7 @@ def _note_of_broken(path: Path, broken: list[int], taken: int) -> list[str]:
     if len(broken) * BROKEN_SHARE > last:
         raise DataError(
             f"{path}: expected at most one line in {BROKEN_SHARE} without its columns or with an "
-            f"empty question, got {len(broken)} of {last}: lines {some(broken)}."
+            f"empty question, got {len(broken)} of {last}: lines {first_30(broken)}."
         )
     out = f"left out {len(broken)} of {last} lines, which lack text"
-    return [f"{path.name}: {out}: lines {some(broken)}"]
+    return [f"{path.name}: {out}: lines {first_30(broken)}"]
