@@ -168,7 +168,7 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, bert):
     task = make(write(tmp_path / "a.csv", as_csv(rows)), bert)
     assert task.notes == ("a.csv: left out 2 rows without text: 7, 8",)
     assert len(task.train) + len(task.validation["validation"]) == 4
-    with pytest.raises(DataError, match="3 of 4 rows without: 2, 3, 4. Name it with --text-col"):
+    with pytest.raises(DataError, match="3 of 4 rows without: 2, 3, 4. Pass --text-col"):
         make(write(tmp_path / "a.csv", "text,label\n,a\n,b\n,a\ngood,b\n"), bert)
 
 

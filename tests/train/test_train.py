@@ -100,7 +100,7 @@ def test_zenflow_trains_and_leaves_its_record(tmp_path, capsys):
     # Leaves take turns in two groups, one of which has a first window of one step; the other's
     # seventh window has the thirteenth step alone.
     assert [int(row["step"]) for row in metrics] == [1, 4, 8, 12, 13]
-    assert (metrics[0]["window_length"], metrics[0]["reselections"]) == ("1.75", "2")
+    assert (metrics[1]["window_length"], metrics[1]["reselections"]) == ("1.75", "2")
     assert [figures[name] for name in SCHEDULE] == [14, 13 / 7, 2, None]
     # Signs of life, and how long it will be.
     assert re.search(r"compiling the training step\nstep  1/13  compiled, \d+\.\d s\n", shown)
@@ -120,7 +120,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_p
     assert "2 skipped" in shown.out
     folder = tmp_path / "runs" / "001-zenflow"
     # The first step has made weights of which nothing can be computed.
-    assert [row["skipped"] for row in rows(folder / "metrics.csv")][:2] == ["1", "2"]
+    assert [row["skipped"] for row in rows(folder / "metrics.csv")][:3] == ["0", "1", "2"]
     assert "step 2 was skipped: no checkpoint of it" in shown.out
     assert not (folder / "checkpoints").exists()
     assert not (folder / "model.safetensors").exists()
