@@ -105,7 +105,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     for name in ("lock", "settings.toml"):  # as of a start that was killed before it saved
         (whole / name).touch()
     assert finetune.main([str(config), "--run", whole.name, "--keep", "9"]) == 0
-    assert "no checkpoint to go on from" in capsys.readouterr().out
+    assert "no checkpoint to resume from" in capsys.readouterr().out
     cut_short(whole, cut, after=10)
     flip_a_bit(largest_file(cut / "checkpoints" / "10"))
     assert finetune.main([str(config), "--run", cut.name]) == 0
