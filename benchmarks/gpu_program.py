@@ -130,6 +130,7 @@ class Program(NamedTuple):
     step: Callable[..., Any]
     init: Callable[[Any], Any]
     scanned: bool = False
+    hosted: bool = False  # the layers' matrices are in host memory
 
 
 def adamw_step(shape: Shape, mesh: Mesh, max_grad_norm: float) -> Program:
@@ -159,6 +160,7 @@ def zenflow_step(
     front: bool = False,
     scanned: bool = False,
     streamed: bool = False,
+    hosted: bool = False,
     partition: bool = True,
     **options: Any,
 ) -> Program:
@@ -174,14 +176,27 @@ def zenflow_step(
         tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        weights = streaming.stream(params, opt_state) if streamed else params
+        # A described device takes no arguments in host memory: it is as if they were there.
+        params = in_host_memory(params) if hosted else params
+        weights = streaming.stream(params, opt_state) if streamed or hosted else params
         value, gradients = jax.value_and_grad(partial(loss, shape, mesh))(weights, tokens)
         updates, opt_state = tx.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+        params = optax.apply_updates(params, updates)
+        return ({} if hosted else params), opt_state, value
 
     # On one device of a mesh as on a device without one: no placement to think about.
     init = tx.init if mesh.size > 1 else partial(jax.eval_shape, tx.init)
-    return Program(step, init, scanned or streamed)
+    if hosted:
+        init = partial(jax.eval_shape, lambda params: tx.init(in_host_memory(params)))
+    return Program(step, init, scanned or streamed or hosted, hosted)
+
+
+def in_host_memory(params: dict[str, Any]) -> dict[str, Any]:
+    layers = {
+        name: jax.device_put(x, jax.memory.Space.Host) if x.ndim > 2 else x
+        for name, x in params["layers"].items()
+    }
+    return params | {"layers": layers}
 
 
 class Report(NamedTuple):
@@ -234,6 +249,10 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     kept = jax.tree.map(lambda x: x.sharding, params) if mesh.size > 1 else None
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
     program_report = report(step.lower(params, state, tokens).compile(), params)
+    if program.hosted:
+        there = sum(2 * math.prod(x.shape) for x in params["layers"].values() if len(x.shape) > 2)
+        peak = program_report.peak_bytes - there
+        program_report = program_report._replace(peak_bytes=peak)
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
     return program_report._replace(
         engine_bytes=sum(x.uploads + x.under_way for x in map(needs_of, states))
@@ -347,6 +366,8 @@ def one_device(shape: Shape) -> None:
         "zenflow behind clip_by_global_norm": clipped(front=True),
         "zenflow(max_grad_norm=1), scanned": clipped(scanned=True),
         "the same, streamed": clipped(streamed=True),
+        "the same, weights in host memory": clipped(hosted=True),
+        "the same, windows of one step": clipped(hosted=True, update_interval=1),
         "scanned, after_step": clipped(scanned=True, send_gradients="after_step"),
         "the same, per_window": clipped(scanned=True, send_gradients="per_window"),
     }

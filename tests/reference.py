@@ -78,6 +78,8 @@ class Reference:
         shards: Into how many equal pieces each leaf's channel axis is cut, each of which selects
             on its own; None is one for every leaf.
         host_state: "compact" rounds moments of deferred channels to 8 bits.
+        hosted: Which leaves are parameters in host memory, which make no provisional steps; None
+            is none of them.
 
     Attributes:
         step_count: Steps so far, skipped ones included.
@@ -99,6 +101,7 @@ class Reference:
         decay: Sequence[bool] | None = None,
         shards: Sequence[int] | None = None,
         host_state: str = "float32",
+        hosted: Sequence[bool] | None = None,
     ):
         self._settings = settings
         self._compact = host_state == "compact"
@@ -112,6 +115,8 @@ class Reference:
             for param, axis, decays, pieces in zip(params, channel_axes, decay, shards, strict=True)
         ]
 
+        still = [False] * len(params) if hosted is None else hosted
+        self._hosted = [leaf for leaf, x in zip(self._leaves, still, strict=True) if x]
         self.step_count = 0
         self.skipped = 0
         self.windows = 0
@@ -213,7 +218,8 @@ class Reference:
     def _move_provisionally(self, leaf: Leaf, channel: Channel, g: Any) -> None:
         s = self._settings
         waits_for_nothing = s.update_interval == 1 and self._staleness == 0
-        if not s.provisional_share or waits_for_nothing:
+        in_host_memory = any(leaf is x for x in self._hosted)
+        if not s.provisional_share or waits_for_nothing or in_host_memory:
             return
         if self.step_count <= max(s.full_warm_up_rounds, 1):
             return

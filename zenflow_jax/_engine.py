@@ -23,6 +23,7 @@ from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange import checks, nnx_pair
 from zenflow_jax._exchange.checks import CallerTree, Expected
 from zenflow_jax._exchange.host_half import HostMasters, make_host
+from zenflow_jax._exchange.hosted import Hosted
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
@@ -147,6 +148,7 @@ class HostEngine:
         specs = [leaf.spec for leaf in state.leaves]
         self._integrity = Integrity(specs, state.schedule, int(read(state.step)))
         self._updates = Updates(worker, offloaded, self._integrity)
+        self._hosted = Hosted(offloaded, picked, state)
         host_side = worker, self._progress, self._updates
         number = join_run(engine_state, offloaded, state, weights, *host_side)
         processes = sorted({device.process_index for device in devices_of(weights)})
@@ -211,6 +213,8 @@ class HostEngine:
         # Refuses what does not fit before anything is done.
         taken = self._expected.take(params)
         state = self._expected.in_place(state, taken.weights)
+        waits = any(boundaries[group].selects for group in closing)
+        self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=waits))
         if first:
             self._masters.follow(taken.offloaded)
             self._updates.note_parameters(taken.offloaded, state.leaves)
@@ -233,6 +237,7 @@ class HostEngine:
             at_once = [group for group in closing if boundaries[group].synchronous]
             weights = self._updates.collect(weights, at_once, state)
             if closing or arriving:
+                self._hosted.note(weights, taken.offloaded)
                 taken = taken.with_offloaded(weights)
                 params = taken.tree
             self._progress.passed(boundaries, state.step_scalars.statistics, measured)
@@ -259,11 +264,11 @@ class HostEngine:
             ValueError, TypeError: As `exchange`.
         """
         state, taken = self._between_steps(params, opt_state, "flush")
+        self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=True))
         if not self._behind:
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
-            self._saver.note(taken.weights)
-            return params, opt_state
+            return self._current(taken, taken.offloaded, state), opt_state
         with self._all_or_nothing():
             self._integrity.forget()
             groups = self._all_groups
@@ -276,9 +281,8 @@ class HostEngine:
             weights = self._updates.collect(weights, groups, state)
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
-            taken = taken.with_offloaded(weights)
-            self._saver.note(taken.weights)
-            return taken.tree, replace_state(opt_state, self._mailbox.renew(state))
+            params = self._current(taken, weights, state)
+            return params, replace_state(opt_state, self._mailbox.renew(state))
 
     @_recorded("state")
     def state(self) -> dict[str, Any]:
@@ -396,6 +400,14 @@ class HostEngine:
         self._integrity.check(self._progress.step)
         self._mailbox.drain()
         self._updates.wait()
+
+    def _current(self, taken: CallerTree, weights: list[jax.Array], state: ZenFlowState) -> Any:
+        """The caller's parameters with these offloaded ones, up to date in host memory, too."""
+        weights = self._hosted.current(weights, self._worker.leaves(), state.leaves)
+        self._hosted.note(weights, taken.offloaded)
+        taken = taken.with_offloaded(weights)
+        self._saver.note(taken.weights)
+        return taken.tree
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -108,6 +108,9 @@ def iter_master_params(
                 host, steps = leaf.deferred.master, leaf.deferred.steps
             elif of_host is not None and number is not None:
                 host = of_host(number)
+            if leaf.spec.hosted:
+                yield path, host
+                continue
             bare = leaf._replace(deferred=None, spec=leaf.spec.anonymous)
             yield path, _master(weight, bare, host, steps)
 

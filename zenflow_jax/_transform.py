@@ -29,7 +29,7 @@ from zenflow_jax._device.step import (
     split_gradient,
     step_selected,
 )
-from zenflow_jax._device.streamed import is_streamed, misused, parts_of
+from zenflow_jax._device.streamed import Unmoved, is_streamed, misused, parts_of
 from zenflow_jax._spec.arguments import (
     NUMBERS,
     check_bool,
@@ -40,7 +40,12 @@ from zenflow_jax._spec.arguments import (
     check_transfer_dtype,
 )
 from zenflow_jax._spec.groups import in_groups
-from zenflow_jax._spec.resolve import LeafRules, resolve_specs, warn_if_all_resident
+from zenflow_jax._spec.resolve import (
+    LeafRules,
+    check_hosted,
+    resolve_specs,
+    warn_if_all_resident,
+)
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
@@ -197,6 +202,7 @@ def zenflow(
         if offload and topk_ratio < 1:
             warn_if_all_resident(specs)
         specs, in_turn = in_groups(specs, schedule)
+        check_hosted(specs, in_turn, sends_in_step=bool(offload) and sending.in_step)
         return first_state(params, specs, Static(in_turn, bool(offload), sending))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -242,10 +248,10 @@ def _update(
             reach = next_reach(reach, length, schedule.longest_window)
 
     stepped = [
-        step_selected(p, s, leaf, scalars, verdict, length)
+        step_selected(None if leaf.spec.hosted else p, s, leaf, scalars, verdict, length)
         for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
     ]
-    changes = [change for change, _ in stepped]
+    changes: list[Any] = [change for change, _ in stepped]
     statistics = None
     if schedule.needs_statistics:
         statistics = window_statistics([s.squares for s in seen], state.leaves, verdict)
@@ -262,7 +268,16 @@ def _update(
         lost = state.token == USED
         _raise_if_lost(lost)
         wrong = misused(gradients, state.leaves)
-        changes = [jnp.where(lost | wrong, jnp.nan, change) for change in changes]
+
+        def to_nan(x: Any) -> Any:
+            return None if x is None else jnp.where(lost | wrong, jnp.nan, x)
+
+        changes = [Unmoved() if change is None else to_nan(change) for change in changes]
+        leaves = [
+            leaf._replace(master=to_nan(leaf.master)) if leaf.spec.hosted else leaf
+            for leaf in new.leaves
+        ]
+        new = new._replace(leaves=tuple(leaves))
         token = jnp.where(wrong & ~lost, MISUSED, state.token)
         facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
         packed = StepScalars.pack(facts, statistics)

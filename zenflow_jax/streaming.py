@@ -3,7 +3,8 @@
 `jax.lax.scan` stacks the gradients of all layers, so that they lie on the device together when it
 ends. With `scan_layers` each layer's gradient is read and sent to the host in the scan's body, and
 `jax.grad` returns what the step needs of it in its place. Windows, selections and arithmetic are
-those of a step without it. Layers whose weights lie in host memory are fetched one after the other.
+those of a step without it. Layers whose weights lie in host memory are fetched one after the other,
+and their selected channels are put in as they arrive.
 """
 
 import dataclasses
@@ -15,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._device.fetched import in_host_memory, scan_fetched
+from zenflow_jax._device.fetched import scan_fetched
 from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
 from zenflow_jax._device.memory import HOST, beside, mail_rank
 from zenflow_jax._device.state import LeafState, find_state
 from zenflow_jax._device.streamed import check_layers_whole, is_streamed, layer_weights, streamed
+from zenflow_jax._spec.leaf import LeafSpec, in_host_memory
 from zenflow_jax._transform import zenflow
 
 
@@ -45,7 +47,8 @@ def stream(
     Raises:
         ValueError: If the state has no engine or sends gradients in another way; if no leaf is
             stacked, or one that `where` names is not; if a mesh divides the axis of layers or has
-            Explicit axes; where something differentiates through this call.
+            Explicit axes; if a leaf is in another memory than `tx.init` saw; where something
+            differentiates through this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -76,6 +79,7 @@ def stream(
     for place, leaf in zip(places, state.leaves, strict=True):
         if _is_layer(leaf, paths[place], weights[place], where):
             check_layers_whole(leaf.spec)
+            _check_memory(weights[place], leaf.spec)
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
     if not any(map(is_streamed, weights)):
         raise ValueError(
@@ -108,16 +112,15 @@ def scan_layers(
 
     Of layers in host memory the device has the one at work and the next, which is on its way.
     The backward pass fetches them again and computes each anew from what went into it, as
-    `jax.checkpoint` would. Their gradients are in host memory as well. `zenflow` does not train
-    such layers yet.
+    `jax.checkpoint` would. Their gradients are in host memory as well, or those of `stream`.
 
     Args:
         body: Function of (carry, layer) that returns the new carry and an output, as for
             `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
         carry: What goes into the first layer.
-        layers: A tree of arrays stacked along axis 0, as `stream` returns it, or with some of them
-            in host memory (`memory_kind="pinned_host"`). All others are scanned as `jax.lax.scan`
-            does.
+        layers: A tree of arrays stacked along axis 0, as `stream` returns it, with some of them
+            in host memory (`memory_kind="pinned_host"`), or both. All others are scanned as
+            `jax.lax.scan` does.
         options: `reverse`, `unroll`, `length` of `jax.lax.scan`; not with layers in host memory.
 
     Returns:
@@ -125,8 +128,8 @@ def scan_layers(
 
     Raises:
         ValueError: If something has cast or reshaped the arrays of `stream`; cast in the body. If
-            they are streamed inside `jax.shard_map`. If there are options for layers in host
-            memory, or some layers of either kind.
+            they are streamed inside `jax.shard_map`, or if there are options for layers in host
+            memory.
         TypeError: If something other than `scan_layers` reads them.
 
     Examples:
@@ -137,31 +140,32 @@ def scan_layers(
         Array([8., 8.], dtype=float32)
     """
 
-    def streaming_body(carry: Any, layer: Any) -> tuple[Any, Any]:
-        return body(carry, jax.tree.map(_weights, layer, is_leaf=is_streamed))
-
-    leaves = jax.tree.leaves(layers, is_leaf=is_streamed)
-    streams = any(map(is_streamed, leaves))
-    if any(in_host_memory(x) for x in leaves if not is_streamed(x)):
-        if streams or options:
-            raise ValueError(
-                "expected layers in host memory without options and without layers whose gradients "
-                f"stream, got {', '.join(options) or 'such layers of `streaming.stream`'}."
-            )
-        return scan_fetched(body, carry, layers)
-    if streams:
+    leaves, treedef = jax.tree.flatten(layers, is_leaf=is_streamed)
+    if any(map(is_streamed, leaves)):
         remedy = "let jit divide the batch, or scan layers that do not stream"
         check_outside_of_shard_map("streaming.scan_layers", remedy)
-    layers = jax.tree.map(_still, layers, is_leaf=is_streamed)
-    return jax.lax.scan(streaming_body, carry, layers, **options)
+    # Of what streams neither weights nor masters have a derivative.
+    plain, still, probes = zip(*map(_in_three, leaves), strict=True) if leaves else ((),) * 3
+
+    def streaming_body(carry: Any, layer: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        return body(carry, jax.tree.unflatten(treedef, map(_in_one, *layer)))
+
+    if not any(map(in_host_memory, jax.tree.leaves((plain, still)))):
+        still = jax.lax.stop_gradient(still)
+        return jax.lax.scan(streaming_body, carry, (plain, still, probes), **options)
+    if options:
+        raise ValueError(
+            f"expected layers in host memory without options, got {', '.join(options)}."
+        )
+    return scan_fetched(streaming_body, carry, plain, still, probes)
 
 
 def check_device() -> None:
     """Compares, on the default device, what a small scan streams with what a plain one makes.
 
-    First gradients that stream, then those of layers in host memory. It takes some seconds, most of
-    them to compile. XLA has had errors in what it makes of arrays in host memory inside loops
-    (openxla/xla#46231), and no GPU has run this yet.
+    First gradients that stream, then a step of training whose layers are in host memory. It takes
+    some seconds, most of them to compile. XLA has had errors in what it makes of arrays in host
+    memory inside loops (openxla/xla#46231), and no GPU has run this yet.
 
     Raises:
         RuntimeError: If they differ by more than rounding.
@@ -191,13 +195,14 @@ def check_device() -> None:
     def step(params: Any, opt_state: Any, x: jax.Array, streams: bool) -> Any:
         weights = stream(params, opt_state) if streams else params
         updates, new = tx.update(jax.grad(loss)(weights, x), opt_state, params)
-        return updates, find_state(new).mail
+        new = find_state(new)
+        return updates, new.mail, [(leaf.mu, leaf.nu, leaf.scores) for leaf in new.leaves]
 
     x = jax.random.normal(keys[2], (16, 64))
     hosted = jax.device_put(params, beside(x, HOST))
-    gradients = jax.jit(jax.grad(loss))
-    ours = step(params, opt_state, x, True), gradients(hosted, x)
-    expected = step(params, opt_state, x, False), gradients(params, x)
+    updates, *rest = step(params, opt_state, x, False)
+    ours = step(params, opt_state, x, True), step(hosted, tx.init(hosted), x, True)
+    expected = (updates, *rest), rest  # parameters in host memory have no updates
     pairs = (map(jax.device_get, jax.tree.leaves(results)) for results in (ours, expected))
     for one, other in zip(*pairs, strict=True):
         wrong = np.mean(np.abs(one - other)) / np.mean(np.abs(other))
@@ -210,12 +215,26 @@ def check_device() -> None:
             )
 
 
-def _weights(x: Any) -> Any:
-    return layer_weights(x) if is_streamed(x) else x
-
-
-def _still(x: Any) -> Any:
-    """Without a derivative by the weights, which `jax.grad` would stack for nobody."""
+def _in_three(x: Any) -> tuple[Any, Any, Any]:
+    """A leaf of layers; if it streams, apart its weights and masters, and the rest of it."""
     if not is_streamed(x):
-        return x
-    return dataclasses.replace(x, weights=jax.lax.stop_gradient(x.weights))
+        return x, None, None
+    return None, (x.weights, x.masters), dataclasses.replace(x, weights=None, masters=None)
+
+
+def _in_one(plain: Any, still: Any, probes: Any) -> Any:
+    """The weights of one layer, of what `_in_three` made of all."""
+    if still is None:
+        return plain
+    weights, masters = still
+    return layer_weights(dataclasses.replace(probes, weights=weights, masters=masters))
+
+
+def _check_memory(weights: Any, spec: LeafSpec) -> None:
+    if in_host_memory(weights) != spec.hosted:
+        place = ("the device's", "the host's")
+        raise ValueError(
+            f"expected {spec.name} in {place[spec.hosted]} memory, where `tx.init` saw it, got it "
+            f"in {place[not spec.hosted]}. Of some restored arrays jax does not know the memory: "
+            "put them there anew, by `jax.device_put(numpy.asarray(x), sharding)`."
+        )

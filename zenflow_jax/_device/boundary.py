@@ -36,13 +36,14 @@ from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._spec.leaf import LeafSpec
 
 Arrays = Sequence[Array]
+Weights = Sequence[Array | None]
 Specs = tuple[LeafSpec, ...]
 
 
 class Merged(NamedTuple):
     """The result of a merge."""
 
-    weights: Arrays
+    weights: Sequence[Any]  # None for a leaf in host memory
     samples: Array  # of the weights, for the next merge to compare with
     changed: Array  # int32 (leaves,): how many samples of each leaf had changed
 
@@ -89,9 +90,9 @@ _STATIC = ("specs", "window")
 # becomes the new parameter where it is as large as that.
 @partial(jax.jit, static_argnames=_STATIC, donate_argnames="used_up")
 def merge(
-    weights: Arrays,
-    used_up: Arrays,
-    others: Arrays,
+    weights: Weights,
+    used_up: Weights,
+    others: Weights,
     since: SinceMerge,
     *,
     specs: Specs,
@@ -100,12 +101,14 @@ def merge(
     """The parameters, of whole leaves, with a window's update on the channels that it covers.
 
     `used_up` and `others` are as `uploads_in_two` gives them, `specs` those of leaves or of ranges,
-    `window` the most steps of a window.
+    `window` the most steps of a window. Of a leaf in host memory weights and uploads are None.
     """
 
     def one(
-        shard: Shard, weight: Array, upload: Array, since: SinceMerge
-    ) -> tuple[Array, Array, Array]:
+        shard: Shard, weight: Array | None, upload: Any, since: SinceMerge
+    ) -> tuple[Array | None, Array, Array]:
+        if weight is None:
+            return None, sample_row(None), jnp.zeros((), jnp.int32)
         selected = _selected(shard, since)
         new = jnp.where(selected, weight, shard.gather(upload))
         return new, sample_row(new), _changed(shard, weight, selected, since, window)
@@ -163,11 +166,13 @@ def _changed(shard: Shard, weight: Array, selected: Array, since: SinceMerge, wi
 
 @partial(jax.jit, static_argnames=_STATIC)
 def compare(
-    weights: Arrays, since: SinceMerge, *, specs: Specs, window: int
+    weights: Weights, since: SinceMerge, *, specs: Specs, window: int
 ) -> tuple[Array, Array]:
     """What `merge` says of samples, where a window has made no update: new ones, and changes."""
 
-    def one(shard: Shard, weight: Array, since: SinceMerge) -> tuple[Array, Array]:
+    def one(shard: Shard, weight: Array | None, since: SinceMerge) -> tuple[Array, Array]:
+        if weight is None:
+            return sample_row(None), jnp.zeros((), jnp.int32)
         return sample_row(weight), _changed(shard, weight, _selected(shard, since), since, window)
 
     made = each_leaf(
@@ -184,7 +189,7 @@ def compare(
 
 @partial(jax.jit, static_argnames="specs")
 def choose(
-    weights: Arrays,
+    weights: Weights,
     scores: Arrays,
     channels: Arrays,
     masters: Sequence[Array | None],
@@ -194,7 +199,7 @@ def choose(
     """The channels to select, also as rows; masters of those selected so far; zero scores."""
 
     def one(
-        shard: Shard, weight: Array, scores: Array, channels: Array, master: Array | None
+        shard: Shard, weight: Any, scores: Array, channels: Array, master: Array | None
     ) -> tuple[Array, Array, Array]:
         chosen = shard.to_global(top_channels(scores, shard.part.k))
         if master is None:

@@ -11,87 +11,91 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-def in_host_memory(x: Any) -> bool:
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+from zenflow_jax._device.memory import fetch_layer
+from zenflow_jax._spec.leaf import in_host_memory
 
 
 def scan_fetched(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, layers: Any
+    body: Callable[[Any, tuple[Any, Any, Any]], tuple[Any, Any]],
+    carry: Any,
+    layers: Any,
+    still: Any,
+    probes: Any,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` over layers of which some arrays are in host memory."""
+    """`jax.lax.scan` over (layers, still, probes), of which arrays may be in host memory.
+
+    By `still` there is no derivative. Probes are not fetched: nobody reads their values.
+    """
     hosted, layers = _divided(layers, in_host_memory)
-    floats, others = _divided(layers, _is_float)
-    moving, still = _divided(carry, _is_float)
-    length = len(jax.tree.leaves(hosted)[0])
-    numbers = jnp.arange(length)
+    fixed, still = _divided(still, in_host_memory)
+    floats, numbers = _divided((layers, probes), _is_float)
+    moving, rest = _divided(carry, _is_float)
+    others = numbers, still
+    length = len(jax.tree.leaves((hosted, fixed))[0])
+    order = jnp.arange(length)
 
-    def one(moving: Any, fetched: Any, floats: Any, still: Any, others: Any) -> Any:
-        carry, y = body(_joined(moving, still), _joined(fetched, floats, others))
-        (moving, still), (y, y_others) = _divided(carry, _is_float), _divided(y, _is_float)
-        return (moving, y), (still, y_others)
+    def one(varied: Any, given: Any) -> Any:
+        (moving, hosted, floats), (rest, fixed, (numbers, still)) = varied, given
+        layers, probes = _joined(floats, numbers)
+        layer = _joined(hosted, layers), _joined(fixed, still), probes
+        carry, y = body(_joined(moving, rest), layer)
+        (moving, rest), (y, y_rest) = _divided(carry, _is_float), _divided(y, _is_float)
+        return (moving, y), (rest, y_rest)
 
-    def layer_of(stacked: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-
+    first, (first_floats, first_others) = fetch_layer((hosted, fixed), 0), _first((floats, others))
+    example = (moving, first[0], first_floats), (rest, first[1], first_others)
     # What the body reads besides has derivatives as well.
-    one, consts = jax.closure_convert(
-        one, moving, layer_of(hosted), layer_of(floats), still, layer_of(others)
-    )
+    one, consts = jax.closure_convert(one, *example)
 
     @jax.custom_vjp
-    def run(moving: Any, hosted: Any, floats: Any, consts: Any, still: Any, others: Any) -> Any:
-        return forward(moving, hosted, floats, consts, still, others)[0]
+    def run(varied: Any, given: Any) -> Any:
+        return forward(varied, given)[0]
 
-    def forward(
-        moving: Any, hosted: Any, floats: Any, consts: Any, still: Any, others: Any
-    ) -> tuple[Any, Any]:
+    def forward(varied: Any, given: Any) -> tuple[Any, Any]:
+        (moving, hosted, floats, consts), (rest, fixed, others) = varied, given
+
         def step(state: Any, layer: Any) -> Any:
-            (moving, still), fetched = state
+            (moving, rest), now = state
             i, floats, others = layer
-            following = _fetch(hosted, jnp.minimum(i + 1, length - 1))
-            (new, y), (new_still, y_others) = one(moving, fetched, floats, still, others, *consts)
-            return ((new, new_still), following), ((moving, still), (y, y_others))
+            following = fetch_layer((hosted, fixed), jnp.minimum(i + 1, length - 1))
+            made = one((moving, now[0], floats), (rest, now[1], others), *consts)
+            (new, y), (new_rest, y_rest) = made
+            return ((new, new_rest), following), ((moving, rest), (y, y_rest))
 
-        first = (moving, still), _fetch(hosted, 0)
-        last, (carries, ys) = jax.lax.scan(step, first, (numbers, floats, others))
-        (moving, still), _ = last
-        return ((moving, ys[0]), (still, ys[1])), (carries, hosted, floats, consts, others)
+        state = (moving, rest), fetch_layer((hosted, fixed), 0)
+        (carry, _), (carries, ys) = jax.lax.scan(step, state, (order, floats, others))
+        return (carry, ys), (carries, hosted, floats, consts, fixed, others)
 
     def backward(residuals: Any, g: Any) -> Any:
-        carries, hosted, floats, consts, others = residuals
-        (g_moving, g_ys), _ = g
+        carries, hosted, floats, consts, fixed, others = residuals
+        (g_moving, _), (g_ys, _) = g
 
         def step(state: Any, layer: Any) -> Any:
-            g_moving, g_consts, fetched = state
-            i, (moving, still), floats, others, g_y = layer
-            following = _fetch(hosted, jnp.maximum(i - 1, 0))
+            g_moving, g_consts, now = state
+            i, (moving, rest), floats, others, g_y = layer
+            following = fetch_layer((hosted, fixed), jnp.maximum(i - 1, 0))
 
-            def again(moving: Any, fetched: Any, floats: Any, consts: Any) -> Any:
-                return one(moving, fetched, floats, still, others, *consts)
+            def again(varied: Any, consts: Any) -> Any:
+                return one(varied, (rest, now[1], others), *consts)
 
-            _, pull, _ = jax.vjp(again, moving, fetched, floats, consts, has_aux=True)
-            g_moving, g_layer, g_floats, more = pull((g_moving, g_y))
-            g_consts = jax.tree.map(jnp.add, g_consts, more)
+            _, pull, _ = jax.vjp(again, (moving, now[0], floats), consts, has_aux=True)
+            (g_moving, g_layer, g_floats), more = pull((g_moving, g_y))
             g_layer = jax.device_put(g_layer, jax.memory.Space.Host)
-            return (g_moving, g_consts, following), (g_layer, g_floats)
+            return (g_moving, jax.tree.map(jnp.add, g_consts, more), following), (g_layer, g_floats)
 
         zeros = jax.tree.map(jnp.zeros_like, consts)
-        state = g_moving, zeros, _fetch(hosted, length - 1)
-        scanned = numbers, carries, floats, others, g_ys
+        state = g_moving, zeros, fetch_layer((hosted, fixed), length - 1)
+        scanned = order, carries, floats, others, g_ys
         state, (g_hosted, g_floats) = jax.lax.scan(step, state, scanned, reverse=True)
-        g_moving, g_consts, _ = state
-        return g_moving, g_hosted, g_floats, g_consts, None, None
+        return (state[0], g_hosted, g_floats, state[1]), None
 
     run.defvjp(forward, backward)
-    (moving, y), (still, y_others) = run(moving, hosted, floats, consts, still, others)
-    return _joined(moving, still), _joined(y, y_others)
+    carry, ys = run((moving, hosted, floats, consts), (rest, fixed, others))
+    return _joined(*carry), _joined(*ys)
 
 
-def _fetch(hosted: Any, i: Any) -> Any:
-    """Layer `i` of arrays in host memory, on the device."""
-    layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), hosted)
-    return jax.device_put(layer, jax.memory.Space.Device)
+def _first(stacked: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), stacked)
 
 
 def _divided(tree: Any, belongs: Callable[[Any], bool]) -> tuple[Any, Any]:

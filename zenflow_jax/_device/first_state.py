@@ -15,11 +15,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._device import in_graph
 from zenflow_jax._device.channels import take
-from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, with_rank
+from zenflow_jax._device.memory import (
+    commit,
+    fetch_layer,
+    host_zeros,
+    mail_rank,
+    to_host,
+    with_rank,
+)
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, Reach, Static, ZenFlowState, leaf_layout
+from zenflow_jax._device.streamed import layer_spec
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
@@ -139,13 +147,24 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec, static: Static) -
     return LeafState(
         channels=shard.to_global(first),
         steps=jnp.zeros((*part.stack, part.k), jnp.int32),
-        master=take(own, first, part).astype(jnp.float32) if part.keeps_master else None,
+        master=_first_masters(own, first, part) if part.keeps_master else None,
         mu=jnp.zeros(part.selected_shape, jnp.float32),
         nu=jnp.zeros(part.selected_shape, jnp.float32),
         scores=jnp.zeros((*part.stack, part.n), jnp.float32),
         deferred=None if static.offload else in_graph.init_leaf(own, part, static.send_gradients),
         spec=spec,
     )
+
+
+def _first_masters(p: jax.Array, first: jax.Array, part: LeafSpec) -> jax.Array:
+    if not part.hosted:
+        return take(p, first, part).astype(jnp.float32)
+    layer = layer_spec(part)
+    # A layer at a time is on the device.
+    rows = jax.lax.map(
+        lambda x: take(fetch_layer(p, x[0]), x[1], layer), (jnp.arange(len(p)), first)
+    )
+    return rows.astype(jnp.float32)
 
 
 def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from zenflow_jax._device.memory import fetch_layer
 from zenflow_jax._device.shards import (
     REPLICATED,
     Layout,
@@ -37,7 +38,7 @@ def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Ar
 
 
 @partial(jax.jit, static_argnames="specs")
-def samples(weights: Sequence[Array], *, specs: tuple[LeafSpec, ...]) -> Array:
+def samples(weights: Sequence[Array | None], *, specs: tuple[LeafSpec, ...]) -> Array:
     """A few hundred numbers from all over each leaf, or range of one, on each device: float32."""
     rows = each_leaf(
         lambda _, x: sample_row(x),
@@ -55,15 +56,18 @@ def split_samples(joined: Array, specs: Sequence[LeafSpec]) -> list[Array]:
 
 def sample_of(block: Array) -> Array:
     """Some values of one device's block of a leaf, always from the same places."""
-    return block[_places(block.shape)]
+    return block[places(block.shape)]
 
 
-def sample_row(block: Array) -> Array:
-    """The same as a row of float32."""
+def sample_row(block: Array | None) -> Array:
+    """The same as a row of float32; nothing of a parameter in host memory."""
+    if block is None:
+        return jnp.zeros((1, 0), jnp.float32)
     return row(sample_of(block).astype(jnp.float32))
 
 
-def _places(shape: Sequence[int]) -> tuple[slice, ...]:
+def places(shape: Sequence[int]) -> tuple[slice, ...]:
+    """Where samples of an array are."""
     # Of a stack all layers, or 32 to 63 of many; of a matrix about eight rows and columns.
     most = [32] * (len(shape) - 2) + [8, 8][max(2 - len(shape), 0) :]
     strides = [max(size // m, 1) for size, m in zip(shape, most, strict=True)]
@@ -73,8 +77,9 @@ def _places(shape: Sequence[int]) -> tuple[slice, ...]:
 def _widths(specs: Sequence[LeafSpec]) -> list[int]:
     shapes = [Shard(spec).block.shape for spec in specs]
     return [
-        math.prod(len(range(n)[s]) for n, s in zip(shape, _places(shape), strict=True))
-        for shape in shapes
+        math.prod(len(range(n)[s]) for n, s in zip(shape, places(shape), strict=True))
+        * (not spec.hosted)
+        for shape, spec in zip(shapes, specs, strict=True)
     ]
 
 
@@ -107,10 +112,19 @@ def strays(new: Array, before: Array, reach: Reach, dtype: Any, window: int) -> 
 @partial(jax.jit, static_argnames="spec")
 def _checksum(weight: Array, *, spec: LeafSpec) -> Array:
     sum_bits = partial(_sum_bits, shape=spec.shape)
+    if spec.hosted:
+
+        def add_layer(total: Array, i: Array) -> tuple[Array, None]:
+            layer = fetch_layer(weight, i)[None]
+            return total + sum_bits(Shard(spec), layer, first_layer=i), None
+
+        return jax.lax.scan(add_layer, jnp.zeros((), jnp.uint32), jnp.arange(spec.shape[0]))[0]
     return on_each_device(sum_bits, spec, [Layout(spec).block], REPLICATED)(weight)
 
 
-def _sum_bits(shard: Shard, weight: Array, *, shape: tuple[int, ...]) -> Array:
+def _sum_bits(
+    shard: Shard, weight: Array, *, shape: tuple[int, ...], first_layer: jax.typing.ArrayLike = 0
+) -> Array:
     small = jnp.abs(weight) < jnp.finfo(weight.dtype).tiny
     kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
@@ -120,7 +134,8 @@ def _sum_bits(shard: Shard, weight: Array, *, shape: tuple[int, ...]) -> Array:
     factor, stride = jnp.ones((), jnp.uint32), 2
     for axis in reversed(range(weight.ndim)):
         index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
-        index += jnp.asarray(shard.first(axis), jnp.uint32)
+        first = shard.first(axis) if axis else first_layer + shard.first(axis)
+        index += jnp.asarray(first, jnp.uint32)
         factor = factor + index * np.uint32(stride % 2**32)
         stride *= shape[axis]
     return shard.sum_blocks(jnp.sum(bits * factor))

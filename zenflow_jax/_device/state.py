@@ -9,7 +9,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array
 
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._spec.leaf import LeafSpec
@@ -37,7 +36,7 @@ class LeafState(NamedTuple):
 
     channels: Any  # int32 (*stack, k), ascending
     steps: Any  # int32 (*stack, k), or () if resident
-    master: Any  # float32 selected; None for a float32 leaf, whose parameter is its master
+    master: Any  # float32 selected; None for a float32 leaf on the device, which is its master
     mu: Any  # float32 selected
     nu: Any  # float32 selected
     scores: Any  # float32 (*stack, n): sum of squares since the last selection
@@ -168,14 +167,14 @@ def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
 
 def cut(x: Any, spec: LeafSpec) -> Any:
     """A leaf's array for the range that `spec` is of; as it is if the leaf is in one piece."""
-    if spec.start is None:
+    if x is None or spec.start is None:
         return x
     return jax.lax.slice_in_dim(x, spec.start, spec.start + spec.shape[0], axis=0)
 
 
-def put(whole: Array, part: Array, spec: LeafSpec) -> Array:
+def put(whole: Any, part: Any, spec: LeafSpec) -> Any:
     """A leaf's array with `part` in the place of the range that `spec` is of."""
-    if spec.start is None:
+    if whole is None or spec.start is None:
         return part
     return jax.lax.dynamic_update_slice_in_dim(whole, part, spec.start, axis=0)
 

@@ -193,16 +193,17 @@ def next_reach(reach: Reach, length: jax.Array, window: int) -> Reach:
 
 
 def step_selected(
-    p: jax.Array,
+    p: jax.Array | None,
     seen: GradientParts,
     leaf: LeafState,
     scalars: AdamScalars,
     verdict: Verdict,
     length: jax.Array | None,
-) -> tuple[jax.Array, LeafState]:
+) -> tuple[jax.Array | None, LeafState]:
     """The float32 change of the whole leaf, and its state, after AdamW on what is selected.
 
-    `length` is that of a provisional step on what is deferred.
+    `length` is that of a provisional step on what is deferred. A parameter in host memory is None,
+    and so is its change: its masters are the state's alone.
     """
     lay, state = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
     parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
@@ -233,18 +234,18 @@ def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Ver
 
 def _step(
     shard: Shard,
-    p: jax.Array,
+    p: jax.Array | None,
     seen: GradientParts,
     leaf: LeafState,
     scalars: AdamScalars,
     verdict: Verdict,
     length: jax.Array | None,
-) -> tuple[jax.Array, LeafState]:
+) -> tuple[jax.Array | None, LeafState]:
     spec = shard.part
     index = None if leaf.channels is None else shard.to_local(leaf.channels)
-    old = p if index is None else take(p, index, shard.block)
-    master = shard.own(old)
-    if leaf.master is not None:
+    old = p if index is None or p is None else take(p, index, shard.block)
+    master = leaf.master if old is None else shard.own(old)
+    if leaf.master is not None and old is not None:
         # Before its first step a master follows its parameter, so weights may be loaded after
         # `init`, as with `optax.adamw`, which keeps no masters.
         fresh = leaf.steps == 0 if spec.resident else broadcast_channels(leaf.steps == 0, spec)
@@ -270,6 +271,9 @@ def _step(
     )
     if leaf.master is not None:
         leaf = leaf._replace(master=if_counted(master + change, master))
+    if old is None:
+        change = None
+    elif leaf.master is not None:
         # The float32 difference of two low-precision numbers is exact unless they are a factor of
         # 2**16 apart, so adding it gives the cast of the master.
         new = shard.gather(leaf.master.astype(spec.dtype))
@@ -279,10 +283,11 @@ def _step(
     if index is None:
         return change, leaf
     others = None
-    if length is not None:
+    if p is not None and length is not None:
         sign = _signs_of_block(shard, seen.signs).astype(jnp.float32)
         others = provisional_change(p, length * sign)
-    change = _spread_out(shard, change, index, others)
+    if change is not None:
+        change = _spread_out(shard, change, index, others)
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
     return change, leaf._replace(scores=if_counted(scores, leaf.scores))
 

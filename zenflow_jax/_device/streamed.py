@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.step import GradientParts, split_gradient
 from zenflow_jax._spec.leaf import LeafSpec
@@ -52,7 +53,7 @@ class _Sending(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weights", "channels", "probes"),
+    data_fields=("weights", "channels", "masters", "probes"),
     meta_fields=("sending",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Streamed:
 
     weights: Any
     channels: Any  # float32 copy of the selected ones: jax.grad wants floats
+    masters: Any  # of selected channels, which weights in host memory lack; None on the device
     probes: Probes
     sending: _Sending
 
@@ -84,6 +86,18 @@ class Streamed:
         )
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Unmoved:
+    """The update of a parameter in host memory: added to it, it gives the parameter itself.
+
+    The tree of updates has no array there, as a container without elements.
+    """
+
+    def __radd__(self, parameter: Any) -> Any:
+        return parameter
+
+
 def is_streamed(x: Any) -> bool:
     return isinstance(x, Streamed)
 
@@ -94,12 +108,13 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
     Nothing reads the values of the probes, so the compiler leaves them out.
     """
     spec, weights = layer_spec(leaf.spec), _with_no_derivative(weights)
-    sending = _Sending(spec, signs, rank - 1)
+    masters = leaf.master if spec.hosted else None
+    sending = _Sending(spec, signs and not spec.hosted, rank - 1)
     layer = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
     made = jax.eval_shape(partial(_probes, sending), leaf.channels[0], layer)
     zeros = jax.tree.map(lambda x: jnp.zeros((len(weights), *x.shape), x.dtype), made)
     zeros = zeros._replace(mail=jax.device_put(zeros.mail, jax.memory.Space.Host))
-    return Streamed(weights, leaf.channels.astype(jnp.float32), zeros, sending)
+    return Streamed(weights, leaf.channels.astype(jnp.float32), masters, zeros, sending)
 
 
 @jax.custom_jvp
@@ -150,7 +165,11 @@ def layer_weights(layer: Streamed) -> jax.Array:
             f"{weights.dtype} {weights.shape}, which something has cast or reshaped before the "
             "scan. Do that with the arrays that the scan's body gets."
         )
-    return _passed(layer.sending, layer.weights, layer.channels, layer.probes)
+    if layer.masters is not None:
+        place = positions(layer.channels.astype(jnp.int32), spec.n)
+        selected = gather_to_channels(layer.masters.astype(spec.dtype), place, spec)
+        weights = jnp.where(broadcast_channels(place >= 0, spec), selected, weights)
+    return _passed(layer.sending, weights, layer.channels, layer.probes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -201,6 +220,7 @@ def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
         g.probes.passed != np.float32(_ONCE),
         apart,  # a NaN is not: the step is skipped
         g.channels != leaf.channels.astype(jnp.float32),  # of other weights, or of another state
-        g.weights != 0,  # read elsewhere; else zeros, which compilers know
     ]
+    if not leaf.spec.hosted:  # there nothing else can read them
+        wrong.append(g.weights != 0)  # read elsewhere; else zeros, which compilers know
     return jnp.any(jnp.stack([jnp.any(x) for x in wrong]))

@@ -7,6 +7,7 @@ import jax
 
 from zenflow_jax._device.memory import upload
 from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._exchange.hosted import with_selected
 from zenflow_jax._exchange.parts import (
     OffloadedLeaves,
     assemble,
@@ -54,17 +55,24 @@ class HostMasters:
         of the parameters is what they were before it.
         """
         for i, part in enumerate(self._offloaded.parts):
+            if part.spec.hosted:
+                continue  # their selected channels could not follow
             self._worker.host.take_master(i, host_part(weights[part.leaf], part))
         self.loads += 1
 
     def of_leaf(self, number: int, state: ZenFlowState) -> jax.Array:
-        """An offloaded leaf's masters on the devices, in parts; not those of selected channels."""
+        """An offloaded leaf's masters on the devices, in parts; not those of selected channels.
+
+        Of a parameter in host memory all masters, there.
+        """
         leaves, parts = self._worker.leaves(), self._offloaded.parts
         firsts, pieces = [], []
         for numbers in self._offloaded.pieces_of(number):
             first = dataclasses.replace(parts[numbers[0]], leaf=0)
             masters = [leaves[j].master.as_float32().reshape(parts[j].spec.shape) for j in numbers]
             master = joined(masters)
+            if first.spec.hosted:
+                return with_selected(master, state.leaves[self._offloaded.places[number]])
             firsts.append(first)
             pieces.append([upload(master, device) for device in first.devices])
         # The uploads may read live masters, which the next update writes.

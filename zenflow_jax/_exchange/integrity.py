@@ -59,7 +59,9 @@ class Integrity:
         self._specs, self._schedule = specs, schedule
         all_move = schedule.provisional_share is not None
         moving = [
-            i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k or all_move)
+            i
+            for i, s in enumerate(specs)
+            if 0 not in s.shape and (s.resident or s.k or all_move) and not s.hosted
         ]
         gap = -(-len(moving) // _LEAVES_PER_LOOK)
         looks = [moving[start::gap] for start in range(gap)]
@@ -78,6 +80,12 @@ class Integrity:
             if changed:
                 self.known = _words(step, changed)
         if self.known:
+            raise RuntimeError(self.known)
+
+    def refuse(self, names: Sequence[str]) -> None:
+        """Raises if there are any names, those of parameters that the last step has changed."""
+        if names:
+            self.known = _words(self._step + 1, names)
             raise RuntimeError(self.known)
 
     def add(self, names: Sequence[str], counts: Array) -> None:

@@ -167,7 +167,8 @@ def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
     used, fits = 0, {}
     keys = [(part.leaf, part.spec.start) for part in parts]
     for key, part in zip(keys, parts, strict=True):
-        size = math.prod(part.spec.shape) * part.spec.dtype.itemsize
+        on_device = 0 if part.spec.hosted else part.spec.dtype.itemsize
+        size = math.prod(part.spec.shape) * on_device
         if key not in fits:
             fits[key] = budget is None or used + size <= budget
             used += size if fits[key] else 0

@@ -78,21 +78,29 @@ def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
 def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
     """Refuses a run that needs more pinned memory than jax gives."""
     parts, in_step = offloaded.parts, state.send_gradients.in_step
-    mail = selected = 0
+    mail = selected = weights = 0
     for part in parts:
+        size = math.prod(part.spec.shape)
+        # Those in use, and the ones that take their places.
+        weights += 2 * size * part.spec.dtype.itemsize * part.spec.hosted
         # In the step all devices that hold a part send it, afterwards the first alone.
         senders = len(part.devices) if in_step else 1
-        mail += senders * math.prod(part.spec.shape) * part.spec.mail_dtype.itemsize
+        mail += senders * size * part.spec.mail_dtype.itemsize
         selected += 3 * 4 * math.prod(part.spec.selected_shape)  # float32 master and moments
     platform = next((device.platform for part in parts for device in part.devices), "cpu")
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    check_pinned(mail, buffers(state), selected, platform, limit)
+    check_pinned(mail, buffers(state), selected, platform, limit, weights)
 
 
 def check_pinned(
-    mail_bytes: int, mails: float, selected_bytes: int, platform: str, limit_gib: str | None
+    mail_bytes: int,
+    mails: float,
+    selected_bytes: int,
+    platform: str,
+    limit_gib: str | None,
+    weight_bytes: int = 0,
 ) -> None:
-    """Refuses `mails` and a hand-over of the selected channels that exceed a GPU's limit."""
+    """Refuses `mails`, a hand-over of selected channels and weights beyond a GPU's limit."""
     if platform not in ("gpu", "cuda", "rocm"):
         return
     try:
@@ -102,11 +110,11 @@ def check_pinned(
             "expected a number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
             f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
         ) from None
-    needed = (mail_bytes * mails + selected_bytes) / 2**30
+    needed = (mail_bytes * mails + selected_bytes + weight_bytes) / 2**30
     if needed > limit:
         raise ValueError(
-            f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB and a hand-over "
-            f"of {selected_bytes / 2**30:.1f} GiB in pinned host memory, got a limit of {limit:g} "
-            "GiB. Set the environment variable "
+            f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB, a hand-over of "
+            f"{selected_bytes / 2**30:.1f} GiB and weights of {weight_bytes / 2**30:.1f} GiB in "
+            f"pinned host memory, got a limit of {limit:g} GiB. Set the environment variable "
             f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(needed) + 1} before jax starts."
         )

@@ -30,6 +30,7 @@ from zenflow_jax._device.boundary import (
 from zenflow_jax._device.memory import read, upload
 from zenflow_jax._device.samples import samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._exchange.hosted import new_parameter
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
@@ -127,7 +128,7 @@ class Updates:
                 # changed until now, as `before` is gone, which knew the channels that left.
                 static = {"specs": group.specs, "window": state.schedule.longest_window}
                 since = self._since(number, before, state)
-                seen, changed = compare(group.pick(weights), since, **static)
+                seen, changed = compare(_on_device(group.pick(weights), group), since, **static)
             else:
                 uploads = self._fetch_rest(group, uploads, state.step)
                 new, seen, changed = self._merge(number, weights, uploads, before, state)
@@ -143,7 +144,8 @@ class Updates:
         """Samples the parameters: until the next merge only steps may change them."""
         for number, group in enumerate(self._offloaded.groups):
             if group.leaves:
-                self._samples[number] = samples(group.pick(weights), specs=group.specs)
+                on_device = _on_device(group.pick(weights), group)
+                self._samples[number] = samples(on_device, specs=group.specs)
                 states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
@@ -173,11 +175,15 @@ class Updates:
                     params, group.specs, by_leaf(group.parts, uploads), strict=True
                 )
             ]
-        arrays = (params, *uploads_in_two(new, group.specs), self._since(number, before, state))
+        since, uploaded = self._since(number, before, state), _on_device(new, group)
         static = {"specs": group.specs, "window": state.schedule.longest_window}
-        merged = merge(*arrays, **static)
-        placed = (as_before(x, weight) for x, weight in zip(merged.weights, params, strict=True))
-        return merged._replace(weights=list(placed))
+        in_two = uploads_in_two(uploaded, group.specs)
+        merged = merge(_on_device(params, group), *in_two, since, **static)
+        placed = [
+            hosted if x is None else as_before(x, weight)
+            for x, weight, hosted in zip(merged.weights, params, new, strict=True)
+        ]
+        return merged._replace(weights=placed)
 
     def _fetch_rest(self, group: Group, uploads: Sequence[Any], after: Any) -> Sequence[Any]:
         """An update with its parts that were not prefetched; waits until those are there."""
@@ -198,8 +204,11 @@ class Updates:
         return uploads
 
     def _upload(self, i: int) -> list[jax.Array]:
-        array = self._worker.leaves()[i].to_upload
-        return [upload(array, device) for device in self._parts[i].devices]
+        leaves, part = self._worker.leaves(), self._parts[i]
+        if part.spec.hosted:
+            return [new_parameter(leaves, self._offloaded, part.leaf)]
+        array = leaves[i].to_upload
+        return [upload(array, device) for device in part.devices]
 
     def reselect(
         self,
@@ -220,7 +229,7 @@ class Updates:
         whole = [leaves[i] for i in places]
         states = self._ranges(number, whole)
         chosen, rows, current, scores = choose(
-            group.pick(weights),
+            _on_device(group.pick(weights), group),
             [s.scores for s in states],
             [s.channels for s in states],
             [s.master for s in states],
@@ -232,21 +241,24 @@ class Updates:
         ]
         close = self.close_window(number, leaving=leaving, chosen=chosen)
         self.pending[number].before, self._rows[number] = self._rows[number], rows
-        entered = by_leaf(group.parts, self._worker.wait(close.entered, after))
+        entering, hosted = self._worker.wait(close.entered, after)
+        entered = by_leaf(group.parts, entering)
         masters: list[jax.Array | None] = [None] * len(states)
         for j, s in enumerate(states):
             states[j], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
-        entering = [j for j, master in enumerate(masters) if master is not None]
-        if entering:
+        on_device = [j for j, x in enumerate(masters) if x is not None and hosted[j] is None]
+        if on_device:
             merged = enter(
-                [weights[group.leaves[j]] for j in entering],
-                [masters[j] for j in entering],
-                [states[j].channels for j in entering],
-                specs=tuple(group.specs[j] for j in entering),
+                [weights[group.leaves[j]] for j in on_device],
+                [masters[j] for j in on_device],
+                [states[j].channels for j in on_device],
+                specs=tuple(group.specs[j] for j in on_device),
             )
-            for j, weight in zip(entering, merged, strict=True):
+            for j, weight in zip(on_device, merged, strict=True):
                 i = group.leaves[j]
                 weights[i] = as_before(weight, weights[i])
+        for i, weight in zip(group.leaves, hosted, strict=True):
+            weights[i] = weights[i] if weight is None else weight
         if group.in_ranges:
             states = put_states(whole, states)
             states = [jax.tree.map(as_before, *pair) for pair in zip(states, whole, strict=True)]
@@ -298,3 +310,8 @@ class Updates:
             now = self._rows[number]
             assert now is not None, "the parameters have been noted"
             self.pending[number] = _Pending(made, assemble(pieces, now.shape, now.sharding))
+
+
+def _on_device(weights: Sequence[Any], group: Group) -> list[Any]:
+    """A group's parameters as the device's programs take them: None for those in host memory."""
+    return [None if x.hosted else w for w, x in zip(weights, group.specs, strict=True)]

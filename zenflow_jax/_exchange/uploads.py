@@ -9,17 +9,19 @@ import numpy as np
 
 from zenflow_jax._device.memory import copy_to_host, upload, view
 from zenflow_jax._diagnostics.timeline import Recorder
+from zenflow_jax._exchange.hosted import new_parameter
 from zenflow_jax._exchange.messages import Close
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part, host_channels
+from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
 from zenflow_jax._host.leaf import HostLeaf
 from zenflow_jax._host.state import ClosedWindow, HostState, SelectedRows
 from zenflow_jax._spec.leaf import LeafSpec
 
 
 def hand_over(
-    host: HostState, parts: Sequence[Part], close: Close, window: ClosedWindow
-) -> tuple[list[Any], int]:
+    host: HostState, offloaded: OffloadedLeaves, close: Close, window: ClosedWindow
+) -> tuple[tuple[list[Any], list[Any]], int]:
     """Hands channels over; returns what `Close.entered` gives, and how many bytes were read."""
+    parts = offloaded.groups[close.group].parts
     # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
     leaving = [
         [] if old is None else [part.of(x) for x in (close.chosen[part.leaf], *old)]
@@ -38,7 +40,15 @@ def hand_over(
         )
         arrays = _as_on_device(new, part.spec)
         entering[i] = [upload(arrays, device) for device in part.devices]
-    return entering, nbytes(in_host_memory)
+    # The next step reads channels that leave from these.
+    leaves = [offloaded.parts[i].leaf for i in window.leaves]
+    hosted = [
+        new_parameter(host.leaves, offloaded, i) if offloaded.specs[i].hosted else None
+        for i in leaves
+    ]
+    # The update writes to the arrays that they come from.
+    jax.block_until_ready(hosted)
+    return (entering, hosted), nbytes(in_host_memory)
 
 
 def update(
@@ -57,9 +67,13 @@ def update(
 
     def finished(i: int, leaf: HostLeaf) -> None:
         nonlocal first
-        devices = offloaded.parts[i].devices if offloaded.prefetched[i] else ()
+        part = offloaded.parts[i]
+        devices = part.devices if offloaded.prefetched[i] else ()
         first = first or (time.perf_counter() if devices else 0.0)
-        uploads.append([upload(leaf.to_upload, device) for device in devices])
+        if part.spec.hosted:
+            uploads.append([new_parameter(host.leaves, offloaded, part.leaf)])
+        else:
+            uploads.append([upload(leaf.to_upload, device) for device in devices])
 
     for name in host.update(window, finished):
         yield f"the update of leaf {name}, window {window.number}"

@@ -287,10 +287,9 @@ class Worker:
         if close.chosen:
             self._where = f"the hand-over after window {window.number}"
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
-                parts = self._offloaded.groups[close.group].parts
-                entering, read = hand_over(self.host, parts, close, window)
-            self._count(bytes_to_host=read, bytes_to_device=nbytes(entering))
-            close.entered.set_result(entering)
+                entered, read = hand_over(self.host, self._offloaded, close, window)
+            self._count(bytes_to_host=read, bytes_to_device=nbytes(entered[0]))
+            close.entered.set_result(entered)
             # The caller has the hand-over now; the old arrays must not outlive it.
             close.leaving = close.chosen = ()
         pieces, where = self._make_update(close, window), f"the update of window {window.number}"
@@ -298,7 +297,8 @@ class Worker:
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
         uploads = yield from update(self.host, self._offloaded, close.group, window, self.recorder)
-        self._count(bytes_to_device=nbytes(uploads))
+        pairs = zip(uploads, self._offloaded.groups[close.group].parts, strict=bool(uploads))
+        self._count(bytes_to_device=nbytes([x for x, part in pairs if not part.spec.hosted]))
         self._finish(close, uploads)
 
     def _go_on(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from zenflow_jax._spec.mesh import Placement
 
@@ -30,6 +31,7 @@ class LeafSpec:
     # With which group each range of its first stack axis closes its windows; as a rule it has one.
     groups: tuple[int, ...] = (0,)
     start: int | None = None  # of a range of a stacked leaf: the entry at which it begins
+    hosted: bool = False  # the parameter is in host memory; layers, fetched one after the other
 
     @property
     def anonymous(self) -> "LeafSpec":
@@ -71,7 +73,7 @@ class LeafSpec:
     @property
     def keeps_master(self) -> bool:
         """Whether the device holds a float32 master beside the parameter."""
-        return self.dtype != np.float32
+        return self.hosted or self.dtype != np.float32
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -101,6 +103,14 @@ class LeafSpec:
             channels,
             math.prod(self.shape[self.axis + 1 :]),
         )
+
+
+def in_host_memory(x: Any) -> bool:
+    """Whether an array, traced or abstract ones too, is in host memory."""
+    if isinstance(x, Tracer):
+        return jax.typeof(x).memory_space == jax.memory.Space.Host
+    # The type of a shape, or of what savers put together, may not say so (jax 0.10.2).
+    return getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
 
 
 def plain_name(path: tuple[Any, ...]) -> str:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._spec.leaf import DTYPES, LeafSpec, plain_name
+from zenflow_jax._spec.leaf import DTYPES, LeafSpec, in_host_memory, plain_name
 from zenflow_jax._spec.mesh import Placement, divide_blocks, placement_of
+from zenflow_jax._spec.schedule import Schedule
 
 
 class LeafRules(NamedTuple):
@@ -34,7 +35,8 @@ def resolve(
     place = placement_of(leaf, sharding)
     if place is not None:
         _check_even(name, shape, place)
-    alone = LeafSpec(name, shape, dtype, axis=None, k=0, decay=decay, placement=place)
+    hosted = in_host_memory(leaf)
+    alone = LeafSpec(name, shape, dtype, None, k=0, decay=decay, placement=place, hosted=hosted)
     resident = rules.resident
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
         return alone
@@ -73,12 +75,30 @@ def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
             f"expected leaves of float32, bfloat16 or float16, but {name} is {leaf.dtype}. "
             f"{_KEEP_OUT}"
         )
-    if isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host:
-        raise ValueError(
-            f"expected parameters in the device's memory, got {name} in the host's: move it with "
-            "`jax.device_put`, or train it with another optimizer."
-        )
     return tuple(leaf.shape), np.dtype(leaf.dtype)
+
+
+def check_hosted(specs: Sequence[LeafSpec], schedule: Schedule, *, sends_in_step: bool) -> None:
+    """Refuses parameters in host memory that are not layers, or where they cannot be trained."""
+    for spec in specs:
+        if not spec.hosted:
+            continue
+        if spec.resident or not spec.stack or spec.dtype == np.float16:
+            problem = f"got a leaf of {spec.dtype} {spec.shape}"
+        elif spec.placement is not None:
+            problem = "got it on a mesh"
+        elif not sends_in_step:
+            problem = "got another of these"
+        elif len(spec.groups) > 1 and schedule.staleness not in (0, 1):
+            problem = f"got staleness={schedule.staleness}"
+        else:
+            continue
+        raise ValueError(
+            "expected in host memory only layers that are stacked along a first axis, offloaded, "
+            "of float32 or bfloat16 and on one device, with offload=True, "
+            "send_gradients='during_step' and, where ranges of layers take turns, a staleness of "
+            f"0 or 1; {problem} at {spec.name}: else move it to the device by `jax.device_put`."
+        )
 
 
 _KEEP_OUT = (

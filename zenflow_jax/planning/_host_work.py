@@ -43,6 +43,7 @@ class Needs(NamedTuple):
     state: int  # masters, casts for uploads, moments, counts and numbers of channels: NumPy
     sums: int  # of mails that are too many to keep: NumPy
     mail: int  # pinned: kept, unread, being written, and blank
+    weights: int  # pinned: parameters in host memory, and the new ones that take their places
     hand_over: int  # of a group's selected channels: pinned as they come, NumPy as they go
     saving: int  # copies that `EngineSave` makes by default while it writes
     # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
@@ -61,7 +62,7 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
-    of_groups = np.zeros((schedule.groups, 6))
+    of_groups = np.zeros((schedule.groups, 7))
     for part in (x for leaf in state.leaves if leaf.offloaded for x in leaf.spec.ranges):
         size, entries = math.prod(part.shape), math.prod(part.stack)
         masters = sum(x.itemsize for x in Masters.zeros((0,), part.dtype).arrays)
@@ -71,9 +72,10 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
             entries * (part.n + part.k) * np.dtype(np.int32).itemsize,
             math.prod(part.selected_shape) * 3 * _FLOAT32,
             size * part.mail_dtype.itemsize,
-            size * part.dtype.itemsize,
+            size * part.dtype.itemsize * (not part.hosted),
+            size * part.dtype.itemsize * part.hosted,
         )
-    size, kept, counts, selected, mail, upload = of_groups.T
+    size, kept, counts, selected, mail, upload, weights = of_groups.T
     on_device = sending.sums_on_device
     added_up = not on_device and most_kept(state) > MAILS_KEPT
     read = mail * (1 if on_device else window)
@@ -81,7 +83,7 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
         # Written once, read and written again for each pass of gradients, and read by the update.
         passes = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
         read = read + 2 * _FLOAT32 * passes * size
-    updates = 2 * kept + upload + read
+    updates = 2 * kept + upload + 2 * weights + read
     arriving = mail.sum() / (window if on_device else 1)
     # An update that must arrive at once still has a step's time, in which the loop waits.
     steps = window if staleness is None else max(staleness, 1)
@@ -94,6 +96,7 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
         # A leaf's open window may have one, and the window that is being updated another.
         sums=int(2 * _FLOAT32 * size.sum()) if added_up else 0,
         mail=round(buffers(state) * mail.sum()),
+        weights=int(2 * weights.sum()),
         hand_over=int(selected.max()),
         saving=int(size.sum()),
         uploads=int(max(neighbours[j : j + waiting].sum() for j in range(schedule.groups))),

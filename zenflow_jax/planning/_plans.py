@@ -24,7 +24,7 @@ UNASKED = 0.75
 #: Bytes of a host's memory that the system, Python, CUDA and XLA need.
 HOST_RESERVE = 8 * 10**9
 #: The kinds of host memory that jax pins.
-PINNED = ("mail", "hand-over, pinned")
+PINNED = ("mail", "weights", "hand-over, pinned")
 #: The kind of device memory that only a compiler knows.
 TEMPORARIES = "gradients, activations"
 _WITHOUT = " without gradients and activations"
@@ -44,8 +44,8 @@ class Plan:
         step_s: Seconds of a step at the assumed efficiency.
         host_bytes_there: Bytes of the host's memory, assumed or given.
         host_bandwidth: Bytes a second of the host's memory, assumed or given.
-        host: Bytes of the host at most, by their use, for all devices. jax pins "mail" and
-            "hand-over, pinned". Empty without an engine.
+        host: Bytes of the host at most, by their use, for all devices. jax pins "mail",
+            "weights" and "hand-over, pinned". Empty without an engine.
         to_host: Bytes that one device sends in a step.
         to_device: Bytes that one device gets in a step, on average.
         host_s: Seconds of host work that a step has to hide, on average; 0 without an engine.
@@ -265,6 +265,7 @@ def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> di
             "masters, moments": needs.state,
             "sums": needs.sums,
             "mail": needs.mail,
+            "weights": needs.weights,
             "hand-over, pinned": needs.hand_over,
             "hand-over": needs.hand_over,
             "a save": needs.saving,

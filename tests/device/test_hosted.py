@@ -1,0 +1,347 @@
+"""Layers whose weights lie in pinned host memory: the same run, to the bit, or an error."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import zenflow_jax
+from tests.comparisons import ATOL, assert_same_bits
+from tests.device.test_streaming import OPTIONS, batches, block, loss, model
+from tests.reference import Reference, Settings
+from tests.resuming import copied
+from tests.runs import OPTIMIZED
+from zenflow_jax import streaming
+from zenflow_jax._device.memory import HOST, upload
+from zenflow_jax._host.arrays import copied as aligned
+
+ON_HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=HOST)
+WINDOWS = {"rolling": False, "window_scaling": None}
+EACH_STEP = {"update_interval": 1, "select_interval": 3}
+
+
+def hosted(params):
+    layers = {
+        name: jax.device_put(x, ON_HOST) if x.ndim > 2 else x
+        for name, x in params["layers"].items()
+    }
+    return params | {"layers": layers}
+
+
+class Run:
+    """A run of the small model, whose layers stream, from the host's memory or not."""
+
+    def __init__(self, dtype, *, hosts=True, body=block, donate=True, optimized=True, **options):
+        self.tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | {"provisional_share": None} | options))
+        self.params = hosted(model(dtype)) if hosts else model(dtype)
+        self.state, self.dtype, self.body, self.losses = self.tx.init(self.params), dtype, body, []
+
+        @functools.partial(
+            jax.jit,
+            donate_argnums=(0, 1) if donate else (),
+            compiler_options=OPTIMIZED if optimized else None,
+        )
+        def step(params, state, x, y):
+            weights = streaming.stream(params, state)
+            value, gradients = jax.value_and_grad(loss)(weights, x, y, body)
+            updates, state = self.tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        self.program = step
+
+    def step(self, batch):
+        with jax.numpy_dtype_promotion("standard"):
+            self.params, self.state, value = self.program(self.params, self.state, *batch)
+        self.losses.append(value)
+
+    def go(self, engine, start, end, bad=None):
+        for i, (x, y) in enumerate(batches(end, self.dtype)):
+            if i >= start:
+                self.step((x.at[0, 0].set(jnp.nan) if i == bad else x, y))
+                self.params, self.state = engine.exchange(self.params, self.state)
+
+    def end(self, engine, masters=True):
+        """All that a run ends with; float32 layers have masters of their own in host memory."""
+        self.params, self.state = engine.flush(self.params, self.state)
+        of_all = zenflow_jax.master_params(self.params, self.state, engine)
+        leaves = [
+            leaf._replace(master=leaf.master if masters else None, spec=None)
+            for leaf in self.state.leaves
+        ]
+        return self.params, of_all, leaves, self.losses
+
+
+def whole(dtype, *, bad=None, steps=14, **options):
+    run = Run(dtype, **options)
+    with zenflow_jax.HostEngine(run.params, run.state) as engine:
+        run.go(engine, 0, steps, bad)
+        ended = run.end(engine, masters=dtype != "float32")
+    assert run.program._cache_size() == 1
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("bfloat16", {}),
+        ("bfloat16", EACH_STEP | {"donate": False}),
+        ("bfloat16", WINDOWS | {"body": jax.checkpoint(block, prevent_cse=False), "bad": 7}),
+        ("bfloat16", EACH_STEP | {"staleness": 0, "full_warm_up_rounds": 0}),
+        # XLA contracts the last sum of a step to another operation, if it optimizes.
+        ("float32", {"optimized": False, "transfer_dtype": jnp.bfloat16}),
+        ("float32", EACH_STEP | {"optimized": False}),
+        ("float32", {"topk_ratio": 0.0}),
+    ],
+    ids=[
+        "default",
+        "each step",
+        "the paper's, a step skipped",
+        "at once",
+        "float32",
+        "float32, each step",
+        "float32, all deferred",
+    ],
+)
+def test_a_run_has_the_bits_of_one_whose_layers_are_on_the_device(dtype, options):
+    ours, expected = (whole(dtype, hosts=hosts, **options) for hosts in (True, False))
+    kinds = {name: x.sharding.memory_kind for name, x in ours[0]["layers"].items()}
+    assert kinds == {"up": HOST, "down": HOST, "scale": "device"}
+    assert_same_bits(*(jax.tree.map(np.asarray, x) for x in (ours, expected)))
+
+
+def test_a_run_goes_on_from_what_is_saved_between_two_flushes():
+    run = Run("bfloat16", **EACH_STEP)
+    with zenflow_jax.HostEngine(run.params, run.state) as engine:
+        run.go(engine, 0, 8)
+        saved = copied((run.params, run.state, engine.state()))
+        run.go(engine, 8, 14)
+        expected = run.end(engine)
+    run.params, run.state, engine_state = saved
+    run.losses = run.losses[:8]
+    with zenflow_jax.HostEngine(run.params, run.state, engine_state=engine_state) as engine:
+        run.go(engine, 8, 14)
+        assert_same_bits(run.end(engine), expected)
+
+
+def test_between_flushes_whoever_reads_them_without_the_selected_channels_sees_nan():
+    run, on_device = Run("bfloat16"), Run("bfloat16", hosts=False)
+    for each in (run, on_device):
+        with zenflow_jax.HostEngine(each.params, each.state) as engine:
+            each.go(engine, 0, 11)
+            each.masters = zenflow_jax.master_params(each.params, each.state, engine)
+            each.flushed, _ = engine.flush(each.params, each.state)
+            # Nothing is left to be brought in, and still they are up to date.
+            again, _ = engine.flush(each.flushed, _)
+            assert_same_bits(again, each.flushed)
+    assert_same_bits(run.masters, jax.tree.map(np.asarray, on_device.masters))
+    batch = next(batches(1, "bfloat16"))
+    with jax.numpy_dtype_promotion("standard"):
+        assert np.isnan(loss(run.params, *batch))
+        weights = streaming.stream(run.params, run.state)
+        assert loss(weights, *batch) == loss(on_device.params, *batch)
+        assert loss(run.flushed, *batch) == loss(on_device.flushed, *batch)
+    channels = np.asarray(run.state.leaves[3].channels)
+    up = np.asarray(run.params["layers"]["up"], np.float32)
+    missing = np.isnan(up).all(axis=2)
+    assert (np.flatnonzero(missing) % up.shape[1] == channels.ravel()).all()
+
+
+def test_a_step_that_donates_passes_them_on_and_one_that_does_not_is_told(caplog):
+    for donate in (True, False):
+        run = Run("bfloat16", donate=donate)
+        with (
+            caplog.at_level(logging.WARNING, "zenflow_jax"),
+            zenflow_jax.HostEngine(run.params, run.state) as engine,
+        ):
+            run.go(engine, 0, 6)
+            engine.flush(run.params, run.state)
+        assert ("the step copies" in caplog.text) != donate
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("where", ["in the step", "between two steps"])
+def test_what_changes_them_ends_the_run(donate, where):
+    def halved(params):
+        up = params["layers"]["up"]
+        half = jax.device_put(jnp.asarray(0.5, up.dtype), jax.memory.Space.Host)
+        return params | {"layers": params["layers"] | {"up": up * half}}
+
+    run = Run("bfloat16", donate=donate, optimized=False)
+    plain = run.program
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
+    def step(params, state, x, y):
+        params, state, value = plain(params, state, x, y)
+        return halved(params), state, value
+
+    engine = zenflow_jax.HostEngine(run.params, run.state)
+    run.go(engine, 0, 4)
+    if where == "in the step":
+        run.program = step
+    else:
+        run.params = halved(run.params)
+    with pytest.raises(RuntimeError, match=r"other values of \['layers'\]\['up'\]"):
+        run.go(engine, 4, 14)
+    engine.close()
+
+
+def test_weights_that_are_loaded_after_init_are_refused():
+    run, other = Run("float32"), hosted(model("bfloat16"))
+    loaded = jax.tree.map(
+        lambda x, y: jax.device_put(np.asarray(x, np.float32), y.sharding), other, run.params
+    )
+    with pytest.raises(ValueError, match=r"\['down'\] that `tx.init` saw, got others"):
+        zenflow_jax.HostEngine(loaded, run.state)
+    with zenflow_jax.HostEngine(run.params, run.state) as engine:
+        run.params = loaded
+        with pytest.raises(RuntimeError, match=r"other values of \['layers'\]\['down'\]"):
+            run.go(engine, 0, 1)
+
+
+def a_norm(params):
+    layers = params["layers"]
+    return params | {"layers": layers | {"scale": jax.device_put(layers["scale"], ON_HOST)}}
+
+
+def on_a_mesh(params):
+    mesh = jax.make_mesh((1,), ("data",))
+    where = jax.NamedSharding(mesh, jax.P(), memory_kind=HOST)
+    return params | {"layers": jax.device_put(params["layers"], where)}
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "words"),
+    [
+        ({}, a_norm, r"a leaf of float32 \(3, 16\) at \['layers'\]\['scale'\]"),
+        ({"topk_ratio": 1.0}, dict, r"a leaf of float32 \(3, 36, 16\)"),
+        ({}, on_a_mesh, "on a mesh"),
+        ({"offload": False}, dict, "got another of these"),
+        ({"send_gradients": "after_step"}, dict, "got another of these"),
+        ({"staleness": 2}, dict, "got staleness=2"),
+    ],
+)
+def test_what_cannot_be_trained_in_host_memory_is_refused_by_name(options, change, words):
+    params = change(hosted(model("float32")))
+    with pytest.raises(ValueError, match=f"expected in host memory only layers .*{words}"):
+        zenflow_jax.zenflow(1e-2, **({"update_interval": 3} | options)).init(params)
+
+
+def test_steps_that_do_not_stream_them_are_refused():
+    run, batch = Run("float32"), next(batches(1, "float32"))
+    gradients = jax.grad(loss)(run.params, *batch)
+    with pytest.raises(ValueError, match=r"`streaming.stream.* got an array at .*'down'"):
+        run.tx.update(gradients, run.state, run.params)
+    on_device = model("float32")
+    with pytest.raises(ValueError, match=r"in the host's memory, where `tx.init` saw it"):
+        streaming.stream(on_device, run.state)
+    with zenflow_jax.HostEngine(run.params, run.state) as engine:
+        run.step(batch)
+        with pytest.raises(ValueError, match=r"'down'\] in the host's memory, .* the device's"):
+            engine.exchange(model("float32"), run.state)
+
+
+def test_a_misused_gradient_ends_the_run():
+    run = Run("float32", full_warm_up_rounds=0)
+
+    @jax.jit
+    def step(params, state, x, y):
+        weights = streaming.stream(params, state)
+        gradients = jax.grad(lambda w: loss(w, x, y) + loss(w, 2 * x, y))(weights)
+        updates, state = run.tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, 0.0
+
+    run.program = step
+    with zenflow_jax.HostEngine(run.params, run.state) as engine:
+        with pytest.raises(RuntimeError, match="gradients of streamed layers"):
+            run.go(engine, 0, 3)
+    # Who has no engine sees it, too.
+    assert np.isnan(run.state.leaves[1].master).all()
+
+
+def test_updates_reach_parameters_in_other_ways_than_by_apply_updates():
+    run, batch = Run("float32"), next(batches(1, "float32"))
+    tx = optax.chain(optax.identity(), run.tx, optax.identity())
+    state = TrainState.create(apply_fn=None, params=run.params, tx=tx)
+
+    @jax.jit
+    def step(state, x, y):
+        weights = streaming.stream(state.params, state.opt_state)
+        return state.apply_gradients(grads=jax.grad(loss)(weights, x, y))
+
+    @jax.jit
+    def update(params, state, x, y):
+        weights = streaming.stream(params, state)
+        return run.tx.update(jax.grad(loss)(weights, x, y), state, params)[0]
+
+    with jax.numpy_dtype_promotion("standard"):
+        updates = update(run.params, run.state, *batch)
+        added = jax.tree.map(lambda p, u: p + u, run.params, updates)
+        assert_same_bits(step(state, *batch).params, added)
+    with pytest.raises(ValueError, match="custom node|Custom node|structure|Expected"):
+        jax.tree.map(lambda u, p: u + p, updates, run.params)
+
+
+def test_their_updates_equal_the_reference_beside_leaves_that_move_provisionally():
+    settings = Settings(topk_ratio=0.3, update_interval=2, select_interval=4, provisional_share=0.5)
+    rng = np.random.default_rng(0)
+    start = {name: rng.normal(size=(3, 6, 4)).astype(np.float32) for name in ("host", "still")}
+    params = {
+        "device": jax.device_put(start["still"], jax.devices()[0]),
+        "host": jax.device_put(start["host"], ON_HOST),
+    }
+    options = {f: getattr(settings, f) for f in ("topk_ratio", "update_interval")}
+    tx = zenflow_jax.zenflow(
+        1e-2,
+        weight_decay=settings.weight_decay,
+        select_interval=4,
+        provisional_share=0.5,
+        **options,
+    )
+    state = tx.init(params)
+    slow = Reference(
+        [start["still"], start["host"]],
+        1e-2,
+        settings,
+        channel_axes=[-2, -2],
+        hosted=[False, True],
+    )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, gradients):
+        def inner(weights):
+            def body(total, layer):
+                products = jax.tree.map(lambda w, g: jnp.sum(w * g), *layer)
+                return total + sum(jax.tree.leaves(products)), None
+
+            return streaming.scan_layers(body, jnp.zeros(()), (weights, gradients))[0]
+
+        updates, state = tx.update(jax.grad(inner)(streaming.stream(params, state)), state, params)
+        return optax.apply_updates(params, updates), state
+
+    with zenflow_jax.HostEngine(params, state) as engine:
+        for t in range(11):
+            g = [rng.normal(size=(3, 6, 4)).astype(np.float32) for _ in range(2)]
+            params, state = step(params, state, dict(zip(("device", "host"), g, strict=True)))
+            params, state = engine.exchange(params, state)
+            expected = slow.step(g)
+            ours = np.asarray(params["host"])
+            seen = ~np.isnan(ours)
+            np.testing.assert_allclose(ours[seen], expected[1][seen], rtol=0, atol=ATOL)
+            np.testing.assert_allclose(params["device"], expected[0], rtol=0, atol=ATOL)
+            assert (~seen).any(), t
+        params, state = engine.flush(params, state)
+    for x, y in zip(jax.tree.leaves(params), slow.flush(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=ATOL)
+
+
+def test_a_new_parameter_does_not_share_memory_with_the_hosts_array():
+    x = aligned(np.ones((64, 64), np.float32))  # where jax would take it over
+    copy = upload(x, jax.devices()[0], HOST)
+    jax.block_until_ready(copy)
+    x[:] = 2
+    assert (np.asarray(copy) == 1).all()

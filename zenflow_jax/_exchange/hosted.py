@@ -1,0 +1,114 @@
+"""Parameters in host memory: an update is a new array in the place of the old one.
+
+No array ever changes: a step may still read the one that it was given, as long as it likes. The
+host's arrays lack the selected channels, whose masters are in the optimizer state and move at every
+step. In a parameter these rows are NaN, so that whoever reads it without them sees it at once;
+`flush` returns parameters that have them.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from zenflow_jax._device.memory import HOST, read, upload
+from zenflow_jax._device.samples import places
+from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._exchange.parts import OffloadedLeaves, joined
+from zenflow_jax._host.arrays import copied
+from zenflow_jax._host.leaf import HostLeaf
+
+_logger = logging.getLogger("zenflow_jax")
+
+
+def new_parameter(leaves: Sequence[HostLeaf], offloaded: OffloadedLeaves, number: int) -> jax.Array:
+    """A leaf's parameter as the host has it now; it may still be on its way."""
+    (numbers,) = offloaded.pieces_of(number)
+    (device,) = offloaded.parts[numbers[0]].devices
+    return upload(joined([leaves[i].to_upload for i in numbers]), device, HOST)
+
+
+def with_selected(deferred: np.ndarray, leaf: LeafState) -> jax.Array:
+    """A leaf's parameter or masters in host memory: a copy of `deferred`, with the state's rows."""
+    spec, whole = leaf.spec, copied(deferred)
+    rows = read(leaf.master).reshape(spec.view4(spec.k)).astype(whole.dtype)
+    channels = read(leaf.channels).reshape(spec.view4(spec.k)[::2])
+    for entry, of_entry, new in zip(whole.reshape(spec.view4(spec.n)), channels, rows, strict=True):
+        entry[:, of_entry] = new
+    (device,) = leaf.mu.sharding.device_set
+    return jax.device_put(whole, SingleDeviceSharding(device, memory_kind=HOST))
+
+
+class Hosted:
+    """The parameters in host memory that the caller must have. For one calling thread."""
+
+    def __init__(
+        self, offloaded: OffloadedLeaves, weights: Sequence[jax.Array], state: ZenFlowState
+    ):
+        self._offloaded = offloaded
+        self._numbers = [i for i, spec in enumerate(offloaded.specs) if spec.hosted]
+        # Of each: where it is, and samples of it.
+        self._given: dict[int, tuple[int, np.ndarray]] = {}
+        self._told = False
+        if not int(read(state.step)):
+            self._check_masters(weights, offloaded.pick(state.leaves))
+        self.note(weights, [None] * len(weights))
+
+    def _check_masters(self, weights: Sequence[jax.Array], states: Sequence[LeafState]) -> None:
+        """Refuses parameters that were loaded after `tx.init`: their masters would not follow."""
+        for i in self._numbers:
+            spec, weight = self._offloaded.specs[i], read(weights[i])
+            if not np.array_equal(with_selected(weight, states[i]), weight, equal_nan=True):
+                raise ValueError(
+                    f"expected the values of {spec.name} that `tx.init` saw, got others. Load "
+                    "weights in host memory before you make the state and the engine."
+                )
+
+    def note(self, weights: Sequence[jax.Array], before: Sequence[jax.Array | None]) -> None:
+        """Remembers the offloaded leaves' parameters, where they are not as `before`."""
+        for i in self._numbers:
+            if weights[i] is not before[i]:
+                self._given[i] = weights[i].unsafe_buffer_pointer(), _samples(weights[i])
+
+    def changed(self, weights: Sequence[jax.Array], *, wait: bool) -> list[str]:
+        """The names of parameters that are not those that were noted.
+
+        An array that a step was given and has returned is where it was, if the step donates it: so
+        there is nothing to wait for. Else, or if told to `wait`, values are compared.
+        """
+        names = []
+        for i in self._numbers:
+            pointer, samples = self._given[i]
+            moved = weights[i].unsafe_buffer_pointer() != pointer
+            if moved and not self._told:
+                self._told = True
+                _logger.warning(
+                    "the step copies %s, which is in host memory, and takes the time and memory "
+                    "for that: donate the parameters to it, `jax.jit(step, donate_argnums=...)`.",
+                    self._offloaded.specs[i].name,
+                )
+            if moved or wait:
+                if not np.array_equal(_samples(weights[i]), samples, equal_nan=True):
+                    names.append(self._offloaded.specs[i].name)
+        return names
+
+    def current(
+        self,
+        weights: Sequence[jax.Array],
+        leaves: Sequence[HostLeaf],
+        states: Sequence[LeafState],
+    ) -> list[jax.Array]:
+        """The parameters with selected channels, of `states`; the host has made all updates."""
+        weights, states = list(weights), self._offloaded.pick(states)
+        for i in self._numbers:
+            (numbers,) = self._offloaded.pieces_of(i)
+            deferred = joined([leaves[j].to_upload for j in numbers])
+            weights[i] = with_selected(deferred, states[i])
+        return weights
+
+
+def _samples(x: Any) -> np.ndarray:
+    return read(x)[places(x.shape)].astype(np.float32)
