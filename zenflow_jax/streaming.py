@@ -236,5 +236,5 @@ def _check_memory(weights: Any, spec: LeafSpec) -> None:
         raise ValueError(
             f"expected {spec.name} in {place[spec.hosted]} memory, where `tx.init` saw it, got it "
             f"in {place[not spec.hosted]}. Of some restored arrays jax does not know the memory: "
-            "put them there anew, by `jax.device_put(numpy.asarray(x), sharding)`."
+            "put them there again, by `jax.device_put(numpy.asarray(x), sharding)`."
         )

@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 
 import zenflow_jax
 from tests.comparisons import ATOL, assert_same_bits
-from tests.device.test_streaming import OPTIONS, batches, block, loss, model
+from tests.device.streamed_runs import OPTIONS, batches, block, loss, model
 from tests.reference import Reference, Settings
 from tests.resuming import copied
 from tests.runs import OPTIMIZED

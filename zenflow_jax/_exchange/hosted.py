@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._device.memory import HOST, read, upload
 from zenflow_jax._device.samples import places
@@ -39,7 +38,7 @@ def with_selected(deferred: np.ndarray, leaf: LeafState) -> jax.Array:
     for entry, of_entry, new in zip(whole.reshape(spec.view4(spec.n)), channels, rows, strict=True):
         entry[:, of_entry] = new
     (device,) = leaf.mu.sharding.device_set
-    return jax.device_put(whole, SingleDeviceSharding(device, memory_kind=HOST))
+    return upload(whole, device, HOST)
 
 
 class Hosted:
