@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,11 @@ import optax
 from jax.typing import DTypeLike
 
 import zenflow_jax
-from train.settings import OptimizerSettings, Settings, SettingsError
+from train.settings import OptimizerSettings, SettingsError
 from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
+
+# Settings with those of an optimizer among them.
+S = TypeVar("S", bound=OptimizerSettings)
 
 
 def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
@@ -120,7 +123,7 @@ def _arguments(settings: OptimizerSettings, steps_per_epoch: int | None) -> dict
     return arguments
 
 
-def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpeedOptions | None]:
+def with_deepspeed(settings: S, devices: int) -> tuple[S, DeepSpeedOptions | None]:
     """The settings with the values of the DeepSpeed config that they name, and that config."""
     if settings.deepspeed is None:
         return settings, None
@@ -135,7 +138,7 @@ def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpee
     return with_values_of(options, settings), options
 
 
-def with_values_of(options: DeepSpeedOptions, settings: Settings) -> Settings:
+def with_values_of(options: DeepSpeedOptions, settings: S) -> S:
     """The settings with the values of a DeepSpeed config in their place."""
     open_or_not = {
         "optimizer": options.kind if options.has_zero else None,
@@ -155,8 +158,8 @@ def with_values_of(options: DeepSpeedOptions, settings: Settings) -> Settings:
 
 
 def in_force(
-    settings: Settings, deepspeed: DeepSpeedOptions | None, steps_per_epoch: int
-) -> tuple[Settings, DeepSpeedOptions | None]:
+    settings: S, deepspeed: DeepSpeedOptions | None, steps_per_epoch: int
+) -> tuple[S, DeepSpeedOptions | None]:
     """Both results of `with_deepspeed`, with what depends on the steps and on their length."""
     if deepspeed is None:
         return settings, None
@@ -182,9 +185,7 @@ def in_force(
     return dataclasses.replace(settings, **values), deepspeed
 
 
-def said_of_deepspeed(
-    asked: Settings, settings: Settings, deepspeed: DeepSpeedOptions | None
-) -> list[str]:
+def said_of_deepspeed(asked: S, settings: S, deepspeed: DeepSpeedOptions | None) -> list[str]:
     """Lines on what the DeepSpeed config has changed of the settings `asked`, and ignored keys."""
     if deepspeed is None:
         return []
