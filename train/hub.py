@@ -12,8 +12,9 @@ from pathlib import Path
 
 from train.hf_config import ModelError
 
-# All that a model may consist of; no pickles, no weights of other libraries.
+# All that a model may consist of; no pickles, and no second copy of the weights, which some have.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+NO_FILES = ("*/*", "consolidated*")
 
 
 def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
@@ -25,7 +26,8 @@ def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     from huggingface_hub import snapshot_download  # which folders need not wait for
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        options = {"allow_patterns": list(files), "ignore_patterns": list(NO_FILES)}
+        return Path(snapshot_download(name, **options))
     except (OSError, ValueError) as error:  # all of the Hub's own errors, and those of the network
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
