@@ -101,8 +101,7 @@ def _add_options(parser: Any, kind: Any, default: Any) -> None:
         if is_dataclass(hint):
             _add_options(parser.add_argument_group(hint.__doc__.rstrip(".")), hint, value)
             continue
-        text, kinds = texts[name].replace("%", "%%"), _kinds(hint)
-        flag = name.replace("_", "-")
+        text, kinds, flag = texts[name], _kinds(hint), name.replace("_", "-")
         if hint is bool:
             text += f" (on; --no-{flag})" * value
             parser.add_argument(f"--{flag}", action="store_true", default=value, help=text)
@@ -110,7 +109,7 @@ def _add_options(parser: Any, kind: Any, default: Any) -> None:
             parser.add_argument(f"--no-{flag}", action="store_false", **options)
             continue
         if value not in (None, MISSING):
-            text += f" (default: {value})"
+            text += f" (default: {value})".replace("%", "%%")
         words = "|".join(_word(kind) for kind in kinds if kind is not NoneType)
         options = {"type": partial(_read, kinds), "metavar": words, "default": value, "help": text}
         options |= one.metadata
