@@ -17,8 +17,7 @@ from zenflow_jax._spec.rules import check_int_or_none
 class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     """Writes an engine's state from the engine's own memory, while the run goes on.
 
-    orbax finds it by the arguments `EngineSave` and `EngineRestore`, so that a `CheckpointManager`
-    or a `Checkpointer` with a composite handler needs no word of it.
+    orbax finds it by the arguments `EngineSave` and `EngineRestore`.
 
     Examples:
         >>> import orbax.checkpoint as ocp, zenflow_jax
@@ -72,16 +71,15 @@ class EngineSave(ocp.args.CheckpointArgs):
     """Saves the state of a `HostEngine` without a copy of it, for `orbax.checkpoint`.
 
     It saves what `engine.state()` gives, as of the last `exchange`; save parameters and optimizer
-    state with it. Once `save` has returned training may go on, while orbax writes. Where an update
-    is about to write arrays that are not saved yet, the worker copies them, if `copy_bytes` has
-    room, and else waits until they are: so a save holds training up for about as long as the disk
-    takes beyond a window's steps. A checkpoint has about 16 bytes for each offloaded parameter. In
-    a run of several processes all must save, into one folder of a file system that they share.
+    state with it. Training may go on while orbax writes. An update that is about to write arrays
+    that are not saved yet copies them, if `copy_bytes` has room, and else waits: so a save holds
+    training up for about as long as the disk takes beyond a window's steps. A checkpoint has about
+    16 bytes for each offloaded parameter. Of several processes all must save, into one folder.
 
     Attributes:
         engine: The engine.
-        copy_bytes: Bytes of memory that copies may take. None: one for each offloaded parameter of
-            this process. With 16 for each, training waits for no write.
+        copy_bytes: Bytes that copies may take. None: one for each offloaded parameter of this
+            process. With 16 for each, training waits for no write.
 
     Raises:
         TypeError: If `engine` is something else.

@@ -61,11 +61,8 @@ class Saver:
         self._weights = [weakref.ref(x) for x in weights]
 
     def tree(self) -> dict[str, Any]:
-        stream = self._stream(range(len(self._offloaded.parts)), 0)
-        try:
+        with contextlib.closing(self._stream(range(len(self._offloaded.parts)), 0)) as stream:
             return stream.tree()
-        finally:
-            stream.close()
 
     def stream(self, copy_bytes: int | None) -> "EngineStream":
         """Takes the state without a copy, to be written while the run goes on."""

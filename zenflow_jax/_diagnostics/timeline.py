@@ -104,14 +104,6 @@ class Timeline:
         return start, end
 
 
-class _Work(NamedTuple):
-    """The worker's present work; never changed."""
-
-    kind: str | None  # None: it waits for work
-    number: int
-    start: float
-
-
 class Recorder:
     """Records spans, about a microsecond each; keeps the last `capacity`, and the sums of all.
 
@@ -123,7 +115,7 @@ class Recorder:
     def __init__(self, capacity: int = _CAPACITY):
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._seconds: dict[tuple[Row, str, int], float] = {}  # of each thread
-        self._work = _Work(None, 0, 0.0)
+        self._work: Span | None = None  # the worker's, not over; None while it waits for work
         self._arrived: dict[int, float] = {}  # when each mail arrived that is not taken in yet
         self._step_end = 0.0  # of the last step
         self._returned = time.perf_counter()
@@ -169,13 +161,12 @@ class Recorder:
 
     def works_at(self, kind: str | None, number: int = 0) -> None:
         """The worker's: what it does from now on; None while it waits for work."""
-        last = self._work
-        if (last.kind, last.number) == (kind, number):
-            return
-        now = time.perf_counter()
-        if last.kind is not None:
+        last, now = self._work, time.perf_counter()
+        if last is not None:
+            if (last.kind, last.number) == (kind, number):
+                return
             self.add("host", last.kind, last.start, last.number, now)
-        self._work = _Work(kind, number, now)
+        self._work = None if kind is None else Span("host", kind, now, now, number)
         arrived = self._arrived.pop(number, None) if kind == "take in" else None
         if arrived is not None:
             self.add("mail", "unread", arrived, number, now)
@@ -184,6 +175,7 @@ class Recorder:
     def meanwhile(self, kind: str) -> Iterator[None]:
         """The worker's: what it does in the block, in the middle of something else."""
         before = self._work
+        assert before is not None
         self.works_at(kind, before.number)
         try:
             yield
@@ -191,13 +183,11 @@ class Recorder:
             self.works_at(before.kind, before.number)
 
     def timeline(self) -> Timeline:
-        """All that is recorded, and what the worker does now."""
+        """All that is recorded, and the worker's present work."""
         work, spans = self._work, list(self._spans.copy())
         # Unless it was recorded between the two reads.
-        if work.kind is not None and all(
-            (span.row, span.start) != ("host", work.start) for span in spans
-        ):
-            spans.append(Span("host", work.kind, work.start, time.perf_counter(), work.number))
+        if work is not None and all((x.row, x.start) != ("host", work.start) for x in spans):
+            spans.append(work._replace(end=time.perf_counter()))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)))
 
     def seconds(self) -> dict[str, Any]:
@@ -206,7 +196,7 @@ class Recorder:
         for (row, kind, _), s in self._seconds.copy().items():
             rows[row][kind] = rows[row].get(kind, 0.0) + s
         host, caller = rows["host"], rows["caller"]
-        if work.kind is not None:
+        if work is not None:
             host[work.kind] = host.get(work.kind, 0.0) + time.perf_counter() - work.start
         rows["mail"].pop("unread", None)  # it is nobody's work
         return {

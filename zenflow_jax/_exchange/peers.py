@@ -39,12 +39,11 @@ class PeerMonitor:
     have all left at the same point have dispatched the same programs, and none waits for another:
     the monitor then ends without a word. If that has not come about `grace_s` after a failure is
     known, each process ends itself with code 1, its message and its threads' stacks on stderr: some
-    are stuck already, and the others would be in their next collective. Each announces this on
-    stderr beforehand. The interpreter's exit has no longer than that either.
+    are stuck already, and the others would be in their next collective. Each announces this before.
+    The interpreter's exit has no longer than that either.
 
     Call `start` first, then the others, from any thread and any number of times. They neither wait
-    nor raise. `name` is the engine's own, the same in all of its `processes`. Where one
-    process has all the devices, no call does anything.
+    nor raise. `name` is the engine's own, the same in all of its `processes`.
     """
 
     def __init__(
@@ -57,12 +56,14 @@ class PeerMonitor:
         exit_if_stuck: bool = True,
     ):
         self._processes = frozenset(processes)
+        self._idle = len(self._processes) < 2  # one process has all the devices
         # Every process makes the same calls in the same order, so two that raise after as many have
         # dispatched the same programs.
         self._passed = 0
         if self._idle:
             return
         self._client, self._directory = _connect(), f"zenflow_jax/{name}/"
+        self._me = jax.process_index()
         self._poll_s, self._grace_s = poll_s, grace_s
         self._exit_if_stuck = exit_if_stuck
         # News (kind, text) of this process, for the thread. A `SimpleQueue`, because the garbage
@@ -191,15 +192,6 @@ class PeerMonitor:
         for key, text in self._client.key_value_dir_get(self._directory):
             process, kind = key.removeprefix(self._directory).split("/")
             self._known[kind].setdefault(int(process), text)
-
-    @property
-    def _me(self) -> int:
-        return jax.process_index()
-
-    @property
-    def _idle(self) -> bool:
-        """Whether one process has all the devices, and there is nothing to watch."""
-        return len(self._processes) < 2
 
     def _pass_on(self) -> None:
         on_failure = self._on_failure()

@@ -34,9 +34,9 @@ def blank(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
     return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def copied(x: np.ndarray, dtype: Any = None) -> np.ndarray:
-    copy = blank(x.shape, x.dtype if dtype is None else dtype)
-    np.copyto(copy, x, casting="unsafe")
+def copied(x: np.ndarray) -> np.ndarray:
+    copy = blank(x.shape, x.dtype)
+    np.copyto(copy, x)
     return copy
 
 

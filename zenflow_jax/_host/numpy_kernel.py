@@ -62,17 +62,15 @@ class NumpyKernel:
         if segments.trailing:
             start = first // segments.rows * segments.width
             channels = slice(start + left, start + right)
-        active = step.active[channels]
-        if active.any():
-            self._update(step, tile, channels, masked=not active.all())
-
-    def _update(self, step: Step, tile: Tile, channels: slice, *, masked: bool) -> None:
-        segments, arrays = step.masters.segments, (step.masters, step.mu, step.nu)
 
         def by_channel(x: np.ndarray) -> np.ndarray:
             return x[channels][None, :] if segments.trailing else x[channels][:, None]
 
-        x, y, *scratch = self._scratch(5, (tile[1] - tile[0], tile[3] - tile[2]))
+        where, arrays = by_channel(step.active), (step.masters, step.mu, step.nu)
+        masked = not where.all()
+        if not where.any():
+            return
+        x, y, *scratch = self._scratch(5, (last - first, right - left))
         old = [a.read_tile(tile, s) for a, s in zip(arrays, scratch, strict=True)]
         new = scratch if masked else old
         (p, m, v), (new_p, new_m, new_v), s = old, new, step.scalars
@@ -98,10 +96,9 @@ class NumpyKernel:
             y += x
             y *= s.learning_rate
             np.subtract(p, y, out=new_p)
-        where = by_channel(step.active) if masked else True
         for a, numbers in zip(arrays, new, strict=True):
             if masked or not a.plain:
-                a.write_tile(tile, numbers, where)
+                a.write_tile(tile, numbers, where if masked else True)
 
     def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
         """`count` arrays of float32 that belong to the calling thread; contents are garbage."""

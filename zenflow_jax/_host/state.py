@@ -59,8 +59,8 @@ class SelectedRows:
 class HostState:
     """The deferred half of a run on the host. For one thread at a time.
 
-    Each of `pieces` has the numbers of leaves that share memory in a mail; None if none do.
-    `before_write` is called with the number of a leaf before its arrays are written; it may wait.
+    Each of `pieces` has the numbers of leaves that share memory in a mail. `before_write` is called
+    with the number of a leaf before its arrays are written; it may wait.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HostState:
         channels: Iterable[np.ndarray],
         adam: HostAdam,
         schedule: Schedule,
-        pieces: Sequence[Sequence[int]] | None = None,
+        pieces: Sequence[Sequence[int]],
         *,
         compact: bool = False,
     ):
@@ -79,7 +79,7 @@ class HostState:
             for args in zip(specs, weights, channels, strict=True)
         ]
         self.compact = compact
-        self._pieces = [[i] for i in range(len(specs))] if pieces is None else pieces
+        self._pieces = pieces
         self._adam = adam
         self._scaling = schedule.window_scaling
         self.open = [
@@ -101,22 +101,12 @@ class HostState:
         return sum(x.nbytes for leaf in self.leaves for x in leaf.arrays)
 
     @property
-    def mails_kept(self) -> float:
-        """Number of mails kept, for open windows and for those whose updates are not made yet."""
-        # What updates will read: a sum among it takes as long as a mail.
-        return self._kept(lambda gradients: len(gradients.sources)) / max(sum(self._mail_bytes), 1)
-
-    @property
     def pinned_bytes(self) -> int:
         """Bytes of the mails kept: these alone are in memory that jax has pinned."""
-        return self._kept(lambda gradients: len(gradients.mails))
-
-    def _kept(self, count: Callable[[WindowGradients], int]) -> int:
-        """Bytes of all mails kept, `count` of them of a leaf's closed window."""
         kept = [len(leaf.open.mails) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
-                kept[i] += count(gradients)
+                kept[i] += len(gradients.mails)
         # A mail is there until the last of the leaves in it has used it.
         return sum(
             sum(self._mail_bytes[i] for i in piece) * max(kept[i] for i in piece)
@@ -169,7 +159,7 @@ class HostState:
             leaf.keep(gradient, factor)
         self.count()
         for least in (GRADIENTS_PER_PASS, 1):
-            if self.mails_kept <= MAILS_KEPT:
+            if self.pinned_bytes <= MAILS_KEPT * sum(self._mail_bytes):
                 break
             self._overflowed = True
             for i, leaf in enumerate(self.leaves):

@@ -305,7 +305,7 @@ def _kind(config: Config, zero: dict[str, Any]) -> str:
     if stage == 0 and (offloads or has_rules):
         raise config.error(f"{name}.stage", "1, 2 or 3 where the optimizer is offloaded")
     if has_rules and not offloads:
-        expected = 'an object whose device is "cpu", beside `zenflow`'
+        expected = 'an object whose device is "cpu", as `zenflow` is given'
         raise config.error(f"{name}.offload_optimizer", expected)
     kind = "zenflow" if has_rules else "offload" if offloads else "adamw"
     not_followed = {

@@ -15,7 +15,7 @@ from tunix.sft import checkpoint_manager as tunix_checkpoints  # pyright: ignore
 from zenflow_jax._checkpoint.handler import EngineCheckpointHandler, EngineRestore, EngineSave
 from zenflow_jax._device.memory import zeros_like
 
-#: The engine's part of a checkpoint, beside Tunix's `model_params` and `optimizer_state`.
+#: The engine's item of a checkpoint, next to Tunix's `model_params` and `optimizer_state`.
 ITEM = "zenflow_engine"
 
 

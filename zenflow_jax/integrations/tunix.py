@@ -7,10 +7,9 @@
 They rely on three habits of Tunix 0.1.7, which `tests/in_tunix/` checks:
 
 * `train` calls `checkpoint_manager.save` after each update, whether it saves or not, and before the
-  next step. So the exchange is there: a checkpoint must have what comes after it. (The hook
-  `on_train_step_end` comes for the step before, and not after the first one.)
+  next step. So that call exchanges. (The hook `on_train_step_end` comes one step later.)
 * A trainer restores parameters and optimizer state when it is made, and `train` places the
-  optimizer state anew before it compiles, by partition specs that this state does not have.
+  optimizer state again before it compiles, by partition specs that this state does not have.
 * Nothing but its checkpoint manager writes checkpoints (`_tunix_checkpoints.py`).
 """
 
@@ -54,12 +53,11 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     """Trains with `zenflow` in a trainer of Tunix: make it after the trainer, before `train`.
 
     It adds itself to the trainer's hooks, and replaces the checkpoint manager with one that saves
-    the engine's state as well. It exchanges every update and flushes the last one: after `train`,
-    the model has all updates. Without it the loss is NaN from the third step on. It serves
-    `PeftTrainer` and the trainers that inherit its `train`. Accumulate gradients by
-    `gradient_accumulation_steps` or by an `optax.MultiSteps` of your own. Where `train` is called
-    repeatedly (`is_managed_externally`, as in Tunix's reinforcement learning) nothing is flushed in
-    between: call `flush` and `close` yourself.
+    the engine's state as well. It exchanges every update and flushes the last one, so that the
+    model has all updates after `train`. It serves `PeftTrainer` and trainers that inherit its
+    `train`. Accumulate gradients by `gradient_accumulation_steps` or an `optax.MultiSteps` of your
+    own. Where `train` is called repeatedly (`is_managed_externally`, as in Tunix's reinforcement
+    learning), call `flush` and `close` yourself.
 
     Args:
         trainer: Made with an optimizer that has `zenflow` in it. If it has restored a checkpoint,
@@ -72,6 +70,11 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     Raises:
         ValueError: If the optimizer has not one `zenflow` with an engine; if the trainer has
             restored a checkpoint without an engine's state.
+
+    Examples:
+        >>> trainer = peft_trainer.PeftTrainer(model, tx, config)  # doctest: +SKIP
+        >>> hooks = ZenFlowHooks(trainer)  # doctest: +SKIP
+        >>> trainer.train(batches)  # doctest: +SKIP
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine has done; `put_back` counts what these hooks have put back, too."""
+        """The engine's statistics; `put_back` also counts what these hooks have put back."""
         stats = self.engine.stats
         return dataclasses.replace(stats, put_back=stats.put_back + self._put_back)
 
@@ -229,7 +232,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         return int(read(made))
 
     def _place(self) -> None:
-        """Puts back what the trainer has placed anew, or read from a checkpoint."""
+        """Puts back what the trainer has placed elsewhere, or read from a checkpoint."""
         opt_state = self._opt_state
         state = find_state(opt_state)
         leaves, _, places = match_leaves(nnx.as_pure(self._params), state)
@@ -243,7 +246,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             )
         _say_where(find_state(self._trainer.optimizer.opt_state), state)
         # Where nothing says on which device a model is, its step would be compiled twice: what it
-        # returns beside mail, which is bound to a device, is bound to it as well.
+        # returns besides mail, which is bound to a device, is bound to it as well.
         if not any(isinstance(weight.sharding, NamedSharding) for weight in weights):
             for whole in (self._trainer.model, self._trainer.optimizer):
                 nnx.update(whole, jax.tree.map(_bound, nnx.state(whole)))

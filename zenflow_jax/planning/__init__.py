@@ -10,7 +10,6 @@ from zenflow_jax.planning._host_work import Hiding, hiding, host_bandwidth
 from zenflow_jax.planning._plans import (
     EFFICIENCY,
     HOST_RESERVE,
-    PINNED,
     TEMPORARIES,
     UNASKED,
     USABLE,
@@ -25,7 +24,6 @@ __all__ = [
     "GPUS",
     "HOST_RESERVE",
     "INSTALL",
-    "PINNED",
     "TEMPORARIES",
     "UNASKED",
     "USABLE",
