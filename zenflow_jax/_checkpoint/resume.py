@@ -219,8 +219,7 @@ def what_differs(
 ) -> str | None:
     """Says why state or parameters are not those of a saved engine; None if they are.
 
-    `step` and `token` are those of the optimizer's state, `sums` the parameters' fingerprints. A
-    fingerprint of 0 in `counts` is compared with nothing.
+    `sums` are the parameters' fingerprints; one of 0 in `counts` is compared with nothing.
     """
     same = (counts.fingerprints == 0) | (counts.fingerprints == _as_saved(sums))
     others = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
@@ -246,8 +245,7 @@ def what_differs(
 def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:
     """Draws the run's number, at random, and returns the same one in every process.
 
-    It waits for the others, and raises if one of them has a `refusal` of what it has read, or a
-    state of another moment.
+    It waits for the others, and raises if one of them has a `refusal`, or another moment's state.
     """
     own = [secrets.randbits(31), int(refusal is not None), step, token]
     several = len({device.process_index for device in devices}) > 1

@@ -35,9 +35,8 @@ def new_file(
 ) -> Iterator[Callable[..., None]]:
     """Makes a new file, which is on the disk when the block has ended without an error.
 
-    Until then it has no header, so that nobody can read what was cut short. `arrays` has dtype and
-    shape of each. Gives `write(name, elements, begin=0)`, for C-contiguous consecutive elements of
-    an array, from number `begin` on.
+    Until then it has no header, so that nobody can read it. `arrays` has dtype and shape of each.
+    Gives `write(name, elements, begin=0)` for consecutive elements, from number `begin` on.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = {}, 0

@@ -71,8 +71,7 @@ def advance(
 ) -> tuple[ZenFlowState, list[jax.Array]]:
     """Adds the step's gradients to their sums and does what the boundary asks.
 
-    `changes` are those of the selected channels; the result also has those of deferred channels
-    whose update arrives.
+    The `changes` are of selected channels, those in the result also of channels that get an update.
     """
     schedule = state.schedule
     leaves = [

@@ -21,11 +21,10 @@ T = TypeVar("T")
 
 
 def mail_rank(specs: Sequence[LeafSpec]) -> int:
-    """Rank of everything in host memory: higher than any array's on the device.
+    """Rank of everything in host memory: higher than any array's on the device, batches included.
 
     If shardings are left to jit, XLA may alias a donated buffer to an output of the same shape and
     dtype in the *other* memory, and the process aborts. Unit axes make such a pair impossible.
-    Users also donate batches and the like, so the rank is one that those do not have.
     """
     return max(8, *(1 + len(spec.shape) for spec in specs), 0)
 
@@ -98,8 +97,7 @@ def commit(tree: Any, like: Any) -> Any:
 def view(x: jax.Array) -> np.ndarray:
     """A NumPy view of an array in host memory, without a copy; read-only.
 
-    Drop it once it is read: it keeps the buffer alive. On a GPU it also blocks donation of the
-    array, if the user's program still has it.
+    Drop it once it is read: it keeps the buffer alive, and on a GPU blocks its donation.
     """
     return np.asarray(x.addressable_data(0))
 

@@ -116,8 +116,7 @@ def put_back(
 ) -> tuple[ZenFlowState, int]:
     """The state with each array where `tx.init` put it, and how many were elsewhere.
 
-    `memories` says whether what is in the wrong memory is put back, too: a step takes blank mail
-    from either, but is compiled for each.
+    `memories`: also those in the wrong memory. A step takes both, but is compiled for each.
     """
     moved = 0
     on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)

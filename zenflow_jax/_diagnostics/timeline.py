@@ -107,9 +107,8 @@ class Timeline:
 class Recorder:
     """Records spans, about a microsecond each; keeps the last `capacity`, and the sums of all.
 
-    Each method but the two readers belongs to one thread, so that nothing needs a lock: `append`
-    and `copy` are single C calls, each sum is one thread's, and everything else is replaced as a
-    whole. Any thread may call `timeline` and `seconds`, and so may a signal handler.
+    Each method but `timeline` and `seconds` belongs to one thread, so that nothing needs a lock:
+    `append` and `copy` are single C calls, each sum is one thread's, all else is replaced whole.
     """
 
     def __init__(self, capacity: int = _CAPACITY):

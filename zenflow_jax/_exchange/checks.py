@@ -141,11 +141,7 @@ def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 class Expected:
-    """Refuses what is not of one engine's run. For one calling thread.
-
-    Attributes:
-        put_back: Arrays of states that lay elsewhere, and that were put back.
-    """
+    """Refuses states and parameters that are not of one engine's run. For one calling thread."""
 
     def __init__(
         self,
@@ -154,7 +150,7 @@ class Expected:
         offloaded: OffloadedLeaves,
         moved: int,
     ):
-        self.put_back = moved
+        self.put_back = moved  # arrays of states that lay elsewhere
         self._has_put_back = False
         self._offloaded = offloaded
         self._schedule = state.schedule
@@ -179,8 +175,7 @@ class Expected:
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
         """A step's state with all arrays where they belong; they are put back once in a run.
 
-        On a mesh a misplaced array has other pieces on each device, which would be read as other
-        channels.
+        On a mesh each device would read its piece of a misplaced array as other channels.
         """
         if not self._on_mesh:
             return state  # programs refuse what is on another device

@@ -51,8 +51,7 @@ class HostMasters:
     def follow(self, weights: Sequence[jax.Array]) -> None:
         """Takes over parameters, as they may be loaded until the first step has been exchanged.
 
-        No step moves a deferred channel before its first window closes, so what the first one left
-        of the parameters is what they were before it.
+        The first step moves no deferred channel, so they are still as they were before it.
         """
         for i, part in enumerate(self._offloaded.parts):
             if part.spec.hosted:

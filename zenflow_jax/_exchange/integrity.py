@@ -47,13 +47,10 @@ class Integrity:
     """Watches over the parameters of one engine's run. For one calling thread.
 
     All processes have the same counts, so the same call raises in each.
-
-    Attributes:
-        known: What is wrong, in words; empty until it is read.
     """
 
     def __init__(self, specs: Sequence[LeafSpec], schedule: Schedule, step: int):
-        self.known = ""
+        self._known = ""  # what is wrong, in words
         self._step = step
         self._unread: deque[tuple[int, Sequence[str], Array]] = deque()
         self._specs, self._schedule = specs, schedule
@@ -73,14 +70,14 @@ class Integrity:
 
     def check(self, until: int) -> None:
         """Waits for the counts of the steps up to `until`; raises if one was ever not zero."""
-        while not self.known and self._unread and self._unread[0][0] <= until:
+        while not self._known and self._unread and self._unread[0][0] <= until:
             step, names, counts = self._unread.popleft()
             values = np.asarray(counts)  # every device has them all
             changed = [name for name, count in zip(names, values, strict=True) if count]
             if changed:
-                self.known = _words(step, changed)
-        if self.known:
-            raise RuntimeError(self.known)
+                self._known = _words(step, changed)
+        if self._known:
+            raise RuntimeError(self._known)
 
     def refuse(self, names: Sequence[str]) -> None:
         """Raises if there are any names, those of parameters that the last step has changed."""

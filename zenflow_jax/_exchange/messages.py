@@ -83,9 +83,9 @@ class Close(_Message):
     """A group's open window closes. `done` gives its update, for each part and each of its devices.
 
     A part that is not prefetched has none. If no step of the window counted, the list is empty.
-    Channels may change hands before the update begins: the worker owns the arrays until `entered`
-    gives those of the newly selected channels, for each part and each of its devices: (master, mu,
-    nu, steps), None for a leaf without any; and parameters in host memory, with those that left.
+    Channels may change hands before: the worker owns the arrays until `entered` gives those of the
+    newly selected channels, for each part and device: (master, mu, nu, steps), or None; and
+    parameters in host memory, with those that left.
     """
 
     group: int

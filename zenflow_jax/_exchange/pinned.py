@@ -18,17 +18,17 @@ IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
 def buffers(state: ZenFlowState) -> float:
     """The most mails that exist in host memory; those of some leaves count as a part of one."""
-    specs, sizes = _offloaded(state)
-    total = max(sum(sizes), 1)
+    specs, shares = _offloaded(state)
     if state.send_gradients.sums_on_device:
         of_groups = [0.0] * state.schedule.groups
-        for part in (part for spec in specs for part in spec.ranges):
-            of_groups[part.group] += math.prod(part.shape) * part.mail_dtype.itemsize / total
+        for spec, share in zip(specs, shares, strict=True):
+            for part in spec.ranges:
+                of_groups[part.group] += share * part.shape[0] / spec.shape[0]
         # The sums of windows that are updated, and of those that close next.
         return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
-    blank = {(spec.shape, spec.mail_dtype): size for spec, size in zip(specs, sizes, strict=True)}
+    blank = {(spec.shape, spec.mail_dtype): x for spec, x in zip(specs, shares, strict=True)}
     # One is written by the step, and blank ones are in the state.
-    written = 1 + sum(blank.values()) / total if state.send_gradients.in_step else 0
+    written = 1 + sum(blank.values()) if state.send_gradients.in_step else 0
     unread = IN_FLIGHT[state.send_gradients]
     # An update that must arrive at the next step keeps Python from running ahead: one mail is on
     # its way, or is being written.
@@ -39,8 +39,7 @@ def buffers(state: ZenFlowState) -> float:
 
 def most_kept(state: ZenFlowState) -> float:
     """The most mails that would be kept if none were added up, unless the device does that."""
-    specs, sizes = _offloaded(state)
-    total = max(sum(sizes), 1)
+    specs, shares = _offloaded(state)
     window = state.schedule.longest_window
     if state.schedule.groups == 1:
         return 2.0 * window
@@ -48,21 +47,23 @@ def most_kept(state: ZenFlowState) -> float:
     # Mail of a leaf in ranges is there until the last of them has used it.
     opened = max(
         sum(
-            max(ages[(turn + group) % window] for group in spec.groups) * size / total
-            for spec, size in zip(specs, sizes, strict=True)
+            max(ages[(turn + group) % window] for group in spec.groups) * share
+            for spec, share in zip(specs, shares, strict=True)
         )
         for turn in ages
     )
     held = [0.0] * state.schedule.groups
-    for spec, size in zip(specs, sizes, strict=True):
+    for spec, share in zip(specs, shares, strict=True):
         for group in spec.groups:
-            held[group] += size / total
+            held[group] += share
     return opened + window * _waiting(state.schedule, held)
 
 
-def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[int]]:
+def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[float]]:
+    """The offloaded leaves, and the share of each in the bytes of one mail."""
     specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
-    return specs, [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
+    sizes = [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
+    return specs, [size / sum(sizes) for size in sizes]
 
 
 def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:

@@ -45,16 +45,7 @@ Table = Mapping[str, Any]
 
 
 class Config:
-    """A config and what is read of it.
-
-    Attributes:
-        values: The values of the table's keys, block by block: None is "auto", and a key that is
-            left out, or null, is missing.
-        listed: The names of all other keys, and of those that are not followed.
-
-    Raises:
-        ValueError: For a value that does not fit the table, by the name of its key.
-    """
+    """A config as it is written; `listed` names the keys that are not read or not followed."""
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any]):
         self.source = ""
@@ -66,7 +57,10 @@ class Config:
         self.written, self.listed = config, []
 
     def read(self, table: Table, path: str = "") -> dict[str, Any]:
-        """The values of the block at `path`, such as "optimizer.params"; of all by default."""
+        """The values of the block at `path`, such as "optimizer.params"; of all by default.
+
+        None is "auto"; a key that is left out, or null, is missing. An error names its key.
+        """
         block, values = self._at(path), {}
         for key, x in block.items():
             name, kind = f"{path}.{key}".lstrip("."), table.get(key)

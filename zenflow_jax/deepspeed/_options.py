@@ -203,8 +203,9 @@ def from_deepspeed(
     check_numbers(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
     if learning_rate is not None:
         check_numbers(learning_rate=learning_rate)
-    lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    lengths |= {"warmup_steps": warmup_steps}
+    lengths = dict(
+        total_steps=total_steps, steps_per_epoch=steps_per_epoch, warmup_steps=warmup_steps
+    )
     for name, value in (lengths | {"devices": devices}).items():
         check_int_or_none(name, value, 0 if name == "warmup_steps" else 1)
 

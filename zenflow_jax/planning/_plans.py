@@ -139,11 +139,7 @@ class Plan:
         return lacks
 
     def with_peak(self, peak: int) -> "Plan":
-        """The same plan with gradients and activations.
-
-        Args:
-            peak: What `peak_bytes` says of the step, compiled for such a device.
-        """
+        """The same plan with gradients and activations, by `peak_bytes` of the compiled step."""
         known = self.device["weights"] + self.device["optimizer state"]
         device = {**self.device, TEMPORARIES: max(peak - known, 0)}
         return dataclasses.replace(self, device=device)
