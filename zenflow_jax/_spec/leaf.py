@@ -72,7 +72,7 @@ class LeafSpec:
 
     @property
     def keeps_master(self) -> bool:
-        """Whether the device holds a float32 master beside the parameter."""
+        """Whether the device holds a float32 master of the parameter."""
         return self.hosted or self.dtype != np.float32
 
     @property
