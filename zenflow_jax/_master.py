@@ -8,12 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from zenflow_jax._device.channels import (
-    broadcast_channels,
-    gather_to_channels,
-    positions,
-    take,
-)
+from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions, take
 from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.shards import Layout, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout

@@ -176,9 +176,6 @@ class StoredArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self[tuple(slice(0, n) for n in self.shape)].astype(dtype or self.dtype, copy=False)
 
-    def __repr__(self) -> str:
-        return f"StoredArray({self._name}, {self.dtype.name}{list(self.shape)})"
-
 
 def read_engine_state(folder: Path) -> dict[str, Any]:
     """A saved state for `HostEngine(engine_state=...)`, whose large arrays are `StoredArray`s."""

@@ -164,7 +164,7 @@ class Schedule:
         # The first selection comes at the warm-up's end; without a warm-up it comes at the first
         # boundary, however far off the interval's end is.
         first = since == (length - group if self.full_warm_up_rounds == 0 else 0)
-        due = (since > 0) & self._due(step, since, length, schedule_state, group)
+        due = (since > 0) & self._due(step, length, schedule_state, group)
         return Boundary(
             closes=closes,
             selects=closes & (first | due),
@@ -178,14 +178,7 @@ class Schedule:
         ripe = (schedule_state.deferred * schedule_state.counted >= schedule_state.selected).sum()
         return (schedule_state.counted > 0) & (ripe >= window.needed(leaves))
 
-    def _due(
-        self,
-        step: Any,
-        since: Any,
-        length: Any,
-        schedule_state: ScheduleState | None,
-        group: int,
-    ) -> Any:
+    def _due(self, step: Any, length: Any, schedule_state: ScheduleState | None, group: int) -> Any:
         """Whether a selection other than the first is due where a window of `length` steps ends."""
         if isinstance(self.select, AutoSelect):
             assert schedule_state is not None
@@ -197,4 +190,5 @@ class Schedule:
             # A group's first window may be shorter: what the warm-up had is no part of it.
             after_warm_up = step // epoch > self.full_warm_up_rounds // epoch
             return after_warm_up & (step // epoch > (step - length) // epoch)
-        return (since + group) // self.select > (since + group - length) // self.select
+        since = step - self.full_warm_up_rounds + group
+        return since // self.select > (since - length) // self.select
