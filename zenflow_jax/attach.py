@@ -187,8 +187,8 @@ def _taker(
         return functools.partial(_take_train_state, fields or _FIELDS), args[0]
     if fields is not None:
         raise TypeError(
-            f"expected by position a train state with {_named(fields)} as the first argument, got "
-            f"{_kinds(args)}."
+            f"expected a train state with `{'` and `'.join(fields)}` as the first argument, got "
+            f"{_kinds(args)}. Pass it by position."
         )
     if len(args) >= 2 and has_state(args[1]):
         return _take_pair, args[:2]
@@ -222,8 +222,9 @@ def _take_train_state(fields: tuple[str, str], out: Any) -> _Taken:
     places = [i for i, x in enumerate(values) if _has(x, fields)]
     if len(places) != 1:
         raise TypeError(
-            f"expected a step that returns one train state with {_named(fields)}, alone or in a "
-            f"tuple, got {len(places)} in {_kinds(out)}. Attach a function that returns it first."
+            f"expected a step that returns one train state with `{'` and `'.join(fields)}`, alone "
+            f"or in a tuple, got {len(places)} in {_kinds(out)}. Attach a function that returns it "
+            "first."
         )
     state = values[places[0]]
     is_dict = isinstance(state, Mapping)
@@ -271,10 +272,6 @@ def _accumulated(opt_state: Any) -> int | None:
 def _kinds(values: Any) -> str:
     several = values if isinstance(values, tuple | list) else [values]
     return f"({', '.join(type(x).__name__ for x in several)})"
-
-
-def _named(fields: Sequence[str]) -> str:
-    return " and ".join(f"`{name}`" for name in fields)
 
 
 def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) -> None:

@@ -1,8 +1,7 @@
 """Whether a run fits, and whether its host work hides, before there is a device to try it on.
 
-`plan` needs the shapes of a step's arguments. What the step's gradients and activations take
-follows from no shapes: `described_mesh` and `peak_bytes` ask XLA's compiler, for a GPU that need
-not be there.
+`plan` needs the shapes of a step's arguments. For the step's gradients and activations
+`described_mesh` and `peak_bytes` ask XLA's compiler, for a GPU that need not be there.
 """
 
 from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_here, gpu_of_kind

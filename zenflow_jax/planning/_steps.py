@@ -50,7 +50,12 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
 
 @functools.cache
 def has_compiler() -> bool:
-    """Whether steps can be compiled for GPUs that are not there."""
+    """Whether steps can be compiled for GPUs that are not there.
+
+    Examples:
+        >>> has_compiler()  # doctest: +SKIP
+        True
+    """
     try:
         described_mesh("h100", {"data": 1})
     except RuntimeError:
@@ -63,6 +68,9 @@ def placed(tree: Any, mesh: Mesh) -> Any:
 
     A described device has no host memory to put arguments in. A step reads no mail, so jit drops
     those, and their place does not matter.
+
+    Examples:
+        >>> shapes = placed((params, opt_state, batch), mesh)  # doctest: +SKIP
     """
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
