@@ -5,7 +5,7 @@ import pytest
 
 from tests.host.states import BFLOAT16, DTYPES, KERNELS, SCALARS, State, bits, new_masters, step
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.arrays import ALIGNMENT, PIECE, blank
+from zenflow_jax._host.arrays import ALIGNMENT, CHUNK, blank
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import new_moments
 from zenflow_jax._spec.scalars import window_step
@@ -60,9 +60,9 @@ def test_kernels_take_masters_apart_alike_and_a_step_at_rate_zero_keeps_every_bi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_become_masters_without_rounding(dtype):
-    """In pieces, the last one not whole, from memory that is not contiguous."""
+    """In chunks, the last one not whole, from memory that is not contiguous."""
     x = np.random.default_rng(0).standard_normal((1, 1, 513, 514)).astype(dtype)
-    assert x.size > 2 * PIECE
+    assert x.size > 2 * CHUNK
     for weights in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[..., ::-1]):
         masters = new_masters(np.float32(1.001) * x.astype(np.float32), dtype)
         masters.write(weights)  # which leaves nothing of what was there

@@ -127,12 +127,12 @@ def test_channels_are_handed_over_without_a_change_to_their_neighbours(kernel, s
 
 
 @every_shape
-def test_a_moment_is_read_in_pieces_as_it_is_read_whole(shape, monkeypatch):
-    monkeypatch.setattr(arrays_module, "PIECE", 64)  # so that all of it is read in pieces
+def test_a_moment_is_read_in_chunks_as_it_is_read_whole(shape, monkeypatch):
+    monkeypatch.setattr(arrays_module, "CHUNK", 64)  # so that all of it is read in chunks
     for moment, first in zip(new_state(shape, compact=True)[1:3], (True, False), strict=True):
         whole = rounded(moment.as_float32(), first=first).reshape(-1)
         assert bits(moment.as_float32().reshape(-1)) == bits(whole)
         for limit in (1, 100, whole.size):
-            begins, pieces = zip(*moment.pieces(limit), strict=True)
-            assert begins == (0, *np.cumsum([x.size for x in pieces])[:-1])
-            assert bits(np.concatenate(pieces)) == bits(whole)
+            begins, chunks = zip(*moment.chunks(limit), strict=True)
+            assert begins == (0, *np.cumsum([x.size for x in chunks])[:-1])
+            assert bits(np.concatenate(chunks)) == bits(whole)

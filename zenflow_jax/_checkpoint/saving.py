@@ -194,7 +194,7 @@ class EngineStream:
             for begin in range(0, leaf.master.size, _AT_ONCE):
                 yield begin, self._sum(leaf, begin, min(begin + _AT_ONCE, leaf.master.size))
         else:
-            yield from getattr(leaf, name).pieces(_AT_ONCE)
+            yield from getattr(leaf, name).chunks(_AT_ONCE)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
         """Elements of the sum of the leaf's open window, to the same bits as any way to add."""

@@ -17,7 +17,7 @@ import numpy as np
 #: Such an address is a multiple of this many bytes (jax 0.10.0 to 0.11.2), NumPy's own only of 16.
 ALIGNMENT = 64
 #: Elements that are converted at once: the scratch stays in the cache.
-PIECE = 128 * 1024
+CHUNK = 128 * 1024
 #: Elements of a channel that share a scale in compact moments; fewer where a channel ends.
 BUCKET = 32
 
@@ -144,10 +144,10 @@ class HostArray(abc.ABC):
         def read(tile: Tile) -> None:
             self.read_tile(tile, segments.region(x, tile))
 
-        run(read, segments.tiles(PIECE) if x.size else [])
+        run(read, segments.tiles(CHUNK) if x.size else [])
         return x
 
-    def pieces(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
+    def chunks(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
         """The numbers in C order, about `limit` at once, each with the number of its first one."""
         for tile in self.segments.tiles(limit, whole=True):
             first, last, _, width = tile
@@ -156,15 +156,15 @@ class HostArray(abc.ABC):
 
     def write(self, x: np.ndarray, run: Callable[..., None] = in_turn) -> None:
         """Sets all of the numbers; `x` is of the same size, float32 or of the leaf's dtype."""
-        x, segments = np.ascontiguousarray(x), self.segments
+        x, segments = np.ascontiguousarray(x).reshape(self.shape), self.segments
 
         def write(tile: Tile) -> None:
             self.write_tile(tile, segments.region(x, tile))
 
-        run(write, segments.tiles(PIECE) if x.size else [])
+        run(write, segments.tiles(CHUNK) if x.size else [])
 
 
 def _cut(size: int, limit: int, step: int) -> list[tuple[int, int]]:
-    """Cuts a size into pieces of at most `limit`, at multiples of `step`."""
-    piece = max(limit // step, 1) * step
-    return [(i, min(i + piece, size)) for i in range(0, size, piece)]
+    """Cuts a size into ranges of at most `limit`, at multiples of `step`."""
+    width = max(limit // step, 1) * step
+    return [(i, min(i + width, size)) for i in range(0, size, width)]

@@ -83,7 +83,7 @@ class HostLeaf:
         self.open.mails.append((gradient.reshape(self.master.shape), factor))
 
     def alias(self) -> "HostLeaf":
-        """The leaf in the same memory, with the same mails from now on."""
+        """The leaf in the same memory; mails that are added later are not in it."""
         window = dataclasses.replace(self.open, mails=list(self.open.mails))
         return dataclasses.replace(self, open=window, spare=[])
 

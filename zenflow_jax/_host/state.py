@@ -212,7 +212,7 @@ class HostState:
     def update(
         self, window: ClosedWindow, finished: Callable[[int, HostLeaf], None]
     ) -> Iterator[str]:
-        """Makes a window's update, a bounded piece at a time; yields the leaf's name before each.
+        """Makes a window's update, some milliseconds at a time; yields the leaf's name before each.
 
         Calls `finished` for each leaf that is done. No hand-over of the group may run in between.
         """
