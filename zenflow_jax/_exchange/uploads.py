@@ -41,10 +41,9 @@ def hand_over(
         arrays = _as_on_device(new, part.spec)
         entering[i] = [upload(arrays, device) for device in part.devices]
     # The next step reads channels that leave from these.
-    leaves = [offloaded.parts[i].leaf for i in window.leaves]
     hosted = [
         new_parameter(host.leaves, offloaded, i) if offloaded.specs[i].hosted else None
-        for i in leaves
+        for i in offloaded.groups[close.group].leaves
     ]
     # The update writes to the arrays that they come from.
     jax.block_until_ready(hosted)
