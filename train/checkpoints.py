@@ -29,17 +29,13 @@ import orbax.checkpoint as ocp
 import zenflow_jax
 from train import processes
 from train.checksums import CHECKSUMS, checksums
-from train.run_description import MAY_CHANGE
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints, described, split_arrays
 
 
 class Checkpoints(SavedCheckpoints):
     """The checkpoints of the run that writes them; the newest `keep` stay."""
 
-    _otherwise = (
-        "or name another --run to begin a new one. (What may change: "
-        f"{', '.join(sorted(MAY_CHANGE))}.)"
-    )
+    _otherwise = "or name another --run to begin a new one."
 
     def __init__(self, folder: Path, *, keep: int, keep_best: bool, **reading: Any):
         super().__init__(folder, **reading)

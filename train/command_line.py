@@ -155,8 +155,8 @@ def load_settings(path: str | Path) -> Settings:
     for key, value in _read_toml(path).items():
         if key not in SETTINGS:
             raise SettingsError(
-                f"{path}: expected only known keys, got `{key}`.{did_you_mean(key, SETTINGS)} "
-                f"(The keys are: {', '.join(SETTINGS)}.)"
+                f"{path}: unknown key `{key}`.{did_you_mean(key, SETTINGS)} All are in {PROGRAM} "
+                "--help"
             )
         if not isinstance(value, str | int | float):
             raise SettingsError(f"{path}: `{key}`: expected a single value, got {value}.")
