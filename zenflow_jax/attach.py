@@ -223,8 +223,7 @@ def _take_train_state(fields: tuple[str, str], out: Any) -> _Taken:
     if len(places) != 1:
         raise TypeError(
             f"expected a step that returns one train state with `{'` and `'.join(fields)}`, alone "
-            f"or in a tuple, got {len(places)} in {_kinds(out)}. Attach a function that returns it "
-            "first."
+            f"or in a tuple, got {len(places)} in {_kinds(out)}. Attach one that returns it first."
         )
     state = values[places[0]]
     is_dict = isinstance(state, Mapping)
