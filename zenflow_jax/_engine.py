@@ -219,12 +219,13 @@ class HostEngine:
             self._masters.follow(taken.offloaded)
             self._updates.note_parameters(taken.offloaded, state.leaves)
         with self._all_or_nothing():
+            weights = self._hosted.hide(taken.offloaded, self._worker.leaves())
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
             for group in closing:
                 state = self._mailbox.send_sums(state, group)
-            weights, leaves = self._updates.collect(taken.offloaded, arriving, state), state.leaves
+            weights, leaves = self._updates.collect(weights, arriving, state), state.leaves
             measured = {}
             for group in closing:
                 if boundaries[group].selects:
@@ -236,7 +237,7 @@ class HostEngine:
                 self._progress.window_closed(group)
             at_once = [group for group in closing if boundaries[group].synchronous]
             weights = self._updates.collect(weights, at_once, state)
-            if closing or arriving:
+            if any(x is not y for x, y in zip(weights, taken.offloaded, strict=True)):
                 self._hosted.note(weights, taken.offloaded)
                 taken = taken.with_offloaded(weights)
                 params = taken.tree

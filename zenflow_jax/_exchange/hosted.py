@@ -52,24 +52,37 @@ class Hosted:
         # Of each: where it is, and samples of it.
         self._given: dict[int, tuple[int, np.ndarray]] = {}
         self._told = False
-        if not int(read(state.step)):
-            self._check_masters(weights, offloaded.pick(state.leaves))
-        self.note(weights, [None] * len(weights))
-
-    def _check_masters(self, weights: Sequence[jax.Array], states: Sequence[LeafState]) -> None:
-        """Refuses parameters that were loaded after `tx.init`: their masters would not follow."""
+        self._hidden = True  # whether the selected channels are NaN
+        states = offloaded.pick(state.leaves)
         for i in self._numbers:
-            spec, weight = self._offloaded.specs[i], read(weights[i])
-            if not np.array_equal(with_selected(weight, states[i]), weight, equal_nan=True):
+            spec, rows = states[i].spec, _selected_rows(weights[i], states[i])
+            self._hidden = self._hidden and bool(np.isnan(rows).all())
+            masters = read(states[i].master).reshape(rows.shape).astype(rows.dtype)
+            # Masters in the state do not follow parameters that are loaded.
+            if not int(read(state.step)) and not np.array_equal(rows, masters, equal_nan=True):
                 raise ValueError(
                     f"expected the values of {spec.name} that `tx.init` saw, got others. Load "
                     "weights in host memory before you make the state and the engine."
                 )
+        self.note(weights, [None] * len(weights))
+
+    def hide(self, weights: Sequence[jax.Array], leaves: Sequence[HostLeaf]) -> list[jax.Array]:
+        """The parameters without the selected channels, which a step has moved since they had them.
+
+        No update may be on its way: there is none before the first step, nor after a flush.
+        """
+        weights, numbers = list(weights), [] if self._hidden else self._numbers
+        for i in numbers:
+            weights[i] = new_parameter(leaves, self._offloaded, i)
+        jax.block_until_ready([weights[i] for i in numbers])
+        self._hidden = True
+        return weights
 
     def note(self, weights: Sequence[jax.Array], before: Sequence[jax.Array | None]) -> None:
         """Remembers the offloaded leaves' parameters, where they are not as `before`."""
         for i in self._numbers:
             if weights[i] is not before[i]:
+                # A method of jax.Array since before 0.10; an array that is on its way has it, too.
                 self._given[i] = weights[i].unsafe_buffer_pointer(), _samples(weights[i])
 
     def changed(self, weights: Sequence[jax.Array], *, wait: bool) -> list[str]:
@@ -102,11 +115,19 @@ class Hosted:
     ) -> list[jax.Array]:
         """The parameters with selected channels, of `states`; the host has made all updates."""
         weights, states = list(weights), self._offloaded.pick(states)
+        self._hidden = not self._numbers
         for i in self._numbers:
             (numbers,) = self._offloaded.pieces_of(i)
             deferred = joined([leaves[j].to_upload for j in numbers])
             weights[i] = with_selected(deferred, states[i])
         return weights
+
+
+def _selected_rows(weight: jax.Array, leaf: LeafState) -> np.ndarray:
+    spec = leaf.spec
+    whole = read(weight).reshape(spec.view4(spec.n))
+    channels = read(leaf.channels).reshape(spec.view4(spec.k)[::2])
+    return np.stack([entry[:, k] for entry, k in zip(whole, channels, strict=True)])
 
 
 def _samples(x: Any) -> np.ndarray:
