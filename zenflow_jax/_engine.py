@@ -65,7 +65,8 @@ class HostEngine:
     Host memory: 12 bytes per deferred parameter in NumPy arrays (with compact moments 6.1875; of a
     float16 leaf 2 more). Pinned memory: at most about 3.5 mails with windows of four steps that
     leaves close in turn, eight where all close at once, two where the device adds up; and in a
-    hand-over 12 bytes for each selected parameter of a group. Device memory: an update that is
+    hand-over 12 bytes for each selected parameter of a group; of layers in host memory the weights
+    twice, those in use and those being made. Device memory: an update of any other leaf that is
     ready waits there until it is due, in the leaf's dtype.
 
     Args:

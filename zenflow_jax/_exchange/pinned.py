@@ -32,7 +32,8 @@ def buffers(state: ZenFlowState) -> float:
     unread = IN_FLIGHT[state.send_gradients]
     # An update that must arrive at the next step keeps Python from running ahead: one mail is on
     # its way, or is being written.
-    if state.schedule.groups > 1 and state.schedule.staleness in (0, 1):
+    arrives = state.schedule.groups > 1 or state.schedule.window == 1  # at each step
+    if arrives and state.schedule.staleness in (0, 1):
         unread = 0 if state.send_gradients.in_step else 1
     return float(min(MAILS_KEPT, most_kept(state)) + unread + written)
 
