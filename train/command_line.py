@@ -82,7 +82,7 @@ class Start:
     export: tuple[str, str] | None = field(
         default=None, metadata={"nargs": 2, "metavar": ("STEP", "DIR"), "type": str}
     )
-    """Write the weights of a checkpoint of --run, or of the best, to DIR."""
+    """Write the weights of a checkpoint of --run to DIR; STEP may be best."""
 
     def __post_init__(self):
         if self.export is not None and self.export[0] != "best" and not self.export[0].isdecimal():
@@ -101,11 +101,12 @@ class Planning:
     plan_json: File | None = None
     """Also write the plan to this file."""
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
-    """GPU to plan for. Default: this machine's, or else h100."""
+    """GPU to plan for. If not given: this machine's, or else h100."""
     host_memory: float | None = None
     """Host memory in GB (10**9 bytes)."""
     host_bandwidth: float | Literal["here"] | None = None
-    """Speed of host memory in GB/s; here: measured. Default: measured, or usual for --device."""
+    """Speed of host memory in GB/s; here: measured. If not given: measured if the GPU is here, or
+    usual for --device."""
     force: bool = False
     """Start a run even if its memory cannot suffice."""
 

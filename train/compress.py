@@ -41,13 +41,13 @@ class Command:
     target: Path | None = positional(default=None)
     """New file or folder to write."""
     bound: str | None = None
-    """Largest error of a float32 weight, such as 2^-24. Default: none.
+    """Largest error of a float32 weight, such as 2^-24. If not given: none.
     Tensors of other dtypes keep their bits."""
     base: Path | None = None
     """Model that this one was fine-tuned from: only the differences are kept, and reading them
     needs the base."""
     threads: int | None = None
-    """Number of threads. Default: the number of cores."""
+    """Number of threads. If not given: the number of cores."""
     replace: bool = False
     """Replace each file by the packed one. Without OUT."""
     restore: bool = False

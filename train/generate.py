@@ -55,7 +55,7 @@ class Options:
     max_tokens: int = 256
     """Largest number of tokens to write."""
     temperature: float | None = None
-    """Divides the logits; 0 is greedy decoding. Default: 0, or 1 with --top-k or --top-p."""
+    """Divides the logits; 0 is greedy decoding. If not given: 0, or 1 with --top-k or --top-p."""
     top_k: int | None = None
     """Sample from this many most likely tokens."""
     top_p: float | None = None
@@ -63,7 +63,7 @@ class Options:
     seed: int = 0
     """Seed of the sampling."""
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Dtype of weights and products. Default: the folder's."""
+    """Dtype of weights and products. If not given: the folder's."""
 
     def check(self) -> None:
         for name, fits, expected in (

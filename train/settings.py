@@ -74,11 +74,11 @@ class DataSettings(_Group):
     label_column: str = "label"
     """classification: column with the label."""
     chat_template: File | None = None
-    """chat: Jinja template. Default: the one in the model's folder."""
+    """chat: Jinja template. If not given: the one in the model's folder."""
     packing: Literal["separate", "joined"] = "separate"
     """language: whether texts in one sequence see each other (joined)."""
     validation_share: float = 0.1
-    """Share of the data to validate on, if it has no such part."""
+    """Share of the data to validate on, if it has no part for that."""
     corpus_megabytes: float = 4.0
     """standard_library: size of the text."""
 
@@ -90,13 +90,13 @@ class TrainingSettings(_Group):
     seed: int = 0
     """Seed of the split, the initial weights and the order of batches."""
     steps: int | None = None
-    """Optimizer steps; 0 only evaluates. Default: those of --epochs."""
+    """Optimizer steps; 0 only evaluates. If not given: those of --epochs."""
     epochs: float = 1.0
     """Passes over the training data, without --steps."""
     batch_size: int = 8
     """Sequences in a step, on all devices together."""
     micro_batches: int = 1
-    """Parts of a batch that are computed one after the other."""
+    """Parts of a batch that are computed in turn, to save memory."""
     optimizer: Literal["zenflow", "adamw", "offload"] = "zenflow"
     """adamw: optax.adamw on the device. offload: Adam on the host, each step waits for it."""
     deepspeed: File | None = None
@@ -116,7 +116,7 @@ class TrainingSettings(_Group):
     eps: float = 1e-8
     """Adam's epsilon."""
     weight_decay: float = 0.01
-    """Weight decay of matrices."""
+    """Weight decay of matrices; biases and norms have none."""
     max_grad_norm: float | None = None
     """Clip the global gradient norm to this."""
     max_skipped: int = 10
@@ -134,7 +134,7 @@ class ZenFlowSettings(_Group):
     update_interval: int | Literal["auto"] = 4
     """Steps in a window, after which the host updates the deferred channels. auto: adaptive."""
     select_interval: int | Literal["auto", "epoch"] | None = None
-    """Steps between selections of channels. auto: adaptive. epoch: once per epoch. Default: 16
+    """Steps between selections of channels. auto: adaptive. epoch: once per epoch. If not given: 16
     windows."""
     full_warm_up_rounds: int = 0
     """First steps, in which every channel is updated at each step."""
@@ -143,7 +143,7 @@ class ZenFlowSettings(_Group):
     rolling: bool = True
     """Let leaves take turns, for an even load."""
     staleness: int | None = None
-    """Steps from a window's end to its update. Default: 1, or without rolling a window."""
+    """Steps from a window's end to its update. If not given: 1, or without rolling a window."""
     window_scaling: float | Literal["auto", "none"] = "auto"
     """Exponent of a window's steps in its learning rate. auto: 0.5 if rolling, otherwise none."""
     provisional_share: float = 0.5
@@ -153,13 +153,13 @@ class ZenFlowSettings(_Group):
     stream: Literal["none", "gradients"] = "none"
     """gradients: those of scanned layers leave one layer at a time, in the backward pass."""
     transfer_dtype: Literal["bfloat16"] | None = None
-    """Round float32 gradients to this for their transfer. Default: no rounding."""
+    """Round float32 gradients to this for their transfer. If not given: no rounding."""
     host_kernel: Literal["numba", "numpy"] = "numba"
     """Implementation of the host update."""
     host_state: Literal["float32", "compact"] = "float32"
     """Adam's moments on the host; compact: 8 bits, 2.2 bytes per parameter in place of 8."""
     threads: int | None = None
-    """Threads of the host update."""
+    """Threads of the host update. If not given: chosen by the library."""
     prefetch_bytes: int | None = None
     """Limit for updates that wait on the device."""
 
@@ -171,13 +171,13 @@ class OutputSettings(_Group):
     output_dir: Dir = "runs"
     """Folder of all runs."""
     run: str | None = None
-    """Folder of this run; if it has checkpoints, the run is resumed. Default: a new one."""
+    """Folder of this run; if it has checkpoints, the run is resumed. If not given: a new one."""
     log_every: int = 10
     """Steps between rows of metrics.csv."""
     evaluate_every: int = 0
     """Steps between validations; 0: only before and after."""
     eval_batches: int | None = None
-    """Batches in a validation. Default: all."""
+    """Batches in a validation. If not given: all."""
     report_to: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
     """Also send the metrics to this tool, whose package must be installed."""
     progress: bool = True
