@@ -30,7 +30,7 @@ from rich.console import Console
 from train import Failure, models, processes
 from train.command_line import PROGRAM, Command, Planning, read_command_line
 from train.job import evaluate, prepare, read
-from train.memory import OF_BATCHES, lack_behind, lack_of_memory
+from train.memory import lack_behind, lack_of_memory
 from train.optimizers import with_deepspeed
 from train.peers import Peers
 from train.pretrained import read_folder
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lack = lack_behind(error)
         if lack is None or command is None:
             raise
-        message = lack_of_memory(lack, **command.settings.subset(OF_BATCHES))
+        message = lack_of_memory(lack, command.settings, command.settings.sequence_length)
     except OSError as error:
         if error.errno not in CANNOT_WRITE or command is None:
             raise

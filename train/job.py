@@ -18,7 +18,7 @@ from train.cross_entropy import PART
 from train.data import Batches, Sample
 from train.decoder import DecoderConfig
 from train.encoder import EncoderConfig
-from train.memory import OF_BATCHES, OF_STATE, check_memory
+from train.memory import check_memory
 from train.meter import causes_of_infinity, check_finite
 from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_deepspeed
 from train.pretrained import Pretrained, read_folder, shapes_of
@@ -90,7 +90,8 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
         parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
         # A classifier has no logits of tokens.
         vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
-        check_memory(parameters, vocabulary, mesh, **settings.subset(OF_BATCHES + OF_STATE))
+        options = settings.subset(("dtype", "sequence_length"))
+        check_memory(parameters, vocabulary, mesh, settings, **options)
     task = make_task(
         settings,
         origin,

@@ -10,44 +10,36 @@ import numpy as np
 from jax.sharding import Mesh
 
 from train.optimizers import weight_dtype
-from train.settings import SettingsError
+from train.settings import OptimizerSettings, SettingsError
 from train.sharding import batch_parts
 from zenflow_jax.planning import gb
-
-# Settings that both messages are about, and further ones that `check_memory` takes.
-OF_BATCHES = "optimizer batch_size sequence_length micro_batches".split()
-OF_STATE = "steps dtype topk_ratio host_state".split()
 
 
 def check_memory(
     parameters: int,
     vocabulary: int,
     mesh: Mesh | None,
+    run: OptimizerSettings,
     *,
-    steps: int | None,
-    optimizer: str,
     dtype: str,
-    topk_ratio: float,
-    host_state: str,
-    batch_size: int,
     sequence_length: int,
-    micro_batches: int,
 ) -> None:
     """Refuses a run that cannot fit, by the least that it needs however it is laid out.
 
     Its batches have logits for `vocabulary` tokens, 0 for none.
     """
-    adamw, trains = optimizer == "adamw", steps != 0
-    weights = np.dtype(weight_dtype(optimizer, dtype)).itemsize * parameters
+    adamw, trains = run.optimizer == "adamw", run.steps != 0
+    weights = np.dtype(weight_dtype(run.optimizer, dtype)).itemsize * parameters
     # Weights and gradients; with adamw its moments too.
     device = (2 * weights + (8 * parameters if adamw else 0)) if trains else weights
     # Master and moments of the deferred channels, divided among the processes.
-    deferred = 1 - min(max(topk_ratio, 0.0), 1.0) if optimizer == "zenflow" else 1.0
-    state = 6 if host_state == "compact" else 12
+    deferred = 1 - min(max(run.topk_ratio, 0.0), 1.0) if run.optimizer == "zenflow" else 1.0
+    state = 6 if run.host_state == "compact" else 12
     host = 0.0 if adamw or not trains else state * deferred * parameters
     if jax.local_devices()[0].platform == "cpu":
         host += device
-    logits = 4 * vocabulary * batch_size * sequence_length / micro_batches / batch_parts(mesh)
+    tokens = run.batch_size * sequence_length / run.micro_batches / batch_parts(mesh)
+    logits = 4 * vocabulary * tokens
     device /= 1 if mesh is None else mesh.size
     host /= jax.process_count()
     memory = device_bytes() or math.inf
@@ -59,9 +51,9 @@ def check_memory(
     ):
         if needed > room:
             raise SettingsError(
-                f"`{name}`: expected one whose {what} fit in {gb(room)}, got {batch_size} x "
-                f"{sequence_length} tokens in {micro_batches} micro-batches, {optimizer} and "
-                f"{parameters:,} parameters, for which they take {gb(needed)} alone. Take a "
+                f"`{name}`: expected one whose {what} fit in {gb(room)}, got {run.batch_size} x "
+                f"{sequence_length} tokens in {run.micro_batches} micro-batches, {run.optimizer} "
+                f"and {parameters:,} parameters, for which they take {gb(needed)} alone. Take a "
                 f"smaller one, {remedy}, or --force, which starts it all the same."
             )
 
@@ -92,17 +84,11 @@ def lack_behind(error: BaseException) -> BaseException | None:
     return cause
 
 
-def lack_of_memory(
-    error: BaseException,
-    *,
-    optimizer: str,
-    batch_size: int,
-    sequence_length: int,
-    micro_batches: int,
-) -> str:
-    other = "--optimizer zenflow" if optimizer == "adamw" else "a smaller model"
+def lack_of_memory(error: BaseException, run: OptimizerSettings, sequence_length: int) -> str:
+    other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
+    reason = str(error).partition("\n")[0]
     return (
-        f"expected memory enough for batches of {batch_size} x {sequence_length} tokens in "
-        f"{micro_batches} micro-batches and {optimizer}, got: {str(error).partition(chr(10))[0]} "
-        f"Take a --batch-size below {batch_size}, more --micro-batches, --remat, or {other}."
+        f"expected memory enough for batches of {run.batch_size} x {sequence_length} tokens in "
+        f"{run.micro_batches} micro-batches and {run.optimizer}, got: {reason} "
+        f"Take a --batch-size below {run.batch_size}, more --micro-batches, --remat, or {other}."
     )

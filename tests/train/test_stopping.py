@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.processes import output, start
-from train.memory import OF_BATCHES, OF_STATE, check_memory, host_bytes, lack_behind, lack_of_memory
+from train.memory import check_memory, host_bytes, lack_behind, lack_of_memory
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest, how_to_go_on
 
@@ -87,16 +87,18 @@ def test_under_slurm_the_last_line_names_the_run_and_no_command(monkeypatch):
     assert how_to_go_on(signal.SIGTERM, 7, Path("runs/job-17")) == f"{said} --run job-17"
 
 
-def options(**settings):
-    return Settings(**settings).subset(OF_BATCHES + OF_STATE)
+def check(parameters, vocabulary, **settings):
+    run = Settings(**settings)
+    options = run.subset(("dtype", "sequence_length"))
+    check_memory(parameters, vocabulary, None, run, **options)
 
 
 def test_a_batch_whose_logits_do_not_fit_is_refused():
     # 4 bytes x 32,000 x 512 x 10**8 sequences / 2.
-    of_run = options(batch_size=10**8, sequence_length=512, micro_batches=2)
+    of_run = {"batch_size": 10**8, "sequence_length": 512, "micro_batches": 2}
     with pytest.raises(SettingsError, match="`batch_size`: .* 2 micro-batches, .*take 3276800 GB"):
-        check_memory(0, 32_000, None, **of_run)
-    check_memory(0, 0, None, **of_run)
+        check(0, 32_000, **of_run)
+    check(0, 0, **of_run)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
@@ -104,13 +106,12 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
         ("adamw", r"take 32000 GB .*--optimizer zenflow"),
         ("zenflow", "--host-state compact"),
     ):
-        of_run = options(optimizer=optimizer)
         with pytest.raises(SettingsError, match=f"2,000,000,000,000 parameters, .*{expected}"):
-            check_memory(2 * 10**12, 0, None, **of_run)
-        check_memory(100, 0, None, **of_run)
+            check(2 * 10**12, 0, optimizer=optimizer)
+        check(100, 0, optimizer=optimizer)
     # With room on the device, a CPU's, but not beside it.
     with pytest.raises(SettingsError, match="whose state on the host fit in"):
-        check_memory(host_bytes() // 8, 0, None, **options(optimizer="zenflow"))
+        check(host_bytes() // 8, 0, optimizer="zenflow")
 
 
 @pytest.mark.parametrize(
@@ -128,5 +129,5 @@ def test_lack_of_memory_is_one_message_with_what_was_asked_for(provoke, expected
     with pytest.raises((MemoryError, jax.errors.JaxRuntimeError)) as raised:
         provoke()
     assert lack_behind(raised.value) is raised.value
-    assert re.search(expected, lack_of_memory(raised.value, **Settings().subset(OF_BATCHES)))
+    assert re.search(expected, lack_of_memory(raised.value, Settings(), 128))
     assert lack_behind(RuntimeError("RESOURCE_EXHAUSTED")) is None
