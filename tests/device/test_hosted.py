@@ -128,6 +128,22 @@ def test_a_run_goes_on_from_what_is_saved_between_two_flushes():
         assert_same_bits(run.end(engine), expected)
 
 
+def test_parameters_that_a_saver_has_put_together_are_put_there_again():
+    run, batch = Run("bfloat16"), next(batches(1, "bfloat16"))
+    restored = jax.tree.map(
+        # As orbax does: jax takes such an array to be on the device.
+        lambda x: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x]),
+        run.params,
+    )
+    with zenflow_jax.HostEngine(restored, run.state) as engine:
+        run.params = restored
+        with pytest.raises(ValueError, match=r"jax does not know the memory: put them there again"):
+            run.step(batch)
+        run.params = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), restored)
+        run.go(engine, 0, 1)
+        engine.flush(run.params, run.state)
+
+
 @pytest.mark.parametrize("ends", [(1, 2), (8, 11)], ids=["from the start", "later"])
 def test_between_flushes_whoever_reads_them_without_the_selected_channels_sees_nan(ends):
     batch = next(batches(1, "bfloat16"))
