@@ -1,15 +1,12 @@
-"""The formulas for memory, held to what engines have and to what the README says."""
+"""The formulas for memory, held to what engines have."""
 
-import math
 import weakref
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import zenflow_jax
-from benchmarks.gpu_program import Shape, weights
 from tests.runs import FEW, Leaf, Settings, Training
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import uploads
@@ -71,19 +68,6 @@ def test_no_more_updates_wait_on_the_device_than_the_formula_says(
             training.settle()
             jax.block_until_ready(training.params)
         assert most == expected
-
-
-def test_the_readme_has_the_formulas_bytes_of_a_large_model():
-    params = weights(Shape(width=4096, layers=32, ffn=11008), scanned=False)  # Llama 2 7B's
-    tx = zenflow_jax.zenflow(1e-4, topk_ratio=0.05, update_interval=4)
-    state = zenflow_jax.find_state(tx.init(params))
-    size = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    need, compact = needs_of(state), needs_of(state, host_state="compact")
-    row = f"| host memory, bytes per parameter | 0 | {(need.state + need.mail) / size:.0f} |"
-    text = Path(__file__).parents[2].joinpath("README.md").read_text()
-    assert f"{row} on paper: the most that may be in use; {need.state / size:.0f} of it" in text
-    in_8_bits = (compact.state + compact.mail) / size
-    assert f'{in_8_bits:.0f} with `host_state="compact"` |' in text
 
 
 def test_a_leafs_bytes_are_as_worked_out_by_hand():

@@ -43,7 +43,9 @@ CONFIGS = {
 }
 COMMAND = r"`zenflow-finetune (.+? --model (\S+) .+?)`"
 ROW = re.compile(rf"\| (.+?), (\d+) GB \| {COMMAND} \| (\d+) GB \| (\d+) GB \|")
-ROWS = ROW.findall(README.read_text(encoding="utf-8"))
+TEXT = README.read_text(encoding="utf-8")
+ROWS = ROW.findall(TEXT)
+PER_PARAMETER = re.compile(r"(\d+) to (\d+) of the host")
 
 
 def test_all_rows_are_read():
@@ -63,6 +65,8 @@ def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
     billions = float(re.search(r"([\d.]+)b", model.lower())[1])
     assert plan["parameters"] / 1e9 == pytest.approx(billions, rel=0.06)
     assert round(plan["host_bytes"] / 1e9) == int(on_host)
+    least, most = map(int, PER_PARAMETER.search(TEXT).groups())
+    assert least <= round(plan["host_bytes"] / plan["parameters"]) <= most
     assert plan["host_bytes"] + HOST_RESERVE <= int(memory) * 1e9
     # The compiler adds gradients and activations.
     assert plan["device_bytes"] / 1e9 < int(on_device) <= USABLE * GPUS[DEVICES[gpu]].memory / 1e9
