@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,6 +30,12 @@ LAST_BY = 3
 CLOSED = "close"
 # Characters of a message that are sent.
 LONGEST = 4000
+
+
+class _Limits(NamedTuple):
+    poll_s: float  # between two looks at the others
+    grace_s: float  # from a failure until a process that is stuck ends
+    exit_if_stuck: bool
 
 
 class PeerMonitor:
@@ -56,7 +62,6 @@ class PeerMonitor:
         exit_if_stuck: bool = True,
     ):
         self._processes = frozenset(processes)
-        self._idle = len(self._processes) < 2  # one process has all the devices
         # Every process makes the same calls in the same order, so two that raise after as many have
         # dispatched the same programs.
         self._passed = 0
@@ -64,8 +69,7 @@ class PeerMonitor:
             return
         self._client, self._directory = _connect(), f"zenflow_jax/{name}/"
         self._me = jax.process_index()
-        self._poll_s, self._grace_s = poll_s, grace_s
-        self._exit_if_stuck = exit_if_stuck
+        self._limits = _Limits(poll_s, grace_s, exit_if_stuck)
         # News (kind, text) of this process, for the thread. A `SimpleQueue`, because the garbage
         # collector may call `close` on a thread that is inside of `put` or `get`.
         self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -77,6 +81,10 @@ class PeerMonitor:
         self._told: set[str] = set()
         self._exits = False
         self._thread = threading.Thread(target=self._run, name="zenflow-peers", daemon=True)
+
+    @property
+    def _idle(self) -> bool:
+        return len(self._processes) < 2  # one process has all the devices
 
     def start(self, on_failure: Callable[[str], None]) -> None:
         """Starts the thread; it calls a bound method, held weakly, when another process fails."""
@@ -134,7 +142,7 @@ class PeerMonitor:
                 self._announce()
                 announced = True
             # At exit the main thread waits for this one.
-            self._hear(self._poll_s / 10 if self._exits else self._poll_s)
+            self._hear(self._limits.poll_s / 10 if self._exits else self._limits.poll_s)
             try:
                 self._tell()
                 self._look()
@@ -145,7 +153,8 @@ class PeerMonitor:
                     return
             now = time.monotonic()
             if self._failed and end == math.inf:
-                end = now + self._grace_s + (LAST_BY * self._poll_s if self._me == SERVICE else 0)
+                last_by = LAST_BY * self._limits.poll_s if self._me == SERVICE else 0
+                end = now + self._limits.grace_s + last_by
                 self._pass_on()
             if self._exits and self._failed:
                 # The exit goes on, and gets stuck or not: this thread does not outlive it.
@@ -159,7 +168,7 @@ class PeerMonitor:
                 self._end()
                 return
             if self._exits:
-                exit_end = min(exit_end, now + self._grace_s)
+                exit_end = min(exit_end, now + self._limits.grace_s)
             if now >= exit_end:
                 return  # the others are slow, and JAX's exit has its own patience
 
@@ -205,29 +214,29 @@ class PeerMonitor:
     def _announce(self) -> None:
         comes = (
             "will be ended with code 1, by `os._exit`, which cleans nothing up"
-            if self._exit_if_stuck
+            if self._limits.exit_if_stuck
             else "will be left waiting, as `exit_if_stuck=False` says"
         )
         _say(
             f"{self._what()}\n"
             f"Process {self._me} {comes}, unless all processes have left the engine at the same "
-            f"point {self._grace_s:g} s from now: by raising this failure, or by `close`.\n"
+            f"point {self._limits.grace_s:g} s from now: by raising this failure, or by `close`.\n"
         )
 
     def _end(self) -> None:
         """Ends the process, or says why it is stuck."""
         ends = "ends itself with code 1"
-        if not self._exit_if_stuck:
+        if not self._limits.exit_if_stuck:
             ends = "is not ended, as `exit_if_stuck=False` says, but"
         _say(
             f"{self._what()}\n"
-            f"Process {self._me} {ends}: {self._grace_s:g} s later the processes have not all left "
-            f"the engine at the same point (these have left: {self._left}), and whoever goes on "
+            f"Process {self._me} {ends}: {self._limits.grace_s:g} s later the processes have not "
+            f"all left the engine at the same point (these have left: {self._left}), and whoever goes on "
             "waits in a collective that others never join. End what is left of them and start them "
             "all again, from the last checkpoint. The threads of this one now:\n"
         )
         faulthandler.dump_traceback(2)
-        if self._exit_if_stuck:
+        if self._limits.exit_if_stuck:
             os._exit(1)
 
 
