@@ -6,10 +6,12 @@ it one layer after the other, too.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zenflow_jax._device.memory import fetch_layer
 from zenflow_jax._spec.leaf import in_host_memory
@@ -31,8 +33,6 @@ def scan_fetched(
     floats, numbers = _divided((layers, probes), _is_float)
     moving, rest = _divided(carry, _is_float)
     others = numbers, still
-    length = len(jax.tree.leaves((hosted, fixed))[0])
-    order = jnp.arange(length)
 
     def one(varied: Any, given: Any) -> Any:
         (moving, hosted, floats), (rest, fixed, (numbers, still)) = varied, given
@@ -46,52 +46,57 @@ def scan_fetched(
     example = (moving, first[0], first_floats), (rest, first[1], first_others)
     # What the body reads besides has derivatives as well.
     one, consts = jax.closure_convert(one, *example)
-
-    @jax.custom_vjp
-    def run(varied: Any, given: Any) -> Any:
-        return forward(varied, given)[0]
-
-    def forward(varied: Any, given: Any) -> tuple[Any, Any]:
-        (moving, hosted, floats, consts), (rest, fixed, others) = varied, given
-
-        def step(state: Any, layer: Any) -> Any:
-            (moving, rest), now = state
-            i, floats, others = layer
-            following = fetch_layer((hosted, fixed), jnp.minimum(i + 1, length - 1))
-            made = one((moving, now[0], floats), (rest, now[1], others), *consts)
-            (new, y), (new_rest, y_rest) = made
-            return ((new, new_rest), following), ((moving, rest), (y, y_rest))
-
-        state = (moving, rest), fetch_layer((hosted, fixed), 0)
-        (carry, _), (carries, ys) = jax.lax.scan(step, state, (order, floats, others))
-        return (carry, ys), (carries, hosted, floats, consts, fixed, others)
-
-    def backward(residuals: Any, g: Any) -> Any:
-        carries, hosted, floats, consts, fixed, others = residuals
-        (g_moving, _), (g_ys, _) = g
-
-        def step(state: Any, layer: Any) -> Any:
-            g_moving, g_consts, now = state
-            i, (moving, rest), floats, others, g_y = layer
-            following = fetch_layer((hosted, fixed), jnp.maximum(i - 1, 0))
-
-            def again(varied: Any, consts: Any) -> Any:
-                return one(varied, (rest, now[1], others), *consts)
-
-            _, pull, _ = jax.vjp(again, (moving, now[0], floats), consts, has_aux=True)
-            (g_moving, g_layer, g_floats), more = pull((g_moving, g_y))
-            g_layer = jax.device_put(g_layer, jax.memory.Space.Host)
-            return (g_moving, jax.tree.map(jnp.add, g_consts, more), following), (g_layer, g_floats)
-
-        zeros = jax.tree.map(jnp.zeros_like, consts)
-        state = g_moving, zeros, fetch_layer((hosted, fixed), length - 1)
-        scanned = order, carries, floats, others, g_ys
-        state, (g_hosted, g_floats) = jax.lax.scan(step, state, scanned, reverse=True)
-        return (state[0], g_hosted, g_floats, state[1]), None
-
-    run.defvjp(forward, backward)
+    run = jax.custom_vjp(lambda varied, fixed: _forward(one, varied, fixed)[0])
+    run.defvjp(partial(_forward, one), partial(_backward, one))
     carry, ys = run((moving, hosted, floats, consts), (rest, fixed, others))
     return _joined(*carry), _joined(*ys)
+
+
+def _forward(one: Callable, varied: Any, constant: Any) -> tuple[Any, Any]:
+    """The scan, and what its backward pass needs: what went into each layer."""
+    (moving, hosted, floats, consts), (rest, fixed, others) = varied, constant
+    order = _order((hosted, fixed))
+
+    def step(state: Any, layer: Any) -> Any:
+        (moving, rest), fetched = state
+        i, floats, others = layer
+        following = fetch_layer((hosted, fixed), jnp.minimum(i + 1, order[-1]))
+        made = one((moving, fetched[0], floats), (rest, fetched[1], others), *consts)
+        (new, y), (new_rest, y_rest) = made
+        return ((new, new_rest), following), ((moving, rest), (y, y_rest))
+
+    state = (moving, rest), fetch_layer((hosted, fixed), 0)
+    (carry, _), (carries, ys) = jax.lax.scan(step, state, (order, floats, others))
+    return (carry, ys), (carries, hosted, floats, consts, fixed, others)
+
+
+def _backward(one: Callable, residuals: Any, g: Any) -> tuple[Any, Any]:
+    carries, hosted, floats, consts, fixed, others = residuals
+    (g_moving, _), (g_ys, _) = g
+    order = _order((hosted, fixed))
+
+    def step(state: Any, layer: Any) -> Any:
+        g_moving, g_consts, fetched = state
+        i, (moving, rest), floats, others, g_y = layer
+        following = fetch_layer((hosted, fixed), jnp.maximum(i - 1, 0))
+
+        def again(varied: Any, consts: Any) -> Any:
+            return one(varied, (rest, fetched[1], others), *consts)
+
+        _, pull, _ = jax.vjp(again, (moving, fetched[0], floats), consts, has_aux=True)
+        (g_moving, g_layer, g_floats), more = pull((g_moving, g_y))
+        g_layer = jax.device_put(g_layer, jax.memory.Space.Host)
+        return (g_moving, jax.tree.map(jnp.add, g_consts, more), following), (g_layer, g_floats)
+
+    zeros = jax.tree.map(jnp.zeros_like, consts)
+    state = g_moving, zeros, fetch_layer((hosted, fixed), len(order) - 1)
+    scanned = order, carries, floats, others, g_ys
+    state, (g_hosted, g_floats) = jax.lax.scan(step, state, scanned, reverse=True)
+    return (state[0], g_hosted, g_floats, state[1]), None
+
+
+def _order(stacked: Any) -> np.ndarray:
+    return np.arange(len(jax.tree.leaves(stacked)[0]))
 
 
 def _first(stacked: Any) -> Any:

@@ -231,9 +231,9 @@ class PeerMonitor:
         _say(
             f"{self._what()}\n"
             f"Process {self._me} {ends}: {self._limits.grace_s:g} s later the processes have not "
-            f"all left the engine at the same point (these have left: {self._left}), and whoever goes on "
-            "waits in a collective that others never join. End what is left of them and start them "
-            "all again, from the last checkpoint. The threads of this one now:\n"
+            f"all left the engine at the same point (these have left: {self._left}), and whoever "
+            "goes on waits in a collective that others never join. End what is left of them and "
+            "start them all again, from the last checkpoint. The threads of this one now:\n"
         )
         faulthandler.dump_traceback(2)
         if self._limits.exit_if_stuck:
