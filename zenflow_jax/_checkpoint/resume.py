@@ -180,7 +180,9 @@ def _in_words(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str
     of_leaf = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
     groups = iter(np.asarray(options["groups"]).tolist())
     for spec, row in zip(specs, np.asarray(options["leaves"]).tolist(), strict=False):
-        words |= {f"the {x} of {spec.name}": str(n) for x, n in zip(of_leaf, row, strict=True)}
+        *numbers, hosted = row
+        words |= {f"the {x} of {spec.name}": str(n) for x, n in zip(of_leaf, numbers, strict=True)}
+        words[f"the memory of {spec.name}"] = ("the device's", "the host's")[hosted]
         in_turn = ", ".join(str(next(groups, None)) for _ in spec.groups)
         words[f"the group of {spec.name}"] = in_turn
     return words
