@@ -85,7 +85,9 @@ def _backward(one: Callable, residuals: Any, g: Any) -> tuple[Any, Any]:
 
         _, pull, _ = jax.vjp(again, (moving, fetched[0], floats), consts, has_aux=True)
         (g_moving, g_layer, g_floats), more = pull((g_moving, g_y))
+        # Mail is there; zeros in its place, of a layer that is not used, are not.
         g_layer = jax.device_put(g_layer, jax.memory.Space.Host)
+        g_floats = jax.tree.map(_in_memory_of, g_floats, floats)
         return (g_moving, jax.tree.map(jnp.add, g_consts, more), following), (g_layer, g_floats)
 
     zeros = jax.tree.map(jnp.zeros_like, consts)
@@ -114,6 +116,10 @@ def _joined(*trees: Any) -> Any:
         return next((x for x in leaves if x is not None), None)
 
     return jax.tree.map(one, *trees, is_leaf=lambda x: x is None)
+
+
+def _in_memory_of(x: Any, like: Any) -> Any:
+    return jax.device_put(x, jax.memory.Space.Host) if in_host_memory(like) else x
 
 
 def _is_float(x: Any) -> bool:
