@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.comparisons import assert_same_bits
 from zenflow_jax import streaming
 
 LAYERS, WIDTH, INNER = 5, 8, 12
@@ -40,7 +41,7 @@ def loss(layers, x, bias):
     return jnp.sum(jnp.square(x.astype(jnp.float32))) + means.sum(), (count, numbers)
 
 
-def of(layers, dtype="float32"):
+def of(layers, dtype="float32", loss=loss):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(6, WIDTH)), dtype)
     bias = jnp.full(INNER, 0.1, dtype)
     value = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True, allow_int=True)
@@ -62,6 +63,11 @@ def test_results_and_gradients_are_those_of_a_plain_scan(dtype, names):
             np.testing.assert_allclose(
                 np.float32(one), np.float32(other), rtol=tolerance, atol=tolerance
             )
+
+
+def test_a_checkpoint_around_the_scan_changes_no_bit():
+    hosted = in_host_memory(layers(), "up", "down")
+    assert_same_bits(of(hosted, loss=jax.checkpoint(loss)), of(hosted))
 
 
 def test_options_of_a_scan_are_refused():

@@ -144,6 +144,18 @@ def test_parameters_that_a_saver_has_put_together_are_put_there_again():
         engine.flush(run.params, run.state)
 
 
+@pytest.mark.parametrize("hosts", [True, False])
+def test_a_run_does_not_go_on_with_layers_in_another_memory(hosts):
+    run, other = Run("bfloat16", hosts=hosts), Run("bfloat16", hosts=not hosts)
+    with zenflow_jax.HostEngine(run.params, run.state) as engine:
+        run.go(engine, 0, 5)
+        engine_state = engine.state()
+        engine.flush(run.params, run.state)
+    memory = ["the device's", "the host's"][hosts]
+    with pytest.raises(ValueError, match=rf"memory of .*'down'\] .* run, {memory}, got"):
+        zenflow_jax.HostEngine(other.params, other.state, engine_state=engine_state)
+
+
 @pytest.mark.parametrize("ends", [(1, 2), (8, 11)], ids=["from the start", "later"])
 def test_between_flushes_whoever_reads_them_without_the_selected_channels_sees_nan(ends):
     batch = next(batches(1, "bfloat16"))
@@ -214,7 +226,7 @@ def test_what_changes_them_ends_the_run(donate, where):
     engine.close()
 
 
-def test_weights_that_are_loaded_after_init_are_refused():
+def test_weights_that_are_loaded_after_init_or_not_whole_are_refused():
     run, other = Run("float32"), hosted(model("bfloat16"))
     loaded = jax.tree.map(
         lambda x, y: jax.device_put(np.asarray(x, np.float32), y.sharding), other, run.params
@@ -222,9 +234,12 @@ def test_weights_that_are_loaded_after_init_are_refused():
     with pytest.raises(ValueError, match=r"\['down'\] that `tx.init` saw, got others"):
         zenflow_jax.HostEngine(loaded, run.state)
     with zenflow_jax.HostEngine(run.params, run.state) as engine:
+        run.go(engine, 0, 1)
+        with pytest.raises(ValueError, match=r"\['down'\] without NaN before the first step"):
+            zenflow_jax.HostEngine(run.params, run.tx.init(run.params))
         run.params = loaded
         with pytest.raises(RuntimeError, match=r"other values of \['layers'\]\['down'\]"):
-            run.go(engine, 0, 1)
+            run.go(engine, 1, 2)
 
 
 def a_norm(params):
@@ -269,13 +284,25 @@ def test_steps_that_do_not_stream_them_are_refused():
             engine.exchange(model("float32"), run.state)
 
 
-def test_a_misused_gradient_ends_the_run():
+def used_twice(weights, x, y):
+    return loss(weights, x, y) + loss(weights, 2 * x, y)
+
+
+def without_down(weights, x, y):
+    def body(x, w):
+        return block(x, w | {"down": jax.lax.stop_gradient(w["down"])})
+
+    return loss(weights, x, y, body)
+
+
+@pytest.mark.parametrize("wrong_loss", [used_twice, without_down])
+def test_a_misused_gradient_ends_the_run(wrong_loss):
     run = Run("float32", full_warm_up_rounds=0)
 
     @jax.jit
     def step(params, state, x, y):
         weights = streaming.stream(params, state)
-        gradients = jax.grad(lambda w: loss(w, x, y) + loss(w, 2 * x, y))(weights)
+        gradients = jax.grad(wrong_loss)(weights, x, y)
         updates, state = run.tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, 0.0
 

@@ -58,8 +58,16 @@ class Hosted:
             spec, rows = states[i].spec, _selected_rows(weights[i], states[i])
             self._hidden = self._hidden and bool(np.isnan(rows).all())
             masters = read(states[i].master).reshape(rows.shape).astype(rows.dtype)
+            if int(read(state.step)):
+                continue
+            if np.isnan(read(weights[i])).any():
+                raise ValueError(
+                    f"expected {spec.name} without NaN before the first step, got some, as layers "
+                    "in host memory have between two flushes: begin with parameters that "
+                    "`engine.flush` or `master_params` returned."
+                )
             # Masters in the state do not follow parameters that are loaded.
-            if not int(read(state.step)) and not np.array_equal(rows, masters, equal_nan=True):
+            if not np.array_equal(rows, masters):
                 raise ValueError(
                     f"expected the values of {spec.name} that `tx.init` saw, got others. Load "
                     "weights in host memory before you make the state and the engine."
