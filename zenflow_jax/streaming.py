@@ -21,7 +21,7 @@ from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
 from zenflow_jax._device.memory import HOST, beside, mail_rank
 from zenflow_jax._device.state import LeafState, find_state
 from zenflow_jax._device.streamed import check_layers_whole, is_streamed, layer_weights, streamed
-from zenflow_jax._spec.leaf import LeafSpec, in_host_memory
+from zenflow_jax._spec.leaf import LeafSpec, is_hosted
 from zenflow_jax._transform import zenflow
 
 
@@ -150,7 +150,7 @@ def scan_layers(
     def streaming_body(carry: Any, layer: tuple[Any, Any, Any]) -> tuple[Any, Any]:
         return body(carry, jax.tree.unflatten(treedef, map(_in_one, *layer)))
 
-    if not any(map(in_host_memory, jax.tree.leaves((plain, still)))):
+    if not any(map(is_hosted, jax.tree.leaves((plain, still)))):
         still = jax.lax.stop_gradient(still)
         return jax.lax.scan(streaming_body, carry, (plain, still, probes), **options)
     if options:
@@ -231,7 +231,7 @@ def _in_one(plain: Any, still: Any, probes: Any) -> Any:
 
 
 def _check_memory(weights: Any, spec: LeafSpec) -> None:
-    if in_host_memory(weights) != spec.hosted:
+    if is_hosted(weights) != spec.hosted:
         place = ("the device's", "the host's")
         raise ValueError(
             f"expected {spec.name} in {place[spec.hosted]} memory, where `tx.init` saw it, got it "

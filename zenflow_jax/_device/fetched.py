@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenflow_jax._device.memory import fetch_layer
-from zenflow_jax._spec.leaf import in_host_memory
+from zenflow_jax._spec.leaf import is_hosted
 
 
 def scan_fetched(
@@ -28,8 +28,8 @@ def scan_fetched(
 
     By `still` there is no derivative. Probes are not fetched: nobody reads their values.
     """
-    hosted, layers = _divided(layers, in_host_memory)
-    fixed, still = _divided(still, in_host_memory)
+    hosted, layers = _divided(layers, is_hosted)
+    fixed, still = _divided(still, is_hosted)
     floats, numbers = _divided((layers, probes), _is_float)
     moving, rest = _divided(carry, _is_float)
     others = numbers, still
@@ -119,7 +119,7 @@ def _joined(*trees: Any) -> Any:
 
 
 def _in_memory_of(x: Any, like: Any) -> Any:
-    return jax.device_put(x, jax.memory.Space.Host) if in_host_memory(like) else x
+    return jax.device_put(x, jax.memory.Space.Host) if is_hosted(like) else x
 
 
 def _is_float(x: Any) -> bool:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
-from zenflow_jax._spec.leaf import LeafSpec, in_host_memory
+from zenflow_jax._spec.leaf import LeafSpec, is_hosted
 from zenflow_jax._spec.mesh import placement_of
 
 
@@ -30,7 +30,7 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
             )
         if 0 in spec.shape:
             continue  # an empty leaf has no place
-        if in_host_memory(weight) != spec.hosted:
+        if is_hosted(weight) != spec.hosted:
             expected, got = ("host", "device") if spec.hosted else ("device", "host")
             raise ValueError(
                 f"expected {spec.name} in the {expected}'s memory, as `tx.init` saw it, got it in "
@@ -120,7 +120,7 @@ def put_back(
     """
     moved = 0
     on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
-    kinds = (weight.sharding.memory_kind for weight in weights if not in_host_memory(weight))
+    kinds = (weight.sharding.memory_kind for weight in weights if not is_hosted(weight))
     default = next(kinds, None)
 
     def one(x: jax.Array, like: Any, in_mail: bool) -> jax.Array:

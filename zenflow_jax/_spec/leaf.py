@@ -105,7 +105,7 @@ class LeafSpec:
         )
 
 
-def in_host_memory(x: Any) -> bool:
+def is_hosted(x: Any) -> bool:
     """Whether an array, traced or abstract ones too, is in host memory."""
     if isinstance(x, Tracer):
         return jax.typeof(x).memory_space == jax.memory.Space.Host

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._spec.leaf import DTYPES, LeafSpec, in_host_memory, plain_name
+from zenflow_jax._spec.leaf import DTYPES, LeafSpec, is_hosted, plain_name
 from zenflow_jax._spec.mesh import Placement, divide_blocks, placement_of
 from zenflow_jax._spec.schedule import Schedule
 
@@ -35,7 +35,7 @@ def resolve(
     place = placement_of(leaf, sharding)
     if place is not None:
         _check_even(name, shape, place)
-    hosted = in_host_memory(leaf)
+    hosted = is_hosted(leaf)
     alone = LeafSpec(name, shape, dtype, None, k=0, decay=decay, placement=place, hosted=hosted)
     resident = rules.resident
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
