@@ -71,9 +71,12 @@ def read_arguments(
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
     values, unknown = parser.parse_known_args(words)
     if unknown:
-        name = next((x for x in unknown if x.startswith("-")), unknown[0])
-        near = did_you_mean(name, [x.replace("_", "-") for x in vars(values)], prefix="--")
-        raise ArgumentError(f"unknown option {name}.{near} All are in {program} --help")
+        names = [x for x in unknown if x.startswith("-")] or unknown[:1]
+        known = [x.replace("_", "-") for x in vars(values)]
+        said = " ".join(
+            f"unknown option {name}.{did_you_mean(name, known, prefix='--')}" for name in names
+        )
+        raise ArgumentError(f"{said} All are in {program} --help")
     return _made(kind, vars(values))
 
 

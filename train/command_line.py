@@ -173,11 +173,16 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
     if argv and not argv[0].startswith("-"):
         config, overrides, settings = argv[0], list(argv[1:]), load_settings(argv[0])
     elif "-h" in argv or "--help" in argv:
-        config, overrides, settings = "CONFIG.toml", ["--help"], Settings()
+        config, overrides, settings = (
+            f"({' | '.join(shipped())} | FILE.toml)",
+            ["--help"],
+            Settings(),
+        )
     else:
         raise SettingsError(
             f"expected a config file as the first argument, by its path or name, got "
-            f"{argv[0] if argv else 'nothing'}. For example: {program} quickstart"
+            f"{argv[0] if argv else 'nothing'}. For example: {program} quickstart. All names "
+            f"are {', '.join(shipped())}."
         )
     groups = "model data training zenflow output".split()
     default = _Options(
@@ -185,6 +190,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
     )
     options = read_arguments(_Options, overrides, program=f"{program} {config}", default=default)
     values = {name: x for group in groups for name, x in vars(getattr(options, group)).items()}
+    _check_place(Path(config), values["output_dir"], values["run"])
     return Command(Settings(**values), options.processes, options.start, options.planning)
 
 
@@ -194,6 +200,19 @@ def to_toml(values: Mapping[str, Any]) -> str:
     return "".join(
         f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None
     )
+
+
+def _check_place(config: Path, output_dir: str, run: str | None) -> None:
+    """Raises if the settings of a run that can go on would begin it again in another folder."""
+    folder = config.absolute().parent
+    if config.name != "settings.toml" or folder.name != run:
+        return
+    if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
+        raise SettingsError(
+            f"`--run`: expected the folder of {config} in {Path(output_dir).absolute()}, found "
+            "none. Paths in the settings of a run count from the folder where it was started: "
+            "start it there again."
+        )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

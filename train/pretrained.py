@@ -56,7 +56,7 @@ def read_folder(model: str | Path) -> Pretrained:
     """Reads and checks `config.json` and the headers of the safetensors files, no weights."""
     folder = model_folder(model)
     if not folder.is_dir():
-        got = "which is a file" if folder.is_file() else "where there is none"
+        got = "which is a file" if folder.is_file() else f"where there is none (in {Path.cwd()})"
         raise ModelError(
             f"expected a Hugging Face folder, or org/name on the Hub, got {folder}, {got}."
         )

@@ -110,9 +110,10 @@ class SavedCheckpoints:
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
             rated = ", ".join(str(s) for s in steps if s in self._figures) or "none"
+            remedy = " Train with --keep-best, or name a step." if wanted == "best" else ""
             raise SettingsError(
                 f"`--export`: expected one of the checkpoints in {self._folder} ({listed}; "
-                f"validated: {rated}), got {wanted}."
+                f"validated: {rated}), got {wanted}.{remedy}"
             )
         self._read_checked(step)
         return step
@@ -231,7 +232,8 @@ def check_arrays(
                 f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
                 f"got {wanted.get(name, 'none')}: that checkpoint is of another model or "
                 f"optimizer, or of another layout (zenflow_jax {version} wrote it, this is "
-                f"{zenflow_jax.__version__}). Name another --run to begin a new one."
+                f"{zenflow_jax.__version__}). Take {folder.parent.parent / 'settings.toml'} as the "
+                "config, or name another --run to begin a new one."
             )
 
 

@@ -80,6 +80,7 @@ def test_every_text_and_label_of_a_file_is_an_example(tmp_path, bert, name, cont
     assert len(task.train) == 2
     assert (task.kind, task.labels, task.best) == ("encoder", ("kind", "unkind"), "accuracy")
     assert task.notes == ()
+    assert task.overview[0] == "2 classes, with their examples: 'kind' 2, 'unkind' 2"
 
 
 def test_a_line_of_tsv_is_a_row_whatever_marks_are_in_it(tmp_path, bert):
@@ -168,6 +169,8 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, bert):
     task = make(write(tmp_path / "a.csv", as_csv(rows)), bert)
     assert task.notes == ("a.csv: left out 2 rows without text: 7, 8",)
     assert len(task.train) + len(task.validation["validation"]) == 4
+    task = make(write(tmp_path / "a.csv", as_csv([*rows, ("10", "good", "Kind ")])), bert)
+    assert task.overview[0] == "3 classes, with their examples: 'Kind' 1, 'kind' 2, 'unkind' 2"
     with pytest.raises(DataError, match="3 of 4 rows without: 2, 3, 4. Pass --text-col"):
         make(write(tmp_path / "a.csv", "text,label\n,a\n,b\n,a\ngood,b\n"), bert)
 

@@ -70,6 +70,21 @@ def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
             read_command_line(argv, program="train")
 
 
+def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "first"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "settings.toml").write_text('output_dir = "runs"\n')
+    monkeypatch.chdir(tmp_path)
+    go_on = [str(run / "settings.toml"), "--run"]
+    read_command_line([*go_on, "first"], program="train")
+    monkeypatch.chdir(run)
+    for config in (go_on[0], "settings.toml"):
+        with pytest.raises(SettingsError, match="folder where it was started"):
+            read_command_line([config, "--run", "first"], program="train")
+    read_command_line([*go_on, "second"], program="train")
+    read_command_line([*go_on, "first", "--output-dir", str(run.parent)], program="train")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -77,6 +92,7 @@ def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
         (["--optimizer", "sgd"], "--optimizer: expected zenflow|adamw|offload, got 'sgd'"),
         (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
         (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
+        (["--num_train_epochs", "3", "--max_steps", "4"], "--epochs? unknown option --max-steps."),
         (["--qqq"], "unknown option --qqq. All are in"),
         (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
         (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),

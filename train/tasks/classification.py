@@ -91,13 +91,14 @@ def make(
     if all(map(tables.is_table, files.train)):
         named = tables.class_names(files.train[0], columns.label)
     classes = named or _classes(rows[0].labels, known, columns.label, data)
+    ids = [_ids(side, classes, known, columns.label) for side in rows]
     sides: list[Examples] = [
-        Sentences(side.texts, _ids(side, classes, known, columns.label), tokenizer, sequence_length)
-        for side in rows
+        Sentences(side.texts, labels, tokenizer, sequence_length)
+        for side, labels in zip(rows, ids, strict=True)
     ]
     if len(sides) == 1:
         sides = sides[0].split(data, validation_share=validation_share, seed=seed)
-    return task_of(
+    task = task_of(
         "classification",
         sides[0],
         {"validation": sides[1]},
@@ -108,6 +109,11 @@ def make(
         best=BEST,
         score=score,
     )
+    # The rarest first: misspelt labels are among them.
+    counts = np.bincount(ids[0], minlength=len(classes))
+    counted = ", ".join(f"{classes[i]!r} {counts[i]}" for i in np.argsort(counts, kind="stable"))
+    line = f"{len(classes)} classes, with their examples: {shorten(counted)}"
+    return task._replace(overview=(line, *task.overview))
 
 
 def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -> list[str]:
