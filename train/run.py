@@ -191,7 +191,7 @@ class Run:
                 self._save(step)
                 self.checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, self.folder), signal_number=asked)
-            if is_due(self.job.output.save_every, step):
+            if self._is_saved(step):
                 if self.meter.skipped_last():
                     # The weights may be useless by now; older checkpoints are what is left.
                     self._say(f"step {step} was skipped: no checkpoint of it")
@@ -280,9 +280,8 @@ class Run:
             if hiding := hidden_share(self.opt_state, *timed, self.job.zenflow.host_state):
                 self._say(hiding.advice)
         if self.job.output.keep_best:
-            self._say(
-                f"{ended.written} has the weights of step {ended.best}, the best in the validation"
-            )
+            said = f"the weights of step {ended.best}, the best validated checkpoint"
+            self._say(f"{ended.written} has {said}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
 
     def _write_model(self, best: int) -> tuple[Any, str]:
@@ -351,8 +350,14 @@ class Run:
     def _is_validated(self, step: int) -> bool:
         """Whether a validation is due; the last one comes when all windows are closed."""
         output = self.job.output
-        is_saved = output.keep_best and is_due(output.save_every, step)
-        return step < self.steps and (is_saved or is_due(output.evaluate_every, step))
+        is_compared = output.keep_best and self._is_saved(step)
+        return step < self.steps and (is_compared or is_due(output.evaluate_every, step))
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether a checkpoint is due: with early stopping at each validation, one is the best."""
+        output = self.job.output
+        stops = output.early_stopping_patience is not None
+        return is_due(output.save_every, step) or (stops and is_due(output.evaluate_every, step))
 
     def _save(self, step: int) -> None:
         for row in self.meter.drain(whole=True):

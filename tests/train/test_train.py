@@ -201,6 +201,18 @@ def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
     assert not kill_test.differences(folder, tmp_path / "runs" / "whole")
 
 
+@pytest.mark.usefixtures("no_picture")
+def test_a_run_that_stops_early_keeps_the_best_of_all_validations(tmp_path, monkeypatch):
+    figures = ({"loss": loss} for loss in [5.0, 1.0, 2.0, 3.0, 3.5])
+    monkeypatch.setattr(job, "make_validate", lambda *_: lambda _: next(figures))
+    config = tiny_command(tmp_path, evaluate_every=2, save_every=100, keep=1, keep_best=True)
+    options = ["--steps", "20", "--early-stopping-patience", "2", "--run", "a"]
+    assert finetune.main([*config, *options]) == 0
+    found = summary(tmp_path / "runs" / "a")
+    assert (found["steps"], found["best_step"]) == (6, 2)
+    assert_weights_of_checkpoint(tmp_path / "runs" / "a", 2, tmp_path / "runs" / "a")
+
+
 def assert_weights_of_checkpoint(run, step, where):
     arrays = kill_test.final_arrays(run / "checkpoints" / str(step))
     for name, x in load_file(where / "model.safetensors").items():
