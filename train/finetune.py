@@ -134,7 +134,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     # The run's template, whatever the settings say now.
     copy = folder / models.CHAT_TEMPLATE
     texts = models.texts_of(str(copy) if copy.is_file() else settings.chat_template)
-    models.write(target, origin, weights, labels=labels, texts=texts)
+    models.write(target, origin, weights, labels=labels, texts=texts, task=settings.task)
     said = f"{target} has the weights of checkpoint {step} in {folder}"
     if settings.optimizer != "adamw":
         said += ", without the updates that were on their way"

@@ -10,7 +10,6 @@ The text goes to stdout as it is made, all else to stderr. How tokens are chosen
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -30,9 +29,10 @@ from tokenizers.decoders import DecodeStream
 from train import Failure, command_of, models, pretrained
 from train.arguments import positional, read_arguments
 from train.chat_template import ASSISTANT, ConversationError, read_template
-from train.command_line import load_settings
 from train.continuation import Sampling, continued
+from train.hf_config import CONFIG, TASK, ModelError
 from train.hub import model_folder
+from train.json_files import read_object
 from train.pretrained import Pretrained, read_folder
 from train.settings import Dir, SettingsError
 from train.tasks import answers
@@ -51,7 +51,7 @@ class Options:
     """Folder of the model (of the run NAME: runs/NAME/model), or org/name on the Hub."""
     format: Literal["auto", "text", "alpaca", "chat"] = "auto"
     """text: the prompt as it is. alpaca: as an instruction. chat: as a user's message.
-    auto: as the run that wrote the folder was trained, otherwise text."""
+    auto: as the run that wrote the folder was trained (its config.json says so), otherwise text."""
     max_tokens: int = 256
     """Largest number of tokens to write."""
     temperature: float | None = None
@@ -195,13 +195,10 @@ def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
 
 def _format_of(folder: Path) -> tuple[str, str]:
     """The format of the prompts that the folder's run was trained on, and the reason."""
-    record = folder.absolute().parent / "settings.toml"
-    task = "language"
-    if folder.absolute().name == models.FOLDER and record.is_file():
-        with contextlib.suppress(SettingsError):  # of another version, or of something else
-            task = load_settings(record).task
-    form = task if task in ("alpaca", "chat") else "text"
-    return form, "" if form == "text" else f", as the run was trained ({task})"
+    task = read_object(folder / CONFIG, ModelError).get(TASK)
+    if task in ("alpaca", "chat"):
+        return task, f", as the run was trained ({task})"
+    return "text", "" if task else "; --format chat puts it into the chat template"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

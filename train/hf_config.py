@@ -15,6 +15,7 @@ from train.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.encoder import EncoderConfig
 
 CONFIG = "config.json"
+TASK = "zenflow_task"  # the key for what a run has trained the model on
 
 # The models that are built here: `model_type` of the config, and the class of `transformers`.
 CLASSES = {

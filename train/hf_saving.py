@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from train import processes
-from train.hf_config import CLASSES, CONFIG, ModelError
+from train.hf_config import CLASSES, CONFIG, TASK, ModelError
 from train.hf_tensors import (
     DTYPES,
     HEADS,
@@ -100,6 +100,7 @@ def save_folder(
     labels: Sequence[str] = (),
     values: Iterator[Any] | None = None,
     texts: Mapping[str, str] | None = None,
+    task: str | None = None,
 ) -> None:
     """Writes a folder that `read_folder` and `transformers` load.
 
@@ -114,6 +115,7 @@ def save_folder(
             LABEL_0 and so on.
         values: Arrays in place of the leaves of `params`; each is asked for when it is written.
         texts: Files of the folder, by name, that are not copied from the one that was read.
+        task: The task that the parameters were trained on; the config keeps it.
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
@@ -129,6 +131,7 @@ def save_folder(
             for name in of.names
         ]
         content = _config(pretrained, dict(leaves), entries, labels)
+        content |= {} if task is None else {TASK: task}
         config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         with made_whole(path, folder=True) as part:
             write_file(part / SINGLE, entries, tensors)

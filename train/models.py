@@ -131,6 +131,7 @@ def write(
     *,
     labels: Sequence[str] = (),
     texts: Mapping[str, str] | None = None,
+    task: str | None = None,
 ) -> None:
     """Writes the trained weights into `folder`; of a model from a folder, such a folder again.
 
@@ -139,7 +140,7 @@ def write(
     if origin is None:
         write_weights(folder / WEIGHTS, params, values)
     else:
-        options = {"labels": labels, "values": values, "texts": texts}
+        options = {"labels": labels, "values": values, "texts": texts, "task": task}
         save_folder(folder, origin, params, dtype=dtype_of(origin), **options)
 
 

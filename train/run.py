@@ -298,8 +298,9 @@ class Run:
         return weights, models.WEIGHTS if is_file else models.FOLDER
 
     def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
-        origin, labels = self.job.model.origin, self.job.task.labels
-        models.write(folder, origin, weights, values, labels=labels, texts=self.job.texts)
+        job = self.job
+        options = {"labels": job.task.labels, "texts": job.texts, "task": job.settings["task"]}
+        models.write(folder, job.model.origin, weights, values, **options)
 
     def _figures(self, ended: Ended, begun_s: float) -> dict[str, Any]:
         job = self.job

@@ -200,11 +200,13 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
     assert finetune.main([config, *exporting]) == 0
     assert (out / "chat_template.jinja").read_text() == text
 
-    options = generate.Options(prompt="Who?", model=str(run / "model"))
-    tokenizer = read_tokenizer(run / "model", vocabulary=1000)
-    prompt = generate.read_prompt(options, tokenizer)
-    assert tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False) == f"{BEGIN}[ Who? ]"
-    assert "as the run was trained (chat)" in prompt.said
+    for model in (run / "model", out):
+        options = generate.Options(prompt="Who?", model=str(model))
+        tokenizer = read_tokenizer(model, vocabulary=1000)
+        prompt = generate.read_prompt(options, tokenizer)
+        text = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
+        assert text == f"{BEGIN}[ Who? ]"
+        assert "as the run was trained (chat)" in prompt.said
 
 
 def test_what_ends_a_turn_ends_what_is_generated(tmp_path, tokenizer):

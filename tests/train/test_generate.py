@@ -96,14 +96,16 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
 
 
 def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, tmp_path):
-    copy, record = shutil.copytree(folder, tmp_path / "model"), tmp_path / "settings.toml"
+    copy = shutil.copytree(folder, tmp_path / "copy")  # wherever it is
+    config = json.loads((copy / "config.json").read_text())
     tokenizer = read_tokenizer(copy, vocabulary=1000)
-    for text, form, said in (
-        ('task = "alpaca"\n', "auto", "in Alpaca's template, as the run was trained (alpaca)"),
-        ('task = "alpaca"\n', "text", "as it is"),
-        ("of something else", "auto", "as it is"),
+    for task, form, said in (
+        ("alpaca", "auto", "in Alpaca's template, as the run was trained (alpaca)"),
+        ("alpaca", "text", "as it is"),
+        ("language", "auto", "as it is"),
+        (None, "auto", "as it is; --format chat puts it into the chat template"),
     ):
-        record.write_text(text)
+        (copy / "config.json").write_text(json.dumps(config | {"zenflow_task": task}))
         options = generate.Options(prompt="Add.", model=str(copy), format=form)
         assert generate.read_prompt(options, tokenizer).said == said
 
