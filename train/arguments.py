@@ -26,19 +26,22 @@ from train import Failure
 
 # The names of options in transformers' Trainer, torchtune, TRL and DeepSpeed, and ours.
 _PAIRS = (
-    "adam-beta1:b1 adam-beta2:b2 adam-epsilon:eps bf16:dtype dataset:data dataset-name:data "
-    "eval-steps:evaluate-every eval-strategy:evaluate-every evaluation-strategy:evaluate-every "
-    "gradient-accumulation-steps:micro-batches gradient-checkpointing:remat "
-    "gradient-clipping:max-grad-norm load-best-model-at-end:keep-best logging-dir:output-dir "
-    "logging-steps:log-every lr:learning-rate lr-scheduler:schedule lr-scheduler-type:schedule "
-    "max-epochs:epochs max-length:sequence-length max-seq-len:sequence-length "
+    "adam-beta1:b1 adam-beta2:b2 adam-epsilon:eps bf16:dtype dataset-name:data dataset:data "
+    "eval-data:validation-share eval-steps:evaluate-every eval-strategy:evaluate-every "
+    "evaluation-strategy:evaluate-every fp16:dtype gradient-accumulation-steps:micro-batches "
+    "gradient-checkpointing:remat gradient-clipping:max-grad-norm "
+    "load-best-model-at-end:keep-best logging-dir:output-dir logging-steps:log-every "
+    "lr-scheduler-type:schedule lr-scheduler:schedule lr:learning-rate max-epochs:epochs "
+    "max-length:sequence-length max-new-tokens:max-tokens max-seq-len:sequence-length "
     "max-seq-length:sequence-length max-steps:steps metric-for-best-model:keep-best "
-    "model-name:model model-name-or-path:model num-epochs:epochs num-train-epochs:epochs "
+    "model-name-or-path:model model-name:model num-epochs:epochs num-train-epochs:epochs "
     "optim:optimizer output:output-dir patience:early-stopping-patience "
     "per-device-train-batch-size:batch-size per-gpu-train-batch-size:batch-size "
-    "resume-from-checkpoint:run run-name:run save-steps:save-every save-strategy:save-every "
-    "save-total-limit:keep test-file:test-data tokenizer:model train-batch-size:batch-size "
-    "train-file:data validation-split-percentage:validation-share warmup-ratio:warmup-share"
+    "resume-from-checkpoint:run resume:run run-name:run save-steps:save-every "
+    "save-strategy:save-every save-total-limit:keep test-file:test-data tokenizer:model "
+    "train-batch-size:batch-size train-file:data val-data:validation-share "
+    "validation-data:validation-share validation-file:validation-share "
+    "validation-split-percentage:validation-share warmup-ratio:warmup-share"
 )
 THEIRS = {theirs: ours for theirs, ours in (pair.split(":") for pair in _PAIRS.split())}
 
@@ -71,10 +74,23 @@ def read_arguments(
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
     values, unknown = parser.parse_known_args(words)
     if unknown:
-        names = [x for x in unknown if x.startswith("-")] or unknown[:1]
+        names = [x for x in unknown if x.startswith("-")]
+        if not names:
+            extra = " ".join(unknown)
+            raise ArgumentError(
+                f"expected an option, got {extra!r}. A text with spaces needs quotes. All options "
+                f"are in {program} --help"
+            )
+        alone = [f"--{x.name}" for x in fields(kind) if x.metadata.get("positional")]
         known = [x.replace("_", "-") for x in vars(values)]
         said = " ".join(
-            f"unknown option {name}.{did_you_mean(name, known, prefix='--')}" for name in names
+            f"unknown option {name}."
+            + (
+                " Write its value alone, without the name."
+                if name in alone
+                else did_you_mean(name, known, prefix="--")
+            )
+            for name in names
         )
         raise ArgumentError(f"{said} All are in {program} --help")
     return _made(kind, vars(values))

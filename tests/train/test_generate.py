@@ -142,6 +142,8 @@ def test_a_mistake_ends_the_command_with_one_message(folder, capsys):
             ["--model", "nowhere"],
             "or org/name on the Hub, got nowhere",
         ),
+        (["--prompt", "a"], "unknown option --prompt. Write its value alone"),
+        (["sat", "down"], "expected an option, got 'sat down'"),
         (["--topp", 1], "unknown option --topp. Did you mean --top-p"),
     ):
         code, out, err = run(capsys, "the cat", *["--model", folder], *arguments)

@@ -93,6 +93,8 @@ def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, mon
         (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
         (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
         (["--num_train_epochs", "3", "--max_steps", "4"], "--epochs? unknown option --max-steps."),
+        (["--resume"], "Did you mean --run?"),
+        (["extra", "words"], "expected an option, got 'extra words'. A text with spaces"),
         (["--qqq"], "unknown option --qqq. All are in"),
         (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
         (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),
