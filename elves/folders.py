@@ -235,7 +235,8 @@ def _files(source: Path) -> dict[Path, Path]:
 def _expect_new(source: Path, target: Path) -> None:
     empty = source.is_dir() and target.is_dir() and not any(target.iterdir())
     if (target.exists() and not empty) or not target.absolute().parent.is_dir():
-        raise ElvesError(f"expected a new place in a folder that is there, got {target}.")
+        got = "which exists" if target.exists() else "whose folder does not exist"
+        raise ElvesError(f"expected a new path to write to, got {target}, {got}.")
     if source.is_dir() and target.absolute().is_relative_to(source.absolute()):
         raise ElvesError(f"expected a place outside of {source}, got {target}.")
 

@@ -49,7 +49,7 @@ class Command:
     threads: int | None = None
     """Number of threads. If not given: the number of cores."""
     replace: bool = False
-    """Replace each file by the packed one. Without OUT."""
+    """Replace each file by the packed one. Without TARGET."""
     restore: bool = False
     """Restore a packed file or folder."""
     check: bool = False

@@ -291,8 +291,8 @@ def test_places_that_do_not_fit_and_a_file_that_is_cut_off_are_refused(tmp_path)
     for source, target, message in (
         ("gone", "out", "expected a safetensors file, or a folder"),
         ("in", "in/more/out", "expected a place outside"),
-        ("in/one.safetensors", "base", "expected a new place"),
-        ("in", "gone/out", "in a folder that is there"),
+        ("in/one.safetensors", "base", "expected a new path .*, which exists"),
+        ("in", "gone/out", "expected a new path .*, whose folder does not exist"),
         ("pickles", "out", "expected safetensors in .*pickles, got none"),
         ("cut", "out", "expected a whole safetensors file .*one"),
     ):

@@ -48,6 +48,7 @@ FILES = {
         ("a.jsonl", chats({"messages": ["hi"]}), r"line 2, message 1: expected \{.*\}, got 'hi'"),
         ("a.jsonl", chats({"messages": [{"role": "user"}]}), r"expected a field 'content'"),
         ("a.jsonl", chats({"messages": [USER]}), r"the role 'assistant'.*only those of 'user'"),
+        ("a.jsonl", chats({"prompt": "a"}), r"'messages', found 'prompt'. Write \[{\"role\""),
         ("a.jsonl", chats({"conversations": []}), r"field 'messages', found .*`from` to `role`"),
         ("a.jsonl", chats({"text": "a"}), r"take --task language"),
         ("a.jsonl", chats({"messages": [USER, TOLD], "tools": "[]"}), "list in the field 'tools'"),

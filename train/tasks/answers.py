@@ -48,6 +48,7 @@ OTHERS = {
     "conversations": "Rename it, and in its items `from` to `role` and `value` to `content`",
     "instruction": "That is Alpaca's format: take --task alpaca",
     "text": "That is text: take --task language",
+    "prompt": 'Write [{"role": "user", "content": PROMPT}, {"role": "assistant", ...}] into it',
 }
 
 

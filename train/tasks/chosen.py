@@ -96,5 +96,6 @@ def check_length(sequence_length: int, origin: Pretrained) -> None:
     if sequence_length > longest:
         raise SettingsError(
             f"`sequence_length`: expected at most {longest}, for which the model in "
-            f"{origin.folder} has positions, got {sequence_length}."
+            f"{origin.folder} has positions, got {sequence_length}. Pass "
+            f"--sequence-length {longest}."
         )
