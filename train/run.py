@@ -109,7 +109,8 @@ class Run:
             larger = "--steps" if steps == self.job.training.steps else "--early-stopping-patience"
             self._say(
                 f"{self.folder} has done all its {done} steps. Pass a larger {larger} to go on "
-                "with it, or name another --run to begin a new one."
+                f"with it, after {self.folder / 'settings.toml'} as the config, or name another "
+                "--run to begin a new one."
             )
             return True
         self._say(f"going on from checkpoint {done} in {self.folder}")
