@@ -158,7 +158,8 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_
     )
     lengths = sorted(len(prompt) + n for n in (len(answer) + 5, len(answer) + 1, 1))
     assert f"median {lengths[1]} tokens" in task.overview[0]
-    assert task.overview[0].endswith(f"; 1 were cut to {len(prompt) + 1}, 1 dropped")
+    counts = f"; 1 were cut to {len(prompt) + 1}, 1 dropped; 2 train, 2 validate"
+    assert task.overview[0].endswith(counts)
     assert task.train[0]["tokens"].tolist() == [*prompt, answer[0]]
     assert task.train[1]["tokens"].tolist() == [*prompt, decoder.end]  # an empty answer
     for i in range(2):

@@ -130,6 +130,8 @@ def task_of(
     """The task of these examples; `checksum` is of what else a resumed run must share."""
     for source in (train, *validation.values()):
         checksum = source.checksum(checksum)
+    validate = sum(len(source) for source in validation.values())
+    lengths = f"{train.describe_lengths()}; {len(train)} train, {validate} validate"
     return Task(
         name=name,
         kind=train.kind,
@@ -140,7 +142,7 @@ def task_of(
         score=score,
         best=best,
         notes=tuple(dict.fromkeys(notes)),
-        overview=(train.describe_lengths(), *describe_example(train, tokenizer, labels=labels)),
+        overview=(lengths, *describe_example(train, tokenizer, labels=labels)),
     )
 
 
