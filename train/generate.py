@@ -52,6 +52,8 @@ class Options:
     format: Literal["auto", "text", "alpaca", "chat"] = "auto"
     """text: the prompt as it is. alpaca: as an instruction. chat: as a user's message.
     auto: as the run that wrote the folder was trained (its config.json says so), otherwise text."""
+    system: str | None = None
+    """chat: system message ahead of the prompt."""
     max_tokens: int = 256
     """Largest number of tokens to write."""
     temperature: float | None = None
@@ -149,6 +151,11 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
         form, because = _format_of(folder)
     if form == "chat":
         return _chat_prompt(options, tokenizer, because)
+    if options.system is not None:
+        raise SettingsError(
+            f"`system`: expected none with --format {form}, got {options.system!r}. Pass --format "
+            "chat for a model with a chat template."
+        )
     text, said = options.prompt, "as it is"
     if form == "alpaca":
         text, said = answers.prompt(options.prompt), "in Alpaca's template"
@@ -161,6 +168,8 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
     folder = Path(options.model)
     template = read_template(folder, tokenizer.tokens)
     asked = [{"role": "user", "content": options.prompt}]
+    if options.system is not None:
+        asked.insert(0, {"role": "system", "content": options.system})
     answered = [*asked, {"role": ASSISTANT, "content": "Yes"}]
     try:
         text = template.render(asked, ask=True)

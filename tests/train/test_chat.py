@@ -3,6 +3,7 @@
 `fixtures/chat/` holds templates and what `transformers` makes of them, by `make_chat_fixtures.py`.
 """
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -218,6 +219,12 @@ def test_what_ends_a_turn_ends_what_is_generated(tmp_path, tokenizer):
     assert prompt.ends == ends
     text = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
     assert text.endswith(f"{TURN}user\nWho?{TURN_END}\n{TURN}assistant\n")
+    options = dataclasses.replace(options, system="Say no.")
+    prompt = generate.read_prompt(options, tokenizer)
+    turns = text.replace("Be kind.", "Say no.")
+    assert tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False) == turns != text
+    with pytest.raises(SettingsError, match="`system`: expected none with --format text"):
+        generate.read_prompt(dataclasses.replace(options, format="text"), tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No.') }}")
     with pytest.raises(SettingsError, match="`format`: .*No.*--format text"):
         generate.read_prompt(options, tokenizer)
