@@ -178,8 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, 2 after a failure, 128 + N after the signal N."""
     arguments = sys.argv[1:] if argv is None else argv
     command = None
+    typed = Path(sys.argv[0]).name
     try:
-        command = read_command_line(arguments, program=PROGRAM)
+        program = typed if typed == "zenflow-plan" else PROGRAM
+        command = read_command_line(arguments, program=program)
         return _carry_out(command, arguments)
     except Stopped as stopped:
         if processes.is_first():
