@@ -40,7 +40,7 @@ from train.run_description import OF_THE_MODEL, description_of_model
 from train.run_folder import make_run_folder, run_lock
 from train.run_log import show
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints
-from train.settings import Settings, SettingsError
+from train.settings import Settings, SettingsError, trained_on
 from train.sharding import BATCH_AXES, mesh_axes
 from train.stopping import Stopped, StopRequest
 from train.tasks.chosen import labels_and_best
@@ -134,7 +134,8 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     # The run's template, whatever the settings say now.
     copy = folder / models.CHAT_TEMPLATE
     texts = models.texts_of(str(copy) if copy.is_file() else settings.chat_template)
-    models.write(target, origin, weights, labels=labels, texts=texts, task=settings.task)
+    task = trained_on(vars(settings))
+    models.write(target, origin, weights, labels=labels, texts=texts, task=task)
     said = f"{target} has the weights of checkpoint {step} in {folder}"
     if settings.optimizer != "adamw":
         said += ", without the updates that were on their way"

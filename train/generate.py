@@ -1,4 +1,4 @@
-"""Writes what a model makes of a prompt.
+"""Writes what a model makes of a prompt: its continuation, or the class of a text.
 
     python -m train.generate --model runs/NAME/model "The cat"
     python -m train.generate --model runs/NAME/model "The cat" --temperature 0.8 --top-p 0.95
@@ -29,6 +29,7 @@ from tokenizers.decoders import DecodeStream
 from train import Failure, command_of, models, pretrained
 from train.arguments import positional, read_arguments
 from train.chat_template import ASSISTANT, ConversationError, read_template
+from train.classes import check_classifier, classified
 from train.continuation import Sampling, continued
 from train.hf_config import CONFIG, TASK, ModelError
 from train.hub import model_folder
@@ -43,10 +44,11 @@ PROGRAM = command_of("generate")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Continues a prompt with a decoder in a Hugging Face folder, as a run writes one."""
+    """Continues a prompt with a decoder in a Hugging Face folder, or classifies texts with BERT."""
 
     prompt: str = positional()
-    """Text to continue, or an instruction: see --format."""
+    """Text to continue, or an instruction: see --format. For BERT: text to classify, or - for a
+    text in each line of the standard input."""
     model: Dir
     """Folder of the model (of the run NAME: runs/NAME/model), or org/name on the Hub."""
     format: Literal["auto", "text", "alpaca", "chat"] = "auto"
@@ -103,12 +105,13 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
             f"a folder below. Pass --model {below}"
         )
     origin = read_folder(folder)
-    if origin.architecture != "decoder":
-        raise SettingsError(
-            f"`model`: expected a folder with a decoder, got {folder}, which has one of the kind "
-            f"{origin.architecture} ({origin.raw['model_type']})."
-        )
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
+    if origin.architecture == "encoder":
+        check_classifier(origin)
+        texts = sys.stdin.read().splitlines() if options.prompt == "-" else [options.prompt]
+        for name, share in classified(origin, *_load(origin, options.dtype), tokenizer, texts):
+            write(f"{name}\t{share:.4f}\n")
+        return
     prompt = read_prompt(options, tokenizer)
     room = origin.config.positions - len(prompt.tokens)
     if room < 1 or not prompt.tokens:
@@ -193,7 +196,7 @@ def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
         # What overflows in float16 does not in these.
         dtype = "bfloat16" if models.dtype_of(origin) == jnp.bfloat16 else "float32"
     options = {"weight_dtype": np.dtype(dtype), "compute_dtype": np.dtype(dtype)}
-    options |= {"scan_layers": True, "labels": 0}
+    options |= {"scan_layers": True, "labels": origin.labels or 0}
 
     def build():
         return pretrained.make_model(origin.config, rngs=nnx.Rngs(0), **options)

@@ -28,7 +28,7 @@ from train.reporting import reporter
 from train.run_description import description
 from train.run_folder import write_settings
 from train.run_log import NoLog, RunLog, read_rows, show
-from train.settings import SettingsError
+from train.settings import SettingsError, trained_on
 from train.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
 
 
@@ -300,7 +300,7 @@ class Run:
 
     def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
         job = self.job
-        options = {"labels": job.task.labels, "texts": job.texts, "task": job.settings["task"]}
+        options = {"labels": job.task.labels, "texts": job.texts, "task": trained_on(job.settings)}
         models.write(folder, job.model.origin, weights, values, **options)
 
     def _figures(self, ended: Ended, begun_s: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,8 +19,18 @@ GlueTask = Literal["cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte"]
 Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
 
 
+# The task of a model whose classes are those of pairs from one's own files.
+PAIRS = "classification of pairs"
+
+
 class SettingsError(Failure):
     """A mistake in the settings."""
+
+
+def trained_on(settings: Mapping[str, Any]) -> str:
+    """The task, for the config of the trained model; of one's own classes also if of pairs."""
+    is_own = settings["task"] == "classification"
+    return PAIRS if is_own and settings.get("second_text_column") else settings["task"]
 
 
 class _Group:

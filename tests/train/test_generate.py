@@ -1,5 +1,6 @@
 """Continuations of a prompt: the same tokens with a cache as without, and the command."""
 
+import io
 import json
 import shutil
 
@@ -10,9 +11,10 @@ import pytest
 from flax import nnx
 
 from tests.compilations import times_compiled
-from tests.hf_models import FIXTURES, assert_close, load, write_model
-from train import generate
+from tests.hf_models import FIXTURES, assert_close, change_config, change_tensors, load, write_model
+from train import classes, generate
 from train.continuation import LogitsError, Sampling, continued, narrowed
+from train.settings import trained_on
 from train.tokenizer import read_tokenizer
 
 PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
@@ -152,15 +154,40 @@ def test_a_mistake_ends_the_command_with_one_message(folder, capsys):
         assert expected in err
 
 
-def test_folders_without_a_decoder_and_its_tokenizer_are_refused(tmp_path, capsys):
+def test_the_class_of_each_text_is_that_of_the_text_alone(tmp_path, capsys, monkeypatch):
+    folder = write_model(tmp_path / "model", "bert")
+    origin, graphdef, params = load(folder)
+    tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
+    texts, expected = ["the cat", "a good film " * 9, "", "bad", "why is it on the dog"], []
+    for text in texts:
+        ids = tokenizer.tokens.encode(text).ids
+        ids = np.array([[*ids[:-1][: origin.config.positions - 1], ids[-1]]])
+        logits = nnx.merge(graphdef, params)(ids, np.zeros_like(ids), np.ones_like(ids))
+        share = jax.nn.softmax(logits[0])
+        expected.append((("no", "perhaps", "yes")[int(share.argmax())], float(share.max())))
+    monkeypatch.setattr(classes, "BATCH", 2)
+    monkeypatch.setattr(classes, "PART", 4)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
+    code, out, _ = run(capsys, "--model", folder, "-")
+    lines = [line.split("\t") for line in out.splitlines()]
+    assert code == 0
+    assert [name for name, _ in lines] == [name for name, _ in expected]
+    assert [float(x) for _, x in lines] == pytest.approx([x for _, x in expected], abs=2e-4)
+    assert run(capsys, "--model", folder, texts[0])[1] == out.splitlines(keepends=True)[0]
+    for task in ("rte", trained_on({"task": "classification", "second_text_column": "b"})):
+        change_config(folder, zenflow_task=task)
+        assert f"trained on pairs ({task})" in run(capsys, "--model", folder, "a cat")[2]
+
+
+def test_folders_without_a_head_or_a_tokenizer_are_refused(tmp_path, capsys):
     def refusal(folder):
         code, out, err = run(capsys, "--model", folder, "the cat")
         assert (code, out) == (2, "")
         return err
 
     encoder = write_model(tmp_path / "encoder", "bert")
-    assert "expected a folder with a decoder" in refusal(encoder)
-    assert "(bert)" in refusal(encoder)
+    change_tensors(encoder, lambda of: {n: x for n, x in of.items() if "classifier" not in n})
+    assert "(bert), which has none" in refusal(encoder)
     assert "tokenizer.json" in refusal(FIXTURES / "llama2")
     (tmp_path / "model").mkdir()
     assert f"Pass --model {tmp_path / 'model'}" in refusal(tmp_path)
