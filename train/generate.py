@@ -108,7 +108,8 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
     if origin.architecture == "encoder":
         check_classifier(origin)
-        texts = sys.stdin.read().splitlines() if options.prompt == "-" else [options.prompt]
+        lines = sys.stdin if options.prompt == "-" else [options.prompt]
+        texts = [line.rstrip("\n") for line in lines]  # str.splitlines also ends a line at U+2028
         for name, share in classified(origin, *_load(origin, options.dtype), tokenizer, texts):
             write(f"{name}\t{share:.4f}\n")
         return
