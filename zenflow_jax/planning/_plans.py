@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         gpu: The device that it is planned for.
         devices: How many of them.
-        device: Bytes of one device at the peak of a step, by their use.
+        device: Bytes of one device at the peak of a step, by their use. "weights" are those there.
         checkpoint: Bytes of a checkpoint on disk: parameters, the optimizer's state, the engine's.
         parameters: Number of parameters.
         flops: Operations of one device's matrix products in a step.
@@ -214,8 +214,10 @@ def plan(
             "`jax.jit(step, donate_argnums=(0, 1))`."
         )
     weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state)
+    specs = [leaf.spec for state in _states(opt_state) for leaf in state.leaves]
+    hosted = sum(nbytes(spec) for spec in specs if spec.hosted)
     needs = {
-        "weights": sum(map(_nbytes_here, weights)),
+        "weights": sum(map(_nbytes_here, weights)) - hosted,
         "optimizer state": sum(map(_nbytes_here, state_arrays)),
     }
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
@@ -233,6 +235,7 @@ def plan(
         needs["mail under way"] = engine.under_way // devices
         needs["uploads"] = engine.uploads // devices
         of_host = _of_host(state, engine, devices, rate)
+        of_host["to_device"] += 2 * hosted  # forward and backward
         if state.schedule.staleness != 0:
             of_host["hides"] = hiding_of(state, rate, step_s, host_state=host_state)
     estimate = Plan(
@@ -267,7 +270,7 @@ def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> di
             "a save": needs.saving,
         },
         "to_host": int(mails / steps_of_a_mail / devices),
-        "to_device": int(sum(map(nbytes, parts)) / window / devices),
+        "to_device": int(sum(nbytes(x) for x in parts if not x.hosted) / window / devices),
         "host_s": needs.mean / rate,
     }
 
