@@ -1,6 +1,7 @@
 """Writes the checkpoints of a run beside the training.
 
-    checkpoints/300/state   parameters and optimizer state, by orbax, without mail
+    checkpoints/300/state   parameters and optimizer state, by orbax, without mail; of parameters in
+                            host memory the state alone has the selected channels
     checkpoints/300/engine  the engine's state, which is written from its own memory
     checkpoints/300/run     step, settings, names of the arrays, open figures of the metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
@@ -29,7 +30,13 @@ import orbax.checkpoint as ocp
 import zenflow_jax
 from train import processes
 from train.checksums import CHECKSUMS, checksums
-from train.saved_checkpoints import CheckpointError, SavedCheckpoints, described, split_arrays
+from train.saved_checkpoints import (
+    CheckpointError,
+    SavedCheckpoints,
+    described,
+    lacking,
+    split_arrays,
+)
 
 
 class Checkpoints(SavedCheckpoints):
@@ -98,6 +105,7 @@ class Checkpoints(SavedCheckpoints):
             "zenflow_jax": zenflow_jax.__version__,
             "step": step,
             "arrays": described(saved),
+            "lacking": lacking(params, opt_state),
             "figures": list(self._figures.items()),
             "progress": progress,
         }

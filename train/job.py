@@ -20,7 +20,13 @@ from train.decoder import DecoderConfig
 from train.encoder import EncoderConfig
 from train.memory import check_memory
 from train.meter import causes_of_infinity, check_finite
-from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_deepspeed
+from train.optimizers import (
+    in_force,
+    initial_state,
+    make_optimizer,
+    said_of_deepspeed,
+    with_deepspeed,
+)
 from train.pretrained import Pretrained, read_folder, shapes_of
 from train.reporting import check_reporter
 from train.settings import (
@@ -34,7 +40,7 @@ from train.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.chosen import make_task, make_test
-from zenflow_jax import streaming
+from zenflow_jax import planning, streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
 
@@ -64,8 +70,8 @@ class Job(NamedTuple):
     batches: Batches
     model: models.Model
     train_step: Callable
-    validate: Callable[[Any], dict[str, float]]
-    test: Callable[[Any], dict[str, float]] | None  # the same of the test data
+    validate: Callable[..., dict[str, float]]  # as of `make_validate`
+    test: Callable[..., dict[str, float]] | None  # the same of the test data
     notes: tuple[str, ...]  # to be shown
     causes_of_infinity: str
 
@@ -143,21 +149,23 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     processes.check_same(to_toml(values), sources.checksum)
     model = make_model(sources)
     tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
-    opt_state = committed(tx.init(model.params), mesh)
+    opt_state = committed(initial_state(tx, model.params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
     per_example = PER_EXAMPLE[task.kind]
-    if settings.stream == "gradients" and jax.default_backend() != "cpu":
+    streams = settings.stream != "none"
+    if streams and jax.default_backend() != "cpu":
         streaming.check_device()
     train_step = make_train_step(
         model.graphdef,
         tx,
         per_example,
         micro_batches=settings.micro_batches,
-        stream=settings.stream == "gradients",
+        stream=streams,
         placement=placement,
+        on_gpu=planning.gpu_here() is not None,
     )
 
-    def figures_on(samples: Mapping[str, Sample]) -> Callable[[Any], dict[str, float]]:
+    def figures_on(samples: Mapping[str, Sample]) -> Callable[..., dict[str, float]]:
         return make_validate(model.graphdef, per_example, task, samples, check)
 
     causes = causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
@@ -192,7 +200,9 @@ def make_model(sources: Sources) -> models.Model:
         sharding=sharding,
         labels=len(labels),
     )
-    return models.make(build, mesh, sources.origin, labels=labels, seed=settings.seed)
+    options = {"labels": labels, "seed": settings.seed}
+    in_host_memory = settings.stream == "weights"
+    return models.make(build, mesh, sources.origin, in_host_memory=in_host_memory, **options)
 
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:

@@ -30,8 +30,10 @@ def check_memory(
     """
     adamw, trains = run.optimizer == "adamw", run.steps != 0
     weights = np.dtype(weight_dtype(run.optimizer, dtype)).itemsize * parameters
-    # Weights and gradients; with adamw its moments too.
+    # Weights, and gradients where they are all there at once; with adamw its moments too. What is
+    # not a block's matrix is not counted by itself.
     device = (2 * weights + (8 * parameters if adamw else 0)) if trains else weights
+    device = {"none": device, "gradients": weights, "weights": 0}[run.stream]
     # Master and moments of the deferred channels, divided among the processes.
     deferred = 1 - min(max(run.topk_ratio, 0.0), 1.0) if run.optimizer == "zenflow" else 1.0
     state = 6 if run.host_state == "compact" else 12

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from train import pretrained, processes
+from train import hosted, pretrained, processes
 from train.decoder import DecoderConfig
 from train.encoder import EncoderConfig
 from train.hf_saving import Entry, save_folder, write_by_first, write_file
@@ -45,14 +45,20 @@ def make(
     *,
     labels: Sequence[str] = (),
     seed: int,
+    in_host_memory: bool = False,
 ) -> Model:
-    """Makes the model of a `builder`, of the same weights with any mesh and with none."""
+    """Makes the model of a `builder`, of the same weights with any mesh and with none.
+
+    `in_host_memory` has the matrices of stacked blocks there, without a mesh.
+    """
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
         graphdef, params = split(build())
-        return Model(graphdef, committed(params), None)
+        return Model(graphdef, committed(hosted.put(params) if in_host_memory else params), None)
     # Each device draws or reads its own shards, so the model need not fit on any of them.
     shardings = mesh and weight_shardings(mesh, shapes)
+    if in_host_memory:
+        shardings = hosted.shardings_of(shapes)
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
         return Model(graphdef, params, None)

@@ -65,6 +65,13 @@ def make_optimizer(
         raise SettingsError(str(error)) from error
 
 
+def initial_state(tx: optax.GradientTransformation, params: Any) -> Any:
+    try:
+        return tx.init(params)
+    except ValueError as error:  # of a staleness that weights in host memory cannot have
+        raise SettingsError(str(error)) from error
+
+
 class SkipState(NamedTuple):
     skipped: jax.Array  # int32: steps that were skipped
     inner: Any

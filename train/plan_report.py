@@ -28,7 +28,9 @@ from zenflow_jax.planning import (
 ON_DEVICE = ("weights", "optimizer state", TEMPORARIES, "mail under way", "uploads")
 # What follows from the attributes of a plan.
 DERIVED = "by fits device_bytes device_bytes_there host_bytes host_pinned hidden advice".split()
-ON_HOST = ("masters, moments", "sums", "mail", "hand-over, pinned", "hand-over", "a save")
+ON_HOST = tuple(
+    "masters, moments; sums; mail; weights; hand-over, pinned; hand-over; a save".split("; ")
+)
 
 
 def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
@@ -59,7 +61,7 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     row("  of", [x.device_bytes_there for x in plans])
     table.add_section()
     for name in ON_HOST:
-        pinned = " (pinned)" if name == "mail" else ""
+        pinned = " (pinned)" if name in ("mail", "weights") else ""
         row(f"host: {name}{pinned}", [x.host.get(name) for x in plans])
     row("host, in all", [x.host_bytes or None for x in plans], "bold")
     row("  of", [x.host_bytes_there - HOST_RESERVE for x in plans])
@@ -98,7 +100,8 @@ def said(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
     elif not chosen.fits:
         lines.append(
             "Nor does it with a smaller batch, --host-state compact, another --update-interval, "
-            "--remat or --no-scan-layers: take a smaller model, or more devices (--mesh)."
+            "--remat, --no-scan-layers or --stream weights: take a smaller model, or more devices "
+            "(--mesh)."
         )
     lines.append(
         f"Taken: {EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,15 +18,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train import models
+from train import hosted, models
 from train.command_line import Planning
 from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.hub import model_folder
 from train.json_files import read_object
 from train.memory import host_bytes
-from train.optimizers import make_optimizer, with_values_of
+from train.optimizers import initial_state, make_optimizer, with_values_of
 from train.pretrained import Pretrained
-from train.settings import Settings, SettingsError
+from train.settings import Settings, SettingsError, may_stream_weights
 from train.sharding import batch_parts, batch_sharding, mesh_axes, mesh_over, weight_shardings
 from train.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
@@ -209,7 +210,11 @@ def compiled_peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | No
     """Bytes of one device at the peak of a step, by the compiler."""
     planned = planned_step(settings, origin, mesh, placed=True)
     step: Any = planned.step
-    return planning.peak_bytes(step.lower(*planned[1:]).compile())
+    with warnings.catch_warnings():
+        # Of weights that the step moves to host memory.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        peak = planning.peak_bytes(step.lower(*planned[1:]).compile())
+    return peak - (hosted.nbytes(planned.params) if settings.stream == "weights" else 0)
 
 
 def between(run: Settings, least: int, most: int, peak_of: Callable[[Settings], int]) -> int:
@@ -250,6 +255,8 @@ def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
         choices.append(("host_state", "compact"))
     if settings.scan_layers and settings.stream == "none":
         choices.append(("scan_layers", False))
+    if settings.stream != "weights" and may_stream_weights(settings):
+        choices.append(("stream", "weights"))
     interval = settings.update_interval
     if settings.optimizer == "zenflow" and isinstance(interval, int):
         choices += [("update_interval", 2 * interval)]
@@ -258,7 +265,8 @@ def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
         choices.append(("remat", True))
     for count in range(len(choices) + 1):
         for chosen in itertools.combinations(choices, count):
-            if len(dict(chosen)) == count:  # no setting twice
+            # No setting twice, and no layers written out that stream.
+            if len(dict(chosen)) == count and not {"stream", "scan_layers"} <= dict(chosen).keys():
                 yield dict(chosen)
 
 
@@ -334,8 +342,10 @@ def planned_step(
     tx = make_optimizer(settings, steps_per_epoch=settings.steps)
     size, parts = settings.batch_size, settings.micro_batches
     sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
+    in_host_memory = settings.stream == "weights"
     if divided is None:
-        opt_state = jax.eval_shape(tx.init, params)
+        put = hosted.put if in_host_memory else lambda params: params
+        opt_state = jax.eval_shape(lambda params: initial_state(tx, put(params)), params)
     else:
         params = jax.tree.map(_at, params, weight_shardings(divided, params))
         is_adamw = settings.optimizer == "adamw"
@@ -350,8 +360,10 @@ def planned_step(
         tx,
         PER_EXAMPLE[kind],
         micro_batches=parts,
-        stream=settings.stream == "gradients",
+        stream=settings.stream != "none",
         placement=placement,
+        on_gpu=placed,
+        described=in_host_memory,
     )
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:

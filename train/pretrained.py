@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from train import hosted
 from train.blocks import INIT_STD
 from train.decoder import Decoder, DecoderConfig
 from train.encoder import BertClassifier, EncoderConfig
@@ -116,8 +117,11 @@ def load_weights(
             of = source(pretrained.architecture, name, leaf.shape)
             tensors = [pretrained.tensors[name] for name in of.names]
             _check_shapes(tensors, of.shape)
-            return jax.make_array_from_callback(
-                leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
+            # Leaf by leaf, so that there are no two copies of all.
+            return hosted.placed(
+                jax.make_array_from_callback(
+                    leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
+                )
             )
 
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)

@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 
 import zenflow_jax
-from train import models, processes
+from train import hosted, models, processes
 from train.checkpoints import Checkpoints
 from train.job import Job
 from train.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
@@ -201,7 +201,8 @@ class Run:
             if is_due(self.job.output.export_every, step):
                 jax.block_until_ready(self.params)
                 with self.meter.paused():
-                    self._write(self.folder / f"{models.FOLDER}-{step}", self.params)
+                    values = hosted.whole_weights(self.params, self.opt_state)
+                    self._write(self.folder / f"{models.FOLDER}-{step}", self.params, values)
             if self._has_stopped_early():
                 self.steps = step
                 patience = self.job.output.early_stopping_patience
@@ -340,7 +341,10 @@ class Run:
         if not self.validations or self.validations[-1][0] != step:
             jax.block_until_ready(self.params)
             with self.meter.paused():
-                self.validations.append((step, self.job.validate(self.params)))
+                # Of weights in host memory the state alone has the selected channels.
+                hides = self.job.zenflow.stream == "weights"
+                state = [self.opt_state] if hides else []
+                self.validations.append((step, self.job.validate(self.params, *state)))
             self.log.validation(*self.validations[-1])
         return self.validations[-1][1]
 

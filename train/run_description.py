@@ -36,6 +36,8 @@ def description(
     # The other two have the same bits, and may be exchanged.
     sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
+    # Between flushes parameters in host memory lack what others have.
+    fixed["stream"] = "weights" if settings["stream"] == "weights" else "none"
     if settings["task"] != "language":
         del fixed["packing"]
     return {

@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import zenflow_jax
-from train import Failure, processes
+from train import Failure, hosted, processes
 from train.checksums import damage
 from train.run_description import check_same_run
 from train.settings import SettingsError
@@ -130,7 +130,18 @@ class SavedCheckpoints:
         run = self._read_run(step)
         arrays = {name: x for name, x in run["arrays"].items() if name.startswith("params.")}
         check_arrays(folder, arrays, described(saved), run["zenflow_jax"])
-        restored = self._read_state(folder, saved, partial_restore=True)
+        of_rows = {name: hosted.Selected(*of) for name, of in run.get("lacking", {}).items()}
+        rows = {name: _empty_rows(saved[name].shape, of) for name, of in of_rows.items()}
+        templates = dict(saved)
+        for arrays in rows.values():
+            templates |= arrays
+        restored = self._read_state(folder, templates, partial_restore=True)
+        for name, of in of_rows.items():
+            weights = restored[name]
+            channels, master = map(restored.pop, rows[name])
+            whole = hosted.with_selected(weights, channels, master, of.axis)
+            is_put = isinstance(weights, jax.Array)
+            restored[name] = jax.device_put(whole, weights.sharding) if is_put else whole
         return join_arrays({"params": like}, restored, others)["params"]
 
     def _read_run(self, step: int) -> dict[str, Any]:
@@ -154,7 +165,11 @@ class SavedCheckpoints:
         restore_args = ocp.checkpoint_utils.construct_restore_args(templates)
         args = ocp.args.PyTreeRestore(item=templates, restore_args=restore_args, **options)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return reader.restore(folder / "state", args=args)
+            restored = reader.restore(folder / "state", args=args)
+        # One after the other, so that there are no two copies of all.
+        for name, x in restored.items():
+            restored[name] = hosted.placed(x)
+        return restored
 
     def _best_of(self, steps: Iterable[int]) -> int | None:
         rated = [(self._sign * self._figures[s], s) for s in steps if s in self._figures]
@@ -216,6 +231,22 @@ def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any])
         return x
 
     return jax.tree_util.tree_map_with_path(one, trees)
+
+
+def lacking(params: Any, opt_state: Any) -> dict[str, hosted.Selected]:
+    """By its name in a checkpoint, each parameter whose selected channels the state alone has."""
+    paths = jax.tree_util.tree_leaves_with_path({"params": params})
+    return {_name_of(paths[one.leaf][0]): one for one in hosted.selected(opt_state)}
+
+
+def _empty_rows(shape: tuple[int, ...], of: hosted.Selected) -> dict[str, np.ndarray]:
+    """Room for the numbers and masters of a parameter's selected channels, as a state has them."""
+    name, of_master = f"opt_state.leaves.{of.leaf}", list(shape)
+    of_master[of.axis] = of.k
+    return {
+        f"{name}.channels": np.empty((shape[0], of.k), np.int32),
+        f"{name}.master": np.empty(of_master, np.float32),
+    }
 
 
 def described(arrays: Mapping[str, Any]) -> dict[str, str]:

@@ -160,8 +160,9 @@ class ZenFlowSettings(_Group):
     """Step of deferred weights until their update arrives, as a share of the learning rate."""
     send_gradients: Literal["during_step", "after_step", "per_window"] = "during_step"
     """When gradients leave the device; per_window sums them on the device first."""
-    stream: Literal["none", "gradients"] = "none"
-    """gradients: those of scanned layers leave one layer at a time, in the backward pass."""
+    stream: Literal["none", "gradients", "weights"] = "none"
+    """gradients: those of scanned layers leave one layer at a time, in the backward pass. weights:
+    so do their gradients, and their matrices lie in host memory; without provisional steps."""
     transfer_dtype: Literal["bfloat16"] | None = None
     """Round float32 gradients to this for their transfer. If not given: no rounding."""
     host_kernel: Literal["numba", "numpy"] = "numba"
@@ -249,10 +250,9 @@ class Settings(OutputSettings, OptimizerSettings, DataSettings, ModelSettings):
             wanted = "{}, as early_stopping_patience is set"
             self._check("keep_best", self.keep_best, wanted.format("True"))
             self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
-        if self.stream == "gradients":
-            for name, expected in _OF_STREAMS.items():
-                allowed = f"{expected!r}, as stream is 'gradients'"
-                self._check(name, getattr(self, name) in (expected, None), allowed)
+        for name, expected in _OF_STREAMS[self.stream].items():
+            allowed = f"{expected!r}, as stream is {self.stream!r}"
+            self._check(name, getattr(self, name) in (expected, None), allowed)
         # Each head turns pairs of numbers.
         multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
         self._check("width", self.width % (2 * self.heads) == 0, multiple)
@@ -287,12 +287,23 @@ _ABOVE_ZERO = (
     "max_grad_norm threads log_every eval_batches keep max_skipped early_stopping_patience"
 ).split()
 
-_OF_STREAMS = {
+_OF_GRADIENTS = {
     "optimizer": "zenflow",
     "scan_layers": True,
     "micro_batches": 1,
     "send_gradients": "during_step",
 }
+_OF_STREAMS = {
+    "none": {},
+    "gradients": _OF_GRADIENTS,
+    "weights": _OF_GRADIENTS | {"mesh": None},
+}
+
+
+def may_stream_weights(settings: Settings) -> bool:
+    allowed = _OF_STREAMS["weights"].items()
+    return all(getattr(settings, name) == value for name, value in allowed)
+
 
 _AT_LEAST_ZERO = (
     "seed steps warmup_steps weight_decay save_every evaluate_every export_every"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from train import processes
+from train import hosted, processes
 from train.data import ROWS, Batch
 from train.optimizers import skipped_steps
 from train.tasks import Task
@@ -23,6 +24,8 @@ from zenflow_jax import streaming
 
 # Batches of a validation that are dispatched before the first of them is read.
 AHEAD = 8
+# By default XLA has two copies of a layer's matrices in flight, and waits for the others (0.10.2).
+FETCHES = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 
 
 class PerExample(NamedTuple):
@@ -62,13 +65,16 @@ def make_train_step(
     micro_batches: int = 1,
     stream: bool = False,
     placement: Any = None,
+    on_gpu: bool = False,
+    described: bool = False,
 ) -> Callable:
     """The jitted step: it knows neither the optimizer nor the number of devices.
 
     It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of the
     run's skipped steps (int32). Gradients of `micro_batches` are summed in float32. With `stream`
     those of scanned layers leave one layer after the other. `placement` are shardings of parameters
-    and state, which the compiler would otherwise be free to change.
+    and state, which the compiler would otherwise be free to change. `on_gpu` is for NVIDIA's. A
+    `described` step has parameters for host memory on the device, where it moves them from.
     """
 
     def loss_of(params, batch):
@@ -100,15 +106,21 @@ def make_train_step(
         )
 
     def train_step(params, opt_state, batch):
+        if described:  # such a device takes no arguments in host memory
+            params = hosted.put(params)
         weights = streaming.stream(params, opt_state) if stream else params
         loss, grads = gradient(weights, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss, skipped_steps(opt_state)
+        params = optax.apply_updates(params, updates)
+        params = hosted.on_device(params) if described else params
+        return params, opt_state, loss, skipped_steps(opt_state)
 
     # Donated: the new parameters and state take the memory of the old ones.
     out_shardings = placement and (*placement, None, None)
     # Else a GPU sums what is scattered, and cuDNN its gradients, in any order: a run has to repeat.
-    options = {"xla_gpu_exclude_nondeterministic_ops": True}
+    options: dict[str, Any] = {"xla_gpu_exclude_nondeterministic_ops": True}
+    if on_gpu and stream:
+        options |= FETCHES
     return jax.jit(
         train_step, donate_argnums=(0, 1), out_shardings=out_shardings, compiler_options=options
     )
@@ -125,22 +137,25 @@ def make_validate(
     task: Task,
     samples: Mapping[str, Iterable[Batch]],
     check: Callable[[], None] = lambda: None,
-) -> Callable[[Any], dict[str, float]]:
+) -> Callable[..., dict[str, float]]:
     """A function from parameters to the figures of a validation on the batches of `samples`.
 
-    Of several samples each figure has the sample's name in front: `matched/accuracy`.
+    Of several samples each figure has the sample's name in front: `matched/accuracy`. Parameters
+    whose selected channels are in the optimizer state alone come with it.
     """
 
     @jax.jit
-    def judge(params, batch):
+    def judge(params, opt_state, batch):
+        if opt_state is not None:
+            params = streaming.stream(params, opt_state)
         result = per_example(nnx.merge(graphdef, params), batch)
         rows = batch[ROWS]
         return (result.losses * rows).sum(), (result.targets * rows).sum(), result.predictions
 
-    def of_sample(params, sample: Iterable[Batch]) -> dict[str, float]:
+    def of_sample(params, opt_state, sample: Iterable[Batch]) -> dict[str, float]:
         loss = targets = 0.0
         predictions, labels = [], []
-        for batch, (losses, counts, predicted) in _ahead(lambda b: judge(params, b), sample):
+        for batch, (losses, counts, predicted) in _ahead(partial(judge, params, opt_state), sample):
             check()
             loss += float(losses)
             targets += float(counts)
@@ -153,11 +168,11 @@ def make_validate(
             figures |= task.score(np.concatenate(predictions), np.concatenate(labels))
         return figures
 
-    def validate(params: Any) -> dict[str, float]:
+    def validate(params: Any, opt_state: Any = None) -> dict[str, float]:
         return {
             name if len(samples) == 1 else f"{data}/{name}": value
             for data, sample in samples.items()
-            for name, value in of_sample(params, sample).items()
+            for name, value in of_sample(params, opt_state, sample).items()
         }
 
     return validate

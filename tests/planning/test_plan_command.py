@@ -153,6 +153,22 @@ def test_a_plan_that_does_not_fit_says_which_commands_do(
     assert (settings.host_state, settings.scan_layers) == ("compact", False)
 
 
+def test_where_the_device_has_no_room_for_the_weights_they_may_lie_in_host_memory(
+    monkeypatch, tmp_path, without_compiler
+):
+    hosted = [*RUN, "--stream", "weights"]
+    settings = read_command_line(hosted, program="p").settings
+    plan = library.plan(*planned_step(settings, folder_of_config(settings.model), None))
+    memory = int(plan.device_bytes / 0.95) + 1
+    monkeypatch.setitem(GPUS, "rtx4090", dataclasses.replace(GPUS["rtx4090"], memory=memory))
+    room = ["--device", "rtx4090", "--host-memory", "64"]
+    report = reported(tmp_path, *RUN, *room)
+    assert not report["plans"]["zenflow"]["fits"]
+    (way, *_) = report["what_fits"]
+    assert way["command"].endswith("--stream weights")
+    assert way["device"] == plan.device_bytes
+
+
 def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
     monkeypatch, with_compiler, tmp_path, capsys
 ):

@@ -1,0 +1,97 @@
+"""Runs of the script whose layers lie in host memory: the files of runs whose layers do not."""
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.hf_models import FIXTURES, write_model
+from tests.train.scripts import TINY, cut_short, read
+from tests.train.test_finetuning import glue, language, validations, write_config
+from train import finetune, hosted, job
+from train.checkpoints import Checkpoints
+from train.planning import compiled_peak, folder_of_config, planned_step
+from train.settings import Settings, SettingsError
+from train.sharding import mesh_over
+from train.step import FETCHES
+from zenflow_jax import planning
+
+IN_HOST_MEMORY = {"scan_layers": True, "stream": "weights"}
+
+
+def bits(folder):
+    """The bytes of the tensors in a folder, all of which must be numbers."""
+    tensors = load_file(folder / "model.safetensors")
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in tensors.values())
+    return {name: x.tobytes() for name, x in tensors.items()}
+
+
+# Both keep the best, export every fifth step, and validate in between.
+@pytest.mark.slow
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+@pytest.mark.parametrize(("task", "model"), [(language, "llama2"), (glue, "bert")])
+def test_a_run_and_all_its_weights_have_the_bits_of_one_whose_layers_are_on_the_device(
+    tmp_path, monkeypatch, capsys, task, model
+):
+    data, origin = tmp_path / "data", write_model(tmp_path / "origin", model)
+    data.mkdir()
+    more = {"steps": 12, "export_every": 5, "keep": 9, "keep_best": model == "bert"}
+    # Layers in host memory make no provisional steps.
+    more |= {"dtype": "bfloat16", "micro_batches": 1, "provisional_share": 0.0}
+    config = write_config(tmp_path, **task(data) | {"model": str(origin)} | more)
+    plain, whole, cut = (tmp_path / name for name in ("plain", "whole", "cut"))
+    stream = ["--stream", "weights"]
+    assert finetune.main([config, "--run", plain.name]) == 0
+    assert finetune.main([config, "--run", whole.name, *stream]) == 0
+    cut_short(whole, cut, after=5)
+    ends = "model"
+    if model == "bert":
+        ends = "model-5"  # and is read from the checkpoint at the end
+        monkeypatch.setattr(Checkpoints, "_best_of", lambda *_: 5)
+    assert finetune.main([config, "--run", cut.name, *stream]) == 0
+    assert "going on from checkpoint 5" in capsys.readouterr().out
+    assert validations(plain) == validations(whole) == validations(cut)
+    for name in ("model-5", "model-10", "model"):
+        assert bits(plain / name) == bits(whole / name)
+    assert bits(whole / ends) == bits(cut / "model")
+    for run in (plain, whole):
+        target = tmp_path / f"{run.name}-10"
+        assert finetune.main([config, "--run", run.name, "--export", "10", str(target)]) == 0
+    assert bits(tmp_path / "plain-10") == bits(tmp_path / "whole-10") == bits(plain / "model-10")
+    capsys.readouterr()
+    assert finetune.main([config, "--run", cut.name, "--steps", "13"]) == 2
+    assert "`stream`: expected weights, as in the run" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("promotion_as_users_have_it")
+def test_the_plan_has_the_weights_in_host_memory():
+    options = {"task": "language", "model": str(FIXTURES / "qwen3"), "data": "none"}
+    settings = Settings(**options, **IN_HOST_MEMORY, remat=True, sequence_length=8)
+    origin = folder_of_config(settings.model)
+    planned = planned_step(settings, origin, None)
+    moved = hosted.nbytes(planned.params)
+    plan = planning.plan(*planned)
+    kernels = [x for x in jax.tree.leaves(planned.params["blocks"]) if x.ndim == 3]
+    assert moved == sum(2 * x.size for x in kernels) == plan.host["weights"] / 2
+    every = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(planned.params))
+    assert plan.device["weights"] == every - moved
+    # Forward and backward.
+    assert 2 * moved < plan.to_device < 2 * moved + every
+    mesh = mesh_over({"data": 1}, jax.devices()[:1])
+    least = plan.device["weights"] + plan.device["optimizer state"]
+    assert least < compiled_peak(settings, origin, mesh)
+
+
+def test_what_cannot_be_trained_from_host_memory_is_refused_by_name():
+    for name, value in (("mesh", "data=2"), ("optimizer", "adamw"), ("scan_layers", False)):
+        with pytest.raises(SettingsError, match=f"`{name}`: expected .* as stream is 'weights'"):
+            Settings(**IN_HOST_MEMORY | {name: value})
+    sources = read(**TINY | {"layers": 16}, **IN_HOST_MEMORY, staleness=2, update_interval=16)
+    with pytest.raises(SettingsError, match="got staleness=2"):
+        job.prepare(sources, lambda: None)
+
+
+def test_xla_knows_the_option_for_fetches():
+    assert jax.jit(lambda x: x + 1, compiler_options=FETCHES)(1) == 2
+    with pytest.raises(Exception, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_no_such_option": 1})(1)

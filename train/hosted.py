@@ -1,0 +1,101 @@
+"""Stacked blocks whose matrices lie in pinned host memory, which the step fetches one at a time.
+
+Between flushes the library leaves their selected channels to the optimizer state, and NaN in the
+parameters. Whoever writes weights puts the masters in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+import zenflow_jax
+
+KIND = "pinned_host"
+
+
+def shardings_of(weights: Any) -> Any:
+    """The place of each leaf of `weights`, or of shapes: the first device, or its host's memory."""
+    device = jax.local_devices()[0]
+    places = {
+        True: SingleDeviceSharding(device, memory_kind=KIND),
+        False: SingleDeviceSharding(device),
+    }
+    return jax.tree_util.tree_map_with_path(lambda path, x: places[_is_hosted(path, x)], weights)
+
+
+def put(params: Any) -> Any:
+    """The same parameters with those matrices in host memory, under jit as well."""
+
+    def one(path: Any, x: Any) -> Any:
+        return jax.device_put(x, jax.memory.Space.Host) if _is_hosted(path, x) else x
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def on_device(params: Any) -> Any:
+    """The parameters that lie on the device, and None in the place of those that do not."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: None if _is_hosted(path, x) else x, params
+    )
+
+
+def nbytes(params: Any) -> int:
+    """Bytes of those matrices."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return sum(x.size * x.dtype.itemsize for path, x in leaves if _is_hosted(path, x))
+
+
+def placed(x: Any) -> Any:
+    """An array that was put together of pieces: in host memory jax would not know where it is."""
+    if not isinstance(x, jax.Array) or x.sharding.memory_kind != KIND:
+        return x
+    return jax.device_put(np.asarray(x), x.sharding)
+
+
+class Selected(NamedTuple):
+    """The place of the channels that a parameter in host memory lacks."""
+
+    leaf: int  # number of its leaf in the optimizer state
+    axis: int  # of channels
+    k: int  # how many are selected
+
+
+def selected(opt_state: Any) -> list[Selected]:
+    """Those of all parameters in host memory."""
+    if not isinstance(opt_state, zenflow_jax.ZenFlowState):  # of another optimizer
+        return []
+    specs = enumerate(leaf.spec for leaf in opt_state.leaves)
+    return [Selected(i, x.axis, x.k) for i, x in specs if x.hosted and x.k]
+
+
+def with_selected(weights: Any, channels: Any, master: Any, axis: int) -> np.ndarray:
+    """A stack of matrices, copied, with the masters of selected channels in their rows."""
+    whole = np.array(weights)
+    rows = np.moveaxis(np.asarray(master).astype(whole.dtype), axis, 1)
+    # A view: what is written here is in `whole`.
+    for entry, of_entry, new in zip(
+        np.moveaxis(whole, axis, 1), np.asarray(channels), rows, strict=True
+    ):
+        entry[of_entry] = new
+    return whole
+
+
+def whole_weights(params: Any, opt_state: Any) -> Iterator[Any]:
+    """The parameters, one after the other: those in host memory with their selected channels."""
+    axes = {one.leaf: one.axis for one in selected(opt_state)}
+    for i, x in enumerate(jax.tree.leaves(params)):
+        if i not in axes:
+            yield x
+        else:
+            leaf = opt_state.leaves[i]
+            yield with_selected(x, leaf.channels, leaf.master, axes[i])
+
+
+def _is_hosted(path: Any, x: Any) -> bool:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.startswith("blocks/") and name.endswith("/kernel") and x.ndim > 2
