@@ -261,7 +261,6 @@ def test_a_validation_judges_every_example_once_in_each_set_of_data():
     sets = {"matched": Labelled([2, -1, 3], [0, 1, 1]), "mismatched": Labelled([1] * 5, [0] * 5)}
     task = Task(
         name="test",
-        kind="encoder",
         train=sets["matched"],
         validation=sets,
         labels=("a", "b"),

@@ -38,7 +38,6 @@ class Task(NamedTuple):
     """
 
     name: str
-    kind: Literal["decoder", "encoder"]  # the model that it needs
     train: Source
     validation: Mapping[str, Source]  # mostly one, "validation"
     checksum: int  # CRC-32 of all tokens and labels, so that a resumed run notices other data
@@ -49,6 +48,11 @@ class Task(NamedTuple):
     best: str = "loss"
     notes: tuple[str, ...] = ()  # sentences about what was left out of the files, to be shown
     overview: tuple[str, ...] = ()  # lines about the examples that train, to be shown
+
+    @property
+    def kind(self) -> Literal["decoder", "encoder"]:
+        """The model that the task needs."""
+        return "encoder" if self.labels else "decoder"
 
     @property
     def target(self) -> str:

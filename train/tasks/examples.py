@@ -7,7 +7,6 @@ import itertools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -23,8 +22,6 @@ PARTS, CHARACTERS = 8, 240
 
 class Examples:
     """Examples of at most `most` tokens; a model gets `longest` of them. Subclasses index them."""
-
-    kind: Literal["decoder", "encoder"]
 
     def __init__(self, encoded: Encoded, rows: np.ndarray, *, most: int, longest: int, pad: int):
         self.longest = longest
@@ -87,8 +84,6 @@ class Examples:
 class Sentences(Examples):
     """Sentences or pairs of them, with the ids of their classes; texts are read before `labels`."""
 
-    kind = "encoder"
-
     def __init__(
         self, texts: Iterable[Text], labels: Sequence[int], tokenizer: Tokenizer, length: int
     ):
@@ -134,7 +129,6 @@ def task_of(
     lengths = f"{train.describe_lengths()}; {len(train)} train, {validate} validate"
     return Task(
         name=name,
-        kind=train.kind,
         train=train,
         validation=validation,
         checksum=checksum,

@@ -65,7 +65,6 @@ def make(
     windows = Windows(train, sequence_length)
     return Task(
         name="language",
-        kind="decoder",
         train=windows,
         validation={"validation": Windows(validation, sequence_length)},
         checksum=checksum,
