@@ -55,8 +55,6 @@ OTHERS = {
 class Answers(Examples):
     """Examples of `length` predicted tokens; only the marked ones count."""
 
-    kind = "decoder"
-
     def __init__(self, encoded: Encoded, rows: np.ndarray, length: int, pad: int):
         super().__init__(encoded, rows, most=length + 1, longest=length, pad=pad)
 
@@ -67,10 +65,7 @@ class Answers(Examples):
 
 def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
     """The task of answering instructions; arguments and errors are those of `task_of_answers`."""
-
-    def encode_files(paths: list[Path], notes: list[str]) -> Encoded:
-        return encode_instructions(tokenizer, expect_examples(paths, _instructions))
-
+    encode_files = partial(_encode_instructions, tokenizer)
     return task_of_answers("alpaca", data, tokenizer, encode_files, **options)
 
 
@@ -143,9 +138,9 @@ def prompt(instruction: str, context: str = "") -> str:
     return PROMPT.format(instruction=instruction)
 
 
-def encode_instructions(tokenizer: Tokenizer, texts: Iterator[str]) -> Encoded:
+def _encode_instructions(tokenizer: Tokenizer, paths: list[Path], _: list[str]) -> Encoded:
     """Prompts and answers in turn as tokens, with a begin (if any) and an end around each pair."""
-    encoded = encode(tokenizer, texts, special=False)
+    encoded = encode(tokenizer, expect_examples(paths, _instructions), special=False)
     prompts, outputs = np.diff(encoded.starts).reshape(-1, 2).T
     tokens, starts = enclose(encoded.tokens, encoded.starts[::2], tokenizer)
     # Begin and prompt do not count, answer and end do.

@@ -72,17 +72,11 @@ def enclose(
     tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Texts with a begin (if any) and an end token around each: all tokens, and their starts."""
-    begin, end = tokenizer.begin, tokenizer.end
-    starts = starts + (1 if begin is None else 2) * np.arange(len(starts))
-    enclosed = np.empty(starts[-1], tokens.dtype)
-    is_text = np.ones(len(enclosed), bool)
-    is_text[starts[1:] - 1] = False
-    enclosed[starts[1:] - 1] = end
-    if begin is not None:
-        is_text[starts[:-1]] = False
-        enclosed[starts[:-1]] = begin
-    enclosed[is_text] = tokens
-    return enclosed, starts
+    around = [tokenizer.end] if tokenizer.begin is None else [tokenizer.begin, tokenizer.end]
+    # Of several tokens for one place `insert` keeps the order: an end, then the next begin.
+    places = np.stack([starts[:-1], starts[1:]][-len(around) :], axis=1).reshape(-1)
+    enclosed = np.insert(tokens, places, np.tile(np.array(around), len(starts) - 1))
+    return enclosed, starts + len(around) * np.arange(len(starts))
 
 
 def chunks(items: Iterable[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:
