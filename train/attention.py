@@ -28,18 +28,16 @@ def attention(
     """
     # jax does not count the position itself.
     local = None if window is None or window >= q.shape[1] else (window - 1, 0)
-    plain = partial(jax.nn.dot_product_attention, is_causal=causal, local_window_size=local)
+    options = {"is_causal": causal, "local_window_size": local}
 
-    def flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
-        return plain(q, k, v, mask=mask, implementation="cudnn")
+    def plain(q, k, v, mask, **options_of_kernel) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, **options, **options_of_kernel)
 
-    def usual(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
-        return plain(q, k, v, mask=mask)
-
+    flash = partial(plain, implementation="cudnn")
     if not _takes(flash, q, k, v, mask):
-        return usual(q, k, v, mask)
+        return plain(q, k, v, mask)
     # Traced where no GPU may be, as in a plan for one: what it is compiled for decides.
-    return jax.lax.platform_dependent(q, k, v, mask, cuda=flash, default=usual)
+    return jax.lax.platform_dependent(q, k, v, mask, cuda=flash, default=plain)
 
 
 def _takes(kernel, *arrays) -> bool:

@@ -18,10 +18,15 @@ import jax.numpy as jnp
 #: Words whose logits are there at once.
 PART = 8192
 
+_LETTERS = "vw", "wv"  # of the head, by the axis of the vocabulary
+
+_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
 T = TypeVar("T")
 
 
-def token_losses(x: jax.Array, head: jax.Array, targets: jax.Array, *, axis: int) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def token_losses(x: jax.Array, head: jax.Array, targets: jax.Array, axis: int) -> jax.Array:
     """Cross-entropies in nats: float32, of the shape of `targets`.
 
     Args:
@@ -30,15 +35,10 @@ def token_losses(x: jax.Array, head: jax.Array, targets: jax.Array, *, axis: int
         targets: Words `(b, t)`, integers. The loss of another number is NaN.
         axis: That of the vocabulary in `head`, 0 or 1; the other is the width.
     """
-    return _losses(axis, PART, x, head, targets)
+    return _forward(x, head, targets, axis)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _losses(axis: int, part: int, x: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
-    return _forward(axis, part, x, head, targets)[0]
-
-
-def _forward(axis: int, part: int, x: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
+def _forward(x: jax.Array, head: jax.Array, targets: jax.Array, axis: int) -> Any:
     def add(sums: Any, start: Any, words: int) -> Any:
         top, total, of_target = sums
         logits = _logits(x, _slice(head, start, words, axis), axis)
@@ -50,12 +50,12 @@ def _forward(axis: int, part: int, x: jax.Array, head: jax.Array, targets: jax.A
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     sums = zeros - jnp.inf, zeros, zeros + jnp.nan  # for targets that are no words
-    top, total, of_target = _over_parts(add, sums, head.shape[axis], part)
+    top, total, of_target = _over_parts(add, sums, head.shape[axis])
     normalizers = top + jnp.log(total)
     return normalizers - of_target, (x, head, targets, normalizers)
 
 
-def _backward(axis: int, part: int, residuals: Any, g: jax.Array) -> Any:
+def _backward(axis: int, residuals: Any, g: jax.Array) -> Any:
     x, head, targets, normalizers = residuals
 
     def add(gradients: Any, start: Any, words: int) -> Any:
@@ -65,26 +65,23 @@ def _backward(axis: int, part: int, residuals: Any, g: jax.Array) -> Any:
         # A target of another part has no place here: its row is all zeros.
         off = jnp.exp(logits - normalizers[..., None]) - jax.nn.one_hot(targets - start, words)
         off = (off * g[..., None]).astype(x.dtype)
-        formula = "btv,vw->btw" if axis == 0 else "btv,wv->btw"
-        of_x += jnp.einsum(formula, off, matrix, preferred_element_type=jnp.float32)
-        formula = "btv,btw->vw" if axis == 0 else "btv,btw->wv"
-        of_part = jnp.einsum(formula, off, x, preferred_element_type=jnp.float32)
-        of_part = of_part.astype(head.dtype)
+        of_x += _einsum(f"btv,{_LETTERS[axis]}->btw", off, matrix)
+        of_part = _einsum(f"btv,btw->{_LETTERS[axis]}", off, x).astype(head.dtype)
         return of_x, jax.lax.dynamic_update_slice_in_dim(of_head, of_part, start, axis)
 
     zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(head)
-    of_x, of_head = _over_parts(add, zeros, head.shape[axis], part)
+    of_x, of_head = _over_parts(add, zeros, head.shape[axis])
     return of_x.astype(x.dtype), of_head, None
 
 
-_losses.defvjp(_forward, _backward)
+token_losses.defvjp(_forward, _backward)
 
 
-def _over_parts(step: Callable[[T, Any, int], T], carry: T, words: int, part: int) -> T:
+def _over_parts(step: Callable[[T, Any, int], T], carry: T, words: int) -> T:
     """The carry after `step(carry, start, words)` of each part, one after the other."""
-    whole = words // part
-    carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * part, part), carry)
-    return step(carry, whole * part, words % part) if words % part else carry
+    whole, rest = divmod(words, PART)
+    carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * PART, PART), carry)
+    return step(carry, whole * PART, rest) if rest else carry
 
 
 def _slice(head: jax.Array, start: Any, words: int, axis: int) -> jax.Array:
@@ -92,5 +89,4 @@ def _slice(head: jax.Array, start: Any, words: int, axis: int) -> jax.Array:
 
 
 def _logits(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    formula = "btw,vw->btv" if axis == 0 else "btw,wv->btv"
-    return jnp.einsum(formula, x, matrix.astype(x.dtype), preferred_element_type=jnp.float32)
+    return _einsum(f"btw,{_LETTERS[axis]}->btv", x, matrix.astype(x.dtype))

@@ -277,11 +277,10 @@ def rotation_speeds(config: DecoderConfig) -> np.ndarray:
 
 
 def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Queries or keys `(b, t, h, d)`; pairs of channels `(i, i + d/2)` are turned by an angle."""
+    """Queries or keys `(b, t, h, d)`; `(i, i + d/2)` are turned by an angle: float32."""
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    both = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
-    return both.astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 
 
 def _norm(width: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
