@@ -29,6 +29,16 @@ ARCHITECTURES: Mapping[str, Literal["decoder", "encoder"]] = {
     kind: "decoder" if name.endswith("CausalLM") else "encoder" for kind, name in CLASSES.items()
 }
 
+# The sizes that both architectures have.
+SIZES = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "positions": "max_position_embeddings",
+}
+
 # Only these may ask for windows of attention in some of the layers.
 QWEN = ("qwen2", "qwen3")
 
@@ -69,27 +79,17 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderCo
     keys = _Keys(path, raw)
     for key, value in FIXED[ARCHITECTURES[kind]].items():
         keys.check(key, raw.get(key) in (None, value), f"{value!r}, as the models here have it")
-    return _encoder(keys) if ARCHITECTURES[kind] == "encoder" else _decoder(keys, kind)
-
-
-def _encoder(keys: _Keys) -> EncoderConfig:
-    width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    sizes = {name: keys.count(key) for name, key in SIZES.items()}
+    if ARCHITECTURES[kind] == "decoder":
+        return _decoder(keys, kind, **sizes)
+    width, heads = sizes["width"], sizes["heads"]
     keys.check("num_attention_heads", width % heads == 0, f"a divisor of `hidden_size`, {width}")
-    return EncoderConfig(
-        vocabulary=keys.count("vocab_size"),
-        width=width,
-        layers=keys.count("num_hidden_layers"),
-        heads=heads,
-        ffn=keys.count("intermediate_size"),
-        positions=keys.count("max_position_embeddings"),
-        types=keys.count("type_vocab_size", 2),
-        norm_eps=keys.positive("layer_norm_eps", 1e-12),
-    )
+    types, norm_eps = keys.count("type_vocab_size", 2), keys.positive("layer_norm_eps", 1e-12)
+    return EncoderConfig(**sizes, types=types, norm_eps=norm_eps)
 
 
-def _decoder(keys: _Keys, kind: str) -> DecoderConfig:
-    width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    layers = keys.count("num_hidden_layers")
+def _decoder(keys: _Keys, kind: str, **sizes: int) -> DecoderConfig:
+    width, heads = sizes["width"], sizes["heads"]
     kv_heads = keys.count("num_key_value_heads", heads)
     divisor = f"a divisor of `num_attention_heads`, {heads}"
     keys.check("num_key_value_heads", heads % kv_heads == 0, divisor)
@@ -102,21 +102,16 @@ def _decoder(keys: _Keys, kind: str) -> DecoderConfig:
     keys.check("head_dim", head_width % 2 == 0, "an even number, for rotary positions")
     rope_base, rope_scaling = _rope(keys)
     return DecoderConfig(
-        vocabulary=keys.count("vocab_size"),
-        width=width,
-        layers=layers,
-        heads=heads,
+        **sizes,
         kv_heads=kv_heads,
         head_width=head_width,
-        ffn=keys.count("intermediate_size"),
-        positions=keys.count("max_position_embeddings"),
         norm_eps=keys.positive("rms_norm_eps", 1e-6),
         rope_base=rope_base,
         rope_scaling=rope_scaling,
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         tied=keys.flag("tie_word_embeddings", False),
-        window=_window(keys, kind, layers),
+        window=_window(keys, kind, sizes["layers"]),
     )
 
 

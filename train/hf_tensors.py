@@ -77,7 +77,6 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "classifier": "classifier",
     },
 }
-PARTS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 
 # In front of the names of all tensors but those of a head, if the folder is of a model with a head.
 PREFIXES = {"decoder": "model.", "encoder": "bert."}
@@ -103,11 +102,6 @@ class Source(NamedTuple):
     stacked: bool  # whether the leaf has an axis over them
     transposed: bool
 
-    @property
-    def leaf_shape(self) -> tuple[int, ...]:
-        """Of the leaf, without the axis over tensors."""
-        return self.shape[::-1] if self.transposed else self.shape
-
 
 def leaf_name(path: Any) -> str:
     """The path of a leaf in a tree, such as `blocks/3/query/kernel`."""
@@ -123,7 +117,7 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
     """
     layer = re.match(r"blocks/(\d+)/", leaf)
     module, _, part = re.sub(r"^blocks/\d+/", "blocks/", leaf).rpartition("/")
-    name = f"{MODULES[architecture][module]}.{PARTS[part]}"
+    name = f"{MODULES[architecture][module]}.{'bias' if part == 'bias' else 'weight'}"
     stacked = module.startswith("blocks/") and layer is None
     one = shape[1:] if stacked else shape
     layers: Iterable[Any] = range(shape[0]) if stacked else [layer and layer[1]]
@@ -172,13 +166,14 @@ class Reader(contextlib.ExitStack):
         """The part `index` (no strides) of a leaf in `dtype`, rounded to the nearest."""
         if of.stacked:
             tensors, index = tensors[index[0]], index[1:]
-        parts = [range(*s.indices(n)) for s, n in zip(index, of.leaf_shape, strict=True)]
-        out = np.empty((len(tensors), *map(len, parts)), dtype)
-        read = parts[::-1] if of.transposed else parts
+        index = index[::-1] if of.transposed else index
+        part = tuple(slice(*s.indices(n)) for s, n in zip(index, of.shape, strict=True))
+        shape = [s.stop - s.start for s in part]
+        out = np.empty((len(tensors), *(shape[::-1] if of.transposed else shape)), dtype)
         for row, tensor in zip(out, tensors, strict=True):
             cut = self._file(tensor.file).get_slice(tensor.name)
             try:
-                value = cut[tuple(slice(part.start, part.stop) for part in read)]
+                value = cut[part]
             except _PACKED_ERROR as error:
                 raise ModelError(str(error)) from error
             value = value.astype(dtype, copy=False)
