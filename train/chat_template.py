@@ -11,7 +11,9 @@ import datetime
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +60,8 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        # The filter of Jinja is for HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = DATE.strftime
         try:
@@ -207,12 +210,9 @@ def _start(whole: str, rendered: Callable[..., str], i: int, said: str) -> int |
 
 
 def _unmarked(marked: str) -> Conversation:
-    parts, answers, length = [], [], 0
-    for number, part in enumerate(marked.replace(_END, _BEGIN).split(_BEGIN)):
-        if number % 2 and part:
-            answers.append((length, length + len(part)))
-        parts.append(part)
-        length += len(part)
+    parts = re.split(f"[{_BEGIN}{_END}]", marked)  # every second one is marked
+    ends = [*itertools.accumulate(map(len, parts))]
+    answers = [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=False) if a < b]
     return Conversation("".join(parts), answers)
 
 
@@ -228,13 +228,6 @@ class _Generation(jinja2.ext.Extension):
 
     def _marked(self, caller: Any) -> str:
         return f"{_BEGIN}{caller()}{_END}"
-
-
-def _to_json(x: Any, indent=None, separators=None, sort_keys=False, ensure_ascii=False) -> str:
-    # That of Jinja is for HTML.
-    return json.dumps(
-        x, indent=indent, separators=separators, sort_keys=sort_keys, ensure_ascii=ensure_ascii
-    )
 
 
 def _refuse(message: str) -> None:
