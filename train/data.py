@@ -66,6 +66,9 @@ class _Shuffled:
         rows = np.arange(batch_size) if mesh is None else own_rows(self._sharding, batch_size)
         self._rows: list[int] = rows.tolist()  # grain takes Python's integers only
 
+    def _number(self, place: int) -> int:
+        return int(self._order[place])
+
     def _bucket(self, numbers: list[int]) -> int:
         """The positions of a batch of these examples of a padded source."""
         longest = int(self._padded.lengths[numbers].max())
@@ -107,7 +110,8 @@ class Batches(_Shuffled):
 
     def __getitem__(self, i: int) -> Batch:
         if not self._padded:
-            return self._batch([self._source[self._number(i, row)] for row in self._rows], [])
+            first = i * self._size
+            return self._batch([self._source[self._number(first + r)] for r in self._rows], [])
         numbers = self._numbers(i)
         return self._batch([self._source[numbers[row]] for row in self._rows], numbers)
 
@@ -123,11 +127,8 @@ class Batches(_Shuffled):
         # Of all its examples, also of those on other processes: all must come to the same length.
         # Asked three times in a row for a batch.
         if self._last[0] != i:
-            self._last = i, [self._number(i, row) for row in range(self._size)]
+            self._last = i, [self._number(i * self._size + row) for row in range(self._size)]
         return self._last[1]
-
-    def _number(self, i: int, row: int) -> int:
-        return int(self._order[i * self._size + row])
 
 
 class Sample(_Shuffled):
@@ -141,7 +142,6 @@ class Sample(_Shuffled):
         self.examples = len(source)
         if batches is not None:
             self.examples = min(self.examples, batches * self._size)
-        self._numbers = np.full(self.examples, -1)  # the first of the order, as far as known
 
     def __iter__(self) -> Iterator[Batch]:
         for first in range(0, self.examples, self._size):
@@ -153,8 +153,3 @@ class Sample(_Shuffled):
             own = [self._source[self._number(n if n < self.examples else 0)] for n in places]
             batch = [{**e, ROWS: row} for e, row in zip(own, rows, strict=True)]
             yield self._batch(batch, numbers)
-
-    def _number(self, n: int) -> int:
-        if self._numbers[n] < 0:
-            self._numbers[n] = self._order[n]
-        return int(self._numbers[n])
