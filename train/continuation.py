@@ -26,10 +26,6 @@ class Sampling(NamedTuple):
 LIKELIEST = Sampling()
 
 
-class LogitsError(Failure):
-    """The model gives no finite logits."""
-
-
 def continued(
     graphdef: nnx.GraphDef,
     params: Any,
@@ -53,7 +49,7 @@ def continued(
             following, cache = choose(cache, token, start)
         number = int(token[0])
         if number < 0:
-            raise LogitsError(
+            raise Failure(
                 "expected finite logits, got some that are not: a weight of the model is infinite "
                 "or no number, or --dtype is too narrow for it."
             )

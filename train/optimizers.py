@@ -226,13 +226,9 @@ def _highest(rate: optax.Schedule, steps: int) -> float:
 
 def decayed(params):
     """Weight decay pulls on the matrices; biases and the scales of the norms are left alone."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: _is_matrix(path), params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: not _is_no_matrix(path, x), params)
 
 
 def _is_no_matrix(path: tuple[Any, ...], _: Any) -> bool:
-    return not _is_matrix(path)
-
-
-def _is_matrix(path: tuple[Any, ...]) -> bool:
     # By name, as a bias of stacked blocks has two axes as well.
-    return jax.tree_util.keystr(path[-1:], simple=True) not in ("bias", "scale")
+    return jax.tree_util.keystr(path[-1:], simple=True) in ("bias", "scale")

@@ -52,9 +52,7 @@ class Peers:
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._has_failed = not (kind is None or issubclass(kind, Stopped))
-        news = FAILED if self._has_failed else BYE
-        for connection in list(self._connections):
-            _tell(connection, news)
+        self._tell(FAILED if self._has_failed else BYE)
 
     def _meet(self) -> None:
         if processes.is_first():
@@ -118,8 +116,12 @@ class Peers:
 
     def _pass_on(self, news: bytes) -> None:
         if self._is_first:
-            for connection in self._connections:
-                _tell(connection, news)
+            self._tell(news)
+
+    def _tell(self, news: bytes) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it is gone, which the thread hears
+                connection.sendall(news + b"\n")
 
     def _end(self, why: str) -> NoReturn:
         if self._has_failed:
@@ -143,8 +145,3 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
     for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return connection
-
-
-def _tell(connection: socket.socket, news: bytes) -> None:
-    with contextlib.suppress(OSError):  # it is gone, which the thread hears
-        connection.sendall(news + b"\n")

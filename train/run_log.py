@@ -176,9 +176,8 @@ def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, floa
 def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
     """Writes a CSV file with these lines, and opens it for the next ones."""
     # Under another name until it is whole: a run that is killed here still has the old one.
-    with made_whole(path) as part:
-        with open(part, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(lines)
+    with made_whole(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(lines)
     return open(path, "a", newline="", encoding="utf-8")
 
 

@@ -51,10 +51,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._alone = jax.process_count() == 1
-        self._pipe, end = os.pipe()
-        os.set_blocking(end, False)
-        self._end = end
-        self._wakeup_before = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        self._pipe, self._end = os.pipe()
+        os.set_blocking(self._end, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
         # With several processes SIGTERM's handler is jax's, whose service tells the others.
         self._of_sigterm = _swapped_handler(signal.SIGTERM)
         for number in self.SIGNALS:

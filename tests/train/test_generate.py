@@ -12,8 +12,8 @@ from flax import nnx
 
 from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, assert_close, change_config, change_tensors, load, write_model
-from train import classes, generate
-from train.continuation import LogitsError, Sampling, continued, narrowed
+from train import Failure, classes, generate
+from train.continuation import Sampling, continued, narrowed
 from train.settings import trained_on
 from train.tokenizer import read_tokenizer
 
@@ -65,7 +65,7 @@ def test_tokens_that_are_too_unlikely_are_not_drawn():
 def test_logits_that_are_not_finite_are_an_error():
     _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
     params["head"]["kernel"] = params["head"]["kernel"].at[0, 0].set(jnp.nan)
-    with pytest.raises(LogitsError, match="expected finite logits"):
+    with pytest.raises(Failure, match="expected finite logits"):
         list(continued(graphdef, params, [1], most=1, sampling=Sampling(1.0, top_k=3, top_p=0.5)))
 
 
