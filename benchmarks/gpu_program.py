@@ -108,7 +108,7 @@ def loss(shape: Shape, mesh: Mesh, params: dict[str, Any], tokens: jax.Array) ->
             x = placed(layer(x, w))
     x, head, targets = _norm(x, params["norm"]), params["head"], tokens[:, 1:]
     if mesh.size == 1:
-        return token_losses(x, head, targets, axis=1).mean()
+        return jnp.mean(token_losses(x, head, targets, axis=1))
     logits = placed((x @ head).astype(jnp.float32))
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
