@@ -18,8 +18,10 @@ from typing import Any, Literal, NamedTuple
 from train import CONFIGS, Failure, command_of
 from train.arguments import did_you_mean, read_arguments
 from train.settings import (
+    AdamSettings,
     DataSettings,
     File,
+    HostSettings,
     ModelSettings,
     OutputSettings,
     Settings,
@@ -127,7 +129,9 @@ class _Options:
     model: ModelSettings
     data: DataSettings
     training: TrainingSettings
+    adam: AdamSettings
     zenflow: ZenFlowSettings
+    host: HostSettings
     output: OutputSettings
     start: Start
     planning: Planning
@@ -184,7 +188,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
             f"{argv[0] if argv else 'nothing'}. For example: {program} quickstart. All names "
             f"are {', '.join(shipped())}."
         )
-    groups = "model data training zenflow output".split()
+    groups = "model data training adam zenflow host output".split()
     default = _Options(
         **dict.fromkeys(groups, settings), start=Start(), planning=Planning(), processes=Launch()
     )

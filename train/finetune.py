@@ -126,9 +126,8 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
         _copy(end, target)
         say(f"{target} has the model of {folder}, of step {summary['steps']}, which did best")
         return
-    config = models.config_of(origin, settings, settings.sequence_length)
-    options = settings.subset(("optimizer", "seed"))
-    build = models.builder(config, settings, labels=len(labels), **options)
+    config = models.config_of(origin, settings)
+    build = models.builder(config, settings, labels=len(labels))
     _, shapes = jax.eval_shape(lambda: models.split(build()))
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
     # The run's template, whatever the settings say now.
@@ -198,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lack = lack_behind(error)
         if lack is None or command is None:
             raise
-        message = lack_of_memory(lack, command.settings, command.settings.sequence_length)
+        message = lack_of_memory(lack, command.settings)
     except OSError as error:
         if error.errno not in CANNOT_WRITE or command is None:
             raise

@@ -30,11 +30,11 @@ from train.optimizers import (
 from train.pretrained import Pretrained, read_folder, shapes_of
 from train.reporting import check_reporter
 from train.settings import (
+    HostSettings,
     OutputSettings,
     Settings,
     SettingsError,
     TrainingSettings,
-    ZenFlowSettings,
 )
 from train.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.step import PER_EXAMPLE, make_train_step, make_validate
@@ -61,7 +61,7 @@ class Sources(NamedTuple):
 class Job(NamedTuple):
     settings: Mapping[str, Any]  # all of them as they are in force, for the records
     training: TrainingSettings
-    zenflow: ZenFlowSettings
+    host: HostSettings
     output: OutputSettings
     tokens: int  # of a batch without padding
     mesh: Mesh | None
@@ -90,18 +90,18 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     if settings.steps == 0:
         _check_evaluation(settings.run, settings.model, settings.output_dir)
     origin = None if settings.model is None else read_folder(settings.model)
-    config = models.config_of(origin, settings, settings.sequence_length)
+    config = models.config_of(origin, settings)
     texts = models.texts_of(settings.chat_template)
     if not force:
         parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
         # A classifier has no logits of tokens.
         vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
-        options = settings.subset(("dtype", "sequence_length"))
-        check_memory(parameters, vocabulary, mesh, settings, **options)
+        check_memory(parameters, vocabulary, mesh, settings)
     task = make_task(
         settings,
         origin,
         path=settings.data and Path(settings.data),
+        sequence_length=settings.sequence_length,
         validation_share=settings.validation_share,
         seed=settings.seed,
     )
@@ -118,7 +118,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     samples = {name: sample(source, batches=most) for name, source in task.validation.items()}
     tested, checksum = {}, task.checksum
     if settings.test_data is not None:
-        test = make_test(settings, origin, task)
+        test = make_test(settings, origin, task, settings.sequence_length)
         tested = {"test": sample(test.validation["validation"])}
         task = task._replace(notes=(*task.notes, *test.notes))
         checksum ^= test.checksum
@@ -172,7 +172,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     job = Job(
         settings=values,
         training=settings,
-        zenflow=settings,
+        host=settings,
         output=settings,
         tokens=settings.batch_size * settings.sequence_length,
         mesh=mesh,
@@ -192,14 +192,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
 def make_model(sources: Sources) -> models.Model:
     settings, mesh, labels = sources.settings, sources.mesh, sources.task.labels
     sharding = mesh and batch_sharding(mesh, settings.batch_size, settings.micro_batches)
-    build = models.builder(
-        sources.config,
-        settings,
-        optimizer=settings.optimizer,
-        seed=settings.seed,
-        sharding=sharding,
-        labels=len(labels),
-    )
+    build = models.builder(sources.config, settings, sharding=sharding, labels=len(labels))
     options = {"labels": labels, "seed": settings.seed}
     in_host_memory = settings.stream == "weights"
     return models.make(build, mesh, sources.origin, in_host_memory=in_host_memory, **options)

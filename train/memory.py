@@ -10,26 +10,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from train.optimizers import weight_dtype
-from train.settings import OptimizerSettings, SettingsError
+from train.settings import SettingsError, StepSettings, TrainingSettings
 from train.sharding import batch_parts
 from zenflow_jax.planning import gb
 
 
-def check_memory(
-    parameters: int,
-    vocabulary: int,
-    mesh: Mesh | None,
-    run: OptimizerSettings,
-    *,
-    dtype: str,
-    sequence_length: int,
-) -> None:
+def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepSettings) -> None:
     """Refuses a run that cannot fit, by the least that it needs however it is laid out.
 
     Its batches have logits for `vocabulary` tokens, 0 for none.
     """
     adamw, trains = run.optimizer == "adamw", run.steps != 0
-    weights = np.dtype(weight_dtype(run.optimizer, dtype)).itemsize * parameters
+    weights = np.dtype(weight_dtype(run.optimizer, run.dtype)).itemsize * parameters
     # Weights, and gradients where they are all there at once; with adamw its moments too. What is
     # not a block's matrix is not counted by itself.
     device = (2 * weights + (8 * parameters if adamw else 0)) if trains else weights
@@ -40,7 +32,7 @@ def check_memory(
     host = 0.0 if adamw or not trains else state * deferred * parameters
     if jax.local_devices()[0].platform == "cpu":
         host += device
-    tokens = run.batch_size * sequence_length / run.micro_batches / batch_parts(mesh)
+    tokens = run.batch_size * run.sequence_length / run.micro_batches / batch_parts(mesh)
     logits = 4 * vocabulary * tokens
     device /= 1 if mesh is None else mesh.size
     host /= jax.process_count()
@@ -54,9 +46,9 @@ def check_memory(
         if needed > room:
             raise SettingsError(
                 f"`{name}`: expected one whose {what} fit in {gb(room)}, got {run.batch_size} x "
-                f"{sequence_length} tokens in {run.micro_batches} micro-batches, {run.optimizer} "
-                f"and {parameters:,} parameters, for which they take {gb(needed)} alone. Take a "
-                f"smaller one, {remedy}, or --force, which starts it all the same."
+                f"{run.sequence_length} tokens in {run.micro_batches} micro-batches, "
+                f"{run.optimizer} and {parameters:,} parameters, for which they take {gb(needed)} "
+                f"alone. Take a smaller one, {remedy}, or --force, which starts it all the same."
             )
 
 
@@ -86,11 +78,11 @@ def lack_behind(error: BaseException) -> BaseException | None:
     return cause
 
 
-def lack_of_memory(error: BaseException, run: OptimizerSettings, sequence_length: int) -> str:
+def lack_of_memory(error: BaseException, run: TrainingSettings) -> str:
     other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
     reason = str(error).partition("\n")[0]
     return (
-        f"expected memory enough for batches of {run.batch_size} x {sequence_length} tokens in "
+        f"expected memory enough for batches of {run.batch_size} x {run.sequence_length} tokens in "
         f"{run.micro_batches} micro-batches and {run.optimizer}, got: {reason} "
         f"Take a --batch-size below {run.batch_size}, more --micro-batches, --remat, or {other}."
     )

@@ -19,7 +19,7 @@ from train.encoder import EncoderConfig
 from train.hf_saving import Entry, save_folder, write_by_first, write_file
 from train.hf_tensors import DTYPES, leaf_name
 from train.optimizers import weight_dtype
-from train.settings import ModelSettings, SettingsError
+from train.settings import SettingsError, StepSettings
 from train.sharding import committed, weight_shardings
 from train.tasks import standard_library
 from train.whole import made_whole
@@ -80,20 +80,20 @@ def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
 
 
 def config_of(
-    origin: pretrained.Pretrained | None, sizes: ModelSettings, sequence_length: int
+    origin: pretrained.Pretrained | None, run: StepSettings
 ) -> DecoderConfig | EncoderConfig:
     """The folder's config, or without a folder a small Llama 2 over bytes, of these sizes."""
     if origin is not None:
         return origin.config
     return DecoderConfig(
         vocabulary=standard_library.VOCABULARY,
-        width=sizes.width,
-        layers=sizes.layers,
-        heads=sizes.heads,
-        kv_heads=sizes.heads,
-        head_width=sizes.width // sizes.heads,
-        ffn=sizes.ffn,
-        positions=sequence_length,
+        width=run.width,
+        layers=run.layers,
+        heads=run.heads,
+        kv_heads=run.heads,
+        head_width=run.width // run.heads,
+        ffn=run.ffn,
+        positions=run.sequence_length,
         norm_eps=1e-5,
         rope_base=10_000.0,
         rope_scaling=None,
@@ -106,10 +106,8 @@ def config_of(
 
 def builder(
     config: DecoderConfig | EncoderConfig,
-    options: ModelSettings,
+    run: StepSettings,
     *,
-    optimizer: str,
-    seed: int,
     sharding: NamedSharding | None = None,
     labels: int = 0,
 ) -> Callable[[], nnx.Module]:
@@ -120,12 +118,12 @@ def builder(
     return lambda: pretrained.make_model(
         config,
         labels=labels,
-        weight_dtype=weight_dtype(optimizer, options.dtype),
-        compute_dtype=jnp.dtype(options.dtype),
-        scan_layers=options.scan_layers,
-        remat=options.remat,
+        weight_dtype=weight_dtype(run.optimizer, run.dtype),
+        compute_dtype=jnp.dtype(run.dtype),
+        scan_layers=run.scan_layers,
+        remat=run.remat,
         stream_sharding=sharding,
-        rngs=nnx.Rngs(seed),
+        rngs=nnx.Rngs(run.seed),
     )
 
 

@@ -126,7 +126,7 @@ class _Planner:
         run = dataclasses.replace(
             run, host_state="float32", update_interval=self.settings.update_interval
         )
-        layers = models.config_of(self.origin, run, run.sequence_length).layers
+        layers = models.config_of(self.origin, run).layers
         # Many layers written out take the compiler a minute. For comparing, a few will do.
         if run.optimizer == self.settings.optimizer or run.scan_layers or layers <= DEPTHS[-1]:
             return self._peak_at_depth(run, layers)
@@ -335,9 +335,8 @@ def planned_step(
         settings = dataclasses.replace(settings, steps=STEPS)
     divided = mesh if settings.mesh else None
     batches = divided and batch_sharding(divided, settings.batch_size, settings.micro_batches)
-    config = models.config_of(origin, settings, settings.sequence_length)
-    options = settings.subset(("optimizer", "seed"))
-    build = models.builder(config, settings, sharding=batches, labels=LABELS, **options)
+    config = models.config_of(origin, settings)
+    build = models.builder(config, settings, sharding=batches, labels=LABELS)
     graphdef, params = jax.eval_shape(lambda: models.split(build()))
     tx = make_optimizer(settings, steps_per_epoch=settings.steps)
     size, parts = settings.batch_size, settings.micro_batches

@@ -126,7 +126,7 @@ class Run:
             engine = zenflow_jax.HostEngine(
                 self.params,
                 self.opt_state,
-                **self.job.zenflow.subset(names),
+                **self.job.host.subset(names),
                 engine_state=engine_state,
                 # This process has nothing to do beside the job, which can be started again.
                 exit_if_stuck=True,
@@ -279,7 +279,7 @@ class Run:
         self.console.print(summary_table(figures))
         if self.engine:
             timed = self.engine.stats, ended.totals.seconds
-            if hiding := hidden_share(self.opt_state, *timed, self.job.zenflow.host_state):
+            if hiding := hidden_share(self.opt_state, *timed, self.job.host.host_state):
                 self._say(hiding.advice)
         if self.job.output.keep_best:
             said = f"the weights of step {ended.best}, the best validated checkpoint"
@@ -342,7 +342,7 @@ class Run:
             jax.block_until_ready(self.params)
             with self.meter.paused():
                 # Of weights in host memory the state alone has the selected channels.
-                hides = self.job.zenflow.stream == "weights"
+                hides = self.job.host.stream == "weights"
                 state = [self.opt_state] if hides else []
                 self.validations.append((step, self.job.validate(self.params, *state)))
             self.log.validation(*self.validations[-1])

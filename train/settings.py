@@ -73,8 +73,6 @@ class DataSettings(_Group):
     """File or folder with the data; none for standard_library."""
     test_data: File | None = None
     """File to evaluate the trained weights on, once, after the training."""
-    sequence_length: int = 128
-    """Tokens in a sequence (bytes for standard_library)."""
     length_buckets: int = 4
     """Number of lengths that batches are padded to."""
     text_column: str = "text"
@@ -95,7 +93,7 @@ class DataSettings(_Group):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(_Group):
-    """Training and its optimizer."""
+    """Training: batches, steps, devices."""
 
     seed: int = 0
     """Seed of the split, the initial weights and the order of batches."""
@@ -105,12 +103,24 @@ class TrainingSettings(_Group):
     """Passes over the training data, without --steps."""
     batch_size: int = 8
     """Sequences in a step, on all devices together."""
+    sequence_length: int = 128
+    """Tokens in a sequence (bytes for standard_library)."""
     micro_batches: int = 1
     """Parts of a batch that are computed in turn, to save memory."""
     optimizer: Literal["zenflow", "adamw", "offload"] = "zenflow"
     """adamw: optax.adamw on the device. offload: Adam on the host, each step waits for it."""
     deepspeed: File | None = None
     """DeepSpeed config, which overrides settings (docs/deepspeed.md)."""
+    max_skipped: int = 10
+    """Stop after so many skipped steps (non-finite gradient) in a row."""
+    mesh: str | None = None
+    """Several devices, such as data=2,fsdp=4 (docs/multi_host.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSettings(_Group):
+    """Adam, of all three optimizers: learning rate, decay, clipping."""
+
     learning_rate: float = 1e-3
     """Peak of the learning rate, after the warm-up."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -129,15 +139,11 @@ class TrainingSettings(_Group):
     """Weight decay of matrices; biases and norms have none."""
     max_grad_norm: float | None = None
     """Clip the global gradient norm to this."""
-    max_skipped: int = 10
-    """Stop after so many skipped steps (non-finite gradient) in a row."""
-    mesh: str | None = None
-    """Several devices, such as data=2,fsdp=4 (docs/multi_host.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZenFlowSettings(_Group):
-    """zenflow: what the device updates, and when and how the host updates the rest."""
+    """zenflow: what the device updates, and when the host updates the rest."""
 
     topk_ratio: float = 0.1
     """Share of channels that the device updates at each step."""
@@ -158,6 +164,12 @@ class ZenFlowSettings(_Group):
     """Exponent of a window's steps in its learning rate. auto: 0.5 if rolling, otherwise none."""
     provisional_share: float = 0.5
     """Step of deferred weights until their update arrives, as a share of the learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSettings(_Group):
+    """Host, with zenflow and offload: the way of gradients to it, and its update."""
+
     send_gradients: Literal["during_step", "after_step", "per_window"] = "during_step"
     """When gradients leave the device; per_window sums them on the device first."""
     stream: Literal["none", "gradients", "weights"] = "none"
@@ -206,7 +218,7 @@ class OutputSettings(_Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings(ZenFlowSettings, TrainingSettings):
+class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSettings):
     """Everything that an optimizer is made of."""
 
     @property
@@ -225,7 +237,12 @@ class OptimizerSettings(ZenFlowSettings, TrainingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(OutputSettings, OptimizerSettings, DataSettings, ModelSettings):
+class StepSettings(OptimizerSettings, ModelSettings):
+    """Everything that a training step is made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(OutputSettings, StepSettings, DataSettings):
     """All settings of `train.finetune`; each can be a key of the TOML file."""
 
     def __post_init__(self):

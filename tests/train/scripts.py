@@ -48,8 +48,7 @@ def write_config(folder: Path, **settings) -> str:
 def small_model(**changed) -> nnx.Module:
     """The model of `TINY`, with other settings."""
     settings = Settings(**TINY | changed)
-    config = models.config_of(None, settings, settings.sequence_length)
-    return models.builder(config, settings, optimizer=settings.optimizer, seed=settings.seed)()
+    return models.builder(models.config_of(None, settings), settings)()
 
 
 def read(**settings) -> job.Sources:

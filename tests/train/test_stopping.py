@@ -88,9 +88,7 @@ def test_under_slurm_the_last_line_names_the_run_and_no_command(monkeypatch):
 
 
 def check(parameters, vocabulary, **settings):
-    run = Settings(**settings)
-    options = run.subset(("dtype", "sequence_length"))
-    check_memory(parameters, vocabulary, None, run, **options)
+    check_memory(parameters, vocabulary, None, Settings(**settings))
 
 
 def test_a_batch_whose_logits_do_not_fit_is_refused():
@@ -129,5 +127,5 @@ def test_lack_of_memory_is_one_message_with_what_was_asked_for(provoke, expected
     with pytest.raises((MemoryError, jax.errors.JaxRuntimeError)) as raised:
         provoke()
     assert lack_behind(raised.value) is raised.value
-    assert re.search(expected, lack_of_memory(raised.value, Settings(), 128))
+    assert re.search(expected, lack_of_memory(raised.value, Settings()))
     assert lack_behind(RuntimeError("RESOURCE_EXHAUSTED")) is None

@@ -14,12 +14,13 @@ from train.tokenizer import read_tokenizer
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 
 
-def make_test(data: DataSettings, origin: Pretrained, task: Task) -> Task:
+def make_test(data: DataSettings, origin: Pretrained, task: Task, sequence_length: int) -> Task:
     """The task with the examples of the file `test_data` for validation, and none for training."""
     file = Path(data.test_data)
     if not file.is_file():
         raise SettingsError(f"`test_data`: expected a file, got {file}, which is none.")
-    test = make_task(data, origin, path=file, validation_share=1.0, known=task.labels)
+    options = {"sequence_length": sequence_length, "validation_share": 1.0}
+    test = make_task(data, origin, path=file, known=task.labels, **options)
     if test.labels != task.labels:
         raise SettingsError(
             f"`test_data`: expected the labels to train on, {', '.join(task.labels)}, got "
@@ -33,6 +34,7 @@ def make_task(
     origin: Pretrained | None,
     *,
     path: Path | None,
+    sequence_length: int,
     validation_share: float,
     seed: int = 0,
     known: Sequence[str] = (),
@@ -43,7 +45,7 @@ def make_task(
     are among them.
     """
     task = data.task
-    options = {"sequence_length": data.sequence_length, "validation_share": validation_share}
+    options = {"sequence_length": sequence_length, "validation_share": validation_share}
     options["seed"] = seed
     if task == "standard_library":
         return standard_library.make(corpus_megabytes=data.corpus_megabytes, **options)
@@ -54,7 +56,7 @@ def make_task(
             f"needs, got {origin.folder}, which has one of the kind {origin.architecture}. Name "
             "another --model or another --task."
         )
-    check_length(data.sequence_length, origin)
+    check_length(sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
     tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
     if task == "language":
@@ -72,7 +74,7 @@ def make_task(
         )
         known = known or class_names(origin)
         return classification.make(path, tokenizer, columns, known=known, **options)
-    return glue.make(task, path, tokenizer, sequence_length=data.sequence_length)
+    return glue.make(task, path, tokenizer, sequence_length=sequence_length)
 
 
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
