@@ -34,6 +34,7 @@ from train.settings import (
     OutputSettings,
     Settings,
     SettingsError,
+    StepSettings,
     TrainingSettings,
 )
 from train.sharding import batch_parts, batch_sharding, committed, make_mesh
@@ -45,7 +46,7 @@ from zenflow_jax.deepspeed import DeepSpeedOptions
 
 
 class Sources(NamedTuple):
-    asked: Settings  # without the values of a DeepSpeed config
+    asked: StepSettings  # without the values of a DeepSpeed config
     settings: Settings
     deepspeed: DeepSpeedOptions | None
     mesh: Mesh | None

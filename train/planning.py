@@ -26,7 +26,7 @@ from train.json_files import read_object
 from train.memory import host_bytes
 from train.optimizers import initial_state, make_optimizer, with_values_of
 from train.pretrained import Pretrained
-from train.settings import Settings, SettingsError, may_stream_weights
+from train.settings import Settings, SettingsError, StepSettings, may_stream_weights
 from train.sharding import batch_parts, batch_sharding, mesh_axes, mesh_over, weight_shardings
 from train.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
@@ -64,7 +64,7 @@ class Way(NamedTuple):
 class RunPlan(NamedTuple):
     """The plan of a run, for all three optimizers."""
 
-    settings: Settings
+    settings: StepSettings
     of_optimizers: Mapping[str, planning.Plan]
     largest_batch: int | None  # of the settings' optimizer; None if not even the least fits
     measured: bool  # whether the host's bandwidth was
@@ -78,7 +78,7 @@ class RunPlan(NamedTuple):
 class _Planner:
     """Plans runs of one model on one kind of device; caches shapes and compiled peaks."""
 
-    def __init__(self, settings: Settings, asked: Planning):
+    def __init__(self, settings: StepSettings, asked: Planning):
         self.settings = settings
         self.origin = None if settings.model is None else folder_of_config(settings.model)
         local = planning.gpu_here()
@@ -95,7 +95,9 @@ class _Planner:
         self.rate = self._rate(bandwidth)
         options = {"origin": self.origin, "mesh": self.mesh, "placed": self.by_compiler}
         self._step = functools.cache(functools.partial(planned_step, **options))
-        self._peak_at_depth = functools.cache(self._compile)
+        self._peak_at_depth = functools.cache(
+            lambda run, layers: compiled_peak(run, self.origin, self.mesh, layers)
+        )
 
     def _rate(self, bandwidth: float | str | None) -> float:
         """Bytes a second of the host's memory."""
@@ -109,22 +111,23 @@ class _Planner:
         options = {"threads": self.settings.threads, "host_state": self.settings.host_state}
         return planning.host_bandwidth(leaves, **options)
 
-    def by_shapes(self, run: Settings) -> planning.Plan:
+    def by_shapes(self, run: StepSettings) -> planning.Plan:
         """The plan of a run without gradients and activations."""
         machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
         step = self._step(dataclasses.replace(run, host_state="float32"))
         return planning.plan(*step, **machine, host_state=run.host_state)
 
-    def plan(self, run: Settings) -> planning.Plan:
+    def plan(self, run: StepSettings) -> planning.Plan:
         """The plan of a run, with all that can be known here."""
         plan = self.by_shapes(run)
-        return plan.with_peak(self.peak(run)) if self.by_compiler else plan
+        return plan.with_peak(self.peak(run, run.batch_size)) if self.by_compiler else plan
 
-    def peak(self, run: Settings) -> int:
-        """Bytes of one device at the peak of a step, by the compiler."""
-        # No step's gradients and activations depend on these.
+    def peak(self, run: StepSettings, batch_size: int) -> int:
+        """Bytes of one device at the peak of a step with such batches, by the compiler."""
+        # No step's gradients and activations depend on the other two.
+        interval = self.settings.update_interval
         run = dataclasses.replace(
-            run, host_state="float32", update_interval=self.settings.update_interval
+            run, batch_size=batch_size, host_state="float32", update_interval=interval
         )
         layers = models.config_of(self.origin, run).layers
         # Many layers written out take the compiler a minute. For comparing, a few will do.
@@ -132,9 +135,6 @@ class _Planner:
             return self._peak_at_depth(run, layers)
         low, high = (self._peak_at_depth(run, few) for few in DEPTHS)
         return extended(low, high, layers)
-
-    def _compile(self, run: Settings, layers: int) -> int:
-        return compiled_peak(*with_layers(run, self.origin, layers), self.mesh)
 
 
 def plan_run(
@@ -163,8 +163,7 @@ def plan_run(
 
     def device_bytes(batch: int) -> int:
         """With another batch, on which nothing but the peak depends."""
-        peak = planner.peak(dataclasses.replace(settings, batch_size=batch))
-        return plan.with_peak(peak).device_bytes
+        return plan.with_peak(planner.peak(settings, batch)).device_bytes
 
     largest = None
     if planner.by_compiler:
@@ -172,7 +171,7 @@ def plan_run(
         memory = plan.device_bytes_there
         largest = largest_batch(settings.batch_size, unit, memory, least, device_bytes)
 
-    def memory_of(other: Settings) -> Memory | None:
+    def memory_of(other: StepSettings) -> Memory | None:
         try:
             if deepspeed is not None and with_values_of(deepspeed, other) != other:
                 return None  # its config overrides what is changed here
@@ -182,7 +181,8 @@ def plan_run(
             )
             if exact.fits and planner.by_compiler:
                 most = max(settings.batch_size, unit)
-                exact = exact.with_peak(between(other, unit, most, planner.peak))
+                peak_of = functools.partial(planner.peak, other)
+                exact = exact.with_peak(between(unit, other.batch_size, most, peak_of))
         except SettingsError:
             return None
         return Memory(exact.device_bytes, exact.host_bytes, exact.fits)
@@ -197,34 +197,27 @@ def extended(low: int, high: int, layers: int) -> int:
     return high + math.ceil((layers - many) * (high - low) / (many - few))
 
 
-def with_layers(
-    settings: Settings, origin: Pretrained | None, layers: int
-) -> tuple[Settings, Pretrained | None]:
-    """The same run of a model with so many layers."""
-    if origin is None:
-        return dataclasses.replace(settings, layers=layers), None
-    return settings, origin._replace(config=origin.config._replace(layers=layers))
-
-
-def compiled_peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | None) -> int:
-    """Bytes of one device at the peak of a step, by the compiler."""
-    planned = planned_step(settings, origin, mesh, placed=True)
+def compiled_peak(
+    run: StepSettings, origin: Pretrained | None, mesh: Mesh | None, layers: int
+) -> int:
+    """Bytes of one device at the peak of a step of a model with so many layers, by the compiler."""
+    planned = planned_step(run, origin, mesh, placed=True, layers=layers)
     step: Any = planned.step
     with warnings.catch_warnings():
         # Of weights that the step moves to host memory.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         peak = planning.peak_bytes(step.lower(*planned[1:]).compile())
-    return peak - (hosted.nbytes(planned.params) if settings.stream == "weights" else 0)
+    return peak - (hosted.nbytes(planned.params) if run.stream == "weights" else 0)
 
 
-def between(run: Settings, least: int, most: int, peak_of: Callable[[Settings], int]) -> int:
+def between(least: int, batch: int, most: int, peak_of: Callable[[int], int]) -> int:
     """The peak with a batch between two others, on the line through theirs, which is above it."""
-    low, high = (peak_of(dataclasses.replace(run, batch_size=batch)) for batch in (least, most))
-    return math.ceil(low + (high - low) * (run.batch_size - least) / max(most - least, 1))
+    low, high = peak_of(least), peak_of(most)
+    return math.ceil(low + (high - low) * (batch - least) / max(most - least, 1))
 
 
 def ways_that_fit(
-    settings: Settings, unit: int, memory_of: Callable[[Settings], Memory | None]
+    settings: StepSettings, unit: int, memory_of: Callable[[StepSettings], Memory | None]
 ) -> list[Way]:
     """At most `WAYS` ways to make a run fit: larger batches first, then fewer changes.
 
@@ -248,7 +241,7 @@ def ways_that_fit(
     return ways[:WAYS]
 
 
-def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
+def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Changes other than the batch, and combinations of them: few changes first."""
     choices: list[tuple[str, Any]] = []
     if settings.optimizer != "adamw" and settings.host_state != "compact":
@@ -327,15 +320,24 @@ def folder_of_config(model: str) -> Pretrained:
 
 
 def planned_step(
-    settings: Settings, origin: Pretrained | None, mesh: Mesh | None, *, placed: bool = False
+    settings: StepSettings,
+    origin: Pretrained | None,
+    mesh: Mesh | None,
+    *,
+    placed: bool = False,
+    layers: int | None = None,
 ) -> PlannedStep:
-    """The step that a run would compile, its arguments `placed` also without a mesh."""
+    """The step that a run would compile, its arguments `placed` also without a mesh.
+
+    `layers` replaces their number in the model.
+    """
     kind = "decoder" if origin is None else origin.architecture
     if not settings.steps:
         settings = dataclasses.replace(settings, steps=STEPS)
     divided = mesh if settings.mesh else None
     batches = divided and batch_sharding(divided, settings.batch_size, settings.micro_batches)
     config = models.config_of(origin, settings)
+    config = config if layers is None else config._replace(layers=layers)
     build = models.builder(config, settings, sharding=batches, labels=LABELS)
     graphdef, params = jax.eval_shape(lambda: models.split(build()))
     tx = make_optimizer(settings, steps_per_epoch=settings.steps)

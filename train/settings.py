@@ -317,7 +317,7 @@ _OF_STREAMS = {
 }
 
 
-def may_stream_weights(settings: Settings) -> bool:
+def may_stream_weights(settings: StepSettings) -> bool:
     allowed = _OF_STREAMS["weights"].items()
     return all(getattr(settings, name) == value for name, value in allowed)
 

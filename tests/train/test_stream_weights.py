@@ -79,7 +79,7 @@ def test_the_plan_has_the_weights_in_host_memory():
     assert 2 * moved < plan.to_device < 2 * moved + every
     mesh = mesh_over({"data": 1}, jax.devices()[:1])
     least = plan.device["weights"] + plan.device["optimizer state"]
-    assert least < compiled_peak(settings, origin, mesh)
+    assert least < compiled_peak(settings, origin, mesh, origin.config.layers)
 
 
 def test_what_cannot_be_trained_from_host_memory_is_refused_by_name():
