@@ -7,55 +7,66 @@ out, gradients of a layer can leave the device while the backward pass of those 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from zenflow_jax import streaming
 
 INIT_STD = 0.02  # `initializer_range` of nearly every model here
 
 
-def make_blocks(
-    make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, scan_layers: bool, rngs: nnx.Rngs
-) -> nnx.Module:
-    """`layers` blocks made by `make`: one whose leaves are stacks, or a list of equal weights."""
-    keys = jax.random.split(rngs.params(), layers)
-    if scan_layers:
-        return nnx.vmap(lambda key: make(nnx.Rngs(key)))(keys)
-    return nnx.List(make(nnx.Rngs(key)) for key in keys)
+class Stacked(nnx.Module):
+    """A model around equal blocks, each of which `make` makes with its own `rngs`.
 
+    Scanned, they are one block whose leaves are stacks; otherwise a list of the same weights.
+    """
 
-def run_blocks(
-    blocks: nnx.Module,
-    x: jax.Array,
-    *args: jax.Array | None,
-    remat: bool,
-    sharding: Sharding | None,
-) -> jax.Array:
-    """The residual stream `x` `(b, t, width)` after all blocks, each called with `x` and `args`."""
+    def __init__(
+        self,
+        config: Any,
+        make: Callable[..., nnx.Module],
+        *,
+        rngs: nnx.Rngs,
+        scan_layers: bool = False,
+        remat: bool = False,
+        stream_sharding: NamedSharding | None = None,
+    ):
+        self.config = config
+        self.remat = remat
+        self.stream_sharding = stream_sharding
+        keys = jax.random.split(rngs.params(), config.layers)
+        if scan_layers:
+            self.blocks = nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(keys)
+        else:
+            self.blocks = nnx.List(make(rngs=nnx.Rngs(key)) for key in keys)
 
-    def run(graphdef, params, x):
-        return placed(nnx.merge(graphdef, params)(x, *args), sharding)
+    def run_blocks(self, x: jax.Array, *args: jax.Array | None) -> jax.Array:
+        """The stream `x` `(b, t, width)` after all blocks, each of which takes `args` too."""
 
-    if not isinstance(blocks, nnx.List):
-        graphdef, stacks = nnx.split(blocks)
+        def run(graphdef, params, x):
+            return placed(nnx.merge(graphdef, params)(x, *args), self.stream_sharding)
 
-        def body(x, params):
-            return run(graphdef, params, x), None
+        x = placed(x, self.stream_sharding)
+        if not isinstance(self.blocks, nnx.List):
+            graphdef, stacks = nnx.split(self.blocks)
 
-        if remat:
-            # Inside a scan the compiler cannot merge the two computations.
-            body = jax.checkpoint(body, prevent_cse=False)
-        return streaming.scan_layers(body, x, stacks)[0]
+            def body(x, params):
+                return run(graphdef, params, x), None
 
-    for block in blocks:
-        graphdef, params = nnx.split(block)
-        step = jax.checkpoint(run, static_argnums=0) if remat else run
-        x = step(graphdef, params, x)
-    return x
+            if self.remat:
+                # Inside a scan the compiler cannot merge the two computations.
+                body = jax.checkpoint(body, prevent_cse=False)
+            return streaming.scan_layers(body, x, stacks)[0]
+
+        for block in self.blocks:
+            graphdef, params = nnx.split(block)
+            step = jax.checkpoint(run, static_argnums=0) if self.remat else run
+            x = step(graphdef, params, x)
+        return x
 
 
 def placed(x: jax.Array, sharding: Sharding | None) -> jax.Array:

@@ -14,7 +14,8 @@ References:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jax.typing import DTypeLike
 
 from train import cross_entropy
 from train.attention import attention
-from train.blocks import embedding, linear, make_blocks, placed, run_blocks
+from train.blocks import Stacked, embedding, linear, placed
 
 
 class LinearRope(NamedTuple):
@@ -70,7 +71,7 @@ class Cache(NamedTuple):
     values: jax.Array  # likewise
 
 
-class Decoder(nnx.Module):
+class Decoder(Stacked):
     """Logits of the next token; matrices are kept in `weight_dtype`, norms in float32."""
 
     def __init__(
@@ -79,22 +80,12 @@ class Decoder(nnx.Module):
         *,
         weight_dtype: DTypeLike,
         compute_dtype: DTypeLike,
-        scan_layers: bool = False,
-        remat: bool = False,
         rngs: nnx.Rngs,
-        stream_sharding: NamedSharding | None = None,
+        **options: Any,
     ):
-        self.config = config
-        self.remat = remat
-        self.stream_sharding = stream_sharding
-        options = {"param_dtype": weight_dtype, "dtype": compute_dtype}
-        self.embed = embedding(config.vocabulary, config.width, rngs=rngs, **options)
-        self.blocks = make_blocks(
-            lambda rngs: DecoderBlock(config, rngs=rngs, **options),
-            config.layers,
-            scan_layers=scan_layers,
-            rngs=rngs,
-        )
+        dtypes = {"param_dtype": weight_dtype, "dtype": compute_dtype}
+        self.embed = embedding(config.vocabulary, config.width, rngs=rngs, **dtypes)
+        super().__init__(config, partial(DecoderBlock, config, **dtypes), rngs=rngs, **options)
         self.norm = _norm(config.width, config, rngs)
         if not config.tied:
             self.head = linear(
@@ -103,7 +94,7 @@ class Decoder(nnx.Module):
                 bias=False,
                 rngs=rngs,
                 preferred_element_type=jnp.float32,
-                **options,
+                **dtypes,
             )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
@@ -138,14 +129,13 @@ class Decoder(nnx.Module):
 
     def _last_layer(self, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
         """The stream `(b, t, width)` after all blocks."""
-        x = placed(self.embed(tokens.astype(jnp.int32)), self.stream_sharding)
+        x = self.embed(tokens.astype(jnp.int32))
         text = None  # the number of each token's text in its row
         if positions is None:
             positions = jnp.arange(tokens.shape[1])[None]
         else:
             text = jnp.cumsum(positions == 0, axis=1)
-        args = (*rotations(self.config, positions), text)
-        return run_blocks(self.blocks, x, *args, remat=self.remat, sharding=self.stream_sharding)
+        return self.run_blocks(x, *rotations(self.config, positions), text)
 
     def empty_cache(self, b: int, s: int) -> Cache:
         config = self.config

@@ -5,16 +5,16 @@ Shapes, dtypes and letters are those of `decoder.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from train.attention import attention
-from train.blocks import embedding, linear, make_blocks, placed, run_blocks
+from train.blocks import Stacked, embedding, linear
 
 
 class EncoderConfig(NamedTuple):
@@ -28,7 +28,7 @@ class EncoderConfig(NamedTuple):
     norm_eps: float  # added to the variance
 
 
-class BertClassifier(nnx.Module):
+class BertClassifier(Stacked):
     """Logits of the labels of a sequence, or of a pair of sequences; arguments as of `Decoder`."""
 
     def __init__(
@@ -38,27 +38,17 @@ class BertClassifier(nnx.Module):
         labels: int,
         weight_dtype: DTypeLike,
         compute_dtype: DTypeLike,
-        scan_layers: bool = False,
-        remat: bool = False,
         rngs: nnx.Rngs,
-        stream_sharding: Sharding | None = None,
+        **options: Any,
     ):
-        self.config = config
-        self.remat = remat
-        self.stream_sharding = stream_sharding
-        options = {"param_dtype": weight_dtype, "dtype": compute_dtype}
+        dtypes = {"param_dtype": weight_dtype, "dtype": compute_dtype}
         width = config.width
-        self.embed = embedding(config.vocabulary, width, rngs=rngs, **options)
-        self.positions = embedding(config.positions, width, rngs=rngs, **options)
-        self.types = embedding(config.types, width, rngs=rngs, **options)
+        self.embed = embedding(config.vocabulary, width, rngs=rngs, **dtypes)
+        self.positions = embedding(config.positions, width, rngs=rngs, **dtypes)
+        self.types = embedding(config.types, width, rngs=rngs, **dtypes)
         self.embed_norm = _norm(config, rngs)
-        self.blocks = make_blocks(
-            lambda rngs: EncoderBlock(config, rngs=rngs, **options),
-            config.layers,
-            scan_layers=scan_layers,
-            rngs=rngs,
-        )
-        self.pooler = linear(width, width, bias=True, rngs=rngs, **options)
+        super().__init__(config, partial(EncoderBlock, config, **dtypes), rngs=rngs, **options)
+        self.pooler = linear(width, width, bias=True, rngs=rngs, **dtypes)
         # One row per sequence, so float32 costs nothing.
         self.classifier = linear(
             width, labels, bias=True, rngs=rngs, param_dtype=weight_dtype, dtype=jnp.float32
@@ -73,9 +63,9 @@ class BertClassifier(nnx.Module):
         """The output of the last block, `(b, t, width)` in `compute_dtype`."""
         x = self.embed(tokens.astype(jnp.int32)) + self.types(types.astype(jnp.int32))
         x = x + self.positions(jnp.arange(tokens.shape[1]))[None]
-        x = placed(self.embed_norm(x).astype(x.dtype), self.stream_sharding)
+        x = self.embed_norm(x).astype(x.dtype)
         attends = mask.astype(bool)[:, None, None, :]  # each query of each head to the same keys
-        return run_blocks(self.blocks, x, attends, remat=self.remat, sharding=self.stream_sharding)
+        return self.run_blocks(x, attends)
 
 
 class EncoderBlock(nnx.Module):

@@ -31,7 +31,7 @@ from tests.hf_models import (
     outputs,
 )
 from train import hf_saving, whole
-from train.blocks import linear, make_blocks
+from train.blocks import Stacked, linear
 from train.decoder import LinearRope, Llama3Rope
 from train.hf_saving import save_folder
 from train.hf_tensors import transpose
@@ -66,10 +66,9 @@ def test_fresh_weights_are_the_same_scanned():
     def block(rngs):
         return linear(3, 2, bias=True, rngs=rngs, param_dtype=jnp.float32, dtype=jnp.float32)
 
-    listed, stack = (
-        nnx.as_pure(nnx.split(make_blocks(block, 3, scan_layers=scan, rngs=nnx.Rngs(0)))[1])
-        for scan in (False, True)
-    )
+    three = SimpleNamespace(layers=3)
+    models = (Stacked(three, block, scan_layers=scan, rngs=nnx.Rngs(0)) for scan in (False, True))
+    listed, stack = (nnx.as_pure(nnx.split(model)[1])["blocks"] for model in models)
     kernels = [listed[i]["kernel"] for i in range(3)]
     np.testing.assert_array_equal(stack["kernel"], np.stack(kernels))
     assert not np.array_equal(kernels[0], kernels[1])
