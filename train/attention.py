@@ -6,6 +6,7 @@ The plain form has the scores of all pairs of positions in float32 in memory; th
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,10 @@ def attention(
     local = None if window is None or window >= q.shape[1] else (window - 1, 0)
     options = {"is_causal": causal, "local_window_size": local}
 
-    def plain(q, k, v, mask, **options_of_kernel) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, **options, **options_of_kernel)
+    def plain(
+        q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, **of_kernel: Any
+    ) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, **options, **of_kernel)
 
     flash = partial(plain, implementation="cudnn")
     if not _takes(flash, q, k, v, mask):

@@ -118,7 +118,15 @@ def _take_in(
     if half is None:
         return leaf
 
-    def take(shard, master, total, p, g, first, verdict):
+    def take(
+        shard: Shard,
+        master: jax.Array,
+        total: jax.Array,
+        p: jax.Array,
+        g: jax.Array,
+        first: jax.Array,
+        verdict: Verdict,
+    ) -> tuple[jax.Array, jax.Array]:
         # Weights may be loaded until the first step, which moves no deferred channel.
         own = shard.own(p).astype(jnp.float32)
         master = jax.lax.cond(first, lambda: own, lambda: master)
