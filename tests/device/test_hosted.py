@@ -19,6 +19,7 @@ from tests.runs import OPTIMIZED
 from zenflow_jax import streaming
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._host.arrays import copied as aligned
+from zenflow_jax.planning._steps import inner_jaxprs
 
 ON_HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=HOST)
 WINDOWS = {"rolling": False, "window_scaling": None}
@@ -396,3 +397,26 @@ def test_a_new_parameter_does_not_share_memory_with_the_hosts_array():
     jax.block_until_ready(copy)
     x[:] = 2
     assert (np.asarray(copy) == 1).all()
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_jaxprs(equation.params):
+            yield from equations(inner)
+
+
+def test_nothing_is_put_to_host_memory_that_is_there():
+    # XLA for GPUs (jax 0.10.2) compiles no such program.
+    run = Run("bfloat16")
+    with jax.numpy_dtype_promotion("standard"):
+        traced = run.program.trace(run.params, run.state, *next(batches(1, "bfloat16")))
+    puts = [x for x in equations(traced.jaxpr.jaxpr) if x.primitive.name == "device_put"]
+    places = [
+        (one.aval.memory_space, other.aval.memory_space)
+        for equation in puts
+        for one, other in zip(equation.invars, equation.outvars, strict=True)
+    ]
+    host = jax.memory.Space.Host
+    assert any(other == host for _, other in places)
+    assert (host, host) not in places

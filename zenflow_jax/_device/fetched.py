@@ -119,7 +119,9 @@ def _joined(*trees: Any) -> Any:
 
 
 def _in_memory_of(x: Any, like: Any) -> Any:
-    return jax.device_put(x, jax.memory.Space.Host) if is_hosted(like) else x
+    # Once: XLA for GPUs fails where something is put there that is there already (jax 0.10.2).
+    moves = is_hosted(like) and not is_hosted(x)
+    return jax.device_put(x, jax.memory.Space.Host) if moves else x
 
 
 def _is_float(x: Any) -> bool:

@@ -110,14 +110,14 @@ def products(jaxpr: Jaxpr) -> tuple[float, float]:
             flops += _FLOPS[name](equation)
             moved += sum(nbytes(x.aval) for x in (*equation.invars, *equation.outvars))
         rounds = equation.params["length"] if name == "scan" else 1
-        for inner in _inner(equation.params):
+        for inner in inner_jaxprs(equation.params):
             inner_flops, inner_moved = products(inner)
             flops += rounds * inner_flops
             moved += rounds * inner_moved
     return flops, moved
 
 
-def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     for x in jax.tree.leaves(list(params.values())):
         if isinstance(x, ClosedJaxpr):
             yield x.jaxpr
