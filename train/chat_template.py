@@ -55,7 +55,7 @@ class ChatTemplate:
     def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
         self.text = text
         self.where = where
-        self._special = dict(special)
+        self.special = dict(special)
         self._marks = tuple(marks)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -147,7 +147,7 @@ class ChatTemplate:
             raise ConversationError("expected text, got U+FDD0 or U+FDD1, which is none")
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
-            return self._template.render(**self._special, messages=list(messages), **options)
+            return self._template.render(**self.special, messages=list(messages), **options)
         # A template can fail as any program can.
         except Exception as error:
             raise ConversationError(

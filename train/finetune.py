@@ -68,7 +68,7 @@ def train(
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
-    sources = read(settings, timeline=timeline, force=force)
+    sources = read(settings, timeline=timeline, force=force, say=say)
     if settings.steps == 0:
         evaluate(sources, say)
         return

@@ -77,7 +77,9 @@ class Job(NamedTuple):
     causes_of_infinity: str
 
 
-def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
+def read(
+    settings: Settings, *, timeline: Path | None, force: bool, say: Callable[[str], None]
+) -> Sources:
     """Reads and checks everything but weights; arguments and errors are those of `train`."""
     settings.check_paths()
     check_reporter(settings.report_to)
@@ -105,6 +107,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
         sequence_length=settings.sequence_length,
         validation_share=settings.validation_share,
         seed=settings.seed,
+        say=say,
     )
     # In micro-batches as well, for which the device has room.
     parts, most = settings.micro_batches, settings.eval_batches
@@ -119,7 +122,8 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     samples = {name: sample(source, batches=most) for name, source in task.validation.items()}
     tested, checksum = {}, task.checksum
     if settings.test_data is not None:
-        test = make_test(settings, origin, task, settings.sequence_length)
+        options = {"sequence_length": settings.sequence_length, "say": say}
+        test = make_test(settings, origin, task, **options)
         tested = {"test": sample(test.validation["validation"])}
         task = task._replace(notes=(*task.notes, *test.notes))
         checksum ^= test.checksum

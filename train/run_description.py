@@ -14,10 +14,10 @@ DEEPSPEED = "deepspeed.json"
 # Settings that a resumed run may change; the library says the same of its own. `eval_batches` is
 # not one: figures of other samples cannot tell which checkpoint is best.
 MAY_CHANGE = frozenset(
-    "model data test_data chat_template deepspeed steps epochs learning_rate schedule warmup_steps "
-    "warmup_share weight_decay max_grad_norm host_kernel host_state threads prefetch_bytes "
-    "send_gradients mesh remat stream log_every evaluate_every save_every export_every keep "
-    "keep_best output_dir run progress report_to max_skipped b1 b2 eps "
+    "model data test_data token_cache chat_template deepspeed steps epochs learning_rate schedule "
+    "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
+    "prefetch_bytes send_gradients mesh remat stream log_every evaluate_every save_every "
+    "export_every keep keep_best output_dir run progress report_to max_skipped b1 b2 eps "
     "early_stopping_patience".split()
 )
 

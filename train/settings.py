@@ -83,6 +83,8 @@ class DataSettings(_Group):
     """classification: column with the label."""
     chat_template: File | None = None
     """chat: Jinja template. If not given: the one in the model's folder."""
+    token_cache: Dir | None = None
+    """language, alpaca, chat: folder that keeps the tokens of the data for later starts."""
     packing: Literal["separate", "joined"] = "separate"
     """language: whether texts in one sequence see each other (joined)."""
     validation_share: float = 0.1

@@ -53,7 +53,7 @@ def small_model(**changed) -> nnx.Module:
 
 def read(**settings) -> job.Sources:
     """Reads all that the script reads before it makes a model."""
-    return job.read(Settings(**settings), timeline=None, force=False)
+    return job.read(Settings(**settings), timeline=None, force=False, say=print)
 
 
 def write(path: Path, content: str | bytes) -> Path:

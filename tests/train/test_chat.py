@@ -74,7 +74,7 @@ def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, c
     assert conversation.text == expected["text"]
     asked = of.render(expected["messages"][:-1], ask=True, tools=expected.get("tools"))
     assert asked == expected["asked"]
-    encoded = answers.encode_conversations(tokenizer, iter([conversation]))
+    [encoded] = answers.encode_conversations(tokenizer, iter([conversation]))
     assert encoded.tokens.tolist() == expected["tokens"]
     if expected["answers"] is not None:
         assert encoded.marks.tolist() == expected["answers"]

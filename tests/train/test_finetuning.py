@@ -45,6 +45,7 @@ def language(folder: Path) -> dict:
     data = folder / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
     settings = {"sequence_length": 40, "micro_batches": 2, "scan_layers": True}
+    settings["token_cache"] = str(folder.parent / "cache")
     return {"task": "language", "data": str(data)} | settings
 
 
@@ -86,6 +87,10 @@ def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsy
         np.testing.assert_array_equal(x, weights[1][name])
     assert any(not np.array_equal(x, weights[0][name]) for name, x in before.items())
     assert validations(whole) == validations(cut)
+    for file in data.iterdir():
+        file.write_text(file.read_text().replace("is", "was"))
+    assert finetune.main([config, "--run", cut.name, "--steps", "99"]) == 2
+    assert "got other data" in capsys.readouterr().err
     assert read_folder(whole / "model").config == read_folder(origin).config
     assert (whole / "model" / "tokenizer.json").is_file()
 

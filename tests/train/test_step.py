@@ -193,7 +193,8 @@ LENGTHS = (3, 9, 2, 7, 1, 12)  # the last one is cut by the window
 def packed(lengths):
     """Documents of such lengths in one sequence, as a batch of one."""
     tokens = np.random.default_rng(0).integers(0, 62, sum(lengths)).astype(np.uint8)
-    example = language.Windows(language.Documents(tokens, np.array(lengths)), T)[0]
+    documents = language.Documents(tokens, np.cumsum([0, *lengths[:-1]]), np.array(lengths))
+    example = language.Windows(documents, T)[0]
     return {name: x[None] for name, x in example.items()}
 
 

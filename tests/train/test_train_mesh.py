@@ -127,7 +127,7 @@ from train.command_line import read_command_line
 
 run.write_picture = lambda *_, **__: None  # a quarter of a short run
 settings = read_command_line(sys.argv[1:], program="test").settings
-sources = job.read(settings, timeline=None, force=False)
+sources = job.read(settings, timeline=None, force=False, say=print)
 alone, placed = (job.make_model(sources._replace(mesh=m)).params for m in (None, sources.mesh))
 jax.tree.map(np.testing.assert_array_equal, alone, placed)
 kernel = placed["blocks"][0]["gate"]["kernel"]

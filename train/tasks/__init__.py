@@ -8,8 +8,9 @@
     examples.py          what the last three of these share
     files.py, tables.py  what is in the files
 
-All tasks but the first tokenize everything at the start, and keep it in flat arrays
-(`encoding.py`). The same files and the same seed give the same examples.
+All tasks but the first tokenize everything at the start, a chunk at a time (`encoding.py`), into
+files on disk that are mapped into memory (`token_files.py`). The same files and the same seed give
+the same examples.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ one text. Only what the assistant writes counts, with what ends it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from train.tasks import Task, tables
 from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype
 from train.tasks.examples import Examples, task_of
 from train.tasks.files import expect_examples, find_files, records, shorten, text_field
+from train.tasks.token_files import stored
 from train.tokenizer import Tokenizer
 
 SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
@@ -73,39 +75,44 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
     """The task of answering in conversations; arguments are those of `task_of_answers`."""
     special = [n for n, t in tokenizer.tokens.get_added_tokens_decoder().items() if t.special]
 
-    def encode_files(paths: list[Path], notes: list[str]) -> Encoded:
+    def encode_files(paths: list[Path], notes: list[str]) -> Iterator[Encoded]:
+        ends = False
         conversations = expect_examples(paths, partial(_conversations, template=template))
-        encoded = encode_conversations(tokenizer, conversations)
-        if not np.isin(encoded.tokens[encoded.marks == 1], special).any():
+        for chunk in encode_conversations(tokenizer, conversations):
+            ends = ends or np.isin(chunk.tokens[chunk.marks == 1], special).any()
+            yield chunk
+        if not ends:
             notes.append(
                 f"{template.where}: puts no special token behind an answer, so a model may not "
                 "learn where to end"
             )
-        return encoded
 
-    return task_of_answers("chat", data, tokenizer, encode_files, **options)
+    form = (template.text, template.special)
+    return task_of_answers("chat", data, tokenizer, encode_files, form=form, **options)
 
 
 def task_of_answers(
     name: str,
     data: Path,
     tokenizer: Tokenizer,
-    encode_files: Callable[[list[Path], list[str]], Encoded],
+    encode_files: Callable[[list[Path], list[str]], Iterator[Encoded]],
     *,
     sequence_length: int,
     validation_share: float,
     seed: int,
+    form: tuple[object, ...] = (),
+    store: Callable[..., Encoded] = stored,
 ) -> Task:
     """The task of giving the answers of the files of `data`.
 
     Examples of more than T + 1 tokens are cut on the right; those without an answer left are
-    dropped.
+    dropped. `store` is `stored` with its options, and `form` says what else decides the tokens.
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     sides: list[Examples] = []
     for paths in filter(None, (files.train, files.validation)):
-        encoded = encode_files(paths, notes)
+        encoded = store(partial(encode_files, paths), tokenizer, paths, notes, form=(name, *form))
         rows, count = _answered(encoded, sequence_length), len(encoded.whole)
         where = paths[0] if len(paths) == 1 else paths[0].parent
         if not len(rows):
@@ -126,10 +133,9 @@ def task_of_answers(
 
 def _answered(encoded: Encoded, length: int) -> np.ndarray:
     """The examples with a target in an answer; the first token is no target."""
-    begins, ends = encoded.starts[:-1], encoded.starts[1:]
-    ends = np.minimum(ends, begins + length + 1)
-    counts = np.concatenate([[0], np.cumsum(encoded.marks, dtype=np.int64)])
-    return np.flatnonzero(counts[ends] > counts[np.minimum(begins + 1, ends)])
+    marks, bounds = encoded.marks, itertools.pairwise(encoded.starts)
+    answered = (marks[begin + 1 : min(begin + length + 1, end)].any() for begin, end in bounds)
+    return np.flatnonzero(np.fromiter(answered, bool))
 
 
 def prompt(instruction: str, context: str = "") -> str:
@@ -138,22 +144,27 @@ def prompt(instruction: str, context: str = "") -> str:
     return PROMPT.format(instruction=instruction)
 
 
-def _encode_instructions(tokenizer: Tokenizer, paths: list[Path], _: list[str]) -> Encoded:
+def _encode_instructions(
+    tokenizer: Tokenizer, paths: list[Path], _: list[str]
+) -> Iterator[Encoded]:
     """Prompts and answers in turn as tokens, with a begin (if any) and an end around each pair."""
-    encoded = encode(tokenizer, expect_examples(paths, _instructions), special=False)
-    prompts, outputs = np.diff(encoded.starts).reshape(-1, 2).T
-    tokens, starts = enclose(encoded.tokens, encoded.starts[::2], tokenizer)
-    # Begin and prompt do not count, answer and end do.
-    lengths = np.stack([prompts + (tokenizer.begin is not None), outputs + 1], axis=1)
-    counts = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.reshape(-1))
-    return Encoded(tokens, counts, starts, np.diff(starts))
+    texts = expect_examples(paths, _instructions)
+    for chunk in encode(tokenizer, texts, special=False, together=2):
+        prompts, outputs = np.diff(chunk.starts).reshape(-1, 2).T
+        tokens, starts = enclose(chunk.tokens, chunk.starts[::2], tokenizer)
+        # Begin and prompt do not count, answer and end do.
+        lengths = np.stack([prompts + (tokenizer.begin is not None), outputs + 1], axis=1)
+        counts = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.reshape(-1))
+        yield Encoded(tokens, counts, starts, np.diff(starts))
 
 
-def encode_conversations(tokenizer: Tokenizer, conversations: Iterator[Conversation]) -> Encoded:
-    """The conversations as tokens, in their order; none are put around them."""
+def encode_conversations(
+    tokenizer: Tokenizer, conversations: Iterator[Conversation]
+) -> Iterator[Encoded]:
+    """Chunks of the conversations as tokens, in their order; none are put around them."""
     dtype = smallest_dtype(tokenizer.vocabulary)
-    ids, counts, lengths = [np.empty(0, dtype)], [np.empty(0, np.uint8)], [0]
     for chunk in chunks(conversations, lambda conversation: len(conversation.text)):
+        ids, counts, lengths = [], [], [0]
         encodings = tokenizer.tokens.encode_batch(
             [conversation.text for conversation in chunk], add_special_tokens=False
         )
@@ -164,8 +175,8 @@ def encode_conversations(tokenizer: Tokenizer, conversations: Iterator[Conversat
             counts.append((np.searchsorted(bounds, begins, side="right") % 2).astype(np.uint8))
             ids.append(np.array(encoding.ids, dtype))
             lengths.append(len(encoding.ids))
-    starts = np.cumsum(lengths)
-    return Encoded(np.concatenate(ids), np.concatenate(counts), starts, np.diff(starts))
+        starts = np.cumsum(lengths)
+        yield Encoded(np.concatenate(ids), np.concatenate(counts), starts, np.diff(starts))
 
 
 def _instructions(path: Path) -> Iterator[str]:

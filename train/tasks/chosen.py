@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from train.chat_template import read_template
 from train.pretrained import Pretrained
 from train.settings import DataSettings, SettingsError
 from train.tasks import Task, answers, classification, glue, language, standard_library
+from train.tasks.token_files import stored
 from train.tokenizer import read_tokenizer
 
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 
 
-def make_test(data: DataSettings, origin: Pretrained, task: Task, sequence_length: int) -> Task:
+def make_test(data: DataSettings, origin: Pretrained, task: Task, **options: Any) -> Task:
     """The task with the examples of the file `test_data` for validation, and none for training."""
     file = Path(data.test_data)
     if not file.is_file():
         raise SettingsError(f"`test_data`: expected a file, got {file}, which is none.")
-    options = {"sequence_length": sequence_length, "validation_share": 1.0}
-    test = make_task(data, origin, path=file, known=task.labels, **options)
+    test = make_task(data, origin, path=file, validation_share=1.0, known=task.labels, **options)
     if test.labels != task.labels:
         raise SettingsError(
             f"`test_data`: expected the labels to train on, {', '.join(task.labels)}, got "
@@ -36,6 +38,7 @@ def make_task(
     path: Path | None,
     sequence_length: int,
     validation_share: float,
+    say: Callable[[str], None],
     seed: int = 0,
     known: Sequence[str] = (),
 ) -> Task:
@@ -59,15 +62,18 @@ def make_task(
     check_length(sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
     tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
+    store = partial(stored, cache=data.token_cache and Path(data.token_cache), say=say)
     if task == "language":
         joined = data.packing == "joined"
-        return language.make(path, tokenizer, joined=joined, field=data.text_column, **options)
+        return language.make(
+            path, tokenizer, joined=joined, field=data.text_column, store=store, **options
+        )
     if task == "alpaca":
-        return answers.make_alpaca(path, tokenizer, **options)
+        return answers.make_alpaca(path, tokenizer, store=store, **options)
     if task == "chat":
         file = data.chat_template and Path(data.chat_template)
         template = read_template(origin.folder, tokenizer.tokens, file)
-        return answers.make_chat(path, tokenizer, template, **options)
+        return answers.make_chat(path, tokenizer, template, store=store, **options)
     if task == "classification":
         columns = classification.Columns(
             data.text_column, data.label_column, data.second_text_column

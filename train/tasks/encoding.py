@@ -1,6 +1,7 @@
-"""Texts to tokens, kept flat: one array of all tokens, and where each text begins in it.
+"""Texts to tokens, a chunk at a time, and flat: all tokens, and where each text begins in them.
 
-A tokenizer's results take hundreds of bytes per token: of each chunk of texts only ids are kept.
+A tokenizer's results take hundreds of bytes per token. What becomes of the chunks is
+`token_files.py`.
 """
 
 from __future__ import annotations
@@ -25,42 +26,49 @@ _flat = itertools.chain.from_iterable
 
 
 class Encoded(NamedTuple):
-    """The tokens of n texts."""
+    """The tokens of n texts; of a chunk also tokens of a text that began in an earlier one."""
 
     tokens: np.ndarray  # (total,), unsigned
     marks: np.ndarray  # (total,) uint8: 1 for the second sentence of a pair, or for answers
     starts: np.ndarray  # (n + 1,) int64; text i has tokens[starts[i] : starts[i + 1]]
     whole: np.ndarray  # (n,) int64: how many tokens each had before it was cut
+    checksum: int = 0  # of the arrays above, where they are those of all chunks
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Iterable[Text], *, special: bool, longest: int | None = None
-) -> Encoded:
-    """The texts, all one text or all a pair, as tokens; second texts of pairs are marked.
+    tokenizer: Tokenizer,
+    texts: Iterable[Text],
+    *,
+    special: bool,
+    longest: int | None = None,
+    together: int = 1,
+) -> Iterator[Encoded]:
+    """Chunks of the texts, all one text or all a pair, as tokens; second texts are marked.
 
     The tokenizer puts its `special` tokens around them, and cuts what is longer than `longest`.
+    A chunk has a multiple of `together` texts.
     """
     tokens, cutting = tokenizer.tokens, None
     if longest is not None:
         cutting = copy.deepcopy(tokens)
         cutting.enable_truncation(longest, strategy="longest_first")
     dtype = smallest_dtype(tokenizer.vocabulary)
-    ids, types = [np.empty(0, dtype)], [np.empty(0, np.uint8)]
-    lengths, whole = [np.zeros(1, np.int64)], [np.empty(0, np.int64)]
-    for chunk in chunks(texts, lambda text: sum(map(len, text if type(text) is tuple else [text]))):
+
+    def size(text: Text) -> int:
+        return sum(map(len, text if type(text) is tuple else [text]))
+
+    for chunk in chunks(texts, size, together):
         encodings = tokens.encode_batch_fast(chunk, add_special_tokens=special)
-        whole.append(np.array([len(e) for e in encodings], np.int64))
+        whole = np.array([len(e) for e in encodings], np.int64)
         if cutting is not None:
-            long = np.flatnonzero(whole[-1] > longest)
+            long = np.flatnonzero(whole > longest)
             cut = cutting.encode_batch_fast([chunk[i] for i in long], add_special_tokens=special)
             for i, encoding in zip(long, cut, strict=True):
                 encodings[i] = encoding
-        lengths.append(np.array([len(e) for e in encodings], np.int64))
-        total = int(lengths[-1].sum())
-        ids.append(np.fromiter(_flat(e.ids for e in encodings), dtype, total))
-        types.append(np.fromiter(_flat(e.type_ids for e in encodings), np.uint8, total))
-    starts = np.cumsum(np.concatenate(lengths))
-    return Encoded(np.concatenate(ids), np.concatenate(types), starts, np.concatenate(whole))
+        starts = np.cumsum([0, *map(len, encodings)])
+        ids = np.fromiter(_flat(e.ids for e in encodings), dtype, starts[-1])
+        types = np.fromiter(_flat(e.type_ids for e in encodings), np.uint8, starts[-1])
+        yield Encoded(ids, types, starts, whole)
 
 
 def smallest_dtype(vocabulary: int) -> np.dtype:
@@ -79,13 +87,16 @@ def enclose(
     return enclosed, starts + len(around) * np.arange(len(starts))
 
 
-def chunks(items: Iterable[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:
+def chunks(
+    items: Iterable[Any], size: Callable[[Any], int], together: int = 1
+) -> Iterator[list[Any]]:
     """The items in lists for the tokenizer; `size` says how many characters one has."""
     chunk, characters = [], 0
     for item in items:
         chunk.append(item)
         characters += size(item)
-        if len(chunk) >= CHUNK_TEXTS or characters >= CHUNK_CHARACTERS:
+        full = len(chunk) >= CHUNK_TEXTS or characters >= CHUNK_CHARACTERS
+        if full and len(chunk) % together == 0:
             yield chunk
             chunk, characters = [], 0
     if chunk:

@@ -14,6 +14,7 @@ from train.data import DataError, Padded, Source
 from train.tasks import Score, Task
 from train.tasks.encoding import Encoded, Text, encode
 from train.tasks.files import split
+from train.tasks.token_files import stored
 from train.tokenizer import Tokenizer
 
 #: Of the example that is shown: how many parts, learned or not, and characters of each.
@@ -26,22 +27,23 @@ class Examples:
     def __init__(self, encoded: Encoded, rows: np.ndarray, *, most: int, longest: int, pad: int):
         self.longest = longest
         self._encoded = encoded
-        self._rows = self._kept = rows
+        self._kept = rows
         self._most = most
         self._pad = pad
+        self._choose(rows)
+
+    def _choose(self, rows: np.ndarray) -> None:
+        starts = self._encoded.starts
+        self._rows = rows
+        #: The number of inputs of each example.
+        self.lengths = np.minimum(starts[rows + 1] - starts[rows], self._most)
+        self.lengths -= self._most - self.longest
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         raise NotImplementedError
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """The number of inputs of each example."""
-        starts = self._encoded.starts
-        sizes = np.minimum(starts[self._rows + 1] - starts[self._rows], self._most)
-        return sizes - (self._most - self.longest)
 
     def _filled(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Tokens and marks of example `i`, and how many there were to fill up."""
@@ -60,14 +62,12 @@ class Examples:
         sides = []
         for side in split(np.ones(len(self)), validation_share=validation_share, seed=seed):
             sides.append(copy.copy(self))
-            sides[-1]._rows = self._rows[side]
+            sides[-1]._choose(self._rows[side])
         return sides
 
     def checksum(self, start: int) -> int:
         """CRC-32 of the tokens, marks, lengths and choice of examples, going on from `start`."""
-        for array in (*self._encoded[:3], self._rows):
-            start = zlib.crc32(array, start)
-        return start
+        return zlib.crc32(self._rows, zlib.crc32(b"%d" % self._encoded.checksum, start))
 
     def describe_lengths(self) -> str:
         """A line about the lengths of all examples of the files, and how many did not fit."""
@@ -87,7 +87,8 @@ class Sentences(Examples):
     def __init__(
         self, texts: Iterable[Text], labels: Sequence[int], tokenizer: Tokenizer, length: int
     ):
-        encoded = encode(tokenizer, texts, special=True, longest=length)
+        chunks = encode(tokenizer, texts, special=True, longest=length)
+        encoded = stored(lambda _: chunks, tokenizer, [], [])
         self._labels = np.array(labels, np.int32)
         rows = np.arange(len(self._labels))
         super().__init__(encoded, rows, most=length, longest=length, pad=tokenizer.pad)

@@ -148,12 +148,14 @@ def split(
     if validation_share == 1:
         return np.arange(0), np.arange(len(sizes))
     order = np.random.default_rng(seed).permutation(len(sizes))
-    room = validation_share * float(sizes.sum())
+    room, smallest = validation_share * float(sizes.sum()), sizes.min()
     validates = np.zeros(len(sizes), bool)
-    for i, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        if size <= room:
+    for i in order:  # no list: a hundred million numbers take gigabytes in one
+        if room < smallest:
+            break
+        if sizes[i] <= room:
             validates[i] = True
-            room -= size
+            room -= sizes[i]
     # Of size 0, all of them may have fitted.
     if validates.all():
         validates[order[-1]] = False

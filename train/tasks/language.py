@@ -13,7 +13,8 @@ tokenizer takes some hundred bytes of memory for each token.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +22,10 @@ import numpy as np
 
 from train.data import DataError
 from train.tasks import Task, tables
-from train.tasks.encoding import CHUNK_CHARACTERS, enclose, encode
+from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode
 from train.tasks.examples import describe_example
 from train.tasks.files import find_files, lines, records, split, text_field
+from train.tasks.token_files import stored
 from train.tokenizer import Tokenizer
 
 # Four to a chunk, for four cores. With pieces of 2**20, four to a chunk, 20 MB of text took 430 MB
@@ -41,32 +43,33 @@ def make(
     seed: int,
     joined: bool = False,
     field: str = "text",
+    store: Callable[..., Encoded] = stored,
 ) -> Task:
     """The task of predicting the next token; arguments are those of `task_of_answers`."""
     files = find_files(data, SUFFIXES)
-    notes = list(files.notes)
-    train = _read(files.train, tokenizer, field, notes)
-    if files.validation:
-        validation = _read(files.validation, tokenizer, field, notes)
-    else:
-        train, validation = _split(train, validation_share=validation_share, seed=seed)
-    for part, (tokens, _) in (("train", train), ("validation", validation)):
-        if len(tokens) <= sequence_length and (part, validation_share) != ("train", 1):
+    notes, checksum = list(files.notes), int(joined)
+    sides: list[Documents] = []
+    for paths in filter(None, (files.train, files.validation)):
+        encode_all = partial(_encode, paths, tokenizer, field)
+        encoded = store(encode_all, tokenizer, paths, notes, form=("language", field))
+        checksum = zlib.crc32(b"%d" % encoded.checksum, checksum)
+        sides.append(Documents(encoded.tokens, encoded.starts[:-1], np.diff(encoded.starts)))
+    if len(sides) == 1:
+        sides = _split(sides[0], validation_share=validation_share, seed=seed)
+    for part, (_, begins, lengths) in zip(("train", "validation"), sides, strict=True):
+        count = int(lengths.sum())
+        if count <= sequence_length and (part, validation_share) != ("train", 1):
             raise DataError(
                 f"expected text for at least one window of {sequence_length} + 1 tokens in the "
-                f"part for {part} of {data}, got {len(tokens)} tokens. Give more text, a shorter "
+                f"part for {part} of {data}, got {count} tokens. Give more text, a shorter "
                 "`sequence_length` or another `validation_share`."
             )
-    checksum = zlib.crc32(validation.tokens, zlib.crc32(train.tokens))
-    if joined:
-        train, validation = as_one(train.tokens), as_one(validation.tokens)
-    else:
-        checksum = zlib.crc32(validation.lengths, zlib.crc32(train.lengths, checksum))
-    windows = Windows(train, sequence_length)
+        checksum = zlib.crc32(lengths, zlib.crc32(begins, checksum))
+    windows, validation = (Windows(side, sequence_length, joined=joined) for side in sides)
     return Task(
         name="language",
         train=windows,
-        validation={"validation": Windows(validation, sequence_length)},
+        validation={"validation": validation},
         checksum=checksum,
         notes=tuple(notes),
         overview=describe_example(windows, tokenizer),
@@ -75,99 +78,120 @@ def make(
 
 class Documents(NamedTuple):
     tokens: np.ndarray  # (n,), unsigned
+    begins: np.ndarray  # (documents,) int64: where each begins in the tokens
     lengths: np.ndarray  # (documents,) int64: how many of the tokens each has
 
 
 class Windows:
-    """Windows of `length + 1` tokens that overlap by one; of a single document, no positions."""
+    """Windows of `length + 1` tokens of documents that follow on each other; they overlap by one.
 
-    def __init__(self, documents: Documents, length: int):
+    Where there are several documents, and they are not `joined`, windows have positions.
+    """
+
+    def __init__(self, documents: Documents, length: int, *, joined: bool = False):
         self.tokens = documents.tokens
-        # Of the second document and so on: nothing separates the first from what is before it.
-        self._starts = np.cumsum(documents.lengths[:-1])
+        self._ends = np.cumsum(documents.lengths)
+        # From a place in what follows on each other to that in the tokens.
+        self._shifts = documents.begins + documents.lengths - self._ends
         self._length = length
+        self._joined = joined or len(documents.lengths) == 1
 
     def __len__(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self._length
+        return max(int(self._ends[-1:].sum()) - 1, 0) // self._length
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        start, t = i * self._length, self._length
-        tokens = self.tokens[start : start + t + 1].astype(np.int32)
-        if not len(self._starts):
+        t = self._length
+        places = i * t + np.arange(t + 1)
+        documents = np.searchsorted(self._ends, places, side="right")
+        tokens = self.tokens[self._shifts[documents] + places].astype(np.int32)
+        if self._joined:
             return {"tokens": tokens}
-        # From 1 to T: where documents begin in this window, its own beginning left out.
-        first, behind = np.searchsorted(self._starts, (start + 1, start + t + 1))
-        begins = self._starts[first:behind] - start
-        weights = np.ones(t, np.uint8)
-        weights[begins - 1] = 0  # the target of input j is token j + 1
-        latest = np.zeros(t + 1, np.int32)
-        latest[begins] = begins
-        positions = np.arange(t, dtype=np.int32) - np.maximum.accumulate(latest)[:t]
-        return {"tokens": tokens, "positions": positions, "weights": weights}
-
-
-def _read(paths: list[Path], tokenizer: Tokenizer, field: str, notes: list[str]) -> Documents:
-    pieces: list[int] = []  # of each document
-    encoded = encode(tokenizer, _pieces_of(paths, field, pieces, notes), special=False)
-    starts = encoded.starts[np.concatenate([[0], np.cumsum(pieces)])]
-    tokens, starts = enclose(encoded.tokens, starts, tokenizer)
-    return Documents(tokens, np.diff(starts))
+        # In a window, a document's positions begin where its first token is.
+        positions = np.arange(t) - np.searchsorted(documents, documents[:t])
+        weights = np.diff(documents) == 0  # the target of input j is token j + 1
+        return {
+            "tokens": tokens,
+            "positions": positions.astype(np.int32),
+            "weights": weights.astype(np.uint8),
+        }
 
 
 def as_one(tokens: np.ndarray) -> Documents:
-    return Documents(tokens, np.array([len(tokens)]))
+    return Documents(tokens, np.array([0]), np.array([len(tokens)]))
 
 
-def _split(
-    documents: Documents, *, validation_share: float, seed: int
-) -> tuple[Documents, Documents]:
-    tokens, lengths = documents
+def _split(documents: Documents, *, validation_share: float, seed: int) -> list[Documents]:
+    tokens, begins, lengths = documents
     if len(lengths) == 1:
         border = len(tokens) - round(validation_share * len(tokens))
-        return as_one(tokens[:border]), as_one(tokens[border:])
-    training, validating = split(lengths, validation_share=validation_share, seed=seed)
-    validates = np.zeros(len(lengths), bool)
-    validates[validating] = True
-    validates = np.repeat(validates, lengths)
-    return (
-        Documents(tokens[~validates], lengths[training]),
-        Documents(tokens[validates], lengths[validating]),
-    )
+        ends = np.array([border]), lengths - border
+        return [Documents(tokens, np.array([0]), ends[0]), Documents(tokens, ends[0], ends[1])]
+    sides = split(lengths, validation_share=validation_share, seed=seed)
+    return [Documents(tokens, begins[side], lengths[side]) for side in sides]
 
 
-def _pieces_of(paths: list[Path], field: str, pieces: list[int], notes: list[str]) -> Iterator[str]:
-    """The documents of all files in pieces; the number of pieces of each goes to `pieces`."""
+def _encode(
+    paths: list[Path], tokenizer: Tokenizer, field: str, notes: list[str]
+) -> Iterator[Encoded]:
+    """Chunks of all documents, each with a begin token (if any) and an end token around it."""
+    between = [tokenizer.end, *([] if tokenizer.begin is None else [tokenizer.begin])]
+    none = np.empty(0, np.uint8)
+    begins: list[bool] = []  # of each piece of a chunk
+    skipped = 1  # nothing ends before the first document
+    for chunk in encode(tokenizer, _pieces_of(paths, field, begins, notes), special=False):
+        borders = chunk.starts[:-1][begins]
+        begins.clear()
+        # Of several tokens for one place `insert` keeps the order.
+        places = np.repeat(borders, len(between))
+        tokens = np.insert(chunk.tokens, places, np.tile(between, len(borders)))[skipped:]
+        starts = borders + len(between) * np.arange(len(borders)) + 1 - skipped
+        yield Encoded(tokens, none, np.append(starts, len(tokens)), none)
+        skipped = 0
+    yield Encoded(np.array(between[:1]), none, np.array([1]), none)
+
+
+def _pieces_of(
+    paths: list[Path], field: str, begins: list[bool], notes: list[str]
+) -> Iterator[str]:
+    """The documents of all files in pieces; to `begins` goes whether one begins with the piece."""
     for path in paths:
-        documents, blank = len(pieces), 0
-        for text in _texts(path, field):
-            if not text.strip():
-                blank += 1
-                continue
-            pieces.append(0)
-            for piece in _cut(text):
-                pieces[-1] += 1
+        count, blank = 0, 0
+        for document in _documents(path, field):
+            number = -1
+            for number, piece in enumerate(_cut(document)):
+                begins.append(number == 0)
                 yield piece
-        if len(pieces) == documents:
+            count, blank = count + (number >= 0), blank + (number < 0)
+        if not count:
             raise DataError(f"{path}: expected text, found an empty file or none but blank texts.")
         if blank:
             notes.append(f"{path.name}: blank texts left out: {blank}")
 
 
-def _texts(path: Path, field: str) -> Iterator[str]:
+def _documents(path: Path, field: str) -> Iterator[Iterable[str]]:
+    """The documents of a file; one may come in parts, as a text file comes line by line."""
     if path.name.lower().endswith(".txt"):
-        yield "".join(line for _, line in lines(path))
+        yield (line for _, line in lines(path))
         return
     for where, record in records(path):
-        yield text_field(where, record, field, remedy="Name it with --text-column")
+        yield [text_field(where, record, field, remedy="Name it with --text-column")]
 
 
-def _cut(text: str) -> Iterator[str]:
-    """The text in pieces of at most `PIECE_CHARACTERS`; a blank rest is dropped."""
-    start = 0
-    while len(text) - start > PIECE_CHARACTERS:
-        stop = start + PIECE_CHARACTERS
-        stop = text.rfind("\n", start, stop) + 1 or max(text.rfind(" ", start + 1, stop), 0) or stop
-        yield text[start:stop]
-        start = stop
-    if (rest := text[start:]).strip():
-        yield rest
+def _cut(parts: Iterable[str]) -> Iterator[str]:
+    """The text of the parts in pieces of at most `PIECE_CHARACTERS`; a blank rest is dropped."""
+    text = ""
+    for part in parts:
+        text += part
+        start = 0
+        while len(text) - start > PIECE_CHARACTERS:
+            stop = start + PIECE_CHARACTERS
+            stop = (
+                text.rfind("\n", start, stop) + 1
+                or max(text.rfind(" ", start + 1, stop), 0)
+                or stop
+            )
+            yield text[start:stop]
+            start = stop
+        text = text[start:]
+    if text.strip():
+        yield text

@@ -1,0 +1,137 @@
+"""Tokens of texts in files that are mapped into memory, so that data may be larger than memory.
+
+The files are temporary ones without names, of which a kill leaves nothing. With a cache they are
+
+    CACHE/DIGEST/tokens, marks, starts, whole   the arrays of `Encoded`, their bytes alone
+    CACHE/DIGEST/encoded.json                   their checksum, and notes on the data
+
+where the digest is of all that decides the tokens. Data counts by path, size and time of change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import tokenizers
+
+import zenflow_jax
+from train.data import DataError
+from train.tasks.encoding import Encoded, smallest_dtype
+from train.tokenizer import Tokenizer
+from train.whole import made_whole
+
+NAMES = Encoded._fields[:-1]
+RECORD = "encoded.json"
+
+STEP = 10**9  # bytes of tokens, after which a line says how far it is
+
+
+def stored(
+    encode_all: Callable[[list[str]], Iterator[Encoded]],
+    tokenizer: Tokenizer,
+    paths: Sequence[Path],
+    notes: list[str],
+    *,
+    form: Sequence[object] = (),
+    cache: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Encoded:
+    """The texts of the `paths` as tokens: what an earlier start has left in the cache, or new.
+
+    `encode_all` yields all chunks, and appends notes on the data. `form` is all that decides the
+    tokens besides the paths and the tokenizer, as JSON knows it.
+    """
+    dtypes = [smallest_dtype(tokenizer.vocabulary), np.uint8, np.int64, np.int64]
+    with contextlib.ExitStack() as stack:
+        if cache is None:
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in NAMES]
+            checksum = _write(encode_all(notes), files, dtypes, tempfile.gettempdir(), say)
+            return Encoded._make([*map(_mapped, files, dtypes), checksum])
+        folder = cache / _digest(tokenizer, paths, form)
+        if not folder.exists():
+            _write_folder(folder, encode_all, dtypes, say)
+        try:
+            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            notes += record["notes"]
+            files = [stack.enter_context(open(folder / name, "rb")) for name in NAMES]
+            return Encoded._make([*map(_mapped, files, dtypes), record["checksum"]])
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{folder}: expected tokens that an earlier start has written, got {error!r}. "
+                "Delete that folder."
+            ) from error
+
+
+def _write_folder(
+    folder: Path,
+    encode_all: Callable[[list[str]], Iterator[Encoded]],
+    dtypes: Sequence[np.dtype],
+    say: Callable[[str], None],
+) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    notes: list[str] = []
+    try:
+        with made_whole(folder, folder=True) as part, contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(part / name, "wb")) for name in NAMES]
+            checksum = _write(encode_all(notes), files, dtypes, folder.parent, say)
+            record = {"checksum": checksum, "notes": notes}
+            (part / RECORD).write_text(json.dumps(record), encoding="utf-8")
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
+            raise
+
+
+def _digest(tokenizer: Tokenizer, paths: Sequence[Path], form: Sequence[object]) -> str:
+    """Changes with all that decides the tokens."""
+    files = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+    versions = zenflow_jax.__version__, tokenizers.__version__
+    facts = [versions, tokenizer.tokens.to_str(), tokenizer[1:], form, files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _write(
+    chunks: Iterable[Encoded],
+    files: Sequence[IO[bytes]],
+    dtypes: Sequence[np.dtype],
+    where: str | Path,
+    say: Callable[[str], None],
+) -> int:
+    """Writes the chunks as one into the files of its arrays, and returns their checksum."""
+    checksums, total, said = [0] * len(files), 0, 0
+
+    def write(*arrays: np.ndarray) -> None:
+        for i, array in enumerate(arrays):
+            array = np.ascontiguousarray(array, dtypes[i])
+            checksums[i] = zlib.crc32(array, checksums[i])
+            try:
+                files[i].write(array.data)
+                files[i].flush()
+            except OSError as error:
+                raise DataError(
+                    f"expected room for the tokens of the data in {where}, got: {error}. Make room "
+                    "or name a folder with more: --token-cache DIR."
+                ) from error
+
+    for tokens, marks, starts, whole, _ in chunks:
+        write(tokens, marks, starts[:-1] + total, whole)
+        total += len(tokens)
+        if (steps := total * dtypes[0].itemsize // STEP) > said:
+            say(f"{steps} GB of tokens are in {where}")
+            said = steps
+    write(*np.empty((2, 0)), np.array([total]))
+    return zlib.crc32(repr(checksums).encode())
+
+
+def _mapped(file: IO[bytes], dtype: np.dtype) -> np.ndarray:
+    """The array that a file consists of."""
+    is_empty = not file.seek(0, 2)  # of which there are no maps
+    return np.empty(0, dtype) if is_empty else np.asarray(np.memmap(file, dtype, "r"))
