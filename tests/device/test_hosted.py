@@ -116,7 +116,7 @@ def test_a_run_has_the_bits_of_one_whose_layers_are_on_the_device(dtype, options
 
 
 def test_a_run_goes_on_from_what_is_saved_between_two_flushes():
-    run = Run("bfloat16", **EACH_STEP)
+    run = Run("bfloat16")
     with zenflow_jax.HostEngine(run.params, run.state) as engine:
         run.go(engine, 0, 8)
         saved = copied((run.params, run.state, engine.state()))
@@ -190,7 +190,7 @@ def test_between_flushes_whoever_reads_them_without_the_selected_channels_sees_n
 
 def test_a_step_that_donates_passes_them_on_and_one_that_does_not_is_told(caplog):
     for donate in (True, False):
-        run = Run("bfloat16", donate=donate)
+        run = Run("bfloat16", donate=donate, optimized=False)
         with (
             caplog.at_level(logging.WARNING, "zenflow_jax"),
             zenflow_jax.HostEngine(run.params, run.state) as engine,
@@ -228,7 +228,7 @@ def test_what_changes_them_ends_the_run(donate, where):
 
 
 def test_weights_that_are_loaded_after_init_or_not_whole_are_refused():
-    run, other = Run("float32"), hosted(model("bfloat16"))
+    run, other = Run("float32", optimized=False), hosted(model("bfloat16"))
     loaded = jax.tree.map(
         lambda x, y: jax.device_put(np.asarray(x, np.float32), y.sharding), other, run.params
     )
@@ -272,7 +272,7 @@ def test_what_cannot_be_trained_in_host_memory_is_refused_by_name(options, chang
 
 
 def test_steps_that_do_not_stream_them_are_refused():
-    run, batch = Run("float32"), next(batches(1, "float32"))
+    run, batch = Run("float32", optimized=False), next(batches(1, "float32"))
     gradients = jax.grad(loss)(run.params, *batch)
     with pytest.raises(ValueError, match=r"`streaming.stream.* got an array at .*'down'"):
         run.tx.update(gradients, run.state, run.params)

@@ -13,10 +13,10 @@ from zenflow_jax import streaming
 
 # Float32 sums over tens of terms and devices, in another order; gradients below 1.
 RTOL, ATOL = 1e-5, 1e-6
+# The axis of channels is the first of a layer.
 PLACES = {
     "replicated over data": {"up": P(), "down": P()},
-    "the other axis over fsdp": {"up": P(None, None, "fsdp"), "down": P(None, None, "fsdp")},
-    "channels over fsdp": {"up": P(None, "fsdp"), "down": P(None, "fsdp")},
+    "either axis over fsdp": {"up": P(None, None, "fsdp"), "down": P(None, "fsdp")},
 }
 
 
