@@ -28,7 +28,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 import zenflow_jax
-from train import processes
+from train import hosted, processes
 from train.checksums import CHECKSUMS, checksums
 from train.saved_checkpoints import (
     CheckpointError,
@@ -91,9 +91,9 @@ class Checkpoints(SavedCheckpoints):
 
         Waits for the save before, and until the device has done `step`; the writer then has its own
         copies. On a CPU it reads the arrays themselves, which the runtime does not donate meanwhile
-        (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is said and not raised: the
-        next save tries again. `progress` is for JSON; `figure`, of a validation, decides what is
-        best.
+        (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). With layers in host memory it waits
+        until all is written. A failure is said and not raised: the next save tries again.
+        `progress` is for JSON; `figure`, of a validation, decides what is best.
         """
         if figure is not None:
             self.rate(step, figure)
@@ -120,6 +120,10 @@ class Checkpoints(SavedCheckpoints):
         with self._failures():
             # Forced, as orbax would pass over a step that is older than its newest.
             self._opened().save(step, args=ocp.args.Composite(**items), force=True)
+        if hosted.in_host_memory(params):
+            # orbax reads these where they are, which a GPU's next step must not donate meanwhile.
+            # An update of them would wait for the engine's state to be written, as well.
+            self.wait()
 
     def poll(self) -> None:
         """Says so if the save that was under way has failed, without waiting."""

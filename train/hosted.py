@@ -50,6 +50,12 @@ def nbytes(params: Any) -> int:
     return sum(x.size * x.dtype.itemsize for path, x in leaves if _is_hosted(path, x))
 
 
+def in_host_memory(params: Any) -> bool:
+    """Whether some arrays are there."""
+    leaves = jax.tree.leaves(params)
+    return any(isinstance(x, jax.Array) and x.sharding.memory_kind == KIND for x in leaves)
+
+
 def placed(x: Any) -> Any:
     """An array that was put together of pieces: in host memory jax would not know where it is."""
     if not isinstance(x, jax.Array) or x.sharding.memory_kind != KIND:

@@ -64,10 +64,11 @@ class HostEngine:
 
     Host memory: 12 bytes per deferred parameter in NumPy arrays (with compact moments 6.1875; of a
     float16 leaf 2 more). Pinned memory: at most about 3.5 mails with windows of four steps that
-    leaves close in turn, eight where all close at once, two where the device adds up; and in a
-    hand-over 12 bytes for each selected parameter of a group; of layers in host memory the weights
-    twice, those in use and those being made. Device memory: an update of any other leaf that is
-    ready waits there until it is due, in the leaf's dtype.
+    leaves close in turn, eight where all close at once, two where the device adds up or windows
+    have one step; and in a hand-over 12 bytes for each selected parameter of a group. Of layers in
+    host memory also the weights: with windows of one step once, as new ones take the place of mail.
+    Device memory: an update of any other leaf that is ready waits there until it is due, in the
+    leaf's dtype.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
@@ -230,7 +231,7 @@ class HostEngine:
             measured = {}
             for group in closing:
                 if boundaries[group].selects:
-                    weights, leaves = self._updates.reselect(group, weights, leaves, state.step)
+                    leaves = self._updates.reselect(group, weights, leaves, state.step)
                 else:
                     self._updates.close_window(group)
                     if state.schedule.needs_kept_share:
@@ -247,6 +248,9 @@ class HostEngine:
                 self._integrity.note_parameters(taken.weights, leaves)
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
+            if self._hosted:
+                # Else the next step would find room only beside the weights that this one reads.
+                self._mailbox.drain()
         return params, opt_state
 
     @_recorded("flush")

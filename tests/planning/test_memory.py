@@ -1,5 +1,6 @@
 """The formulas for memory, held to what engines have."""
 
+import threading
 import weakref
 
 import jax
@@ -7,9 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import zenflow_jax
+from tests.device.streamed_runs import batches
+from tests.device.test_hosted import Run
+from tests.exchange.hooks import hooked, views_of_mail
 from tests.runs import FEW, Leaf, Settings, Training
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import uploads
+from zenflow_jax._exchange import hosted, uploads
 from zenflow_jax.planning._host_work import needs_of
 
 SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
@@ -68,6 +72,48 @@ def test_no_more_updates_wait_on_the_device_than_the_formula_says(
             training.settle()
             jax.block_until_ready(training.params)
         assert most == expected
+
+
+def test_layers_in_host_memory_take_two_mails_and_their_weights_once(monkeypatch):
+    views, seen, returned = views_of_mail(monkeypatch), [], threading.Event()
+    hooked(monkeypatch).update = returned.wait  # the caller has let go of the last step's mail
+
+    def pinned():
+        arrays = [x for x in jax.live_arrays() if x.sharding.memory_kind == memory.HOST]
+        sizes = {x.unsafe_buffer_pointer(): x.nbytes for x in arrays if not x.is_deleted()}
+        alive = [x for x in (ref() for ref in views) if x is not None]
+        return sizes | {x.ctypes.data: x.nbytes for x in alive}
+
+    before = pinned()
+
+    def look():
+        seen.append(sum(size for at, size in pinned().items() if at not in before))
+
+    def upload(*args):
+        x = jax.block_until_ready(memory.upload(*args))
+        look()
+        return x
+
+    run = Run("bfloat16", update_interval=1, topk_ratio=0.0, full_warm_up_rounds=0)
+    need = needs_of(run.state)
+    with zenflow_jax.HostEngine(run.params, run.state) as engine:
+        monkeypatch.setattr(hosted, "upload", upload)
+        for batch in batches(6, "bfloat16"):
+            run.step(batch)
+            jax.block_until_ready(run.state)
+            look()
+            returned.set()
+            engine._updates.wait()
+            returned.clear()
+            run.params, run.state = engine.exchange(run.params, run.state)
+            assert not engine._mailbox._unread  # so weights and mail of that step can be freed
+        returned.set()
+        engine.flush(run.params, run.state)
+    leaves = jax.tree.leaves(run.params)
+    assert need.weights == sum(x.nbytes for x in leaves if x.ndim == 3)
+    assert need.mail == 2 * sum(x.nbytes for x in leaves)
+    scalars = 2 * sum(x.nbytes for x in run.state.step_scalars if x is not None)
+    assert need.mail + need.weights <= max(seen) <= need.mail + need.weights + 2 * scalars
 
 
 def test_a_leafs_bytes_are_as_worked_out_by_hand():

@@ -79,7 +79,7 @@ class EngineSave(ocp.args.CheckpointArgs):
     Attributes:
         engine: The engine.
         copy_bytes: Bytes that copies may take. None: one for each offloaded parameter of this
-            process. With 16 for each, training waits for no write.
+            process, zero with layers in host memory. With 16 for each, training waits for no write.
 
     Raises:
         TypeError: If `engine` is something else.

@@ -96,7 +96,8 @@ class Saver:
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:
-            copy_bytes = sum(leaf.master.size for leaf in leaves)
+            hosted = any(spec.hosted for spec in specs)  # there memory is what the run lacks
+            copy_bytes = 0 if hosted else sum(leaf.master.size for leaf in leaves)
         places = {}
         for i in parts:
             part = self._offloaded.parts[i]

@@ -61,9 +61,10 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
         return state._replace(open_steps=open_steps, schedule_state=schedule_state)
     # Mail is made apart, a leaf at a time: the device, where it is made, has no room for all of it.
     rank, sending = mail_rank(specs), static.send_gradients
-    first_mail = jax.jit(_first_mail, static_argnums=(1, 2, 3), keep_unused=True)
+    whole = _first_mail_is_whole(specs, static)
+    first_mail = jax.jit(_first_mail, static_argnums=(1, 2, 3, 4), keep_unused=True)
     each = tuple(
-        None if spec.resident else first_mail(p, spec.anonymous, sending, rank)
+        None if spec.resident else first_mail(p, spec.anonymous, sending, rank, whole)
         for p, spec in zip(weights, specs, strict=True)
     )
     scalars = jax.jit(partial(_first_scalars, specs=specs, static=static), keep_unused=True)
@@ -112,8 +113,9 @@ def _build(
         state = state._replace(reach=Reach(*(jnp.zeros((), jnp.float32) for _ in Reach._fields)))
     if mail:
         rank, sending = mail_rank(specs), static.send_gradients
+        whole = _first_mail_is_whole(specs, static)
         each = tuple(
-            None if spec.resident else _first_mail(p, spec, sending, rank)
+            None if spec.resident else _first_mail(p, spec, sending, rank, whole)
             for p, spec in zip(weights, specs, strict=True)
         )
         state = state._replace(mail=each, step_scalars=_first_scalars(weights, specs, static))
@@ -167,19 +169,31 @@ def _first_masters(p: jax.Array, first: jax.Array, part: LeafSpec) -> jax.Array:
     return rows.astype(jnp.float32)
 
 
-def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
+def _first_mail_is_whole(specs: tuple[LeafSpec, ...], static: Static) -> bool:
+    """Whether blank mail has the shapes of mail; else it is one element per device.
+
+    Sums begin with it; and where gradients leave in the step, branches (`optax.MultiSteps`) may
+    return either. With parameters in host memory there are none, and no room.
+    """
+    sending = static.send_gradients
+    in_step = sending.in_step and not any(spec.hosted for spec in specs)
+    return in_step or sending.sums_on_device
+
+
+def _first_mail(
+    p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int, whole: bool
+) -> jax.Array:
     """One leaf's mail before the first step."""
+    small = (1,) * len(spec.shape)
     if not sending.in_step:
         rank = len(spec.shape)
     elif spec.placement is None:
-        return host_zeros(spec.shape, spec.mail_dtype, rank, p)
+        return host_zeros(spec.shape if whole else small, spec.mail_dtype, rank, p)
 
     def zeros(shard: Shard, _: jax.Array) -> jax.Array:
-        # Where the step leaves gradients on the device, this is one element per device: it has the
-        # sharding of what the step returns in its place, and is not empty, which some savers
-        # refuse.
-        whole = sending.in_step or sending.sums_on_device
-        shape = shard.part.shape if whole else (1,) * len(spec.shape)
+        # One element per device has the sharding of what the step returns in its place, and is not
+        # empty, which some savers refuse.
+        shape = shard.part.shape if whole else small
         return with_rank(jnp.zeros(shape, spec.mail_dtype), rank)
 
     layout = Layout(spec)

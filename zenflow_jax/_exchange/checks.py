@@ -116,11 +116,13 @@ def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
 def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
     """Refuses wrappers around the state whose branches jax could not trace."""
     around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
-    if around and state.send_gradients == SendGradients.AFTER_STEP:
+    hosted = any(leaf.spec.hosted for leaf in state.leaves)
+    if around and (hosted or state.send_gradients == SendGradients.AFTER_STEP):
         wrapper = type(around[0]).__name__.removesuffix("State")
         raise ValueError(
             "expected no `optax` wrapper that withholds updates with send_gradients="
-            f'"after_step", got {wrapper}: what a step returns has another shape there than what '
+            f'"after_step" or layers in host memory, got {wrapper}: what a step returns has '
+            "another shape there than what "
             "it gets, and both ways of a branch must return the same. Sum micro-batches inside the "
             "step (steps that are not finite are skipped anyway), or leave `send_gradients` out."
         )

@@ -74,6 +74,9 @@ class Hosted:
                 )
         self.note(weights, [None] * len(weights))
 
+    def __bool__(self) -> bool:
+        return bool(self._numbers)
+
     def hide(self, weights: Sequence[jax.Array], leaves: Sequence[HostLeaf]) -> list[jax.Array]:
         """The parameters without the selected channels, which a step has moved since they had them.
 

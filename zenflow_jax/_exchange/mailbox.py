@@ -3,7 +3,8 @@
 A step finds blank buffers for its mail in the state, and returns its mail in others, or in the same
 ones if it was told to keep and donate them. `send` gives the mail to the worker, which frees it;
 `refill` puts blank buffers in: as a rule the same every time, as no step reads them. With
-"after_step" a blank buffer is one element per device, with "per_window" zeros for the next sums.
+"after_step", and with parameters in host memory, a blank buffer is one element per device, with
+"per_window" zeros for the next sums.
 """
 
 from collections import deque

@@ -26,24 +26,30 @@ def buffers(state: ZenFlowState) -> float:
                 of_groups[part.group] += share * part.shape[0] / spec.shape[0]
         # The sums of windows that are updated, and of those that close next.
         return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
-    blank = {(spec.shape, spec.mail_dtype): x for spec, x in zip(specs, shares, strict=True)}
-    # One is written by the step, and blank ones are in the state.
-    written = 1 + sum(blank.values()) if state.send_gradients.in_step else 0
+    written, blank = int(state.send_gradients.in_step), 0.0
+    hosted = any(spec.hosted for spec in specs)
+    if written and not hosted:  # blank mail in the state has a size
+        shapes = {(spec.shape, spec.mail_dtype): x for spec, x in zip(specs, shares, strict=True)}
+        blank = sum(shapes.values())
     unread = IN_FLIGHT[state.send_gradients]
     # An update that must arrive at the next step keeps Python from running ahead: one mail is on
     # its way, or is being written.
-    arrives = state.schedule.groups > 1 or state.schedule.window == 1  # at each step
-    if arrives and state.schedule.staleness in (0, 1):
-        unread = 0 if state.send_gradients.in_step else 1
-    return float(min(MAILS_KEPT, most_kept(state)) + unread + written)
+    if hosted or (state.schedule.groups > 1 and state.schedule.staleness in (0, 1)):
+        unread = 0 if written else 1
+    kept = most_kept(state)
+    most = min(MAILS_KEPT, kept) + unread + written
+    if state.schedule.groups == 1:
+        most = min(most, kept)  # has those that are unread or being written
+    return float(most + blank)
 
 
 def most_kept(state: ZenFlowState) -> float:
     """The most mails that would be kept if none were added up, unless the device does that."""
     specs, shares = _offloaded(state)
-    window = state.schedule.longest_window
+    window, staleness = state.schedule.longest_window, state.schedule.staleness
     if state.schedule.groups == 1:
-        return 2.0 * window
+        # A window's, and those of the steps until its update has arrived.
+        return float(window + (window if staleness is None else staleness))
     ages = range(1, window + 1)
     # Mail of a leaf in ranges is there until the last of them has used it.
     opened = max(
@@ -58,6 +64,24 @@ def most_kept(state: ZenFlowState) -> float:
         for group in spec.groups:
             held[group] += share
     return opened + window * _waiting(state.schedule, held)
+
+
+def weight_bytes(state: ZenFlowState) -> int:
+    """Bytes of parameters in host memory: those in use, and what an update makes beside mail.
+
+    It frees a leaf's mail before it makes the new parameter. Not of a leaf in ranges, which others
+    need, and not where `exchange` waits: its caller has the mail as well.
+    """
+    in_use, made = 0, [0] * state.schedule.groups
+    for spec in (leaf.spec for leaf in state.leaves if leaf.spec.hosted):
+        size, in_ranges = math.prod(spec.shape), len(spec.groups) > 1
+        in_use += size * spec.dtype.itemsize
+        frees = not in_ranges and state.schedule.staleness != 0
+        # Ranges are put together in NumPy first.
+        more = spec.dtype.itemsize * (1 + in_ranges) - spec.mail_dtype.itemsize * frees
+        for group in spec.groups:
+            made[group] += size * max(more, 0)
+    return in_use + max(made)
 
 
 def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[float]]:
@@ -80,18 +104,16 @@ def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
 def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
     """Refuses a run that needs more pinned memory than jax gives."""
     parts, in_step = offloaded.parts, state.send_gradients.in_step
-    mail = selected = weights = 0
+    mail = selected = 0
     for part in parts:
         size = math.prod(part.spec.shape)
-        # Those in use, and the ones that take their places.
-        weights += 2 * size * part.spec.dtype.itemsize * part.spec.hosted
         # In the step all devices that hold a part send it, afterwards the first alone.
         senders = len(part.devices) if in_step else 1
         mail += senders * size * part.spec.mail_dtype.itemsize
         selected += 3 * 4 * math.prod(part.spec.selected_shape)  # float32 master and moments
     platform = next((device.platform for part in parts for device in part.devices), "cpu")
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    check_pinned(mail, buffers(state), selected, platform, limit, weights)
+    check_pinned(mail, buffers(state), selected, platform, limit, weight_bytes(state))
 
 
 def check_pinned(

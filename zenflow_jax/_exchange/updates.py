@@ -211,20 +211,16 @@ class Updates:
         return [upload(array, device) for device in part.devices]
 
     def reselect(
-        self,
-        number: int,
-        weights: Sequence[jax.Array],
-        leaves: Sequence[LeafState],
-        after: Any,
-    ) -> tuple[list[jax.Array], list[LeafState]]:
+        self, number: int, weights: list[Any], leaves: Sequence[LeafState], after: Any
+    ) -> list[LeafState]:
         """Closes a group's window and hands channels over; entering ones are up to date at once.
 
-        Waits for the step, of which `after` are arrays.
+        Waits for the step, of which `after` are arrays. Changes `weights`; returns new `leaves`.
         """
-        group, weights, leaves = self._offloaded.groups[number], list(weights), list(leaves)
+        group, leaves = self._offloaded.groups[number], list(leaves)
         if not group.leaves:
             self.close_window(number)
-            return weights, leaves
+            return leaves
         places = group.pick(self._offloaded.places)
         whole = [leaves[i] for i in places]
         states = self._ranges(number, whole)
@@ -241,6 +237,9 @@ class Updates:
         ]
         close = self.close_window(number, leaving=leaving, chosen=chosen)
         self.pending[number].before, self._rows[number] = self._rows[number], rows
+        for i in group.leaves:
+            if self._specs[i].hosted:
+                weights[i] = None  # the worker makes it once more; both would take memory
         entering, hosted = self._worker.wait(close.entered, after)
         entered = by_leaf(group.parts, entering)
         masters: list[jax.Array | None] = [None] * len(states)
@@ -264,7 +263,7 @@ class Updates:
             states = [jax.tree.map(as_before, *pair) for pair in zip(states, whole, strict=True)]
         for i, new in zip(places, states, strict=True):
             leaves[i] = new
-        return weights, leaves
+        return leaves
 
     def _ranges(self, number: int, states: Sequence[LeafState]) -> list[LeafState]:
         group = self._offloaded.groups[number]

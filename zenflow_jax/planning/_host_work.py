@@ -17,7 +17,7 @@ from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.checks import is_compact
-from zenflow_jax._exchange.pinned import buffers, most_kept
+from zenflow_jax._exchange.pinned import buffers, most_kept, weight_bytes
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments, new_moments
@@ -43,7 +43,7 @@ class Needs(NamedTuple):
     state: int  # masters, casts for uploads, moments, counts and numbers of channels: NumPy
     sums: int  # of mails that are too many to keep: NumPy
     mail: int  # pinned: kept, unread, being written, and blank
-    weights: int  # pinned: parameters in host memory, and the new ones that take their places
+    weights: int  # pinned: parameters in host memory, and new ones that mail leaves no room for
     hand_over: int  # of a group's selected channels: pinned as they come, NumPy as they go
     saving: int  # copies that `EngineSave` makes by default while it writes
     # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
@@ -96,9 +96,9 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
         # A leaf's open window may have one, and the window that is being updated another.
         sums=int(2 * _FLOAT32 * size.sum()) if added_up else 0,
         mail=round(buffers(state) * mail.sum()),
-        weights=int(2 * weights.sum()),
+        weights=weight_bytes(state),
         hand_over=int(selected.max()),
-        saving=int(size.sum()),
+        saving=0 if weights.any() else int(size.sum()),
         uploads=int(max(neighbours[j : j + waiting].sum() for j in range(schedule.groups))),
         under_way=0 if sending.in_step else int(under_way),
         busiest=float(updates.max() + arriving * steps),
