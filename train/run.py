@@ -248,8 +248,7 @@ class Run:
         steps = self.steps
         if self.done == steps:
             self.meter.start()
-        for row in self.meter.drain():
-            self.log.add(row)
+        self._log_rows()
         self.meter.finish()
         if self.engine:
             self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
@@ -340,6 +339,7 @@ class Run:
         """The figures after `step`, which is the last one taken."""
         if not self.validations or self.validations[-1][0] != step:
             jax.block_until_ready(self.params)
+            self._log_rows(whole=True)  # ahead of the validation's line
             with self.meter.paused():
                 # Of weights in host memory the state alone has the selected channels.
                 hides = self.job.host.stream == "weights"
@@ -366,14 +366,17 @@ class Run:
         return is_due(output.save_every, step) or (stops and is_due(output.evaluate_every, step))
 
     def _save(self, step: int) -> None:
-        for row in self.meter.drain(whole=True):
-            self.log.add(row)
+        self._log_rows(whole=True)
         progress = {"validations": self.validations, "meter": self.meter.state()}
         at, figures = self.validations[-1] if self.validations else (0, {})
         figure = figures[self.job.task.best] if at == step else None
         self.checkpoints.save(
             step, self.params, self.opt_state, self.engine, progress, figure=figure
         )
+
+    def _log_rows(self, *, whole: bool = False) -> None:
+        for row in self.meter.drain(whole=whole):
+            self.log.add(row)
 
     def _say(self, line: str) -> None:
         show(self.console, line)

@@ -202,12 +202,15 @@ def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_a_run_that_stops_early_keeps_the_best_of_all_validations(tmp_path, monkeypatch):
+def test_a_run_that_stops_early_keeps_the_best_of_all_validations(tmp_path, monkeypatch, capsys):
     figures = ({"loss": loss} for loss in [5.0, 1.0, 2.0, 3.0, 3.5])
     monkeypatch.setattr(job, "make_validate", lambda *_: lambda _: next(figures))
-    config = tiny_command(tmp_path, evaluate_every=2, save_every=100, keep=1, keep_best=True)
+    saves = {"save_every": 100, "keep": 1, "keep_best": True}
+    config = tiny_command(tmp_path, evaluate_every=2, log_every=2, **saves)
     options = ["--steps", "20", "--early-stopping-patience", "2", "--run", "a"]
     assert finetune.main([*config, *options]) == 0
+    shown = re.findall(r"(?m)^(?:step +|validation after )(\d+)", capsys.readouterr().out)
+    assert "".join(shown) == "0112244666"  # lines of steps and validations, in order
     found = summary(tmp_path / "runs" / "a")
     assert (found["steps"], found["best_step"]) == (6, 2)
     assert_weights_of_checkpoint(tmp_path / "runs" / "a", 2, tmp_path / "runs" / "a")
