@@ -177,7 +177,7 @@ def test_each_command_works_as_installed(installed, words, expected):
     [
         ("zenflow-finetune", "For example: zenflow-finetune quickstart"),
         ("zenflow-plan", "For example: zenflow-plan quickstart"),
-        ("zenflow-finetune quickstarts", "names: alpaca_llama2_7b, chat, glue_sst2, lm"),
+        ("zenflow-finetune quickstarts", "names: alpaca_llama2_7b, chat, classification,"),
         ("zenflow-generate a --model b --qqq", "All are in zenflow-generate --help"),
     ],
 )

@@ -15,6 +15,8 @@ from train.optimizers import learning_rate, make_optimizer
 from train.settings import Settings, SettingsError
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, find_state
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
 
 def config_file(folder: Path, text: str) -> Path:
     path = folder / "job.toml"
@@ -68,6 +70,11 @@ def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
     for argv in ([], ["--steps", "3"]):
         with pytest.raises(SettingsError, match="expected a config file as the first"):
             read_command_line(argv, program="train")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_configs_that_come_along_are_read(path):
+    assert load_settings(path).output_dir.startswith("runs/")
 
 
 def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, monkeypatch):
