@@ -69,6 +69,16 @@ class Options:
     dtype: Literal["bfloat16", "float32"] | None = None
     """Dtype of weights and products. If not given: the folder's."""
 
+    def check_classifies(self) -> None:
+        """Refuses what a classifier would ignore."""
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if one.name not in ("prompt", "model", "dtype") and value != one.default:
+                raise SettingsError(
+                    f"`{one.name}`: expected none for a model that classifies, got {value}. It is "
+                    "an option of models that continue a prompt."
+                )
+
     def check(self) -> None:
         for name, fits, expected in (
             ("max_tokens", self.max_tokens >= 1, "a number of at least 1"),
@@ -108,6 +118,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
     if origin.architecture == "encoder":
         check_classifier(origin)
+        options.check_classifies()
         lines = sys.stdin if options.prompt == "-" else [options.prompt]
         texts = [line.rstrip("\n") for line in lines]  # str.splitlines also ends a line at U+2028
         for name, share in classified(origin, *_load(origin, options.dtype), tokenizer, texts):
@@ -142,8 +153,10 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
         reason = f"cut off where the model's {origin.config.positions} positions end"
     else:
         reason = f"cut off by --max-tokens {options.max_tokens}"
-    rate = (len(times) - 1) / (time.perf_counter() - times[0])
-    begun = f"{times[0] - begin:.1f} s for the first, then {rate:.1f} tokens/s"
+    begun = f"{times[0] - begin:.1f} s for the first"
+    if len(times) > 1:
+        rate = (len(times) - 1) / (time.perf_counter() - times[0])
+        begun += f", then {rate:.1f} tokens/s"
     say(f"{len(numbers)} tokens, {begun}: {reason}")
 
 

@@ -81,7 +81,7 @@ def read(
     settings: Settings, *, timeline: Path | None, force: bool, say: Callable[[str], None]
 ) -> Sources:
     """Reads and checks everything but weights; arguments and errors are those of `train`."""
-    settings.check_paths()
+    settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
     settings, deepspeed = with_deepspeed(asked := settings, batch_parts(mesh))

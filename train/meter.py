@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     step: int  # the last step of the interval, counted from 1
     loss: float  # mean over its steps that were not skipped, nats per token or label; NaN if none
-    tokens_per_s: float  # without padding
+    tokens_per_s: float | None  # without padding; None if all of its steps were compiled
     wait_share: float  # share of the time in which the loop waited for the host, 0 to 1
     skipped: int  # steps of the interval whose gradient was not finite
     # Of zenflow's schedule, from the start of the run to the end of the interval; None without it.
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 class Totals(NamedTuple):
     seconds: float
-    tokens_per_s: float
+    tokens_per_s: float | None  # None where no step is in a rate, as the first of a length is not
     wait_share: float
 
 
@@ -56,7 +56,7 @@ class Mark(NamedTuple):
     def since(self, before: Mark) -> Totals:
         seconds = self.time_s - before.time_s
         tokens, waited = self.tokens_done - before.tokens_done, self.waited_s - before.waited_s
-        return Totals(seconds, tokens / seconds, waited / seconds)
+        return Totals(seconds, tokens / seconds if tokens else None, waited / seconds)
 
 
 class Taken(NamedTuple):

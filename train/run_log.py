@@ -95,7 +95,7 @@ class RunLog:
         _write(self._csv_file, [row])
         self._report("train", row._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
-        if row.tokens_per_s:  # unknown for the first step, which compiles
+        if row.tokens_per_s:
             figures += f"  {row.tokens_per_s:,.0f} tokens/s  waited for host {row.wait_share:.1%}"
         if row.skipped:
             figures += f"  {row.skipped} skipped"

@@ -287,17 +287,20 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 f"`{share}`: expected it or `{count}`, got both: {values[0]} and {values[1]}."
             )
 
-    def check_paths(self) -> None:
-        """Checks that the task has the paths that it needs, which a file alone need not have."""
+    def check_task(self) -> None:
+        """Checks that the task has the paths that it needs, and no option that it does not read.
+
+        A config file alone need not have the paths.
+        """
         own = self.task == "standard_library"
         for name in ("model", "data"):
             wanted = f"none for {self.task}" if own else f"a path, for {self.task}"
             self._check(name, own == (getattr(self, name) is None), wanted)
-        tested = self.task in ("language", "alpaca", "chat", "classification")
-        wanted = f"none for {self.task}, or a file for a task with data of your own"
-        self._check("test_data", self.test_data is None or tested, wanted)
-        wanted = f"none for {self.task}: the task with a template is chat"
-        self._check("chat_template", self.chat_template is None or self.task == "chat", wanted)
+        for names, tasks in _READ_BY.items():
+            for name in [] if self.task in tasks.split() else names.split():
+                default = getattr(Settings, name)
+                wanted = f"{default}, as {self.task} does not read it (read by: {tasks})"
+                self._check(name, getattr(self, name) == default, wanted)
 
 
 _ABOVE_ZERO = (
@@ -305,6 +308,17 @@ _ABOVE_ZERO = (
     "ffn epochs learning_rate eps "
     "max_grad_norm threads log_every eval_batches keep max_skipped early_stopping_patience"
 ).split()
+
+# Options that not all tasks read, and the tasks that do.
+_READ_BY = {
+    "width layers heads ffn corpus_megabytes": "standard_library",
+    "text_column": "language classification",
+    "second_text_column label_column": "classification",
+    "chat_template": "chat",
+    "packing": "language",
+    "test_data": "language alpaca chat classification",
+    "validation_share": "standard_library language alpaca chat classification",
+}
 
 _OF_GRADIENTS = {
     "optimizer": "zenflow",

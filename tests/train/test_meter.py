@@ -24,6 +24,7 @@ def metered(meter, loss, skipped=0):
 def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
     meter = meter_of(2)
     meter.start()
+    assert meter.since_start().tokens_per_s is None
     rows = [metered(meter, i) for i in range(1, 8)]
     assert [row and (row.step, row.loss) for row in rows] == [
         None, None, (1, 1.0), (2, 2.0), None, (4, 3.5), None,
