@@ -182,21 +182,35 @@ def zenflow_step(
         value, gradients = jax.value_and_grad(partial(loss, shape, mesh))(weights, tokens)
         updates, opt_state = tx.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return ({} if hosted else params), opt_state, value
+        return (_on_device(params) if hosted else params), opt_state, value
 
     # On one device of a mesh as on a device without one: no placement to think about.
     init = tx.init if mesh.size > 1 else partial(jax.eval_shape, tx.init)
-    if hosted:
+    if hosted and mesh.size == 1:
         init = partial(jax.eval_shape, lambda params: tx.init(in_host_memory(params)))
+    elif hosted:
+        init = lambda params: tx.init(in_host_memory(params, _shape_in_host_memory))  # noqa: E731
     return Program(step, init, scanned or streamed or hosted, hosted)
 
 
-def in_host_memory(params: dict[str, Any]) -> dict[str, Any]:
-    layers = {
-        name: jax.device_put(x, jax.memory.Space.Host) if x.ndim > 2 else x
-        for name, x in params["layers"].items()
-    }
+def in_host_memory(
+    params: dict[str, Any],
+    put: Callable[[Any], Any] = lambda x: jax.device_put(x, jax.memory.Space.Host),
+) -> dict[str, Any]:
+    layers = {name: put(x) if len(x.shape) > 2 else x for name, x in params["layers"].items()}
     return params | {"layers": layers}
+
+
+def _on_device(params: dict[str, Any]) -> dict[str, Any]:
+    small = {name: x for name, x in params["layers"].items() if len(x.shape) <= 2}
+    return params | {"layers": small}
+
+
+def _shape_in_host_memory(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    # A described device has no host memory, but what names no device has.
+    mesh, spec = x.sharding.mesh.abstract_mesh, x.sharding.spec
+    where = NamedSharding(mesh, spec, memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
 class Report(NamedTuple):
@@ -246,11 +260,14 @@ def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any
 def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     params, state, tokens = arguments(program, shape, mesh)
     # Left to the compiler, what replicated arguments become need not be replicated.
-    kept = jax.tree.map(lambda x: x.sharding, params) if mesh.size > 1 else None
+    kept = None
+    if mesh.size > 1:
+        kept = jax.tree.map(lambda x: x.sharding, _on_device(params) if program.hosted else params)
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
     program_report = report(step.lower(params, state, tokens).compile(), params)
     if program.hosted:
-        there = sum(2 * math.prod(x.shape) for x in params["layers"].values() if len(x.shape) > 2)
+        layers = [x for x in params["layers"].values() if len(x.shape) > 2]
+        there = sum(2 * math.prod(x.sharding.shard_shape(x.shape)) for x in layers)
         peak = program_report.peak_bytes - there
         program_report = program_report._replace(peak_bytes=peak)
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]

@@ -12,10 +12,9 @@ from flax.training.train_state import TrainState
 
 import zenflow_jax
 from tests.comparisons import ATOL, assert_same_bits
-from tests.device.streamed_runs import OPTIONS, batches, block, loss, model
+from tests.device.streamed_runs import EACH_STEP, Run, batches, block, hosted, loss, model
 from tests.reference import Reference, Settings
 from tests.resuming import copied
-from tests.runs import OPTIMIZED
 from zenflow_jax import streaming
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._host.arrays import copied as aligned
@@ -23,58 +22,6 @@ from zenflow_jax.planning._steps import inner_jaxprs
 
 ON_HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=HOST)
 WINDOWS = {"rolling": False, "window_scaling": None}
-EACH_STEP = {"update_interval": 1, "select_interval": 3}
-
-
-def hosted(params):
-    layers = {
-        name: jax.device_put(x, ON_HOST) if x.ndim > 2 else x
-        for name, x in params["layers"].items()
-    }
-    return params | {"layers": layers}
-
-
-class Run:
-    """A run of the small model, whose layers stream, from the host's memory or not."""
-
-    def __init__(self, dtype, *, hosts=True, body=block, donate=True, optimized=True, **options):
-        self.tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | {"provisional_share": None} | options))
-        self.params = hosted(model(dtype)) if hosts else model(dtype)
-        self.state, self.dtype, self.body, self.losses = self.tx.init(self.params), dtype, body, []
-
-        @functools.partial(
-            jax.jit,
-            donate_argnums=(0, 1) if donate else (),
-            compiler_options=OPTIMIZED if optimized else None,
-        )
-        def step(params, state, x, y):
-            weights = streaming.stream(params, state)
-            value, gradients = jax.value_and_grad(loss)(weights, x, y, body)
-            updates, state = self.tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state, value
-
-        self.program = step
-
-    def step(self, batch):
-        with jax.numpy_dtype_promotion("standard"):
-            self.params, self.state, value = self.program(self.params, self.state, *batch)
-        self.losses.append(value)
-
-    def go(self, engine, start, end, bad=None):
-        for i, (x, y) in enumerate(batches(end, self.dtype)):
-            if i >= start:
-                self.step((x.at[0, 0].set(jnp.nan) if i == bad else x, y))
-                self.params, self.state = engine.exchange(self.params, self.state)
-
-    def end(self, engine, masters=True):
-        """All that a run ends with; float32 layers have masters of their own in host memory."""
-        self.params, self.state = engine.flush(self.params, self.state)
-        of_all = zenflow_jax.master_params(self.params, self.state, engine)
-        leaves = [
-            leaf._replace(master=leaf.master if masters else None, spec=None)
-            for leaf in self.state.leaves
-        ]
-        return self.params, of_all, leaves, self.losses
 
 
 def whole(dtype, *, bad=None, steps=14, **options):
@@ -248,18 +195,11 @@ def a_norm(params):
     return params | {"layers": layers | {"scale": jax.device_put(layers["scale"], ON_HOST)}}
 
 
-def on_a_mesh(params):
-    mesh = jax.make_mesh((1,), ("data",))
-    where = jax.NamedSharding(mesh, jax.P(), memory_kind=HOST)
-    return params | {"layers": jax.device_put(params["layers"], where)}
-
-
 @pytest.mark.parametrize(
     ("options", "change", "words"),
     [
         ({}, a_norm, r"a leaf of float32 \(3, 16\) at \['layers'\]\['scale'\]"),
         ({"topk_ratio": 1.0}, dict, r"a leaf of float32 \(3, 36, 16\)"),
-        ({}, on_a_mesh, "on a mesh"),
         ({"offload": False}, dict, "got another of these"),
         ({"send_gradients": "after_step"}, dict, "got another of these"),
         ({"staleness": 2}, dict, "got staleness=2"),

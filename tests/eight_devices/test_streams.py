@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 import zenflow_jax
 from tests.comparisons import assert_same_bits
-from tests.device.streamed_runs import batches, loss, model, run
+from tests.device.streamed_runs import EACH_STEP, Run, batches, loss, model, run
+from tests.resuming import copied
 from zenflow_jax import streaming
 
 # Float32 sums over tens of terms and devices, in another order; gradients below 1.
@@ -60,3 +61,30 @@ def test_layers_in_host_memory_are_those_of_a_plain_scan_on_a_mesh(name):
     assert ours[1]["layers"]["up"].sharding.memory_kind == "pinned_host"
     for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize(("name", "options"), [*zip(PLACES, ({}, EACH_STEP), strict=True)])
+def test_layers_in_host_memory_train_and_go_on_as_those_on_the_devices(name, options):
+    def ended(run, engine):
+        params, masters, leaves, losses = run.end(engine)
+        # XLA adds up the squares of a channel in another order.
+        return params, masters, [leaf._replace(scores=None) for leaf in leaves], losses
+
+    ends = []
+    for hosts in (False, True):
+        run = Run("bfloat16", hosts=hosts, shardings=shardings(name), **options)
+        with zenflow_jax.HostEngine(run.params, run.state) as engine:
+            run.go(engine, 0, 8)
+            saved = copied((run.params, run.state, engine.state()))
+            run.go(engine, 8, 11)
+            ends.append(ended(run, engine))
+        assert run.program._cache_size() == 1
+    run.params, run.state, engine_state = saved
+    run.losses = run.losses[:8]
+    with zenflow_jax.HostEngine(run.params, run.state, engine_state=engine_state) as engine:
+        run.go(engine, 8, 11)
+        ends.append(ended(run, engine))
+    assert run.params["layers"]["up"].sharding.memory_kind == "pinned_host"
+    on_devices, *in_host_memory = (jax.tree.map(np.asarray, x) for x in ends)
+    for one in in_host_memory:
+        assert_same_bits(one, on_devices)

@@ -22,7 +22,7 @@ from tests.exchange.hooks import views_of_mail
 from tests.runs import FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import updates, uploads
+from zenflow_jax._exchange import parts, updates, uploads
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank
 
@@ -139,8 +139,8 @@ def test_what_an_upload_may_still_read_is_not_written(monkeypatch, prefetch_byte
     reading, clashes, lock = {}, [], threading.Lock()
     seen, waited_for = set(), jax.block_until_ready
 
-    def upload(tree, device):
-        uploaded = memory.upload(tree, device)
+    def upload(tree, *args):
+        uploaded = memory.upload(tree, *args)
         with lock:
             for x, new in zip(jax.tree.leaves(tree), jax.tree.leaves(uploaded), strict=True):
                 reading[id(new)] = (x, new)
@@ -155,10 +155,10 @@ def test_what_an_upload_may_still_read_is_not_written(monkeypatch, prefetch_byte
         return waited
 
     def writes(arrays):
-        parts = [y for x in arrays for y in x.arrays]
+        arrays = [y for x in arrays for y in x.arrays]
         with lock:
             for x, _ in reading.values():
-                clashes.extend(x.shape for y in parts if np.may_share_memory(x, y))
+                clashes.extend(x.shape for y in arrays if np.may_share_memory(x, y))
 
     class Watched(HostAdam):
         def adamw(self, masters, mu, nu, *args):
@@ -169,8 +169,8 @@ def test_what_an_upload_may_still_read_is_not_written(monkeypatch, prefetch_byte
             writes(arrays)
             super().put(arrays, channels, rows)
 
-    monkeypatch.setattr(uploads, "upload", upload)
-    monkeypatch.setattr(updates, "upload", upload)
+    for module in (parts, uploads, updates):
+        monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
     monkeypatch.setattr(_engine, "HostAdam", Watched)
     with Training(FEW, OPTIONS, prefetch_bytes=prefetch_bytes) as training:
@@ -210,12 +210,12 @@ def test_an_engine_behind_multi_steps_exchanges_after_each_update():
     slow = comparisons.slow_run(leaves, OPTIONS)
     with HostEngine(params, state, **KERNEL) as engine:
         for t in range(1, 13, 2):
-            parts = [runs.gradients(leaves, i) for i in (t, t + 1)]
-            for g in parts:
+            both = [runs.gradients(leaves, i) for i in (t, t + 1)]
+            for g in both:
                 params, state = step(params, state, jax.tree.map(jnp.asarray, g))
             # A micro step makes no mail: only after an update is there something to exchange.
             assert tx.has_updated(state)
             params, state = engine.exchange(params, state)
-            (expected,) = slow.step([(parts[0][leaf.name] + parts[1][leaf.name]) / 2])
+            (expected,) = slow.step([(both[0][leaf.name] + both[1][leaf.name]) / 2])
             np.testing.assert_allclose(params[leaf.name], expected, rtol=0, atol=comparisons.ATOL)
         engine.flush(params, state)

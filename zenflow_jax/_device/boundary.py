@@ -44,8 +44,9 @@ class Merged(NamedTuple):
     """The result of a merge."""
 
     weights: Sequence[Any]  # None for a leaf in host memory
-    samples: Array  # of the weights, for the next merge to compare with
-    changed: Array  # int32 (leaves,): how many samples of each leaf had changed
+    # None where the device has no weights of the group:
+    samples: Any  # of the weights, for the next merge to compare with
+    changed: Any  # int32 (leaves,): how many samples of each leaf had changed
 
 
 def uploads_in_two(

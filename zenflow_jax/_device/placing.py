@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Layout
@@ -78,7 +78,7 @@ def _says_host(x: jax.Array) -> bool:
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
     """The abstract state with the shardings that one of such parameters has, as far as known."""
     meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
-    if not meshes or not isinstance(meshes[0], Mesh):
+    if not meshes or meshes[0].empty:
         return state
 
     def put(

@@ -112,14 +112,16 @@ def strays(new: Array, before: Array, reach: Reach, dtype: Any, window: int) -> 
 @partial(jax.jit, static_argnames="spec")
 def _checksum(weight: Array, *, spec: LeafSpec) -> Array:
     sum_bits = partial(_sum_bits, shape=spec.shape)
-    if spec.hosted:
 
+    def of_layers(shard: Shard, weight: Array) -> Array:
         def add_layer(total: Array, i: Array) -> tuple[Array, None]:
             layer = fetch_layer(weight, i)[None]
-            return total + sum_bits(Shard(spec), layer, first_layer=i), None
+            return total + sum_bits(shard, layer, first_layer=i), None
 
-        return jax.lax.scan(add_layer, jnp.zeros((), jnp.uint32), jnp.arange(spec.shape[0]))[0]
-    return on_each_device(sum_bits, spec, [Layout(spec).block], REPLICATED)(weight)
+        return jax.lax.scan(add_layer, jnp.zeros((), jnp.uint32), jnp.arange(len(weight)))[0]
+
+    f = of_layers if spec.hosted else sum_bits
+    return on_each_device(f, spec, [Layout(spec).block], REPLICATED)(weight)
 
 
 def _sum_bits(

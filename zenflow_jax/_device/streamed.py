@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions
+from zenflow_jax._device.shards import Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.step import GradientParts, split_gradient
 from zenflow_jax._spec.leaf import LeafSpec
@@ -166,10 +167,17 @@ def layer_weights(layer: Streamed) -> jax.Array:
             "scan. Do that with the arrays that the scan's body gets."
         )
     if layer.masters is not None:
-        place = positions(layer.channels.astype(jnp.int32), spec.n)
-        selected = gather_to_channels(layer.masters.astype(spec.dtype), place, spec)
-        weights = jnp.where(broadcast_channels(place >= 0, spec), selected, weights)
+        lay = Layout(spec)
+        put = on_each_device(_put_selected, spec, [lay.block, lay.channels, lay.part], lay.block)
+        weights = put(weights, layer.channels.astype(jnp.int32), layer.masters)
     return _passed(layer.sending, weights, layer.channels, layer.probes)
+
+
+def _put_selected(shard: Shard, weights: Any, channels: Any, masters: Any) -> Any:
+    spec = shard.block
+    place = positions(shard.to_local(channels), spec.n)
+    selected = gather_to_channels(masters.astype(spec.dtype), place, spec)
+    return jnp.where(broadcast_channels(place >= 0, spec), selected, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,21 +1,13 @@
 """The host's arrays of a run: made from the parameters, and read as masters."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
-from zenflow_jax._device.memory import upload
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.hosted import with_selected
-from zenflow_jax._exchange.parts import (
-    OffloadedLeaves,
-    assemble,
-    by_leaf,
-    host_channels,
-    host_part,
-    joined,
-)
+from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, host_part, put_leaf
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
@@ -65,17 +57,11 @@ class HostMasters:
         Of a parameter in host memory all masters, there.
         """
         leaves, parts = self._worker.leaves(), self._offloaded.parts
-        firsts, pieces = [], []
-        for numbers in self._offloaded.pieces_of(number):
-            first = dataclasses.replace(parts[numbers[0]], leaf=0)
-            masters = [leaves[j].master.as_float32().reshape(parts[j].spec.shape) for j in numbers]
-            master = joined(masters)
-            if first.spec.hosted:
-                return with_selected(master, state.leaves[self._offloaded.places[number]])
-            firsts.append(first)
-            pieces.append([upload(master, device) for device in first.devices])
+        leaf = state.leaves[self._offloaded.places[number]]
+
+        def masters(i: int) -> np.ndarray:
+            part, wide = parts[i], leaves[i].master.as_float32().reshape(parts[i].spec.shape)
+            return with_selected(wide, leaf, part) if leaf.spec.hosted else wide
+
         # The uploads may read live masters, which the next update writes.
-        jax.block_until_ready(pieces)
-        like = state.leaves[self._offloaded.places[number]].mu
-        shape = self._offloaded.specs[number].shape
-        return assemble(by_leaf(firsts, pieces)[0], shape, like.sharding)
+        return jax.block_until_ready(put_leaf(self._offloaded, number, masters))

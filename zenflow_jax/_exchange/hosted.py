@@ -8,15 +8,20 @@ step. In a parameter these rows are NaN, so that whoever reads it without them s
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
-from zenflow_jax._device.memory import HOST, read, upload
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import places
 from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, joined
+from zenflow_jax._exchange.parts import (
+    OffloadedLeaves,
+    Part,
+    host_channels,
+    host_part,
+    put_leaf,
+)
 from zenflow_jax._host.arrays import copied
 from zenflow_jax._host.leaf import HostLeaf
 
@@ -25,20 +30,17 @@ _logger = logging.getLogger("zenflow_jax")
 
 def new_parameter(leaves: Sequence[HostLeaf], offloaded: OffloadedLeaves, number: int) -> jax.Array:
     """A leaf's parameter as the host has it now; it may still be on its way."""
-    (numbers,) = offloaded.pieces_of(number)
-    (device,) = offloaded.parts[numbers[0]].devices
-    return upload(joined([leaves[i].to_upload for i in numbers]), device, HOST)
+    return put_leaf(offloaded, number, lambda i: leaves[i].to_upload)
 
 
-def with_selected(deferred: np.ndarray, leaf: LeafState) -> jax.Array:
-    """A leaf's parameter or masters in host memory: a copy of `deferred`, with the state's rows."""
-    spec, whole = leaf.spec, copied(deferred)
-    rows = read(leaf.master).reshape(spec.view4(spec.k)).astype(whole.dtype)
-    channels = read(leaf.channels).reshape(spec.view4(spec.k)[::2])
-    for entry, of_entry, new in zip(whole.reshape(spec.view4(spec.n)), channels, rows, strict=True):
-        entry[:, of_entry] = new
-    (device,) = leaf.mu.sharding.device_set
-    return upload(whole, device, HOST)
+def with_selected(deferred: np.ndarray, leaf: LeafState, part: Part) -> np.ndarray:
+    """A part of a leaf's parameter or masters: a copy of `deferred`, with the state's rows."""
+    whole = copied(deferred)
+    rows = _masters(leaf, part).astype(whole.dtype)
+    entries = whole.reshape(part.spec.view4(part.spec.n))
+    for entry, channels, new in zip(entries, _channels(leaf, part), rows, strict=True):
+        entry[:, channels] = new
+    return whole
 
 
 class Hosted:
@@ -49,27 +51,32 @@ class Hosted:
     ):
         self._offloaded = offloaded
         self._numbers = [i for i, spec in enumerate(offloaded.specs) if spec.hosted]
-        # Of each: where it is, and samples of it.
-        self._given: dict[int, tuple[int, np.ndarray]] = {}
+        # Of each: where its pieces are, and samples of them.
+        self._given: dict[int, tuple[list[int], np.ndarray]] = {}
         self._told = False
         self._hidden = True  # whether the selected channels are NaN
         states = offloaded.pick(state.leaves)
-        for i in self._numbers:
-            spec, rows = states[i].spec, _selected_rows(weights[i], states[i])
+        for part in offloaded.parts:
+            if not part.spec.hosted:
+                continue
+            name, leaf, weight = part.spec.name, states[part.leaf], weights[part.leaf]
+            whole = host_part(weight, part)
+            entries = whole.reshape(part.spec.view4(part.spec.n))
+            channels = _channels(leaf, part)
+            rows = np.stack([entry[:, k] for entry, k in zip(entries, channels, strict=True)])
             self._hidden = self._hidden and bool(np.isnan(rows).all())
-            masters = read(states[i].master).reshape(rows.shape).astype(rows.dtype)
             if int(read(state.step)):
                 continue
-            if np.isnan(read(weights[i])).any():
+            if np.isnan(whole).any():
                 raise ValueError(
-                    f"expected {spec.name} without NaN before the first step, got some, as layers "
+                    f"expected {name} without NaN before the first step, got some, as layers "
                     "in host memory have between two flushes: begin with parameters that "
                     "`engine.flush` or `master_params` returned."
                 )
             # Masters in the state do not follow parameters that are loaded.
-            if not np.array_equal(rows, masters):
+            if not np.array_equal(rows, _masters(leaf, part).astype(rows.dtype)):
                 raise ValueError(
-                    f"expected the values of {spec.name} that `tx.init` saw, got others. Load "
+                    f"expected the values of {name} that `tx.init` saw, got others. Load "
                     "weights in host memory before you make the state and the engine."
                 )
         self.note(weights, [None] * len(weights))
@@ -93,8 +100,7 @@ class Hosted:
         """Remembers the offloaded leaves' parameters, where they are not as `before`."""
         for i in self._numbers:
             if weights[i] is not before[i]:
-                # A method of jax.Array since before 0.10; an array that is on its way has it, too.
-                self._given[i] = weights[i].unsafe_buffer_pointer(), _samples(weights[i])
+                self._given[i] = _pointers(weights[i]), _samples(weights[i])
 
     def changed(self, weights: Sequence[jax.Array], *, wait: bool) -> list[str]:
         """The names of parameters that are not those that were noted.
@@ -104,8 +110,8 @@ class Hosted:
         """
         names = []
         for i in self._numbers:
-            pointer, samples = self._given[i]
-            moved = weights[i].unsafe_buffer_pointer() != pointer
+            pointers, samples = self._given[i]
+            moved = _pointers(weights[i]) != pointers
             if moved and not self._told:
                 self._told = True
                 _logger.warning(
@@ -127,19 +133,31 @@ class Hosted:
         """The parameters with selected channels, of `states`; the host has made all updates."""
         weights, states = list(weights), self._offloaded.pick(states)
         self._hidden = not self._numbers
+
+        def whole(j: int) -> np.ndarray:
+            part = self._offloaded.parts[j]
+            return with_selected(leaves[j].to_upload, states[part.leaf], part)
+
         for i in self._numbers:
-            (numbers,) = self._offloaded.pieces_of(i)
-            deferred = joined([leaves[j].to_upload for j in numbers])
-            weights[i] = with_selected(deferred, states[i])
+            weights[i] = put_leaf(self._offloaded, i, whole)
         return weights
 
 
-def _selected_rows(weight: jax.Array, leaf: LeafState) -> np.ndarray:
-    spec = leaf.spec
-    whole = read(weight).reshape(spec.view4(spec.n))
-    channels = read(leaf.channels).reshape(spec.view4(spec.k)[::2])
-    return np.stack([entry[:, k] for entry, k in zip(whole, channels, strict=True)])
+def _masters(leaf: LeafState, part: Part) -> np.ndarray:
+    """The state's rows of a part's selected channels, `(entries, rows, k, tail)`."""
+    return part.cut(read(part.of(leaf.master))).reshape(part.spec.view4(part.spec.k))
 
 
-def _samples(x: Any) -> np.ndarray:
-    return read(x)[places(x.shape)].astype(np.float32)
+def _channels(leaf: LeafState, part: Part) -> np.ndarray:
+    return host_channels(part.of(leaf.channels), part)
+
+
+def _pointers(x: jax.Array) -> list[int]:
+    # A method of jax.Array since before 0.10; an array that is on its way has it, too.
+    return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+
+
+def _samples(x: jax.Array) -> np.ndarray:
+    pieces = (shard.data for shard in x.addressable_shards)
+    each = [read(piece)[places(piece.shape)].astype(np.float32).ravel() for piece in pieces]
+    return np.concatenate(each)

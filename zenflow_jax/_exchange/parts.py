@@ -8,14 +8,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zenflow_jax._device.memory import read, shape_with_rank, without_units
+from zenflow_jax._device.memory import HOST, read, shape_with_rank, upload, without_units
 from zenflow_jax._device.shards import Layout, Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._spec.groups import of_group
@@ -61,6 +61,7 @@ class OffloadedLeaves:
     parts: tuple[Part, ...]
     prefetched: tuple[bool, ...]  # for each part, whether the worker uploads its update
     groups: tuple["Group", ...]
+    shardings: tuple[Any, ...]  # of arrays made of their parts
 
     @classmethod
     def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
@@ -69,7 +70,9 @@ class OffloadedLeaves:
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
         groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))
-        return cls(tuple(places), specs, parts, tuple(within(parts, prefetch_bytes)), groups)
+        early = tuple(within(parts, prefetch_bytes))
+        shardings = tuple(state.leaves[i].mu.sharding for i in places)
+        return cls(tuple(places), specs, parts, early, groups, shardings)
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
@@ -85,6 +88,12 @@ class OffloadedLeaves:
 
     def pieces_of(self, leaf: int) -> list[tuple[int, ...]]:
         return [numbers for numbers in self.pieces if self.parts[numbers[0]].leaf == leaf]
+
+    def crossing_with(self, i: int) -> tuple[int, ...]:
+        """The parts that an update of part `i` brings: all ranges of a piece in host memory."""
+        if not self.parts[i].spec.hosted:
+            return (i,)
+        return next(numbers for numbers in self.pieces if i in numbers)
 
     def pick(self, of_all: Sequence[_T]) -> list[_T]:
         return [of_all[i] for i in self.places]
@@ -107,6 +116,11 @@ class Group:
     @functools.cached_property
     def in_ranges(self) -> bool:
         return any(spec.start is not None for spec in self.specs)
+
+    @functools.cached_property
+    def hosted(self) -> bool:
+        """Whether the device has none of its leaves: it would have no program for them."""
+        return all(spec.hosted for spec in self.specs)
 
     @classmethod
     def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":
@@ -212,7 +226,33 @@ def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
     """The sharding of an array made of a parameter's parts."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding
-    return NamedSharding(weight.sharding.mesh, Layout(spec).part)
+    kind = HOST if spec.hosted else None
+    return NamedSharding(weight.sharding.mesh, Layout(spec).part, memory_kind=kind)
+
+
+def put_piece(
+    offloaded: OffloadedLeaves, numbers: Sequence[int], array_of: Callable[[int], np.ndarray]
+) -> list[jax.Array]:
+    """Parts of one piece, joined, on each of its devices, or in host memory next to it.
+
+    `array_of` gives a part's array by its number. The copies may still run.
+    """
+    part, whole = offloaded.parts[numbers[0]], joined([array_of(i) for i in numbers])
+    kind = HOST if part.spec.hosted else None
+    return [upload(whole, device, kind) for device in part.devices]
+
+
+def put_leaf(
+    offloaded: OffloadedLeaves, number: int, array_of: Callable[[int], np.ndarray]
+) -> jax.Array:
+    """An array of a leaf's parts, as `put_piece` makes it of one piece."""
+    pieces = offloaded.pieces_of(number)
+    firsts = [dataclasses.replace(offloaded.parts[numbers[0]], leaf=0) for numbers in pieces]
+    on_devices = [put_piece(offloaded, numbers, array_of) for numbers in pieces]
+    spec, sharding = offloaded.specs[number], offloaded.shardings[number]
+    if spec.hosted:
+        sharding = sharding.with_memory_kind(HOST)
+    return assemble(by_leaf(firsts, on_devices)[0], spec.shape, sharding)
 
 
 def assemble(

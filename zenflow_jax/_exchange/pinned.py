@@ -67,14 +67,16 @@ def most_kept(state: ZenFlowState) -> float:
 
 
 def weight_bytes(state: ZenFlowState) -> int:
-    """Bytes of parameters in host memory: those in use, and what an update makes beside mail.
+    """Bytes of parameters in host memory, next to all devices together.
+
+    Those in use, and what an update makes beside mail.
 
     It frees a leaf's mail before it makes the new parameter. Not of a leaf in ranges, which others
     need, and not where `exchange` waits: its caller has the mail as well.
     """
     in_use, made = 0, [0] * state.schedule.groups
     for spec in (leaf.spec for leaf in state.leaves if leaf.spec.hosted):
-        size, in_ranges = math.prod(spec.shape), len(spec.groups) > 1
+        size, in_ranges = math.prod(spec.shape) * spec.copies, len(spec.groups) > 1
         in_use += size * spec.dtype.itemsize
         frees = not in_ranges and state.schedule.staleness != 0
         # Ranges are put together in NumPy first.
@@ -111,9 +113,13 @@ def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
         senders = len(part.devices) if in_step else 1
         mail += senders * size * part.spec.mail_dtype.itemsize
         selected += 3 * 4 * math.prod(part.spec.selected_shape)  # float32 master and moments
-    platform = next((device.platform for part in parts for device in part.devices), "cpu")
+    devices = {device for part in parts for device in part.devices}
+    platform = next((device.platform for device in devices), "cpu")
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    check_pinned(mail, buffers(state), selected, platform, limit, weight_bytes(state))
+    places = (leaf.spec.placement for leaf in state.leaves if leaf.offloaded)
+    everywhere = max((place.mesh.size for place in places if place is not None), default=1)
+    weights = weight_bytes(state) * len(devices) // everywhere
+    check_pinned(mail, buffers(state), selected, platform, limit, weights)
 
 
 def check_pinned(

@@ -30,7 +30,6 @@ from zenflow_jax._device.boundary import (
 from zenflow_jax._device.memory import read, upload
 from zenflow_jax._device.samples import samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._exchange.hosted import new_parameter
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
@@ -40,6 +39,7 @@ from zenflow_jax._exchange.parts import (
     assemble,
     by_leaf,
     part_sharding,
+    put_piece,
     select_anew,
 )
 from zenflow_jax._exchange.progress import EMPTY, NONE, PENDING
@@ -123,6 +123,8 @@ class Updates:
             group = self._offloaded.groups[number]
             if not group.leaves:
                 continue
+            if not uploads and group.hosted:
+                continue
             if not uploads:
                 # All steps of its window were skipped. The next merge could not tell what has
                 # changed until now, as `before` is gone, which knew the channels that left.
@@ -136,6 +138,8 @@ class Updates:
                     self._used_up.append(uploads)
                 for i, weight in zip(group.leaves, new, strict=True):
                     weights[i] = weight
+            if group.hosted:
+                continue
             self._samples[number] = seen
             self._integrity.add([self._specs[i].name for i in group.leaves], changed)
         return weights
@@ -144,8 +148,9 @@ class Updates:
         """Samples the parameters: until the next merge only steps may change them."""
         for number, group in enumerate(self._offloaded.groups):
             if group.leaves:
-                on_device = _on_device(group.pick(weights), group)
-                self._samples[number] = samples(on_device, specs=group.specs)
+                if not group.hosted:
+                    on_device = _on_device(group.pick(weights), group)
+                    self._samples[number] = samples(on_device, specs=group.specs)
                 states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
@@ -170,11 +175,18 @@ class Updates:
             new = [x for (x,) in uploads]
         else:
             new = [
-                assemble(pieces, spec.shape, part_sharding(weight, spec))
+                # In host memory all of a leaf, where others have ranges.
+                assemble(
+                    pieces,
+                    weight.shape if spec.hosted else spec.shape,
+                    part_sharding(weight, spec),
+                )
                 for weight, spec, pieces in zip(
                     params, group.specs, by_leaf(group.parts, uploads), strict=True
                 )
             ]
+        if group.hosted:
+            return Merged([as_before(*pair) for pair in zip(new, params, strict=True)], None, None)
         since, uploaded = self._since(number, before, state), _on_device(new, group)
         static = {"specs": group.specs, "window": state.schedule.longest_window}
         in_two = uploads_in_two(uploaded, group.specs)
@@ -204,11 +216,8 @@ class Updates:
         return uploads
 
     def _upload(self, i: int) -> list[jax.Array]:
-        leaves, part = self._worker.leaves(), self._parts[i]
-        if part.spec.hosted:
-            return [new_parameter(leaves, self._offloaded, part.leaf)]
-        array = leaves[i].to_upload
-        return [upload(array, device) for device in part.devices]
+        leaves, numbers = self._worker.leaves(), self._offloaded.crossing_with(i)
+        return put_piece(self._offloaded, numbers, lambda j: leaves[j].to_upload)
 
     def reselect(
         self, number: int, weights: list[Any], leaves: Sequence[LeafState], after: Any

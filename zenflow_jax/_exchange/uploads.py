@@ -11,7 +11,7 @@ from zenflow_jax._device.memory import copy_to_host, upload, view
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.hosted import new_parameter
 from zenflow_jax._exchange.messages import Close
-from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
+from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, put_piece
 from zenflow_jax._host.leaf import HostLeaf
 from zenflow_jax._host.state import ClosedWindow, HostState, SelectedRows
 from zenflow_jax._spec.leaf import LeafSpec
@@ -66,13 +66,12 @@ def update(
 
     def finished(i: int, leaf: HostLeaf) -> None:
         nonlocal first
-        part = offloaded.parts[i]
-        devices = part.devices if offloaded.prefetched[i] else ()
-        first = first or (time.perf_counter() if devices else 0.0)
-        if part.spec.hosted:
-            uploads.append([new_parameter(host.leaves, offloaded, part.leaf)])
-        else:
-            uploads.append([upload(leaf.to_upload, device) for device in devices])
+        if not offloaded.prefetched[i]:
+            uploads.append([])
+            return
+        first = first or time.perf_counter()
+        numbers = offloaded.crossing_with(i)
+        uploads.append(put_piece(offloaded, numbers, lambda j: host.leaves[j].to_upload))
 
     for name in host.update(window, finished):
         yield f"the update of leaf {name}, window {window.number}"

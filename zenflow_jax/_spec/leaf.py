@@ -67,6 +67,12 @@ class LeafSpec:
         return self.transfer_dtype or self.dtype
 
     @property
+    def copies(self) -> int:
+        """How many devices hold each part of it, and send its gradient in a step."""
+        place = self.placement
+        return 1 if place is None else place.mesh.size // math.prod(map(place.count, place.part))
+
+    @property
     def resident(self) -> bool:
         return self.axis is None
 

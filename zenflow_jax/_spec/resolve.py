@@ -59,7 +59,7 @@ def resolve(
     if k >= spec.n:
         return alone  # with every channel selected, nothing is left to offload
     cut = rules.partition_replicated
-    if place is not None and (bool(cut(path, leaf)) if callable(cut) else cut):
+    if place is not None and not hosted and (bool(cut(path, leaf)) if callable(cut) else cut):
         # The channel axis stays whole, because a block selects among all of its channels. So do
         # stack axes, because a scan fills a stack (of layers) one entry after the other.
         rest = range(len(spec.stack), len(shape))
@@ -85,8 +85,6 @@ def check_hosted(specs: Sequence[LeafSpec], schedule: Schedule, *, sends_in_step
             continue
         if spec.resident or not spec.stack or spec.dtype == np.float16:
             problem = f"got a leaf of {spec.dtype} {spec.shape}"
-        elif spec.placement is not None:
-            problem = "got it on a mesh"
         elif not sends_in_step:
             problem = "got another of these"
         elif len(spec.groups) > 1 and schedule.staleness not in (0, 1):
@@ -95,7 +93,7 @@ def check_hosted(specs: Sequence[LeafSpec], schedule: Schedule, *, sends_in_step
             continue
         raise ValueError(
             "expected in host memory only layers that are stacked along a first axis, offloaded, "
-            "of float32 or bfloat16 and on one device, with offload=True, "
+            "of float32 or bfloat16, with offload=True, "
             "send_gradients='during_step' and, where ranges of layers take turns, a staleness of "
             f"0 or 1; {problem} at {spec.name}: else move it to the device by `jax.device_put`."
         )

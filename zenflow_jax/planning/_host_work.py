@@ -62,7 +62,7 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
-    of_groups = np.zeros((schedule.groups, 7))
+    of_groups = np.zeros((schedule.groups, 8))
     for part in (x for leaf in state.leaves if leaf.offloaded for x in leaf.spec.ranges):
         size, entries = math.prod(part.shape), math.prod(part.stack)
         masters = sum(x.itemsize for x in Masters.zeros((0,), part.dtype).arrays)
@@ -72,10 +72,11 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
             entries * (part.n + part.k) * np.dtype(np.int32).itemsize,
             math.prod(part.selected_shape) * 3 * _FLOAT32,
             size * part.mail_dtype.itemsize,
+            size * part.mail_dtype.itemsize * (part.copies if sending.in_step else 1),
             size * part.dtype.itemsize * (not part.hosted),
             size * part.dtype.itemsize * part.hosted,
         )
-    size, kept, counts, selected, mail, upload, weights = of_groups.T
+    size, kept, counts, selected, mail, sent, upload, weights = of_groups.T
     on_device = sending.sums_on_device
     added_up = not on_device and most_kept(state) > MAILS_KEPT
     read = mail * (1 if on_device else window)
@@ -95,7 +96,7 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
         state=int(kept.sum() + counts.sum()),
         # A leaf's open window may have one, and the window that is being updated another.
         sums=int(2 * _FLOAT32 * size.sum()) if added_up else 0,
-        mail=round(buffers(state) * mail.sum()),
+        mail=round(buffers(state) * sent.sum()),
         weights=weight_bytes(state),
         hand_over=int(selected.max()),
         saving=0 if weights.any() else int(size.sum()),

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
+from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax.planning._gpus import GPUS, Gpu
@@ -215,7 +216,7 @@ def plan(
         )
     weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state)
     specs = [leaf.spec for state in _states(opt_state) for leaf in state.leaves]
-    hosted = sum(nbytes(spec) for spec in specs if spec.hosted)
+    hosted = sum(nbytes(Shard(spec).block) for spec in specs if spec.hosted)
     needs = {
         "weights": sum(map(_nbytes_here, weights)) - hosted,
         "optimizer state": sum(map(_nbytes_here, state_arrays)),
@@ -257,8 +258,12 @@ def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> di
     """The fields of a plan about the host and the bus."""
     parts = [part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges]
     window = state.schedule.window if isinstance(state.schedule.window, int) else 2
-    mails = sum(math.prod(x.shape) * x.mail_dtype.itemsize for x in parts)
-    steps_of_a_mail = window if state.send_gradients.sums_on_device else 1
+    sending = state.send_gradients
+    mails = sum(
+        math.prod(x.shape) * x.mail_dtype.itemsize * (x.copies if sending.in_step else 1)
+        for x in parts
+    )
+    steps_of_a_mail = window if sending.sums_on_device else 1
     return {
         "host": {
             "masters, moments": needs.state,
