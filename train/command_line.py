@@ -102,6 +102,8 @@ class Planning:
     """Show what the run needs, and settings that fit."""
     plan_json: File | None = None
     """Also write the plan to this file."""
+    plan_picture: File | None = None
+    """Also draw its memory: .png, .svg or .pdf."""
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
     """GPU to plan for. If not given: this machine's, or else h100."""
     host_memory: float | None = None
@@ -117,9 +119,10 @@ class Planning:
             value = getattr(self, name)
             if isinstance(value, float) and not (math.isfinite(value) and value > 0):
                 raise SettingsError(impossible(name, "a finite number above 0", value))
-        if self.plan_json is not None and not self.plan:
-            raise SettingsError("`--plan-json`: expected --plan too, got it alone.")
-        _check_file("plan_json", self.plan_json, (JSON,))
+        for name, endings in (("plan_json", (JSON,)), ("plan_picture", PICTURES)):
+            if getattr(self, name) is not None and not self.plan:
+                raise SettingsError(f"`{flag_of(name)}`: expected --plan too, got it alone.")
+            _check_file(name, getattr(self, name), endings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,6 +172,8 @@ def show_plan(
     plan_report.show(run_plan, arguments, console)
     if planning.plan_json:
         plan_report.write_json(run_plan, arguments, Path(planning.plan_json))
+    if planning.plan_picture:
+        plan_report.write_picture(run_plan, Path(planning.plan_picture))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,13 +1,17 @@
-"""Shows a plan: a table and sentences, or JSON for programs."""
+"""Shows a plan: a table and sentences, a picture, or JSON for programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +35,16 @@ DERIVED = "by fits device_bytes device_bytes_there host_bytes host_pinned hidden
 ON_HOST = tuple(
     "masters, moments; sums; mail; weights; hand-over, pinned; hand-over; a save".split("; ")
 )
+
+# Of the picture, where each has a colour.
+CLASSES = {
+    "weights": ("weights",),
+    "optimizer state, masters": ("optimizer state", "masters, moments"),
+    TEMPORARIES: (TEMPORARIES,),
+    "mail, sums": ("mail under way", "mail", "sums"),
+    "uploads, hand-over": ("uploads", "hand-over, pinned", "hand-over"),
+    "a save": ("a save",),
+}
 
 
 def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
@@ -149,6 +163,46 @@ def write_json(run_plan: RunPlan, arguments: Sequence[str], path: Path) -> None:
         },
     }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_picture(run_plan: RunPlan, path: Path) -> None:
+    """Draws the memory of each optimizer as a bar, on the device above, on the host below."""
+    chosen, plans = run_plan.chosen, run_plan.of_optimizers
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    on_device, on_host = figure.subplots(2, 1)
+    # An optimizer that has all on the device has no bar below.
+    on_hosts = {name: x.host for name, x in plans.items() if x.host}
+    limits = chosen.device_bytes_there, chosen.host_bytes_there - HOST_RESERVE
+    drawn = _draw(on_device, {name: x.device for name, x in plans.items()}, limits[0])
+    drawn |= _draw(on_host, on_hosts, limits[1])
+    without = "" if chosen.by == "compiler" else ", without gradients and activations"
+    on_device.set_title(f"{chosen.gpu.name}{without}; dashed: all of its {gb(limits[0])}")
+    on_host.set_title(f"host; dashed: all of its {gb(limits[1])}")
+    labels = [label for label in CLASSES if label in drawn]
+    handles = [drawn[label] for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Axes, needs: Mapping[str, Mapping[str, int]], limit: int) -> dict[str, Any]:
+    """Draws a bar for each optimizer, its parts in GB, and the limit; returns bars by class."""
+    drawn, ends = {}, np.zeros(len(needs))
+    right = 1.15 * max(limit, *(sum(x.values()) for x in needs.values())) / 1e9
+    for number, (label, parts) in enumerate(CLASSES.items()):
+        widths = np.array([sum(x.get(part, 0) for part in parts) for x in needs.values()]) / 1e9
+        if widths.any():
+            drawn[label] = axes.barh([*needs], widths, left=ends, color=f"C{number}")
+            texts = [f"{x:.1f}" if x > right / 45 else "" for x in widths]  # which have room
+            axes.bar_label(drawn[label], texts, label_type="center", color="w", fontsize="small")
+            ends += widths
+    axes.axvline(limit / 1e9, color="black", linestyle="--")
+    for i, end in enumerate(ends):
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text(end + right / 100, i, f"{end:.1f}", va="center", weight="bold", bbox=box)
+    axes.set(xlim=(0, right), xlabel="GB")
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    return drawn
 
 
 def _smallest(plan: Plan) -> str:

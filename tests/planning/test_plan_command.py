@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import shutil
 
+import matplotlib
 import pytest
 
 from tests.hf_models import FIXTURES
-from train import finetune, memory, planning
+from train import finetune, memory, plan_report, planning
 from train.command_line import read_command_line
 from train.planning import folder_of_config, planned_step
 from zenflow_jax import planning as library
@@ -101,6 +103,37 @@ def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_comp
     assert report["plans"]["zenflow"]["advice"] in out.replace("\n", " ")
     assert f"The largest batch depends on activations, which {INSTALL} adds." in out
     assert "A100" in out
+
+
+def test_a_picture_has_amounts_on_its_bars_and_one_colour_for_each_class(
+    tmp_path, monkeypatch, without_compiler
+):
+    plans = {}
+
+    def plan_of_a_large_model(*arguments):
+        run_plan = small(*arguments)
+        for name, x in run_plan.of_optimizers.items():
+            device, host = ({k: n * 1000 for k, n in y.items()} for y in (x.device, x.host))
+            plans[name] = dataclasses.replace(x, device=device, host=host)
+        return run_plan._replace(of_optimizers=plans)
+
+    small, file = planning.plan_run, tmp_path / "plan.svg"
+    monkeypatch.setattr(planning, "plan_run", plan_of_a_large_model)
+    command = [str(QUICKSTART), "--plan", "--device", "h100", "--plan-picture", str(file)]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        assert finetune.main(command) == 0
+    picture = file.read_text()
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    totals = [x.device_bytes for x in plans.values()] + [x.host_bytes for x in plans.values()]
+    for amount in (plans["adamw"].device["weights"], *filter(None, totals)):
+        assert f"{amount / 1e9:.1f}" in texts
+    classes = {"weights", "optimizer state, masters", "mail, sums", "uploads, hand-over", "a save"}
+    assert classes == classes.intersection(texts)
+    kinds = [kind for parts in plan_report.CLASSES.values() for kind in parts]
+    assert sorted(kinds) == sorted({*plan_report.ON_DEVICE, *plan_report.ON_HOST})
+    # No gradients and activations, which only a compiler knows: theirs is green.
+    colours = set(re.findall(r"fill: (#[0-9a-f]{6})", picture)) - {"#ffffff"}
+    assert colours == {"#1f77b4", "#ff7f0e", "#d62728", "#9467bd", "#8c564b"}
 
 
 LAYERS = json.loads((FIXTURES / "llama3" / "config.json").read_text())["num_hidden_layers"]

@@ -179,9 +179,7 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
         read(**settings)
     template_file = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "template.jinja")
     settings["chat_template"] = str(template_file)
-    with pytest.raises(
-        SettingsError, match="`chat_template`: .* alpaca does not read it"
-    ):
+    with pytest.raises(SettingsError, match="`chat_template`: .* alpaca does not read it"):
         read(**settings | {"task": "alpaca"})
     sizes = {"steps": 2, "batch_size": 2, "length_buckets": 1, "dtype": "float32"}
     config = write_config(tmp_path, optimizer="adamw", progress=False, **sizes, **settings)

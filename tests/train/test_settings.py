@@ -114,6 +114,7 @@ def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, mon
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
         (["--plan-json", "x.json"], "expected --plan too"),
         (["--plan", "--plan-json", "x.txt"], "ends in .json"),
+        (["--plan", "--plan-picture", "x.json"], "ends in .png"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
         (["--task", "language", "--plan"], "`model`: expected a folder with a config.json"),
     ],
