@@ -1,8 +1,8 @@
 """Reads command lines into dataclasses, by argparse, and explains a mistake in one line.
 
-A field is an option, the text below it its help, and a field that is a dataclass a group of them.
-A type such as `Annotated[str, "DIR"]` names the value in the help; a field's metadata goes to
-`add_argument`.
+A field is an option, the text below it its help, and the class that declares it its group; a field
+that is a dataclass has all options of that. A type such as `Annotated[str, "DIR"]` names the value
+in the help; a field's metadata goes to `add_argument`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_arguments(
         allow_abbrev=False,
         formatter_class=partial(argparse.HelpFormatter, width=width, max_help_position=30),
     )
-    _add_options(parser, kind, default)
+    _add_options(parser, kind, default, {kind: parser})
     argv = sys.argv[1:] if argv is None else argv
     # Names of settings with their underscores are options as well.
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
@@ -112,20 +112,27 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentError(message.removeprefix("argument "))
 
 
-def _add_options(parser: Any, kind: Any, default: Any) -> None:
+def _add_options(
+    parser: argparse.ArgumentParser, kind: Any, default: Any, groups: dict[type, Any]
+) -> None:
+    """Adds the fields of a dataclass, each to the group of the class that declares it."""
     hints, texts = get_type_hints(kind, include_extras=True), _texts(kind)
     for one in fields(kind):
         hint, name = hints[one.name], one.name
         value = one.default if default is None else getattr(default, name)
         if is_dataclass(hint):
-            _add_options(parser.add_argument_group(hint.__doc__.rstrip(".")), hint, value)
+            _add_options(parser, hint, value, groups)
             continue
+        owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
+        if owner not in groups:
+            groups[owner] = parser.add_argument_group((owner.__doc__ or "").rstrip("."))
+        group = groups[owner]
         text, kinds, flag = texts[name], _kinds(hint), name.replace("_", "-")
         if hint is bool:
             text += f" (on; --no-{flag})" * value
-            parser.add_argument(f"--{flag}", action="store_true", default=value, help=text)
+            group.add_argument(f"--{flag}", action="store_true", default=value, help=text)
             options = {"dest": name, "default": value, "help": argparse.SUPPRESS}
-            parser.add_argument(f"--no-{flag}", action="store_false", **options)
+            group.add_argument(f"--no-{flag}", action="store_false", **options)
             continue
         if value not in (None, MISSING):
             text += f" (default: {value})".replace("%", "%%")
@@ -133,10 +140,10 @@ def _add_options(parser: Any, kind: Any, default: Any) -> None:
         options = {"type": partial(_read, kinds), "metavar": words, "default": value, "help": text}
         options |= one.metadata
         if not options.pop("positional", False):
-            parser.add_argument(f"--{flag}", required=value is MISSING, **options)
+            group.add_argument(f"--{flag}", required=value is MISSING, **options)
             continue
         nargs = None if value is MISSING else "?"
-        parser.add_argument(name, **options | {"nargs": nargs, "metavar": name.upper()})
+        group.add_argument(name, **options | {"nargs": nargs, "metavar": name.upper()})
 
 
 def _texts(kind: Any) -> dict[str, str]:

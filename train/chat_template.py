@@ -169,13 +169,7 @@ def read_template(
     marks = [t.content for t in tokens.get_added_tokens_decoder().values() if t.special]
     file = file or (folder / TEMPLATE if (folder / TEMPLATE).is_file() else None)
     if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(
-                f"expected a chat template in {file}, got what cannot be read: {error}."
-            ) from error
-        return ChatTemplate(text, special, marks, str(file))
+        return ChatTemplate(text_of(file), special, marks, str(file))
     for path in (folder / CONFIG, folder / "chat_template.json"):
         text = _read_json(path).get("chat_template")
         if isinstance(text, list):  # several, with names
@@ -186,6 +180,16 @@ def read_template(
         f"expected a chat template in {folder}, found neither {TEMPLATE} nor `chat_template` in "
         f"{CONFIG}. Put one there as {TEMPLATE}, or train with --chat-template FILE."
     )
+
+
+def text_of(file: Path) -> str:
+    """The text of a chat template."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(
+            f"expected a chat template in {file}, got what cannot be read: {error}."
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -13,25 +13,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from train import CONFIGS, Failure, command_of
 from train.arguments import did_you_mean, read_arguments
-from train.settings import (
-    AdamSettings,
-    DataSettings,
-    File,
-    HostSettings,
-    ModelSettings,
-    OutputSettings,
-    Settings,
-    SettingsError,
-    TrainingSettings,
-    ZenFlowSettings,
-    flag_of,
-    impossible,
-    option_words,
-)
+from train.settings import File, Settings, SettingsError, flag_of, impossible, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -126,26 +112,13 @@ class Planning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class Command:
     """Fine-tunes a model with the settings of a TOML file and the options that override them."""
 
-    model: ModelSettings
-    data: DataSettings
-    training: TrainingSettings
-    adam: AdamSettings
-    zenflow: ZenFlowSettings
-    host: HostSettings
-    output: OutputSettings
-    start: Start
-    planning: Planning
-    processes: Launch
-
-
-class Command(NamedTuple):
     settings: Settings
-    launch: Launch
-    start: Start
-    planning: Planning
+    start: Start = field(default_factory=Start)
+    planning: Planning = field(default_factory=Planning)
+    launch: Launch = field(default_factory=Launch)
 
 
 def shipped() -> list[str]:
@@ -191,14 +164,10 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
             f"{argv[0] if argv else 'nothing'}. For example: {program} quickstart. All names "
             f"are {', '.join(shipped())}."
         )
-    groups = "model data training adam zenflow host output".split()
-    default = _Options(
-        **dict.fromkeys(groups, settings), start=Start(), planning=Planning(), processes=Launch()
-    )
-    options = read_arguments(_Options, overrides, program=f"{program} {config}", default=default)
-    values = {name: x for group in groups for name, x in vars(getattr(options, group)).items()}
-    _check_place(Path(config), values["output_dir"], values["run"])
-    return Command(Settings(**values), options.processes, options.start, options.planning)
+    default = Command(settings=settings)
+    command = read_arguments(Command, overrides, program=f"{program} {config}", default=default)
+    _check_place(Path(config), command.settings.output_dir, command.settings.run)
+    return command
 
 
 def to_toml(values: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 from rich.console import Console
 
 from train import Failure, models, processes
+from train.chat_template import TEMPLATE
 from train.command_line import PROGRAM, Command, Planning, read_command_line
 from train.job import evaluate, prepare, read
 from train.memory import lack_behind, lack_of_memory
@@ -131,7 +132,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     _, shapes = jax.eval_shape(lambda: models.split(build()))
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
     # The run's template, whatever the settings say now.
-    copy = folder / models.CHAT_TEMPLATE
+    copy = folder / TEMPLATE
     texts = models.texts_of(str(copy) if copy.is_file() else settings.chat_template)
     task = trained_on(vars(settings))
     models.write(target, origin, weights, labels=labels, texts=texts, task=task)

@@ -69,7 +69,7 @@ class Options:
     dtype: Literal["bfloat16", "float32"] | None = None
     """Dtype of weights and products. If not given: the folder's."""
 
-    def check_classifies(self) -> None:
+    def check_of_classifier(self) -> None:
         """Refuses what a classifier would ignore."""
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
@@ -118,7 +118,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
     if origin.architecture == "encoder":
         check_classifier(origin)
-        options.check_classifies()
+        options.check_of_classifier()
         lines = sys.stdin if options.prompt == "-" else [options.prompt]
         texts = [line.rstrip("\n") for line in lines]  # str.splitlines also ends a line at U+2028
         for name, share in classified(origin, *_load(origin, options.dtype), tokenizer, texts):

@@ -14,12 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from train import hosted, pretrained, processes
+from train.chat_template import TEMPLATE, text_of
 from train.decoder import DecoderConfig
 from train.encoder import EncoderConfig
 from train.hf_saving import Entry, save_folder, write_by_first, write_file
 from train.hf_tensors import DTYPES, leaf_name
 from train.optimizers import weight_dtype
-from train.settings import SettingsError, StepSettings
+from train.settings import StepSettings
 from train.sharding import committed, weight_shardings
 from train.tasks import standard_library
 from train.whole import made_whole
@@ -27,8 +28,6 @@ from train.whole import made_whole
 # The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
 FOLDER = "model"  # of one that was read from a folder: such a folder again
-
-CHAT_TEMPLATE = "chat_template.jinja"  # in such a folder
 
 
 class Model(NamedTuple):
@@ -150,15 +149,7 @@ def write(
 
 def texts_of(chat_template: str | None) -> dict[str, str]:
     """The files, by name, that replace those of the model's folder in the trained one."""
-    if chat_template is None:
-        return {}
-    try:
-        return {CHAT_TEMPLATE: Path(chat_template).read_text(encoding="utf-8")}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"`chat_template`: expected a file with a template, got {chat_template}, which cannot "
-            f"be read ({error})."
-        ) from error
+    return {} if chat_template is None else {TEMPLATE: text_of(Path(chat_template))}
 
 
 def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) -> None:

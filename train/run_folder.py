@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from train import models, processes
+from train.chat_template import TEMPLATE
 from train.command_line import to_toml
 from train.run_description import DEEPSPEED
 from train.settings import SettingsError
@@ -24,7 +25,7 @@ LOCK = "lock"
 NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
 # The files that a run writes over.
-WRITTEN = {models.CHAT_TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
+WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
 WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 

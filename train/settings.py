@@ -76,7 +76,7 @@ class DataSettings(_Group):
     length_buckets: int = 4
     """Number of lengths that batches are padded to."""
     text_column: str = "text"
-    """language, classification: field or column with the text."""
+    """language, classification: column with the text."""
     second_text_column: str | None = None
     """classification: column with the second text of a pair."""
     label_column: str = "label"
@@ -98,7 +98,7 @@ class TrainingSettings(_Group):
     """Training: batches, steps, devices."""
 
     seed: int = 0
-    """Seed of the split, the initial weights and the order of batches."""
+    """Seed of split, initial weights and order of batches."""
     steps: int | None = None
     """Optimizer steps; 0 only evaluates. If not given: those of --epochs."""
     epochs: float = 1.0
@@ -108,13 +108,13 @@ class TrainingSettings(_Group):
     sequence_length: int = 128
     """Tokens in a sequence (bytes for standard_library)."""
     micro_batches: int = 1
-    """Parts of a batch that are computed in turn, to save memory."""
+    """Parts of a batch, computed in turn to save memory."""
     optimizer: Literal["zenflow", "adamw", "offload"] = "zenflow"
     """adamw: optax.adamw on the device. offload: Adam on the host, each step waits for it."""
     deepspeed: File | None = None
     """DeepSpeed config, which overrides settings (docs/deepspeed.md)."""
     max_skipped: int = 10
-    """Stop after so many skipped steps (non-finite gradient) in a row."""
+    """Stop after so many non-finite gradients in a row."""
     mesh: str | None = None
     """Several devices, such as data=2,fsdp=4 (docs/multi_host.md)."""
 
@@ -155,7 +155,7 @@ class ZenFlowSettings(_Group):
     """Steps between selections of channels. auto: adaptive. epoch: once per epoch. If not given: 16
     windows."""
     full_warm_up_rounds: int = 0
-    """First steps, in which every channel is updated at each step."""
+    """First steps, each of which updates all channels."""
     full_warm_up_share: float | None = None
     """The same as a share of all steps."""
     rolling: bool = True
@@ -316,6 +316,7 @@ _READ_BY = {
     "second_text_column label_column": "classification",
     "chat_template": "chat",
     "packing": "language",
+    "token_cache": "language alpaca chat",
     "test_data": "language alpaca chat classification",
     "validation_share": "standard_library language alpaca chat classification",
 }

@@ -142,7 +142,7 @@ def test_the_help_has_groups_names_every_setting_and_fits_150_lines(capsys, monk
     assert "None" not in text
     groups = [line.partition(":")[0] for line in text.splitlines() if re.match(r"\w.*:$", line)]
     assert [group.split()[0].rstrip(",") for group in groups] == [
-        *("options", "Model", "Data", "Training", "Adam", "zenflow", "Host", "Output"),
+        *("options", "Data", "Model", "Training", "Adam", "zenflow", "Host", "Output"),
         *("Start", "Planning", "Several"),
     ]
     for field in dataclasses.fields(Settings):
