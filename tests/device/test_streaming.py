@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import zenflow_jax
 from tests.comparisons import assert_same_bits
@@ -173,6 +174,8 @@ def test_where_takes_layers_alone():
     assert kinds["down"] == kinds["scale"] == "ArrayImpl"
     with pytest.raises(TypeError, match="something else that reads the float32"):
         jnp.dot(some["layers"]["up"], jnp.ones((INNER, 2)))
+    with pytest.raises(TypeError, match="expected `streaming.scan_layers`"):
+        nnx.Param(some["layers"]["up"])[...]
 
 
 def test_a_device_that_streams_wrong_gradients_is_refused(monkeypatch):

@@ -82,9 +82,13 @@ class Streamed:
         """Refuses to be read as an array, which all functions of jax try."""
         raise TypeError(
             "expected `streaming.scan_layers` over the layers that `streaming.stream` returned, "
-            f"got something else that reads the {self.dtype} {self.shape} of them, such as linen's "
-            "`nn.scan` or an operation in front of the scan."
+            f"got something else that reads the {self.dtype} {self.shape} of them, such as "
+            "`jax.lax.scan`, linen's `nn.scan` or an operation in front of the scan."
         )
+
+    def __getitem__(self, _: Any) -> Any:
+        """As above: nnx reads its variables by an index."""
+        return self.__jax_array__()
 
 
 @jax.tree_util.register_static
