@@ -415,6 +415,8 @@ def many_devices(shape: Shape, devices: int) -> None:
             "zenflow(max_grad_norm=1)": partial(compile_step, ours),
             "  merge, a step": partial(compile_merge, ours),
         }
+        hosted = zenflow_step(shape, mesh, 1.0, hosted=True, update_interval=1)
+        reports["layers in host memory"] = partial(compile_step, hosted)
         if "data" in sizes:
             whole = zenflow_step(shape, mesh, 1.0, partition=False)
             reports["zenflow, partition_replicated=False"] = partial(compile_step, whole)

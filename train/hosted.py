@@ -6,26 +6,46 @@ parameters. Whoever writes weights puts the masters in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import zenflow_jax
+from train import processes
 
 KIND = "pinned_host"
 
 
-def shardings_of(weights: Any) -> Any:
-    """The place of each leaf of `weights`, or of shapes: the first device, or its host's memory."""
-    device = jax.local_devices()[0]
-    places = {
-        True: SingleDeviceSharding(device, memory_kind=KIND),
-        False: SingleDeviceSharding(device),
-    }
-    return jax.tree_util.tree_map_with_path(lambda path, x: places[_is_hosted(path, x)], weights)
+def shardings_of(weights: Any, shardings: Any = None) -> Any:
+    """The place of each leaf of `weights`, or of shapes: on a device, or in its host's memory.
+
+    `shardings` are those on a mesh; without, all is on the first device.
+    """
+    if shardings is None:
+        first = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: first, weights)
+
+    def one(path: Any, x: Any, where: Any) -> Any:
+        return where.with_memory_kind(KIND) if _is_hosted(path, x) else where
+
+    return jax.tree_util.tree_map_with_path(one, weights, shardings)
+
+
+def put_shapes(shapes: Any) -> Any:
+    """Shapes on a mesh, those matrices' in host memory, of which a described device has none."""
+
+    def one(path: Any, x: Any) -> Any:
+        if not _is_hosted(path, x):
+            return x
+        mesh, spec = x.sharding.mesh.abstract_mesh, x.sharding.spec
+        where = NamedSharding(mesh, spec, memory_kind=KIND)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 def put(params: Any) -> Any:
@@ -45,9 +65,11 @@ def on_device(params: Any) -> Any:
 
 
 def nbytes(params: Any) -> int:
-    """Bytes of those matrices."""
+    """Bytes of those matrices next to one device."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return sum(x.size * x.dtype.itemsize for path, x in leaves if _is_hosted(path, x))
+    ours = [x for path, x in leaves if _is_hosted(path, x)]
+    shapes = (x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in ours)
+    return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, ours, strict=True))
 
 
 def in_host_memory(params: Any) -> bool:
@@ -57,8 +79,13 @@ def in_host_memory(params: Any) -> bool:
 
 
 def placed(x: Any) -> Any:
-    """An array that was put together of pieces: in host memory jax would not know where it is."""
-    if not isinstance(x, jax.Array) or x.sharding.memory_kind != KIND:
+    """An array that was put together of pieces, so that jax knows whether it is in host memory.
+
+    On a mesh it does (0.10.2).
+    """
+    if not isinstance(getattr(x, "sharding", None), SingleDeviceSharding):
+        return x
+    if x.sharding.memory_kind != KIND:
         return x
     return jax.device_put(np.asarray(x), x.sharding)
 
@@ -81,11 +108,11 @@ def selected(opt_state: Any) -> list[Selected]:
 
 def with_selected(weights: Any, channels: Any, master: Any, axis: int) -> np.ndarray:
     """A stack of matrices, copied, with the masters of selected channels in their rows."""
-    whole = np.array(weights)
-    rows = np.moveaxis(np.asarray(master).astype(whole.dtype), axis, 1)
+    whole = np.array(processes.whole(weights))
+    rows = np.moveaxis(processes.whole(master).astype(whole.dtype), axis, 1)
     # A view: what is written here is in `whole`.
     for entry, of_entry, new in zip(
-        np.moveaxis(whole, axis, 1), np.asarray(channels), rows, strict=True
+        np.moveaxis(whole, axis, 1), processes.whole(channels), rows, strict=True
     ):
         entry[of_entry] = new
     return whole

@@ -48,7 +48,7 @@ def make(
 ) -> Model:
     """Makes the model of a `builder`, of the same weights with any mesh and with none.
 
-    `in_host_memory` has the matrices of stacked blocks there, without a mesh.
+    `in_host_memory` has the matrices of stacked blocks there.
     """
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
@@ -57,7 +57,7 @@ def make(
     # Each device draws or reads its own shards, so the model need not fit on any of them.
     shardings = mesh and weight_shardings(mesh, shapes)
     if in_host_memory:
-        shardings = hosted.shardings_of(shapes)
+        shardings = hosted.shardings_of(shapes, shardings)
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
         return Model(graphdef, params, None)

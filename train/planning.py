@@ -26,7 +26,7 @@ from train.json_files import read_object
 from train.memory import host_bytes
 from train.optimizers import initial_state, make_optimizer, with_values_of
 from train.pretrained import Pretrained
-from train.settings import Settings, SettingsError, StepSettings, may_stream_weights
+from train.settings import Settings, SettingsError, StepSettings, may_stream
 from train.sharding import batch_parts, batch_sharding, mesh_axes, mesh_over, weight_shardings
 from train.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
@@ -248,7 +248,7 @@ def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
         choices.append(("host_state", "compact"))
     if settings.scan_layers and settings.stream == "none":
         choices.append(("scan_layers", False))
-    if settings.stream != "weights" and may_stream_weights(settings):
+    if settings.stream != "weights" and may_stream(settings):
         choices.append(("stream", "weights"))
     interval = settings.update_interval
     if settings.optimizer == "zenflow" and isinstance(interval, int):
@@ -351,11 +351,13 @@ def planned_step(
         params = jax.tree.map(_at, params, weight_shardings(divided, params))
         is_adamw = settings.optimizer == "adamw"
         everywhere = NamedSharding(divided, PartitionSpec())
-        opt_state = _beside(tx, params, everywhere) if is_adamw else tx.init(params)
+        there = hosted.put_shapes(params) if in_host_memory else params
+        opt_state = _beside(tx, params, everywhere) if is_adamw else tx.init(there)
         sharding = batches
     if sharding is not None:
         params, opt_state = planning.placed((params, opt_state), mesh)
-    placement = divided and jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    returned = (hosted.on_device(params) if in_host_memory else params), opt_state
+    placement = divided and jax.tree.map(lambda x: x.sharding, returned)
     step = make_train_step(
         graphdef,
         tx,

@@ -140,8 +140,11 @@ class SavedCheckpoints:
             weights = restored[name]
             channels, master = map(restored.pop, rows[name])
             whole = hosted.with_selected(weights, channels, master, of.axis)
-            is_put = isinstance(weights, jax.Array)
-            restored[name] = jax.device_put(whole, weights.sharding) if is_put else whole
+            if isinstance(weights, jax.Array):
+                whole = hosted.placed(
+                    jax.make_array_from_callback(whole.shape, weights.sharding, whole.__getitem__)
+                )
+            restored[name] = whole
         return join_arrays({"params": like}, restored, others)["params"]
 
     def _read_run(self, step: int) -> dict[str, Any]:

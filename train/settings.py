@@ -269,9 +269,9 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             wanted = "{}, as early_stopping_patience is set"
             self._check("keep_best", self.keep_best, wanted.format("True"))
             self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
-        for name, expected in _OF_STREAMS[self.stream].items():
+        for name, expected in _OF_STREAMS.items() if self.stream != "none" else ():
             allowed = f"{expected!r}, as stream is {self.stream!r}"
-            self._check(name, getattr(self, name) in (expected, None), allowed)
+            self._check(name, getattr(self, name) == expected, allowed)
         # Each head turns pairs of numbers.
         multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
         self._check("width", self.width % (2 * self.heads) == 0, multiple)
@@ -321,22 +321,17 @@ _READ_BY = {
     "validation_share": "standard_library language alpaca chat classification",
 }
 
-_OF_GRADIENTS = {
+# Of runs whose layers stream.
+_OF_STREAMS = {
     "optimizer": "zenflow",
     "scan_layers": True,
     "micro_batches": 1,
     "send_gradients": "during_step",
 }
-_OF_STREAMS = {
-    "none": {},
-    "gradients": _OF_GRADIENTS,
-    "weights": _OF_GRADIENTS | {"mesh": None},
-}
 
 
-def may_stream_weights(settings: StepSettings) -> bool:
-    allowed = _OF_STREAMS["weights"].items()
-    return all(getattr(settings, name) == value for name, value in allowed)
+def may_stream(settings: StepSettings) -> bool:
+    return all(getattr(settings, name) == value for name, value in _OF_STREAMS.items())
 
 
 _AT_LEAST_ZERO = (

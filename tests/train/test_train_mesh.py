@@ -177,6 +177,36 @@ def test_eight_devices_train_with_either_optimizer_as_one_does_with_adamw(tmp_pa
         assert_same_training(tmp_path / "runs" / optimizer, adamw)
 
 
+# The script with layers on the devices, in host memory, and going on from a checkpoint of that.
+STREAMED_ON_A_MESH = """
+import pathlib, sys
+from tests.train.scripts import cut_short
+from train import finetune, run
+
+run.write_picture = lambda *_, **__: None
+config, *runs = sys.argv[1:]
+plain, whole, cut = map(pathlib.Path, runs)
+assert finetune.main([config, "--run", plain.name]) == 0
+for run in (whole, cut):
+    assert finetune.main([config, "--run", run.name, "--stream", "weights"]) == 0
+    if run == whole:
+        cut_short(whole, cut, after=2)
+"""
+
+
+@pytest.mark.slow
+def test_eight_devices_train_layers_in_host_memory_with_the_bits_of_those_on_them(tmp_path):
+    settings = TINY_MESH | {"staleness": 1, "provisional_share": 0.0, "scan_layers": True}
+    settings |= {"layers": 2, "save_every": 2, "keep": 9, "mesh": "data=2,fsdp=2,tensor=2"}
+    config = scripts.write_config(tmp_path, **settings)
+    runs = [tmp_path / "runs" / name for name in ("plain", "whole", "cut")]
+    code, text = output(start("-c", STREAMED_ON_A_MESH, config, *map(str, runs), devices=8))
+    assert code == 0, text
+    assert "going on from checkpoint 2" in text
+    expected, *models = [(run / "model.safetensors").read_bytes() for run in runs]
+    assert models == [expected, expected]
+
+
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_and_the_first_alone_reports(tmp_path, adamw):
     config = scripts.write_config(tmp_path, mesh="data=2", run="two", **TINY_MESH)
