@@ -1,11 +1,18 @@
-"""Models of the Hub by their name: a cache in the Hub's layout, and no network."""
+"""Models of the Hub by their name: from a cache in its layout, and from a Hub of our own."""
 
+import functools
+import http.server
+import json
 import shutil
+import threading
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 from tests.hf_models import write_model
+from tests.processes import assert_ends, start
+from tests.train.scripts import write
 from train.hf_config import ModelError
 from train.hub import model_folder
 from train.planning import folder_of_config
@@ -41,3 +48,60 @@ def test_a_model_that_the_cache_lacks_is_one_line_and_a_wrong_path_is_not_asked_
         assert str(model_folder(path)) == path
         with pytest.raises(ModelError, match="where there is none"):
             read_folder(path)
+
+
+COMMIT = "1" * 40
+
+
+class Hub(http.server.SimpleHTTPRequestHandler):
+    """Serves what the Hub has at its addresses, as files of a folder."""
+
+    def end_headers(self):
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"of {self.path}"')
+        super().end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_a_model_is_downloaded_once_and_without_pickles(tmp_path, monkeypatch):
+    files = tmp_path / "org" / "name" / "resolve" / COMMIT
+    write_model(files, "llama2")
+    (files / "pytorch_model.bin").touch()
+    of_api = tmp_path / "api" / "models" / "org" / "name"
+    names = [path.name for path in files.iterdir()]
+    listed = [
+        {"type": "file", "path": n, "size": (files / n).stat().st_size, "oid": n} for n in names
+    ]
+    of_main = {"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
+    write(of_api / "revision" / "main", json.dumps(of_main))
+    write(of_api / "tree" / COMMIT, json.dumps(listed))
+
+    handler = functools.partial(Hub, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        code = """if True:
+            from train.planning import folder_of_config
+            from train.pretrained import read_folder
+            print(len([*folder_of_config("org/name").folder.iterdir()]))
+            print(read_folder("org/name").folder)
+        """
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            count, folder = assert_ends(start("-c", code)).splitlines()
+        finally:
+            server.shutdown()
+            thread.join()
+    names.remove("pytorch_model.bin")
+    assert count == "1"  # a plan fetches config.json alone
+    assert {path.name for path in Path(folder).iterdir()} == set(names)
+    for name in names:
+        assert (Path(folder) / name).read_bytes() == (files / name).read_bytes()
+    # Of a Hub that is gone.
+    assert assert_ends(start("-c", code)).splitlines() == [str(len(names)), folder]
