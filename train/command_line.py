@@ -201,7 +201,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"zenflow_jax have names: {', '.join(shipped())}.)"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: expected TOML, got what cannot be read: {error}.") from None
+        data = (
+            "" if path.suffix == ".toml" else " Data are passed by --data, behind a config's name."
+        )
+        raise SettingsError(
+            f"{path}: expected a config in TOML, got what cannot be read: {error}.{data}"
+        ) from None
 
 
 def _check_file(name: str, file: str | None, endings: tuple[str, ...]) -> None:

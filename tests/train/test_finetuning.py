@@ -103,7 +103,7 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         ({"model": None}, "`model`: expected a path, for sst2, got None"),
         ({"data": None}, "`data`: expected a path, for sst2, got None"),
         ({"task": "standard_library"}, "`model`: expected none for standard_library"),
-        ({"task": "language"}, r"expected a folder with a model of the kind decoder"),
+        ({"task": "language"}, "expected a decoder, such as a Llama or Qwen, as the task language"),
         ({"model": "nowhere"}, "nowhere"),
         ({"data": "nowhere"}, "nowhere"),
         ({"micro_batches": 3}, "`micro_batches`: expected a number that divides batch_size, 4"),

@@ -15,6 +15,7 @@ from train.tasks.token_files import stored
 from train.tokenizer import read_tokenizer
 
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
+KINDS = {"decoder": "a decoder, such as a Llama or Qwen", "encoder": "an encoder, such as a BERT"}
 
 
 def make_test(data: DataSettings, origin: Pretrained, task: Task, **options: Any) -> Task:
@@ -55,9 +56,8 @@ def make_task(
     kind = "decoder" if task in OF_DECODERS else "encoder"
     if origin.architecture != kind:
         raise SettingsError(
-            f"`model`: expected a folder with a model of the kind {kind}, as the task {task} "
-            f"needs, got {origin.folder}, which has one of the kind {origin.architecture}. Name "
-            "another --model or another --task."
+            f"`model`: expected {KINDS[kind]}, as the task {task} needs, got "
+            f"{KINDS[origin.architecture]} in {origin.folder}. Name another --model or --task."
         )
     check_length(sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
