@@ -109,6 +109,8 @@ def write_config(folder: Path, *, steps: int, **words: str) -> Path:
     config = folder / "job.toml"
     settings = CONFIG + f'save_every = {SAVE_EVERY}\noutput_dir = "{folder}"\nsteps = {steps}\n'
     settings += "".join(f'{name} = "{word}"\n' for name, word in words.items())
+    if words.get("stream", "none") != "none":
+        settings = settings.replace("layers = 1", "layers = 2\nscan_layers = true")
     config.write_text(settings, encoding="utf-8")
     return config
 
@@ -241,15 +243,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizer", choices=["zenflow", "adamw"], default="zenflow")
+    parser.add_argument("--stream", choices=["none", "gradients", "weights"], default="none")
     options = parser.parse_args()
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = kill_test(Path(folder), **vars(options))
     verdict = f"DIFFERENT: {', '.join(result.differences)}" if result.differences else "same bits"
     print(
-        f"{options.optimizer}: {result.kills} kills, {result.while_writing} of them while a "
-        f"checkpoint was written, {time.perf_counter() - begin:.0f} s: "
-        f"{verdict}"
+        f"{options.optimizer}, stream {options.stream}: {result.kills} kills, "
+        f"{result.while_writing} of them while a checkpoint was written, "
+        f"{time.perf_counter() - begin:.0f} s: {verdict}"
     )
     return 1 if result.differences else 0
 

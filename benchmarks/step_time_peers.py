@@ -20,6 +20,7 @@ from flax import nnx
 
 import zenflow_jax
 from benchmarks.step_time_model import Model, committed
+from train import hosted
 from zenflow_jax import streaming
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.01, 1.0
@@ -34,6 +35,7 @@ class Optimizer(NamedTuple):
     abstract: Callable[[Any], Any]  # what `init` gives, as shapes
     # Of parameters and state, what the loss is computed and differentiated with.
     weights: Callable[[Any, Any], Any] = lambda params, state: params
+    place: Callable[[Any], Any] = lambda params: params  # puts parameters where they belong
 
 
 class Mixed(NamedTuple):
@@ -109,8 +111,11 @@ def _move(space: jax.memory.Space, x: jax.Array) -> jax.Array:
     return jax.device_put(x, space) if is_parked(x) else x
 
 
-def zenflow(*, stream: bool = False, **options: Any) -> Optimizer:
-    """With `stream` scanned layers send their gradients inside the backward scan."""
+def zenflow(*, stream: bool = False, in_host_memory: bool = False, **options: Any) -> Optimizer:
+    """With `stream` scanned layers send their gradients inside the backward scan.
+
+    They may be in host memory, which `Optimizer.place` sees to.
+    """
     tx = zenflow_jax.zenflow(
         LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
@@ -125,6 +130,8 @@ def zenflow(*, stream: bool = False, **options: Any) -> Optimizer:
         return optax.apply_updates(params, updates), state
 
     optimizer = Optimizer(tx.init, apply, partial(jax.eval_shape, tx.init))
+    if in_host_memory:
+        optimizer = optimizer._replace(place=lambda params: committed(hosted.put(params)))
     return optimizer._replace(weights=streaming.stream) if stream else optimizer
 
 
@@ -144,7 +151,7 @@ class Peer(NamedTuple):
         return self.micro_batches * self.interval
 
 
-def _zenflow_peer(interval: int, ratio: float, suffix: str = "", **options: Any) -> Peer:
+def zenflow_peer(interval: int, ratio: float, suffix: str = "", **options: Any) -> Peer:
     make = partial(zenflow, topk_ratio=ratio, update_interval=interval, **options)
     name = f"zenflow-s{interval}-r{ratio}{suffix}"
     return Peer(name, make, offloads=True, interval=interval)
@@ -163,12 +170,12 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("offload", _OFFLOAD, offloads=True),
-        *(_zenflow_peer(interval, 0.05) for interval in (1, 2, 4, 8, 16)),
-        _zenflow_peer(4, 0.1),
-        _zenflow_peer(4, 0.05, "-streamed", stream=True),
-        _zenflow_peer(4, 0.05, "-exchange", send_gradients="after_step"),
-        _zenflow_peer(4, 0.05, "-device", send_gradients="per_window"),
-        _zenflow_peer(16, 0.05, "-device", send_gradients="per_window"),
+        *(zenflow_peer(interval, 0.05) for interval in (1, 2, 4, 8, 16)),
+        zenflow_peer(4, 0.1),
+        zenflow_peer(4, 0.05, "-streamed", stream=True),
+        zenflow_peer(4, 0.05, "-exchange", send_gradients="after_step"),
+        zenflow_peer(4, 0.05, "-device", send_gradients="per_window"),
+        zenflow_peer(16, 0.05, "-device", send_gradients="per_window"),
         Peer("offload-x4", _OFFLOAD, offloads=True, micro_batches=4),
         Peer("parked", parked),
         Peer("adamw", adamw),
@@ -270,7 +277,7 @@ class Runner:
 
     def set_up(self) -> None:
         """The state before the first step, the same every time."""
-        self.params = self._model.draw()
+        self.params = self._optimizer.place(self._model.draw())
         self.state = self._optimizer.init(self.params)
         if self.peer.offloads:
             self.engine = zenflow_jax.HostEngine(self.params, self.state, **self._engine_options)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import on_gpu
-from benchmarks.gpu_stages import checks, machine, programs, sizes
+from benchmarks.gpu_stages import checks, machine, programs, sizes, ways
 from benchmarks.gpu_stages.sizes import Machine
 from benchmarks.on_gpu import PICTURE, STAGES
 from benchmarks.step_time_model import make_model
@@ -31,7 +31,7 @@ def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
     assert [outcome.ended for outcome in outcomes] == ["done"] * len(STAGES), text + log
     assert "A rehearsal on a CPU" in text
     data = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    facts, correct, times, headline = data["stages"]
+    facts, correct, of_ways, times, headline = data["stages"]
 
     assert "| NumPy, pageable |" in text
     assert all(copy["together_s"] > 0 for copy in facts["beside"].values())
@@ -39,6 +39,8 @@ def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
     assert set(facts["host_gb_s"]) == {"1", str(machine.cores())}
 
     assert correct["rows"] == dict.fromkeys(checks.QUESTIONS, "pass")
+
+    assert [row[-1] for row in of_ways["ways"]] == ["the same bits"] * 5
 
     parts = sizes.step_time(Machine(0, 0), rehearse=True)
     assert {title: set(peers) for title, peers in times["parts"].items()} == {
@@ -54,6 +56,22 @@ def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
     assert headline["host_peak_bytes"] > 0
     assert headline["adamw_fits"]  # a CPU refuses nothing
     assert "25,696 parameters, trained" in text
+
+
+def test_ways_that_end_elsewhere_do_not_pass():
+    start, first = [np.zeros(4)] * 2, ways.End([2.0, 1.0], "a", [np.ones(4)] * 2)
+    for streams, losses, digest, samples, passes in (
+        (False, [2.0, 1.0], "a", 1.0, True),
+        (False, [2.0, 1.0], "b", 1.0, False),
+        (True, [2.0, 1.001], "b", 1.1, True),
+        (True, [2.0, 1.1], "b", 1.1, False),
+        (True, [2.0, 1.0], "b", 1.3, False),
+        (True, [2.0, np.nan], "b", 1.0, False),
+        (True, [2.0, 1.0], "b", np.nan, False),
+    ):
+        end = ways.End(losses, digest, [np.ones(4), np.full(4, samples)])
+        verdict = ways.compared(end, first, start, must_be_same=not streams)
+        assert verdict.startswith("FAILED") != passes, verdict
 
 
 H100 = programs.described("h100", 125)
