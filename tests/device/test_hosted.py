@@ -104,15 +104,19 @@ def test_a_run_does_not_go_on_with_layers_in_another_memory(hosts):
         zenflow_jax.HostEngine(other.params, other.state, engine_state=engine_state)
 
 
-@pytest.mark.parametrize("ends", [(1, 2), (8, 11)], ids=["from the start", "later"])
-def test_between_flushes_whoever_reads_them_without_the_selected_channels_sees_nan(ends):
+@pytest.mark.parametrize(
+    ("options", "ends"),
+    [({}, (1, 2)), (EACH_STEP | {"donate": False}, (8, 9, 11))],
+    ids=["from the start", "later"],
+)
+def test_between_flushes_whoever_reads_them_without_the_selected_channels_sees_nan(options, ends):
     batch = next(batches(1, "bfloat16"))
 
     def loss_of(params):
         with jax.numpy_dtype_promotion("standard"):
             return loss(params, *batch)
 
-    run, on_device = Run("bfloat16"), Run("bfloat16", hosts=False)
+    run, on_device = (Run("bfloat16", hosts=hosts, **options) for hosts in (True, False))
     with (
         zenflow_jax.HostEngine(run.params, run.state) as ours,
         zenflow_jax.HostEngine(on_device.params, on_device.state) as theirs,
