@@ -33,6 +33,7 @@ def whole(dtype, *, bad=None, steps=14, **options):
     return ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

@@ -17,6 +17,7 @@ HALVES = slice(None, 2), slice(2, None)
 ATOL = 1e-6  # updates near 1e-2, of float32 sums in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

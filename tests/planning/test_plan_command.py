@@ -70,6 +70,7 @@ def reported(tmp_path, *arguments):
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_of_a_deep_model_the_run_itself_is_compiled_and_other_optimizers_by_a_few_layers(
     tmp_path, with_compiler
 ):
@@ -155,6 +156,7 @@ def room_for(monkeypatch, batch_size, peak=None):
     return ["--device", "rtx4090", "--host-memory", repr(host)]
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_which_commands_do(
     monkeypatch, with_compiler, tmp_path, capsys
 ):
@@ -185,6 +187,7 @@ def test_a_plan_that_does_not_fit_says_which_commands_do(
     assert (settings.host_state, settings.scan_layers) == ("compact", False)
 
 
+@pytest.mark.slow
 def test_where_the_device_has_no_room_for_the_weights_they_may_lie_in_host_memory(
     monkeypatch, tmp_path, without_compiler
 ):
