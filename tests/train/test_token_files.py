@@ -1,5 +1,6 @@
 """Tokens in files: memory that does not grow with the data, and a cache that is right or new."""
 
+import os
 import tracemalloc
 from functools import partial
 
@@ -102,10 +103,15 @@ def test_a_later_start_reads_what_an_earlier_one_has_encoded(tmp_path, monkeypat
     assert_same(task_of(kind, path, decoder, store=store), expected)
     monkeypatch.setattr(token_files, "_write", None)
     assert_same(task_of(kind, path, decoder, store=store), expected)
+    before = path.stat()
+    path.write_text(path.read_text().replace("cat", "dog"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(TypeError):  # nothing can be written
+        task_of(kind, path, decoder, store=store)
     write_byte_level(tmp_path, begin=False)
     without_begin = read_tokenizer(tmp_path, vocabulary=decoder.vocabulary)
     for tokenizer, count in ((without_begin, 5), (decoder, 4)):
-        with pytest.raises(TypeError):  # nothing can be written
+        with pytest.raises(TypeError):
             task_of(kind, file_of(kind, tmp_path, count), tokenizer, store=store)
 
 

@@ -5,7 +5,8 @@ The files are temporary ones without names, of which a kill leaves nothing. With
     CACHE/DIGEST/tokens, marks, starts, whole   the arrays of `Encoded`, their bytes alone
     CACHE/DIGEST/encoded.json                   their checksum, and notes on the data
 
-where the digest is of all that decides the tokens. Data counts by path, size and time of change.
+where the digest is of all that decides the tokens. Data counts by path, size and time of change,
+which nobody can set: a file that came with an older time of modification is new.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _write_folder(
 
 def _digest(tokenizer: Tokenizer, paths: Sequence[Path], form: Sequence[object]) -> str:
     """Changes with all that decides the tokens."""
-    files = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+    files = [(str(p.resolve()), p.stat().st_size, p.stat().st_ctime_ns) for p in paths]
     versions = zenflow_jax.__version__, tokenizers.__version__
     facts = [versions, tokenizer.tokens.to_str(), tokenizer[1:], form, files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
