@@ -116,7 +116,10 @@ def test_a_later_start_reads_what_an_earlier_one_has_encoded(tmp_path, monkeypat
 
 
 def test_a_cache_has_what_is_whole_and_names_what_is_damaged(tmp_path, decoder):
-    path, store = file_of("language", tmp_path, 5), partial(stored, cache=tmp_path / "cache")
+    path = file_of("language", tmp_path, 5)
+    with pytest.raises(DataError, match="`token_cache`: expected a folder .*jsonl"):
+        task_of("language", path, decoder, store=partial(stored, cache=path))
+    store = partial(stored, cache=tmp_path / "cache")
     path.write_text(path.read_text() + "{}")
     with pytest.raises(DataError, match="line 6: expected a field 'text'"):
         task_of("language", path, decoder, store=store)

@@ -78,7 +78,11 @@ def _write_folder(
     dtypes: Sequence[np.dtype],
     say: Callable[[str], None],
 ) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        wanted = f"`token_cache`: expected a folder to write to, got {folder.parent}"
+        raise DataError(f"{wanted} ({error.strerror}).") from error
     notes: list[str] = []
     try:
         with made_whole(folder, folder=True) as part, contextlib.ExitStack() as stack:
