@@ -281,6 +281,10 @@ def test_updates_reach_parameters_in_other_ways_than_by_apply_updates():
         assert_same_bits(step(state, *batch).params, added)
     with pytest.raises(ValueError, match="custom node|Custom node|structure|Expected"):
         jax.tree.map(lambda u, p: u + p, updates, run.params)
+    layers = updates["layers"]
+    for behind in (optax.scale(0.0), optax.clip(1.0)):
+        with pytest.raises(TypeError, match="key<fry>"):
+            behind.update(layers, behind.init(layers))
 
 
 def test_their_updates_equal_the_reference_beside_leaves_that_move_provisionally():

@@ -91,13 +91,15 @@ class Streamed:
         return self.__jax_array__()
 
 
-@jax.tree_util.register_static
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unmoved:
     """The update of a parameter in host memory: added to it, it gives the parameter itself.
 
-    The tree of updates has no array there, as a container without elements.
+    It has a key in place of numbers. Arithmetic takes none, so what would change the update raises.
     """
+
+    key: Any = dataclasses.field(default_factory=lambda: jax.random.key(0))
 
     def __radd__(self, parameter: Any) -> Any:
         return parameter
