@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from benchmarks.collectives import Collective, collectives
+from train import vocabulary
 from train.attention import attention
 from train.cross_entropy import token_losses
 from zenflow_jax import planning, streaming
@@ -57,7 +58,9 @@ class Shape(NamedTuple):
     length: int = 1024
 
 
-def weights(shape: Shape, scanned: bool) -> dict[str, Any]:
+def weights(shape: Shape, scanned: bool, parts: int = 1) -> dict[str, Any]:
+    """Shapes of the parameters; embedding and head may be stacks of so many parts."""
+
     def w(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
 
@@ -69,9 +72,10 @@ def weights(shape: Shape, scanned: bool) -> dict[str, Any]:
         layers: Any = {name: w(shape.layers, *dims) for name, dims in layer.items()}
     else:
         layers = [{name: w(*dims) for name, dims in layer.items()} for _ in range(shape.layers)]
+    in_parts, words = (parts,) if parts > 1 else (), shape.vocabulary // parts
     return {
-        "embedding": w(shape.vocabulary, d),
-        "head": w(d, shape.vocabulary),
+        "embedding": w(*in_parts, words, d),
+        "head": w(*in_parts, d, words),
         "layers": layers,
         "norm": w(d),
     }
@@ -100,13 +104,20 @@ def loss(shape: Shape, mesh: Mesh, params: dict[str, Any], tokens: jax.Array) ->
         # Else the compiler may cut activations by how the weights lie, and leave the batch whole.
         return jax.lax.with_sharding_constraint(x, batch_sharding(mesh)) if mesh.size > 1 else x
 
-    x = placed(params["embedding"][tokens[:, :-1]])
+    table, head, dtype = params["embedding"], params["head"], params["norm"].dtype
+    in_parts = len(table.shape) > 2
+    x = placed(
+        vocabulary.embedded(table, tokens[:, :-1], dtype) if in_parts else table[tokens[:, :-1]]
+    )
     if isinstance(params["layers"], dict):
         x, _ = streaming.scan_layers(lambda x, w: (placed(layer(x, w)), None), x, params["layers"])
     else:
         for w in params["layers"]:
             x = placed(layer(x, w))
-    x, head, targets = _norm(x, params["norm"]), params["head"], tokens[:, 1:]
+    x, targets = _norm(x, params["norm"]), tokens[:, 1:]
+    if in_parts:
+        losses = vocabulary.token_losses(x.astype(jnp.float32), head, targets, dtype)
+        return jnp.mean(losses)
     if mesh.size == 1:
         return jnp.mean(token_losses(x, head, targets, axis=1))
     logits = placed((x @ head).astype(jnp.float32))
@@ -130,7 +141,7 @@ class Program(NamedTuple):
     step: Callable[..., Any]
     init: Callable[[Any], Any]
     scanned: bool = False
-    hosted: bool = False  # the layers' matrices are in host memory
+    hosted: bool = False  # all matrices are in host memory
 
 
 def adamw_step(shape: Shape, mesh: Mesh, max_grad_norm: float) -> Program:
@@ -197,13 +208,11 @@ def in_host_memory(
     params: dict[str, Any],
     put: Callable[[Any], Any] = lambda x: jax.device_put(x, jax.memory.Space.Host),
 ) -> dict[str, Any]:
-    layers = {name: put(x) if len(x.shape) > 2 else x for name, x in params["layers"].items()}
-    return params | {"layers": layers}
+    return jax.tree.map(lambda x: put(x) if len(x.shape) > 2 else x, params)
 
 
 def _on_device(params: dict[str, Any]) -> dict[str, Any]:
-    small = {name: x for name, x in params["layers"].items() if len(x.shape) <= 2}
-    return params | {"layers": small}
+    return jax.tree.map(lambda x: None if len(x.shape) > 2 else x, params)
 
 
 def _shape_in_host_memory(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -251,7 +260,8 @@ def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any
         )
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    params = jax.tree.map(put, weights(shape, program.scanned))
+    parts = vocabulary.parts_of(shape.vocabulary) if program.hosted and mesh.size == 1 else 1
+    params = jax.tree.map(put, weights(shape, program.scanned, parts))
     state = jax.tree.map(put, program.init(params))
     tokens = jax.ShapeDtypeStruct((shape.batch * mesh.size, shape.length + 1), jnp.int32)
     return params, state, put(tokens, batch_sharding(mesh))
@@ -266,8 +276,8 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
     program_report = report(step.lower(params, state, tokens).compile(), params)
     if program.hosted:
-        layers = [x for x in params["layers"].values() if len(x.shape) > 2]
-        there = sum(2 * math.prod(x.sharding.shard_shape(x.shape)) for x in layers)
+        stacks = [x for x in jax.tree.leaves(params) if len(x.shape) > 2]
+        there = sum(2 * math.prod(x.sharding.shard_shape(x.shape)) for x in stacks)
         peak = program_report.peak_bytes - there
         program_report = program_report._replace(peak_bytes=peak)
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]

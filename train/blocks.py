@@ -38,10 +38,10 @@ class Stacked(nnx.Module):
         self.config = config
         self.remat = remat
         self.stream_sharding = stream_sharding
-        keys = jax.random.split(rngs.params(), config.layers)
         if scan_layers:
-            self.blocks = nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(keys)
+            self.blocks = stack(make, config.layers, rngs)
         else:
+            keys = jax.random.split(rngs.params(), config.layers)
             self.blocks = nnx.List(make(rngs=nnx.Rngs(key)) for key in keys)
 
     def run_blocks(self, x: jax.Array, *args: jax.Array | None) -> jax.Array:
@@ -67,6 +67,11 @@ class Stacked(nnx.Module):
             step = jax.checkpoint(run, static_argnums=0) if self.remat else run
             x = step(graphdef, params, x)
         return x
+
+
+def stack(make: Callable[..., nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+    """One module whose leaves are stacks, over as many as `make` makes with `rngs` of their own."""
+    return nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
 
 
 def placed(x: jax.Array, sharding: Sharding | None) -> jax.Array:

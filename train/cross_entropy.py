@@ -40,17 +40,10 @@ def token_losses(x: jax.Array, head: jax.Array, targets: jax.Array, axis: int) -
 
 def _forward(x: jax.Array, head: jax.Array, targets: jax.Array, axis: int) -> Any:
     def add(sums: Any, start: Any, words: int) -> Any:
-        top, total, of_target = sums
         logits = _logits(x, _slice(head, start, words, axis), axis)
-        new_top = jnp.maximum(top, logits.max(-1))
-        total = total * jnp.exp(top - new_top) + jnp.exp(logits - new_top[..., None]).sum(-1)
-        place = targets - start
-        at = jnp.take_along_axis(logits, jnp.clip(place, 0, words - 1)[..., None], -1)[..., 0]
-        return new_top, total, jnp.where((place >= 0) & (place < words), at, of_target)
+        return add_words(sums, logits, targets - start)
 
-    zeros = jnp.zeros(targets.shape, jnp.float32)
-    sums = zeros - jnp.inf, zeros, zeros + jnp.nan  # for targets that are no words
-    top, total, of_target = _over_parts(add, sums, head.shape[axis])
+    top, total, of_target = _over_parts(add, no_words(targets), head.shape[axis])
     normalizers = top + jnp.log(total)
     return normalizers - of_target, (x, head, targets, normalizers)
 
@@ -75,6 +68,43 @@ def _backward(axis: int, residuals: Any, g: jax.Array) -> Any:
 
 
 token_losses.defvjp(_forward, _backward)
+
+
+def no_words(targets: jax.Array) -> Any:
+    """The sums of `add_words` before any words."""
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    return zeros - jnp.inf, zeros, zeros + jnp.nan  # for targets that are no words
+
+
+def add_words(sums: Any, logits: jax.Array, place: jax.Array) -> Any:
+    """The largest logit, the sum of exponentials without it, and the logit of the target.
+
+    `place` is the number of the target among the words of `logits`; it may be one of other words.
+    """
+    # The loss does not depend on what is subtracted from all logits.
+    top, (_, total, of_target) = jax.lax.stop_gradient(sums[0]), sums
+    new_top = jax.lax.stop_gradient(jnp.maximum(top, logits.max(-1)))
+    total = total * jnp.exp(top - new_top) + jnp.exp(logits - new_top[..., None]).sum(-1)
+    is_target = jax.nn.one_hot(place, logits.shape[-1], dtype=bool)
+    at = jnp.where(is_target, logits, 0).sum(-1)
+    return new_top, total, jnp.where(is_target.any(-1), at, of_target)
+
+
+@jax.custom_vjp
+def logits_of(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Float32 logits; the product has the dtype of `matrix` `(width, words)`, its gradients too."""
+    return _logits(x.astype(matrix.dtype), matrix, 1)
+
+
+def _logits_backward(residuals: Any, g: jax.Array) -> Any:
+    x, matrix = residuals
+    g = g.astype(matrix.dtype)
+    # Gradients by `x` of several parts are added up.
+    of_x = _einsum("btv,wv->btw", g, matrix).astype(x.dtype)
+    return of_x, _einsum("btw,btv->wv", x.astype(matrix.dtype), g).astype(matrix.dtype)
+
+
+logits_of.defvjp(lambda x, matrix: (logits_of(x, matrix), (x, matrix)), _logits_backward)
 
 
 def _over_parts(step: Callable[[T, Any, int], T], carry: T, words: int) -> T:

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from train import cross_entropy
+from train import cross_entropy, vocabulary
 from train.attention import attention
 from train.blocks import Stacked, embedding, linear, placed
 
@@ -81,21 +81,19 @@ class Decoder(Stacked):
         weight_dtype: DTypeLike,
         compute_dtype: DTypeLike,
         rngs: nnx.Rngs,
+        parts: int = 1,
         **options: Any,
     ):
+        self.parts = parts
         dtypes = {"param_dtype": weight_dtype, "dtype": compute_dtype}
-        self.embed = embedding(config.vocabulary, config.width, rngs=rngs, **dtypes)
+        table = partial(embedding, width=config.width, **dtypes)
+        self.embed = vocabulary.make_parts(table, config.vocabulary, parts, rngs)
         super().__init__(config, partial(DecoderBlock, config, **dtypes), rngs=rngs, **options)
         self.norm = _norm(config.width, config, rngs)
         if not config.tied:
-            self.head = linear(
-                config.width,
-                config.vocabulary,
-                bias=False,
-                rngs=rngs,
-                preferred_element_type=jnp.float32,
-                **dtypes,
-            )
+            dtypes |= {"preferred_element_type": jnp.float32}
+            head = partial(linear, config.width, bias=False, **dtypes)
+            self.head = vocabulary.make_parts(head, config.vocabulary, parts, rngs)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """The logits behind each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
@@ -113,6 +111,9 @@ class Decoder(Stacked):
         As from the logits, which are never there all at once where the vocabulary is large.
         """
         x = self._last_layer(tokens, positions)
+        if self.parts > 1:
+            head = self.head.kernel.get_value()
+            return vocabulary.token_losses(self.norm(x), head, targets, self.embed.dtype)
         axes = () if self.stream_sharding is None else self.stream_sharding.mesh.axis_names
         # `tensor` divides the logits.
         if "tensor" in axes or self.config.vocabulary <= cross_entropy.PART:
@@ -129,7 +130,11 @@ class Decoder(Stacked):
 
     def _last_layer(self, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
         """The stream `(b, t, width)` after all blocks."""
-        x = self.embed(tokens.astype(jnp.int32))
+        tokens = tokens.astype(jnp.int32)
+        if self.parts == 1:
+            x = self.embed(tokens)
+        else:
+            x = vocabulary.embedded(self.embed.embedding.get_value(), tokens, self.embed.dtype)
         text = None  # the number of each token's text in its row
         if positions is None:
             positions = jnp.arange(tokens.shape[1])[None]

@@ -153,13 +153,15 @@ def _gathered(
 ) -> Iterator[np.ndarray]:
     for x, of, dtype in zip(leaves, sources, dtypes, strict=True):
         value = processes.whole(x)
-        for one in value if of.stacked else value[None]:
-            one = np.ascontiguousarray(one, dtype)
+        value = value if of.stacked else value[None]
+        for parts in value.reshape(-1, of.parts, *value.shape[1:]):
+            parts = np.ascontiguousarray(parts, dtype)
             if of.transposed:
-                saved = np.empty(of.shape, dtype)
-                transpose(one, saved)
-                one = saved
-            yield one
+                saved = np.empty((of.parts, *of.entry), dtype)
+                for part, place in zip(parts, saved, strict=True):
+                    transpose(part, place)
+                parts = saved
+            yield parts.reshape(of.shape)
 
 
 def _config(

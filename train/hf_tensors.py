@@ -3,6 +3,7 @@
     leaf of the model                tensor, behind its prefix `model.` or `bert.`
     blocks/3/query/kernel (in, out)  layers.3.self_attn.q_proj.weight (out, in)
     blocks/query/kernel (n, in, out) the same of all n layers
+    head/kernel (n, in, words)       lm_head.weight (n words, in), part by part; `embed` likewise
 
 Only safetensors, no pickle. Files are mapped into memory, so what is read is what was asked for.
 What `train.compress` has packed is decoded on the way.
@@ -99,8 +100,14 @@ class Source(NamedTuple):
 
     names: tuple[str, ...]  # without prefix; one, or one per layer
     shape: tuple[int, ...]  # of each
-    stacked: bool  # whether the leaf has an axis over them
+    stacked: bool  # whether the leaf has an axis over them, or over the parts of one
     transposed: bool
+    parts: int = 1  # of a vocabulary, whose rows are divided
+
+    @property
+    def entry(self) -> tuple[int, ...]:
+        """The shape of one of a stack, of a tensor or a part of it."""
+        return (self.shape[0] // self.parts, *self.shape[1:])
 
 
 def leaf_name(path: Any) -> str:
@@ -118,12 +125,16 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
     layer = re.match(r"blocks/(\d+)/", leaf)
     module, _, part = re.sub(r"^blocks/\d+/", "blocks/", leaf).rpartition("/")
     name = f"{MODULES[architecture][module]}.{'bias' if part == 'bias' else 'weight'}"
-    stacked = module.startswith("blocks/") and layer is None
+    of_layers = module.startswith("blocks/") and layer is None
+    rank = len(shape)
+    stacked = of_layers or rank > 2
     one = shape[1:] if stacked else shape
-    layers: Iterable[Any] = range(shape[0]) if stacked else [layer and layer[1]]
+    layers: Iterable[Any] = range(shape[0]) if of_layers else [layer and layer[1]]
     transposed = part == "kernel"
     names = tuple(name.format(i) for i in layers)
-    return Source(names, one[::-1] if transposed else one, stacked, transposed)
+    parts = shape[0] if stacked and not of_layers else 1
+    one = one[::-1] if transposed else one
+    return Source(names, (parts * one[0], *one[1:]), stacked, transposed, parts)
 
 
 def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
@@ -164,16 +175,17 @@ class Reader(contextlib.ExitStack):
         self, tensors: Sequence[Tensor], of: Source, dtype: np.dtype, index: tuple[slice, ...]
     ) -> np.ndarray:
         """The part `index` (no strides) of a leaf in `dtype`, rounded to the nearest."""
+        entries = [(tensor, i * of.entry[0]) for tensor in tensors for i in range(of.parts)]
         if of.stacked:
-            tensors, index = tensors[index[0]], index[1:]
+            entries, index = entries[index[0]], index[1:]
         index = index[::-1] if of.transposed else index
-        part = tuple(slice(*s.indices(n)) for s, n in zip(index, of.shape, strict=True))
-        shape = [s.stop - s.start for s in part]
-        out = np.empty((len(tensors), *(shape[::-1] if of.transposed else shape)), dtype)
-        for row, tensor in zip(out, tensors, strict=True):
+        rows, *others = (slice(*s.indices(n)) for s, n in zip(index, of.entry, strict=True))
+        shape = [s.stop - s.start for s in (rows, *others)]
+        out = np.empty((len(entries), *(shape[::-1] if of.transposed else shape)), dtype)
+        for row, (tensor, start) in zip(out, entries, strict=True):
             cut = self._file(tensor.file).get_slice(tensor.name)
             try:
-                value = cut[part]
+                value = cut[(slice(start + rows.start, start + rows.stop), *others)]
             except _PACKED_ERROR as error:
                 raise ModelError(str(error)) from error
             value = value.astype(dtype, copy=False)

@@ -1,5 +1,6 @@
-"""Stacked blocks whose matrices lie in pinned host memory, which the step fetches one at a time.
+"""Stacks of matrices in pinned host memory, which the step fetches one at a time.
 
+They are those of blocks, and of parts of the vocabulary.
 Between flushes the library leaves their selected channels to the optimizer state, and NaN in the
 parameters. Whoever writes weights puts the masters in.
 """
@@ -20,6 +21,10 @@ from train import processes
 KIND = "pinned_host"
 
 
+def is_hosted(x: Any) -> bool:
+    return x.ndim > 2  # a bias or scale of stacked blocks has two axes
+
+
 def shardings_of(weights: Any, shardings: Any = None) -> Any:
     """The place of each leaf of `weights`, or of shapes: on a device, or in its host's memory.
 
@@ -29,45 +34,42 @@ def shardings_of(weights: Any, shardings: Any = None) -> Any:
         first = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: first, weights)
 
-    def one(path: Any, x: Any, where: Any) -> Any:
-        return where.with_memory_kind(KIND) if _is_hosted(path, x) else where
+    def one(x: Any, where: Any) -> Any:
+        return where.with_memory_kind(KIND) if is_hosted(x) else where
 
-    return jax.tree_util.tree_map_with_path(one, weights, shardings)
+    return jax.tree.map(one, weights, shardings)
 
 
 def put_shapes(shapes: Any) -> Any:
-    """Shapes on a mesh, those matrices' in host memory, of which a described device has none."""
+    """Shapes on a mesh, those stacks' in host memory, of which a described device has none."""
 
-    def one(path: Any, x: Any) -> Any:
-        if not _is_hosted(path, x):
+    def one(x: Any) -> Any:
+        if not is_hosted(x):
             return x
         mesh, spec = x.sharding.mesh.abstract_mesh, x.sharding.spec
         where = NamedSharding(mesh, spec, memory_kind=KIND)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    return jax.tree_util.tree_map_with_path(one, shapes)
+    return jax.tree.map(one, shapes)
 
 
 def put(params: Any) -> Any:
-    """The same parameters with those matrices in host memory, under jit as well."""
+    """The same parameters with those stacks in host memory, under jit as well."""
 
-    def one(path: Any, x: Any) -> Any:
-        return jax.device_put(x, jax.memory.Space.Host) if _is_hosted(path, x) else x
+    def one(x: Any) -> Any:
+        return jax.device_put(x, jax.memory.Space.Host) if is_hosted(x) else x
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree.map(one, params)
 
 
 def on_device(params: Any) -> Any:
     """The parameters that lie on the device, and None in the place of those that do not."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: None if _is_hosted(path, x) else x, params
-    )
+    return jax.tree.map(lambda x: None if is_hosted(x) else x, params)
 
 
 def nbytes(params: Any) -> int:
-    """Bytes of those matrices next to one device."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    ours = [x for path, x in leaves if _is_hosted(path, x)]
+    """Bytes of those stacks next to one device."""
+    ours = [x for x in jax.tree.leaves(params) if is_hosted(x)]
     shapes = (x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in ours)
     return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, ours, strict=True))
 
@@ -127,8 +129,3 @@ def whole_weights(params: Any, opt_state: Any) -> Iterator[Any]:
         else:
             leaf = opt_state.leaves[i]
             yield with_selected(x, leaf.channels, leaf.master, axes[i])
-
-
-def _is_hosted(path: Any, x: Any) -> bool:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return name.startswith("blocks/") and name.endswith("/kernel") and x.ndim > 2

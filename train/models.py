@@ -23,6 +23,7 @@ from train.optimizers import weight_dtype
 from train.settings import StepSettings
 from train.sharding import committed, weight_shardings
 from train.tasks import standard_library
+from train.vocabulary import parts_of
 from train.whole import made_whole
 
 # The trained weights in the folder of a run.
@@ -112,8 +113,12 @@ def builder(
 ) -> Callable[[], nnx.Module]:
     """A function that makes the model of these settings with weights drawn at random.
 
-    `sharding` is the batch's.
+    `sharding` is the batch's. Where layers lie in host memory, so do embedding and head, in parts:
+    on one device, unless the embedding is the head as well.
     """
+    more = {}
+    if run.stream == "weights" and sharding is None and isinstance(config, DecoderConfig):
+        more = {"parts": 1 if config.tied else parts_of(config.vocabulary)}
     return lambda: pretrained.make_model(
         config,
         labels=labels,
@@ -123,6 +128,7 @@ def builder(
         remat=run.remat,
         stream_sharding=sharding,
         rngs=nnx.Rngs(run.seed),
+        **more,
     )
 
 

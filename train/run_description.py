@@ -22,7 +22,7 @@ MAY_CHANGE = frozenset(
 )
 
 # Settings that decide what the weights are made for, and how they are laid out.
-OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers".split()
+OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers stream".split()
 
 
 def description(
@@ -36,8 +36,7 @@ def description(
     # The other two have the same bits, and may be exchanged.
     sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
-    # Between flushes parameters in host memory lack what others have.
-    fixed["stream"] = "weights" if settings["stream"] == "weights" else "none"
+    fixed["stream"] = _of_weights(settings["stream"])
     if settings["task"] != "language":
         del fixed["packing"]
     return {
@@ -50,7 +49,13 @@ def description(
 
 def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
     """The part of a `description` that whoever reads the run's weights must share."""
-    return {"settings": dict(settings), "model": _as_strings(config)}
+    settings = {**settings, "stream": _of_weights(settings["stream"])}
+    return {"settings": settings, "model": _as_strings(config)}
+
+
+def _of_weights(stream: str) -> str:
+    # Between flushes parameters in host memory lack what others have; vocabularies are in parts.
+    return "weights" if stream == "weights" else "none"
 
 
 def _as_strings(config: Any) -> dict[str, str]:

@@ -6,13 +6,13 @@ import numpy as np
 import optax
 import pytest
 
-from train import cross_entropy
+from train import cross_entropy, vocabulary
 
 WIDTH = 16
 
 
 @pytest.mark.parametrize("words", [64, 50, 20], ids=["whole parts", "a rest", "one part"])
-@pytest.mark.parametrize("axis", [0, 1], ids=["table", "head"])
+@pytest.mark.parametrize("axis", [0, 1, None], ids=["table", "head", "head in parts"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2**-7)])
 def test_losses_and_gradients_are_those_of_all_logits(monkeypatch, words, axis, dtype, tolerance):
     monkeypatch.setattr(cross_entropy, "PART", 16)
@@ -24,7 +24,11 @@ def test_losses_and_gradients_are_those_of_all_logits(monkeypatch, words, axis, 
     weights = jnp.asarray(rng.uniform(size=(2, 7)), jnp.float32)
 
     def of_parts(x, head):
-        losses = cross_entropy.token_losses(x, head, targets, axis=axis)
+        if axis is None:
+            parts = jnp.stack(jnp.split(head, 2, axis=1))
+            losses = vocabulary.token_losses(x.astype(jnp.float32), parts, targets, dtype)
+        else:
+            losses = cross_entropy.token_losses(x, head, targets, axis=axis)
         return (losses * weights).sum(), losses
 
     def of_all(x, head):

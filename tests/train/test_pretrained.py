@@ -197,6 +197,13 @@ def test_what_is_saved_loads_with_the_same_bits(tmp_path, name):
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
+def test_a_vocabulary_in_parts_is_saved_in_one(tmp_path):
+    pretrained, _, params = load(FIXTURES / "qwen3", scan_layers=True, parts=2)
+    assert params["head"]["kernel"].shape == (2, 16, 31)
+    save_folder(tmp_path / "saved", pretrained, params)
+    assert_same_bits(load(tmp_path / "saved")[2], load(FIXTURES / "qwen3")[2])
+
+
 def test_a_classifier_is_saved_with_its_labels(tmp_path):
     folder = copied("bert_masked", tmp_path)
     pretrained = read_folder(folder)
