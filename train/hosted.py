@@ -1,8 +1,7 @@
-"""Stacks of matrices in pinned host memory, which the step fetches one at a time.
+"""Stacks of matrices in pinned host memory: of blocks, or of parts of a vocabulary.
 
-They are those of blocks, and of parts of the vocabulary.
-Between flushes the library leaves their selected channels to the optimizer state, and NaN in the
-parameters. Whoever writes weights puts the masters in.
+A step fetches one of a stack at a time. Between flushes the library leaves their selected channels
+to the optimizer state, and NaN in the parameters. Whoever writes weights puts the masters in.
 """
 
 from __future__ import annotations

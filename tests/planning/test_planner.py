@@ -45,6 +45,8 @@ def test_products_of_loops_count_for_every_round_and_of_convolutions_under_their
     assert moved_bytes == 3 * 10 * 4 * (2 * 2048 * 512 + 512**2)
     flops, _ = products_of(convolution, (2, 8, 8, 3), (5, 5, 3, 16))
     assert flops == 2 * (2 * 8 * 8 * 16) * 5 * 5 * 3
+    unused, _ = products_of(lambda x: (x @ x, x)[1], (8, 8))
+    assert unused == 0
 
 
 def test_arguments_are_those_of_the_compiled_step_and_its_peak_is_what_xla_says():

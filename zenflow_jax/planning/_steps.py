@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax.planning._gpus import GPUS
@@ -101,10 +101,14 @@ def peak_bytes(compiled: Any) -> int:
 def products(jaxpr: Jaxpr) -> tuple[float, float]:
     """The operations, and the bytes read and written, of a step's matrix products and convolutions.
 
-    Of a loop whose number of rounds is not known, one is counted.
+    Of a loop whose number of rounds is not known, one is counted; of what no result needs, nothing.
     """
     flops = moved = 0.0
-    for equation in jaxpr.eqns:
+    needed = {x for x in jaxpr.outvars if isinstance(x, Var)}
+    for equation in reversed(jaxpr.eqns):
+        if needed.isdisjoint(equation.outvars) and not equation.effects:
+            continue
+        needed |= {x for x in equation.invars if isinstance(x, Var)}
         name = equation.primitive.name
         if name in _FLOPS:
             flops += _FLOPS[name](equation)
