@@ -45,7 +45,7 @@ COMMAND = r"`zenflow-finetune (.+? --model (\S+) .+?)`"
 ROW = re.compile(rf"\| (.+?), (\d+) GB \| {COMMAND} \| (\d+) GB \| (\d+) GB \|")
 TEXT = README.read_text(encoding="utf-8")
 ROWS = ROW.findall(TEXT)
-PER_PARAMETER = re.compile(r"(\d+) to (\d+) of the host")
+PER_PARAMETER = re.compile(r"(\d+) to (\d+) on the host")
 
 
 def test_all_rows_are_read():
