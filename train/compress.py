@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elves.folders import Result, check_path, pack_path, restore_path
-from elves.header import ElvesError, Tensor
+from elves.header import ElvesError
 from elves.writing import Options
 from train import Failure, command_of
 from train.arguments import positional, read_arguments
@@ -95,7 +95,7 @@ def _say_packed(command: Command, packed: Sequence[Result], seconds: float) -> N
     )
     if command.bound is None:
         return
-    tensors = _tensors(packed)
+    tensors = [t for file in packed if file.header for t in file.header.tensors.values()]
     bounded = [t for t in tensors if t.bound is not None]
     if bounded:
         worst = max(bounded, key=lambda t: t.error)
@@ -105,10 +105,6 @@ def _say_packed(command: Command, packed: Sequence[Result], seconds: float) -> N
     if exact:
         kinds = ", ".join(sorted({t.dtype for t in exact}))
         print(f"{len(exact)} tensors of {kinds} keep their bits: a bound is for F32 alone")
-
-
-def _tensors(files: Sequence[Result]) -> list[Tensor]:
-    return [t for file in files if file.header for t in file.header.tensors.values()]
 
 
 def _check(command: Command) -> None:

@@ -179,7 +179,8 @@ def in_force(
     values: dict[str, Any] = {}
     try:
         if (scheduler := deepspeed.scheduler) is not None:
-            values["learning_rate"] = _highest(deepspeed.learning_rate, settings.steps)
+            rates = np.asarray(deepspeed.learning_rate(jnp.arange(settings.steps)))
+            values["learning_rate"] = float(str(rates.max()))  # no 0.0010000000474974513
             if scheduler.warmup is not None:
                 values |= {"warmup_steps": scheduler.warmup, "warmup_share": None}
         if settings.optimizer == deepspeed.kind == "zenflow":
@@ -217,11 +218,6 @@ def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
     if isinstance(values["update_interval"], zenflow_jax.AutoWindow):
         values |= {"update_interval": "auto", "window_scaling": "none"}
     return values
-
-
-def _highest(rate: optax.Schedule, steps: int) -> float:
-    rates = np.asarray(rate(jnp.arange(steps)))
-    return float(str(rates.max()))  # 0.001 and not 0.0010000000474974513
 
 
 def decayed(params):
