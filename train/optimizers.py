@@ -179,8 +179,9 @@ def in_force(
     values: dict[str, Any] = {}
     try:
         if (scheduler := deepspeed.scheduler) is not None:
-            rates = np.asarray(deepspeed.learning_rate(jnp.arange(settings.steps)))
-            values["learning_rate"] = float(str(rates.max()))  # no 0.0010000000474974513
+            rate: Any = deepspeed.learning_rate  # with a scheduler it is a schedule
+            highest = np.asarray(rate(jnp.arange(settings.steps))).max()
+            values["learning_rate"] = float(str(highest))  # no 0.0010000000474974513
             if scheduler.warmup is not None:
                 values |= {"warmup_steps": scheduler.warmup, "warmup_share": None}
         if settings.optimizer == deepspeed.kind == "zenflow":
