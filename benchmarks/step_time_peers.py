@@ -144,6 +144,7 @@ class Peer(NamedTuple):
     offloads: bool = False  # needs a `HostEngine`
     micro_batches: int = 1  # steps in a call
     interval: int = 1  # calls in a window
+    host_state: str = "float32"  # of the engine
 
     @property
     def window(self) -> int:
@@ -165,6 +166,8 @@ _OFFLOAD = partial(
     select_interval=2**30,  # there is nothing to select
 )
 
+_HOSTED = zenflow_peer(1, 0.05, "-hosted", stream=True, in_host_memory=True)
+
 #: By the device memory they take, the least first; `step_time.py` says what for.
 PEERS = {
     peer.name: peer
@@ -173,6 +176,8 @@ PEERS = {
         *(zenflow_peer(interval, 0.05) for interval in (1, 2, 4, 8, 16)),
         zenflow_peer(4, 0.1),
         zenflow_peer(4, 0.05, "-streamed", stream=True),
+        _HOSTED,
+        _HOSTED._replace(name=f"{_HOSTED.name}-compact", host_state="compact"),
         zenflow_peer(4, 0.05, "-exchange", send_gradients="after_step"),
         zenflow_peer(4, 0.05, "-device", send_gradients="per_window"),
         zenflow_peer(16, 0.05, "-device", send_gradients="per_window"),
@@ -280,7 +285,9 @@ class Runner:
         self.params = self._optimizer.place(self._model.draw())
         self.state = self._optimizer.init(self.params)
         if self.peer.offloads:
-            self.engine = zenflow_jax.HostEngine(self.params, self.state, **self._engine_options)
+            self.engine = zenflow_jax.HostEngine(
+                self.params, self.state, host_state=self.peer.host_state, **self._engine_options
+            )
         if self._step is None:
             # `zenflow` sees to its own arrays in host memory.
             placement = jax.tree.map(lambda x: x.sharding, (self.params, self.state))

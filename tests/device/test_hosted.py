@@ -216,6 +216,13 @@ def test_what_cannot_be_trained_in_host_memory_is_refused_by_name(options, chang
         zenflow_jax.zenflow(1e-2, **({"update_interval": 3} | options)).init(params)
 
 
+def test_a_wrapper_that_withholds_updates_is_refused():
+    params = hosted(model("float32"))
+    tx = optax.apply_if_finite(zenflow_jax.zenflow(1e-2), 3)
+    with pytest.raises(ValueError, match="layers in host memory, got ApplyIfFinite"):
+        zenflow_jax.HostEngine(params, tx.init(params))
+
+
 def test_steps_that_do_not_stream_them_are_refused():
     run, batch = Run("float32", optimized=False), next(batches(1, "float32"))
     gradients = jax.grad(loss)(run.params, *batch)
