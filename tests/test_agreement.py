@@ -122,6 +122,7 @@ def test_engine_and_in_graph_mode_equal_the_reference(name):
                     assert (stats.windows, stats.reselections) == (slow.windows, slow.reselections)
 
 
+@pytest.mark.slow
 def test_compact_moments_are_those_of_the_reference_that_rounds_them_with_either_kernel():
     leaves, options, _ = AGREEMENTS["all windows at once, two of four steps stale"]
     options = Settings(**COMMON | options)

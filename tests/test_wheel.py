@@ -175,7 +175,6 @@ def test_each_command_works_as_installed(installed, words, expected):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("zenflow-finetune", "For example: zenflow-finetune quickstart"),
         ("zenflow-plan", "For example: zenflow-plan quickstart"),
         ("zenflow-finetune quickstarts", "names: alpaca_llama2_7b, chat, classification,"),
         ("zenflow-generate a --model b --qqq", "All are in zenflow-generate --help"),

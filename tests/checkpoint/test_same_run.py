@@ -46,6 +46,7 @@ def test_every_bit_of_a_parameter_is_in_its_fingerprint(dtype):
     assert fingerprint(swapped) != expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaves", "changes", "host_state"),
     [

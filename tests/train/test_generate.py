@@ -159,10 +159,11 @@ def test_the_class_of_each_text_is_that_of_the_text_alone(tmp_path, capsys, monk
     origin, graphdef, params = load(folder)
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
     texts, expected = ["the cat", "a good film " * 9, "", "bad", "why is it\u2028on the dog"], []
+    classify = jax.jit(lambda *inputs: nnx.merge(graphdef, params)(*inputs))
     for text in texts:
         ids = tokenizer.tokens.encode(text).ids
         ids = np.array([[*ids[:-1][: origin.config.positions - 1], ids[-1]]])
-        logits = nnx.merge(graphdef, params)(ids, np.zeros_like(ids), np.ones_like(ids))
+        logits = classify(ids, np.zeros_like(ids), np.ones_like(ids))
         share = jax.nn.softmax(logits[0])
         expected.append((("no", "perhaps", "yes")[int(share.argmax())], float(share.max())))
     monkeypatch.setattr(classes, "BATCH", 2)

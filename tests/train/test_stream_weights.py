@@ -70,6 +70,7 @@ def test_a_run_and_all_its_weights_have_the_bits_of_one_whose_layers_are_on_the_
     assert "`stream`: expected weights, as in the run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_the_plan_has_the_weights_in_host_memory(monkeypatch):
     monkeypatch.setattr(cross_entropy, "PART", 40)

@@ -201,6 +201,7 @@ def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
     assert not kill_test.differences(folder, tmp_path / "runs" / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_that_stops_early_keeps_the_best_of_all_validations(tmp_path, monkeypatch, capsys):
     figures = ({"loss": loss} for loss in [5.0, 1.0, 2.0, 3.0, 3.5])
