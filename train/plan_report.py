@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -167,6 +165,8 @@ def write_json(run_plan: RunPlan, arguments: Sequence[str], path: Path) -> None:
 
 def write_picture(run_plan: RunPlan, path: Path) -> None:
     """Draws the memory of each optimizer as a bar, on the device above, on the host below."""
+    from matplotlib.figure import Figure  # takes a third of a start
+
     chosen, plans = run_plan.chosen, run_plan.of_optimizers
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     on_device, on_host = figure.subplots(2, 1)
@@ -184,7 +184,7 @@ def write_picture(run_plan: RunPlan, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw(axes: Axes, needs: Mapping[str, Mapping[str, int]], limit: int) -> dict[str, Any]:
+def _draw(axes: Any, needs: Mapping[str, Mapping[str, int]], limit: int) -> dict[str, Any]:
     """Draws a bar for each optimizer, its parts in GB, and the limit; returns bars by class."""
     drawn, ends = {}, np.zeros(len(needs))
     right = 1.15 * max(limit, *(sum(x.values()) for x in needs.values())) / 1e9

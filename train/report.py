@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -80,6 +78,9 @@ def write_picture(
 
     A loss is in nats per `target`.
     """
+    from matplotlib.figure import Figure  # takes a third of a start
+    from matplotlib.ticker import MaxNLocator
+
     # With several sets of data `matched/loss`.
     panel_of = {name: int(not name.endswith("loss")) for name in validations[-1][1]}
     count = 1 + max(panel_of.values())
