@@ -127,6 +127,9 @@ def test_a_leafs_bytes_are_as_worked_out_by_hand():
     assert need(host_state="compact").state == 6.1875 * 512**2 + counts
     # A hand-over takes masters and moments of what is selected.
     assert need(ratio=0.25).hand_over == 12 * 128 * 512
+    # The mail that is read, the one that is written, and a blank one; of longer windows, all of it.
+    assert need(window=1).mail == 3 * 2 * 512**2
+    assert need(window=3).mail == 5 * 2 * 512**2
     # Only long windows of leaves in turn need sums.
     assert need(leaves=32, n=64).sums == 0
     assert need(leaves=32, n=64, window=16).sums > 0
