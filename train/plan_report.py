@@ -82,7 +82,7 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     row("a step, device to host", [x.to_host or None for x in plans])
     row("a step, host to device", [x.to_device or None for x in plans])
     table.add_section()
-    table.add_row("a step must take, s", *(f"{x.step_s:.3g}" for x in plans))
+    table.add_row("a step takes at least, s", *(f"{x.step_s:.3g}" for x in plans))
     table.add_row("its host work, s", *(f"{x.host_s:.3g}" if x.host_s else "" for x in plans))
     table.add_row("of it hidden", *(f"{x.hidden:.0%}" if x.host else "" for x in plans))
     table.add_row("smallest update_interval to hide", *map(_smallest, plans))
