@@ -21,6 +21,7 @@ from flax import nnx
 import zenflow_jax
 from benchmarks.step_time_model import Model, committed
 from train import hosted
+from train.step import FETCHES
 from zenflow_jax import streaming
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.01, 1.0
@@ -36,6 +37,7 @@ class Optimizer(NamedTuple):
     # Of parameters and state, what the loss is computed and differentiated with.
     weights: Callable[[Any, Any], Any] = lambda params, state: params
     place: Callable[[Any], Any] = lambda params: params  # puts parameters where they belong
+    compiler_options: Any = None
 
 
 class Mixed(NamedTuple):
@@ -131,7 +133,10 @@ def zenflow(*, stream: bool = False, in_host_memory: bool = False, **options: An
 
     optimizer = Optimizer(tx.init, apply, partial(jax.eval_shape, tx.init))
     if in_host_memory:
-        optimizer = optimizer._replace(place=lambda params: committed(hosted.put(params)))
+        optimizer = optimizer._replace(
+            place=lambda params: committed(hosted.put(params)),
+            compiler_options=FETCHES if jax.default_backend() == "gpu" else None,
+        )
     return optimizer._replace(weights=streaming.stream) if stream else optimizer
 
 
@@ -235,7 +240,12 @@ def make_step(
         return params, state, loss
 
     out_shardings = placement and (*placement, None)
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out_shardings)
+    return jax.jit(
+        step,
+        donate_argnums=(0, 1),
+        out_shardings=out_shardings,
+        compiler_options=optimizer.compiler_options,
+    )
 
 
 class Runner:

@@ -4,10 +4,12 @@ A model is trained in each way for some steps, with donated parameters and state
 weights on the same text; losses and weights are held against those of `after_step`, whose step
 copies nothing. `during_step` must have its bits. Where layers stream the compiler makes another
 program of the same arithmetic, so what is held there is that losses agree, and that each leaf ends
-near.
+near. Beside that, how long a step takes that somebody waits for, with windows of one step.
 """
 
 import hashlib
+import statistics
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +38,7 @@ _OF_LOSS, _OF_MOVES = 1e-2, 0.2
 
 class End(NamedTuple):
     losses: list[float]
+    step_s: float  # the median of those after the second
     digest: str  # of all bits of all weights
     samples: list[np.ndarray]  # some of each leaf
 
@@ -58,13 +61,13 @@ def run(stage: Stage) -> None:
             except Exception as error:  # noqa: BLE001 - a way that fails never stops the next
                 end, verdict = None, f"FAILED, {type(error).__name__}: {str(error)[:300]}"
             losses = ", ".join(f"{loss:.4f}" for loss in end.losses) if end else "-"
-            rows.append((size, way, losses, verdict))
-            header = ["parameters", "way", "losses", "beside the first"]
+            rows.append((size, way, losses, f"{end.step_s:.3f}" if end else "-", verdict))
+            header = ["parameters", "way", "losses", "a step, s", "beside the first"]
             stage.notes.put("Losses, and weights at the end", table(header, rows))
             stage.notes.keep(ways=rows)
             if first is None:
                 break  # there is nothing to hold the others against
-    failed = [f"{way}: {verdict}" for _, way, _, verdict in rows if verdict.startswith("FAILED")]
+    failed = [f"{way}: {verdict}" for _, way, *_, verdict in rows if verdict.startswith("FAILED")]
     if failed:
         raise AssertionError(f"{len(failed)} of {len(rows)} did not pass, the first: {failed[0]}")
 
@@ -74,15 +77,18 @@ def _train(model: Model, way: str, tokens: np.ndarray) -> End:
     runner = Runner(zenflow_peer(1, 0.05, provisional_share=None, **_WAYS[way]), model, tokens)
     try:
         runner.set_up()
-        losses = []
+        losses, times = [], []
         for _ in tokens:
+            begin = time.perf_counter()
             runner.advance(1)
             losses.append(float(runner.loss))
+            times.append(time.perf_counter() - begin)
         runner.settle()
         digest = hashlib.sha256()
         for x in jax.tree.leaves(runner.params):
             digest.update(np.asarray(x).ravel().view(np.uint8))
-        return End(losses, digest.hexdigest(), _samples(runner.params))
+        step_s = statistics.median(times[2:])
+        return End(losses, step_s, digest.hexdigest(), _samples(runner.params))
     finally:
         runner.take_down()
 

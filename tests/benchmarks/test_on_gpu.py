@@ -59,7 +59,7 @@ def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
 
 
 def test_ways_that_end_elsewhere_do_not_pass():
-    start, first = [np.zeros(4)] * 2, ways.End([2.0, 1.0], "a", [np.ones(4)] * 2)
+    start, first = [np.zeros(4)] * 2, ways.End([2.0, 1.0], 1.0, "a", [np.ones(4)] * 2)
     for streams, losses, digest, samples, passes in (
         (False, [2.0, 1.0], "a", 1.0, True),
         (False, [2.0, 1.0], "b", 1.0, False),
@@ -69,7 +69,7 @@ def test_ways_that_end_elsewhere_do_not_pass():
         (True, [2.0, np.nan], "b", 1.0, False),
         (True, [2.0, 1.0], "b", np.nan, False),
     ):
-        end = ways.End(losses, digest, [np.ones(4), np.full(4, samples)])
+        end = ways.End(losses, 1.0, digest, [np.ones(4), np.full(4, samples)])
         verdict = ways.compared(end, first, start, must_be_same=not streams)
         assert verdict.startswith("FAILED") != passes, verdict
 

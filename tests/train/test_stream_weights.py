@@ -1,5 +1,7 @@
 """Runs of the script whose layers lie in host memory: the files of runs whose layers do not."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -89,6 +91,8 @@ def test_the_plan_has_the_weights_in_host_memory(monkeypatch):
     # Forward and backward.
     assert plan.to_device == 2 * moved
     mesh = mesh_over({"data": 1}, jax.devices()[:1])
+    on_mesh = planned_step(dataclasses.replace(settings, mesh="data=1"), origin, mesh)
+    assert planning.plan(*on_mesh).host == plan.host
     least = plan.device["weights"] + plan.device["optimizer state"]
     assert least < compiled_peak(settings, origin, mesh, origin.config.layers)
 
