@@ -92,7 +92,7 @@ def test_the_plan_has_the_weights_in_host_memory(monkeypatch):
     assert plan.to_device == 2 * moved
     mesh = mesh_over({"data": 1}, jax.devices()[:1])
     on_mesh = planned_step(dataclasses.replace(settings, mesh="data=1"), origin, mesh)
-    assert planning.plan(*on_mesh).host == plan.host
+    assert planning.plan(*on_mesh).host["weights"] == hosted.nbytes(on_mesh.params) > 0
     least = plan.device["weights"] + plan.device["optimizer state"]
     assert least < compiled_peak(settings, origin, mesh, origin.config.layers)
 
