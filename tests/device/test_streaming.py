@@ -142,9 +142,10 @@ def test_a_derivative_by_what_stream_takes_is_an_error():
         jax.grad(lambda params: loss(streaming.stream(params, state), *batch))(params)
 
 
-def test_layers_that_are_cast_before_the_scan_are_an_error():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_are_cast_before_the_scan_are_an_error(dtype):
     # Channels above 256 are no numbers in bfloat16.
-    params = model("float32")
+    params = model(dtype)
     weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
     weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
     with pytest.raises(ValueError, match="cast or reshaped before the scan"):
@@ -179,10 +180,11 @@ def test_where_takes_layers_alone():
         nnx.Param(some["layers"]["up"])[...]
 
 
-def test_a_device_that_streams_wrong_gradients_is_refused(monkeypatch):
-    streaming.check_device()
-    right = streaming.layer_weights
-    monkeypatch.setattr(streaming, "layer_weights", lambda layer: 2 * right(layer))
+@pytest.mark.parametrize(("name", "factor"), [("layer_weights", 2), ("scan_fetched", np.nan)])
+def test_a_device_that_streams_wrong_gradients_is_refused(monkeypatch, name, factor):
+    right = getattr(streaming, name)
+    wrong = lambda *x: jax.tree.map(lambda y: factor * y, right(*x))  # noqa: E731
+    monkeypatch.setattr(streaming, name, wrong)
     with pytest.raises(RuntimeError, match=r"differ by .*%.* `--stream none`"):
         streaming.check_device()
 
