@@ -260,7 +260,7 @@ def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any
         )
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    parts = vocabulary.parts_of(shape.vocabulary) if program.hosted and mesh.size == 1 else 1
+    parts = vocabulary.parts_of(shape.vocabulary) if program.hosted else 1
     params = jax.tree.map(put, weights(shape, program.scanned, parts))
     state = jax.tree.map(put, program.init(params))
     tokens = jax.ShapeDtypeStruct((shape.batch * mesh.size, shape.length + 1), jnp.int32)

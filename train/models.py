@@ -113,11 +113,11 @@ def builder(
 ) -> Callable[[], nnx.Module]:
     """A function that makes the model of these settings with weights drawn at random.
 
-    `sharding` is the batch's. Where layers lie in host memory, so do embedding and head, in parts:
-    on one device, unless the embedding is the head as well.
+    `sharding` is the batch's. Where layers lie in host memory, so do embedding and head, in parts,
+    unless the embedding is the head as well.
     """
     more = {}
-    if run.stream == "weights" and sharding is None and isinstance(config, DecoderConfig):
+    if run.stream == "weights" and isinstance(config, DecoderConfig):
         more = {"parts": 1 if config.tied else parts_of(config.vocabulary)}
     return lambda: pretrained.make_model(
         config,

@@ -30,7 +30,7 @@ BATCH_AXES = ("data", "fsdp")  # the sequences of a batch are split over these
 
 # A pattern, searched in the path of a leaf (`blocks/0/gate/kernel`), and the mesh axis of each
 # dimension, None for one that is not split. The first that matches decides; axes that the mesh does
-# not have split nothing. Of stacked blocks the axis in front is not split.
+# not have split nothing. Of a stack of blocks or of parts of a vocabulary its axis is not split.
 #
 # `tensor` cuts the inner side of a pair of matrices, columns of the first and rows of the second,
 # so that a block sums over devices once behind each pair. `fsdp` cuts the other side: its devices
@@ -155,7 +155,8 @@ def mesh_axes(text: str) -> dict[str, int]:
 
 def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
     rule = next((axes for pattern, axes in RULES if re.search(pattern, name)), None)
-    if rule is not None and re.match(r"blocks/(?!\d)", name):
+    stacks = r"blocks/(?!\d)|(embed|head)/"
+    if rule is not None and len(rule) < len(shape) and re.match(stacks, name):
         rule = (None, *rule)
     if rule is None or len(rule) != len(shape):
         raise SettingsError(
