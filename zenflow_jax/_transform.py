@@ -127,7 +127,7 @@ def zenflow(
             leaves with fewer than two axes always do.
         partition_replicated: Where mesh axes replicate a leaf, whether they divide its optimizer
             state and the work on it, as far as its sizes allow (ZeRO). A bool, or a function of
-            (key path, leaf).
+            (key path, leaf). A leaf in host memory is never divided so.
         param_shardings: Tree of `NamedSharding`s like the parameters, or a function of the
             parameters that returns one. `init` needs it only under jit on a mesh with Auto axes,
             because traced parameters do not know where they are.

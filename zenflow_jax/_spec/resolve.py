@@ -59,6 +59,7 @@ def resolve(
     if k >= spec.n:
         return alone  # with every channel selected, nothing is left to offload
     cut = rules.partition_replicated
+    # In host memory each device needs all of its block anyway.
     if place is not None and not hosted and (bool(cut(path, leaf)) if callable(cut) else cut):
         # The channel axis stays whole, because a block selects among all of its channels. So do
         # stack axes, because a scan fills a stack (of layers) one entry after the other.
