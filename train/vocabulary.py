@@ -19,17 +19,16 @@ from train import cross_entropy
 from train.blocks import stack
 from zenflow_jax import streaming
 
-#: The most parts of a vocabulary.
-MOST = 16
+#: The most parts of a vocabulary, and the most words of one in `cross_entropy.PART`.
+MOST, LARGEST = 16, 4
 
 T = TypeVar("T")
 
 
 def parts_of(words: int) -> int:
-    """In how many equal parts to take a vocabulary; in one if its logits are there all at once."""
-    if words <= cross_entropy.PART:
-        return 1
-    return max(i for i in range(1, MOST + 1) if words % i == 0)
+    """In how many equal parts to take a vocabulary; in one if it is small, or its parts large."""
+    parts = max(i for i in range(1, MOST + 1) if words % i == 0)
+    return parts if cross_entropy.PART < words <= parts * LARGEST * cross_entropy.PART else 1
 
 
 def make_parts(make: Callable[..., nnx.Module], words: int, parts: int, rngs: nnx.Rngs) -> Any:

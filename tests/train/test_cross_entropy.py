@@ -46,6 +46,12 @@ def test_losses_and_gradients_are_those_of_all_logits(monkeypatch, words, axis, 
         np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
 
 
+def test_a_vocabulary_is_in_equal_parts_if_they_are_neither_few_nor_large():
+    sizes = 151_936, 50_257, 8_192, 2 * 75_821, 32_003
+    assert [vocabulary.parts_of(words) for words in sizes] == [16, 1, 1, 1, 1]
+    assert vocabulary.parts_of(128_259) == 9
+
+
 @pytest.mark.parametrize(
     ("x", "target"), [(np.inf, 0), (1.0, cross_entropy.PART + 1), (1.0, -1)], ids=str
 )
