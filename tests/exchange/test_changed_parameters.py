@@ -12,6 +12,9 @@ import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, QUIET, Plan, Settings, Training
 
+# Other tests of engines do.
+pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
+
 WINDOWS = {"update_interval": 2, "select_interval": 4}
 SETTINGS = Settings(topk_ratio=0.3, weight_decay=0.1, provisional_share=None, **WINDOWS)
 TOGETHER = dataclasses.replace(SETTINGS, rolling=False)
