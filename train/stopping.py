@@ -133,8 +133,9 @@ def _leave(number: int, line: str) -> None:
 
 def how_to_go_on(signal_number: int, step: int, folder: Path) -> str:
     saved = f"stopped by {signal.Signals(signal_number).name} after step {step}, which is saved."
+    run = f"--run {shlex.quote(folder.name)}"
     if "SLURM_JOB_ID" in os.environ:
-        return f"{saved} Go on with the same sbatch or srun and --run {folder.name}"
-    command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} --run {folder.name}"
+        return f"{saved} Go on with the same sbatch or srun and {run}"
+    command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} {run}"
     also = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
     return f"{saved} Go on with:\n{command}{also}"

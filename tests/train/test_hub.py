@@ -69,9 +69,11 @@ class Hub(http.server.SimpleHTTPRequestHandler):
 def test_a_model_is_downloaded_once_and_without_pickles(tmp_path, monkeypatch):
     files = tmp_path / "org" / "name" / "resolve" / COMMIT
     write_model(files, "llama2")
-    (files / "pytorch_model.bin").touch()
+    others = {"pytorch_model.bin", "consolidated.safetensors"}
+    for name in (*others, "chat_template.jinja", "merges.txt"):
+        write(files / name, name)
     of_api = tmp_path / "api" / "models" / "org" / "name"
-    names = [path.name for path in files.iterdir()]
+    names = {path.name for path in files.iterdir()}
     listed = [
         {"type": "file", "path": n, "size": (files / n).stat().st_size, "oid": n} for n in names
     ]
@@ -98,9 +100,9 @@ def test_a_model_is_downloaded_once_and_without_pickles(tmp_path, monkeypatch):
         finally:
             server.shutdown()
             thread.join()
-    names.remove("pytorch_model.bin")
+    names -= others
     assert count == "1"  # a plan fetches config.json alone
-    assert {path.name for path in Path(folder).iterdir()} == set(names)
+    assert {path.name for path in Path(folder).iterdir()} == names
     for name in names:
         assert (Path(folder) / name).read_bytes() == (files / name).read_bytes()
     # Of a Hub that is gone.

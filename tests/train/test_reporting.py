@@ -3,11 +3,13 @@
 import struct
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
+from train import reporting
 from train.meter import Row
 from train.reporting import check_reporter, reporter
 from train.run_log import RunLog
@@ -42,22 +44,31 @@ def test_trackio_and_wandb_get_figures_by_step_and_go_on_with_the_same_run(
         )
 
     monkeypatch.setitem(sys.modules, kind, types.SimpleNamespace(init=init))
-    folder = tmp_path / "001-zenflow"
-    folder.mkdir()
-    for done in (0, 4):
+    folder = Path("001-zenflow")
+    for place, done in (("a", 0), ("a", 4), ("b", 0)):  # and a run of the same name elsewhere
+        (tmp_path / place / folder).mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(tmp_path / place)
         logged(folder, reporter(kind, folder, done=done, config={"steps": 8}))
-    assert taken == [*EXPECTED, "finished"] * 2
+    assert taken == [*EXPECTED, "finished"] * 3
     assert runs[0] == runs[1]
+    assert (runs[0] == runs[2]) == (kind == "trackio")
     expected = {"project": "zenflow_jax", "name": folder.name, "resume": "allow"}
     assert expected.items() <= runs[0].items()
     assert runs[0]["config"] == {"steps": 8}
-    assert ("id" in runs[0]) == (kind == "wandb")
+    assert runs[0].get("dir") == (folder.name if kind == "wandb" else None)
 
 
-def test_tensorboard_gets_figures_by_step_and_forgets_those_that_are_written_again(tmp_path):
-    logged(tmp_path, reporter("tensorboard", tmp_path, done=3, config={}))
+def test_tensorboard_gets_figures_by_step_and_forgets_those_that_are_written_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(reporting, "BOARD_EVERY_S", -1.0)
+    board = reporter("tensorboard", tmp_path, done=3, config={})
+    with monkeypatch.context() as in_a_run:
+        in_a_run.setattr(board, "finish", lambda: None)
+        logged(tmp_path, board)
     (file,) = tmp_path.glob("events.out.tfevents.*")
     data, events = file.read_bytes(), []
+    board.finish()
     while data:
         (size,) = struct.unpack("<Q", data[:8])
         events.append(Event.FromString(data[12 : 12 + size]))

@@ -78,10 +78,15 @@ def test_a_signal_interrupts_what_is_between_two_steps_and_handlers_come_back():
         with pytest.raises(Interrupted):
             stop.check()
         assert stop.end("all is saved") == signal.SIGTERM
+        stop.check()
     assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_under_slurm_the_last_line_names_the_run_and_no_command(monkeypatch):
+def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    said = how_to_go_on(signal.SIGTERM, 7, Path("runs/my first"))
+    assert said.endswith(" 'runs/my first/settings.toml' --run 'my first'")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     said = "stopped by SIGTERM after step 7, which is saved. Go on with the same sbatch or srun and"
     assert how_to_go_on(signal.SIGTERM, 7, Path("runs/job-17")) == f"{said} --run job-17"
