@@ -233,15 +233,16 @@ _SCANNED = (
 )
 
 
+def preset_of(rehearse: bool) -> Preset:
+    """The model that several stages train."""
+    return Preset(llama(32, layers=1, **_TINY[0].sizes), 1, 32) if rehearse else MODELS["1b"]
+
+
 def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
     """What the stage `step_time` compares, in the order of its worth."""
     limits = _REHEARSED if rehearse else machine
-    preset = MODELS["1b"]
-    few, many = 4, 16
-    if rehearse:
-        tiny = _TINY[0]
-        preset = Preset(llama(32, layers=tiny.layers, **tiny.sizes), 1, 32)
-        few = 1
+    preset = preset_of(rehearse)
+    few, many = preset.batch, 16
 
     def part(
         peers: Sequence[str], until: float, *, scan: bool, batch: int, name: str = "",

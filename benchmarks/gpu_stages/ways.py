@@ -18,7 +18,8 @@ import numpy as np
 from benchmarks.gpu_stages.device import require_gpu
 from benchmarks.gpu_stages.headline import batches
 from benchmarks.gpu_stages.notes import Stage, table
-from benchmarks.step_time_model import MODELS, Model, make_model
+from benchmarks.gpu_stages.sizes import preset_of
+from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import Runner, zenflow_peer
 
 _STEPS = 8
@@ -47,7 +48,7 @@ def run(stage: Stage) -> None:
     require_gpu(stage)
     rows: list[tuple[str, ...]] = []
     for ways, scan in ((_WRITTEN, False), (_SCANNED, True)):
-        preset = MODELS["tiny" if stage.rehearse else "1b"]
+        preset = preset_of(stage.rehearse)
         model = make_model(preset.config, scan_layers=scan, remat=True)
         tokens = batches(_STEPS, preset.batch, preset.length) % preset.config.vocabulary
         start = _samples(model.draw())
