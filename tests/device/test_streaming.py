@@ -140,12 +140,19 @@ def test_a_derivative_by_what_stream_takes_is_an_error():
         jax.grad(lambda params: loss(streaming.stream(params, state), *batch))(params)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_that_are_cast_before_the_scan_are_an_error(dtype):
+def cast(x):
+    return x.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
     # Channels above 256 are no numbers in bfloat16.
+    [("float32", cast), ("bfloat16", cast), ("float32", lambda x: x[:, None])],
+)
+def test_layers_that_are_cast_or_reshaped_before_the_scan_are_an_error(dtype, change):
     params = model(dtype)
     weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
-    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+    weights = jax.tree.map(change, weights)
     with pytest.raises(ValueError, match="cast or reshaped before the scan"):
         jax.grad(loss)(weights, *next(batches(1, "bfloat16")))
 

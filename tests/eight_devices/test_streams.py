@@ -47,6 +47,19 @@ def test_layers_do_not_stream_inside_shard_map():
         loss_of(params, *next(batches(1, "float32")))
 
 
+def test_layers_that_a_mesh_divides_or_with_explicit_axes_do_not_stream():
+    kinds = jax.sharding.AxisType
+    for kind, where, words in (
+        (kinds.Auto, P("data"), "its layers divided over .*data.*"),
+        (kinds.Explicit, P(), "Explicit mesh axes"),
+    ):
+        place = NamedSharding(jax.make_mesh((2, 4), ("data", "fsdp"), (kind,) * 2), where)
+        params = {"w": jax.device_put(np.ones((2, 8, 8), np.float32), place)}
+        state = zenflow_jax.zenflow(1e-2).init(params)
+        with pytest.raises(ValueError, match=f"whole along their first axis, .* got {words} at"):
+            streaming.stream(params, state)
+
+
 @pytest.mark.parametrize("name", PLACES)
 def test_layers_in_host_memory_are_those_of_a_plain_scan_on_a_mesh(name):
     params = jax.device_put(model("float32"), shardings(name))
