@@ -53,17 +53,15 @@ def batches(steps, dtype):
         yield jnp.asarray(x, dtype), jnp.asarray(y)
 
 
-def run(dtype, *, stream, body=block, steps=14, bad=None, shardings=None, front=None, **options):
+def run(dtype, *, stream, body=block, steps=14, bad=None, shardings=None, **options):
     """Parameters and the state of their leaves after some steps, the window's rest flushed."""
     tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | options))
-    tx = tx if front is None else optax.chain(front, tx)
     params = model(dtype)
     if shardings is not None:
         params = jax.device_put(params, shardings)
     opt_state = tx.init(params)
 
-    # With something in front there are no bits to compare, but an error.
-    @functools.partial(jax.jit, compiler_options=None if front else OPTIMIZED)
+    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def step(params, opt_state, x, y):
         weights = streaming.stream(params, opt_state) if stream else params
         gradients = jax.grad(loss)(weights, x, y, body)

@@ -53,17 +53,9 @@ def test_the_backward_scan_stacks_gradients_in_host_memory_alone(stream):
     assert all(x.memory_space == kind for x in stacked)
 
 
-def test_gradients_that_are_scaled_in_front_end_the_run():
+def behind(tx):
     # The norms and the mail were made before.
-    with pytest.raises(
-        RuntimeError, match="gradients of streamed layers as `jax.grad` returned them"
-    ):
-        run("float32", stream=True, front=optax.scale(0.5), steps=4)
-
-
-def test_a_norm_of_streamed_gradients_is_an_error():
-    with pytest.raises(ValueError, match="memory_space"):
-        run("float32", stream=True, front=optax.clip_by_global_norm(1e6), steps=1)
+    return lambda *of: tx.update(jax.grad(loss)(*of), tx.init(None))[0]
 
 
 def of_a_small_mean(weights, x, y):
@@ -102,11 +94,17 @@ def updates_from(gradients_of, opt_state_of_gradients=None):
     return jax.tree.leaves(step(params, opt_state, before, *next(batches(1, "float32"))))
 
 
-@pytest.mark.parametrize(
-    "gradients_of", [of_a_small_mean, of_a_layer_used_twice, of_a_penalty, of_moved_weights]
-)
+MISUSES = of_a_small_mean, of_a_layer_used_twice, of_a_penalty, of_moved_weights
+
+
+@pytest.mark.parametrize("gradients_of", [*MISUSES, behind(optax.scale(0.5))])
 def test_gradients_that_are_not_those_of_one_use_end_the_run(gradients_of):
     assert all(np.isnan(x).all() for x in updates_from(gradients_of))
+
+
+def test_a_norm_of_streamed_gradients_is_an_error():
+    with pytest.raises(ValueError, match="memory_space"):
+        updates_from(behind(optax.clip_by_global_norm(1e6)))
 
 
 def test_gradients_of_other_selected_channels_end_the_run():
