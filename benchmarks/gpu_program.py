@@ -277,8 +277,8 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     program_report = report(step.lower(params, state, tokens).compile(), params)
     if program.hosted:
         stacks = [x for x in jax.tree.leaves(params) if len(x.shape) > 2]
-        there = sum(2 * math.prod(x.sharding.shard_shape(x.shape)) for x in stacks)
-        peak = program_report.peak_bytes - there
+        moved = sum(2 * math.prod(x.sharding.shard_shape(x.shape)) for x in stacks)
+        peak = program_report.peak_bytes - moved
         program_report = program_report._replace(peak_bytes=peak)
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
     return program_report._replace(

@@ -140,8 +140,8 @@ def _stats(runner: Runner) -> EngineStats:
 
 
 def _note_memory(runner: Runner, result: Result) -> None:
-    now = _stats(runner).host_bytes + runner.parked_bytes
-    result.host_bytes = max(result.host_bytes, now)
+    host_bytes = _stats(runner).host_bytes + runner.parked_bytes
+    result.host_bytes = max(result.host_bytes, host_bytes)
 
 
 def compare(

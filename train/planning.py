@@ -351,8 +351,8 @@ def planned_step(
         params = jax.tree.map(_at, params, weight_shardings(divided, params))
         is_adamw = settings.optimizer == "adamw"
         everywhere = NamedSharding(divided, PartitionSpec())
-        there = hosted.put_shapes(params) if in_host_memory else params
-        opt_state = _beside(tx, params, everywhere) if is_adamw else tx.init(there)
+        shapes = hosted.put_shapes(params) if in_host_memory else params
+        opt_state = _beside(tx, params, everywhere) if is_adamw else tx.init(shapes)
         sharding = batches
     if sharding is not None:
         params, opt_state = planning.placed((params, opt_state), mesh)

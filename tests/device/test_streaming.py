@@ -173,14 +173,14 @@ def test_where_takes_layers_alone():
     state = zenflow_jax.zenflow(1e-2).init(params)
     with pytest.raises(ValueError, match="stacked along a first axis, got .*head"):
         streaming.stream(params, state, where=lambda path, leaf: True)
-    some = streaming.stream(params, state, where=lambda path, leaf: "up" in str(path))
-    kinds = {name: type(x).__name__ for name, x in some["layers"].items()}
+    chosen = streaming.stream(params, state, where=lambda path, leaf: "up" in str(path))
+    kinds = {name: type(x).__name__ for name, x in chosen["layers"].items()}
     assert kinds["up"] == "Streamed"
     assert kinds["down"] == kinds["scale"] == "ArrayImpl"
     with pytest.raises(TypeError, match="something else that reads the float32"):
-        jnp.dot(some["layers"]["up"], jnp.ones((INNER, 2)))
+        jnp.dot(chosen["layers"]["up"], jnp.ones((INNER, 2)))
     with pytest.raises(TypeError, match="expected `streaming.scan_layers`"):
-        nnx.Param(some["layers"]["up"])[...]
+        nnx.Param(chosen["layers"]["up"])[...]
 
 
 @pytest.mark.parametrize(("name", "factor"), [("layer_weights", 2), ("scan_fetched", np.nan)])

@@ -34,8 +34,8 @@ def scan_fetched(
     moving, rest = _divided(carry, _is_float)
     others = numbers, still
 
-    def one(varied: Any, given: Any) -> Any:
-        (moving, hosted, floats), (rest, fixed, (numbers, still)) = varied, given
+    def one(varied: Any, constant: Any) -> Any:
+        (moving, hosted, floats), (rest, fixed, (numbers, still)) = varied, constant
         layers, probes = _joined(floats, numbers)
         layer = _joined(hosted, layers), _joined(fixed, still), probes
         carry, y = body(_joined(moving, rest), layer)

@@ -315,9 +315,9 @@ class Updates:
                 upload(np.concatenate(of_device, axis=1), device)
                 for *of_device, device in zip(*rows, devices, strict=True)
             ]
-            now = self._rows[number]
-            assert now is not None, "the parameters have been noted"
-            self.pending[number] = _Pending(made, assemble(pieces, now.shape, now.sharding))
+            like = self._rows[number]
+            assert like is not None, "the parameters have been noted"
+            self.pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))
 
 
 def _on_device(weights: Sequence[Any], group: Group) -> list[Any]:
