@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from benchmarks.collectives import Collective, collectives
+from train import hosted as host_memory
 from train import vocabulary
 from train.attention import attention
 from train.cross_entropy import token_losses
@@ -188,38 +189,20 @@ def zenflow_step(
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
         # A described device takes no arguments in host memory: it is as if they were there.
-        params = in_host_memory(params) if hosted else params
+        params = host_memory.put(params) if hosted else params
         weights = streaming.stream(params, opt_state) if streamed or hosted else params
         value, gradients = jax.value_and_grad(partial(loss, shape, mesh))(weights, tokens)
         updates, opt_state = tx.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return (_on_device(params) if hosted else params), opt_state, value
+        return (host_memory.on_device(params) if hosted else params), opt_state, value
 
     # On one device of a mesh as on a device without one: no placement to think about.
     init = tx.init if mesh.size > 1 else partial(jax.eval_shape, tx.init)
     if hosted and mesh.size == 1:
-        init = partial(jax.eval_shape, lambda params: tx.init(in_host_memory(params)))
+        init = partial(jax.eval_shape, lambda params: tx.init(host_memory.put(params)))
     elif hosted:
-        init = lambda params: tx.init(in_host_memory(params, _shape_in_host_memory))  # noqa: E731
+        init = lambda params: tx.init(host_memory.put_shapes(params))  # noqa: E731
     return Program(step, init, scanned or streamed or hosted, hosted)
-
-
-def in_host_memory(
-    params: dict[str, Any],
-    put: Callable[[Any], Any] = lambda x: jax.device_put(x, jax.memory.Space.Host),
-) -> dict[str, Any]:
-    return jax.tree.map(lambda x: put(x) if len(x.shape) > 2 else x, params)
-
-
-def _on_device(params: dict[str, Any]) -> dict[str, Any]:
-    return jax.tree.map(lambda x: None if len(x.shape) > 2 else x, params)
-
-
-def _shape_in_host_memory(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    # A described device has no host memory, but what names no device has.
-    mesh, spec = x.sharding.mesh.abstract_mesh, x.sharding.spec
-    where = NamedSharding(mesh, spec, memory_kind="pinned_host")
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
 class Report(NamedTuple):
@@ -272,13 +255,12 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     # Left to the compiler, what replicated arguments become need not be replicated.
     kept = None
     if mesh.size > 1:
-        kept = jax.tree.map(lambda x: x.sharding, _on_device(params) if program.hosted else params)
+        on_device = host_memory.on_device(params) if program.hosted else params
+        kept = jax.tree.map(lambda x: x.sharding, on_device)
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
     program_report = report(step.lower(params, state, tokens).compile(), params)
     if program.hosted:
-        stacks = [x for x in jax.tree.leaves(params) if len(x.shape) > 2]
-        moved = sum(2 * math.prod(x.sharding.shard_shape(x.shape)) for x in stacks)
-        peak = program_report.peak_bytes - moved
+        peak = program_report.peak_bytes - host_memory.nbytes(params)
         program_report = program_report._replace(peak_bytes=peak)
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
     return program_report._replace(
