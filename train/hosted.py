@@ -110,12 +110,8 @@ def selected(opt_state: Any) -> list[Selected]:
 def with_selected(weights: Any, channels: Any, master: Any, axis: int) -> np.ndarray:
     """A stack of matrices, copied, with the masters of selected channels in their rows."""
     whole = np.array(processes.whole(weights))
-    rows = np.moveaxis(processes.whole(master).astype(whole.dtype), axis, 1)
-    # A view: what is written here is in `whole`.
-    for entry, of_entry, new in zip(
-        np.moveaxis(whole, axis, 1), processes.whole(channels), rows, strict=True
-    ):
-        entry[of_entry] = new
+    channels, rows = processes.whole(channels), processes.whole(master).astype(whole.dtype)
+    np.put_along_axis(whole, np.expand_dims(channels, 3 - axis), rows, axis)
     return whole
 
 
