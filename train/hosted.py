@@ -20,7 +20,7 @@ from train import processes
 KIND = "pinned_host"
 
 
-def is_hosted(x: Any) -> bool:
+def is_stack_of_matrices(x: Any) -> bool:
     return x.ndim > 2  # a bias or scale of stacked blocks has two axes
 
 
@@ -34,7 +34,7 @@ def shardings_of(weights: Any, shardings: Any = None) -> Any:
         shardings = jax.tree.map(lambda _: first, weights)
 
     def one(x: Any, where: Any) -> Any:
-        return where.with_memory_kind(KIND) if is_hosted(x) else where
+        return where.with_memory_kind(KIND) if is_stack_of_matrices(x) else where
 
     return jax.tree.map(one, weights, shardings)
 
@@ -43,7 +43,7 @@ def put_shapes(shapes: Any) -> Any:
     """Shapes on a mesh, those stacks' in host memory, of which a described device has none."""
 
     def one(x: Any) -> Any:
-        if not is_hosted(x):
+        if not is_stack_of_matrices(x):
             return x
         mesh, spec = x.sharding.mesh.abstract_mesh, x.sharding.spec
         where = NamedSharding(mesh, spec, memory_kind=KIND)
@@ -56,19 +56,19 @@ def put(params: Any) -> Any:
     """The same parameters with those stacks in host memory, under jit as well."""
 
     def one(x: Any) -> Any:
-        return jax.device_put(x, jax.memory.Space.Host) if is_hosted(x) else x
+        return jax.device_put(x, jax.memory.Space.Host) if is_stack_of_matrices(x) else x
 
     return jax.tree.map(one, params)
 
 
 def on_device(params: Any) -> Any:
     """The parameters that lie on the device, and None in the place of those that do not."""
-    return jax.tree.map(lambda x: None if is_hosted(x) else x, params)
+    return jax.tree.map(lambda x: None if is_stack_of_matrices(x) else x, params)
 
 
 def nbytes(params: Any) -> int:
     """Bytes of those stacks next to one device."""
-    ours = [x for x in jax.tree.leaves(params) if is_hosted(x)]
+    ours = [x for x in jax.tree.leaves(params) if is_stack_of_matrices(x)]
     shapes = (x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in ours)
     return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, ours, strict=True))
 

@@ -47,7 +47,7 @@ def test_a_run_and_all_its_weights_have_the_bits_of_one_whose_layers_are_on_the_
     monkeypatch.setattr(cross_entropy, "PART", 100)
     of_plain = [] if model == "bert" else stream
     with monkeypatch.context() as on_device:
-        on_device.setattr(hosted, "is_hosted", lambda _: False)
+        on_device.setattr(hosted, "is_stack_of_matrices", lambda _: False)
         assert finetune.main([config, "--run", plain.name, *of_plain]) == 0
     assert finetune.main([config, "--run", whole.name, *stream]) == 0
     cut_short(whole, cut, after=5)

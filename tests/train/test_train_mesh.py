@@ -184,12 +184,12 @@ from tests.train.scripts import cut_short
 from train import cross_entropy, finetune, hosted, run
 
 cross_entropy.PART = 100  # so that the vocabulary is in parts
-is_hosted = hosted.is_hosted
+is_stack_of_matrices = hosted.is_stack_of_matrices
 run.write_picture = lambda *_, **__: None
 config, *runs = sys.argv[1:]
 plain, whole, cut = runs = [pathlib.Path(run) for run in runs]
 for run in runs:
-    hosted.is_hosted = is_hosted if run != plain else lambda _: False
+    hosted.is_stack_of_matrices = is_stack_of_matrices if run != plain else lambda _: False
     assert finetune.main([config, "--run", run.name, "--stream", "weights"]) == 0
     if run == whole:
         cut_short(whole, cut, after=2)
