@@ -53,7 +53,7 @@ def collectives(program: str) -> list[Collective]:
     operations = []
     for line in program.splitlines():
         if match := _LINE.search(line):
-            kind, arrays = match["kind"], [_nbytes(*x) for x in _ARRAY.findall(match["result"])]
+            kind, arrays = match["kind"], array_bytes(match["result"])
             # What starts one gives its arguments back too, before the results; but for an
             # all-reduce, whose results could not be told from them.
             if match["start"] and kind != "all-reduce":
@@ -64,9 +64,13 @@ def collectives(program: str) -> list[Collective]:
     return operations
 
 
-def _nbytes(name: str, bits: str, shape: str) -> int:
-    width = 1 if name == "pred" else int(bits) // 8
-    return width * math.prod(int(n) for n in shape.split(",") if n)
+def array_bytes(text: str) -> list[int]:
+    """The size of each array that XLA's text names, as in `bf16[2,3]`."""
+    sizes = []
+    for name, bits, shape in _ARRAY.findall(text):
+        width = 1 if name == "pred" else int(bits) // 8
+        sizes.append(width * math.prod(int(n) for n in shape.split(",") if n))
+    return sizes
 
 
 def _group(line: str, devices: int) -> int:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.gpu_program import COLUMNS, Report, report
+from benchmarks.program_report import COLUMNS, Report, report
 from benchmarks.step_time_model import MODELS, Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer, is_parked, make_step
 from zenflow_jax import planning
