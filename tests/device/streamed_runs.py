@@ -32,7 +32,7 @@ def model(dtype):
     }
     layers["scale"] = jnp.ones((LAYERS, WIDTH), dtype)
     head = jax.random.normal(keys[2], (WIDTH, 5)).astype(dtype)
-    return jax.device_put({"layers": layers, "head": head}, jax.devices()[0])
+    return jax.device_put({"layers": layers, "head": head}, jax.local_devices()[0])
 
 
 def block(x, layer):
@@ -103,7 +103,8 @@ class Run:
         **options,
     ):
         self.tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | {"provisional_share": None} | options))
-        params = jax.device_put(model(dtype), shardings)
+        # From NumPy, as a process can put nothing of its devices on those of others.
+        params = jax.device_put(jax.device_get(model(dtype)), shardings)
         self.params = hosted(params) if hosts else params
         self.state, self.dtype, self.body, self.losses = self.tx.init(self.params), dtype, body, []
 

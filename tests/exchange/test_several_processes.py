@@ -11,12 +11,15 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import zenflow_jax
 from tests import comparisons, meshes, processes, resuming
+from tests.device.streamed_runs import EACH_STEP, Run
 from tests.exchange.hooks import hooked
 from tests.meshes import ADAPTIVE, LEAVES, STALE
-from tests.runs import Plan, Settings, Training
+from tests.runs import Plan, Settings, Training, fetch
 from zenflow_jax import _engine
 
 HERE = "exchange.test_several_processes"  # for processes that run functions of this module
@@ -72,6 +75,23 @@ def every(me: int, count: int) -> None:
         ours = [values for _, values in training.follow(Plan(6))]
         theirs = comparisons.adamw(LEAVES, None, EVERY.weight_decay, 6, 0, shardings)
         comparisons.assert_close(ours, theirs)
+
+
+def hosted(me: int, count: int) -> None:
+    """Layers in host memory, held to the bits of those on the devices."""
+    axes, auto = ("fsdp", "data"), (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((count, jax.local_device_count()), axes, axis_types=auto)
+    layers = {"up": P(None, None, "fsdp"), "down": P(None, "data"), "scale": P()}
+    specs = {"layers": layers, "head": P()}
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    ends = []
+    for hosts in (True, False):
+        # A global norm would be added up in another order.
+        run = Run("bfloat16", hosts=hosts, shardings=shardings, max_grad_norm=None, **EACH_STEP)
+        with zenflow_jax.HostEngine(run.params, run.state) as engine:
+            run.go(engine, 0, 8)
+            ends.append(jax.tree.map(fetch, run.end(engine)[:2]))
+    comparisons.assert_same_bits(*ends)
 
 
 def share(me: int, count: int) -> None:
@@ -182,6 +202,7 @@ def test_two_processes_equal_the_reference_and_go_on_from_checkpoints_of_other_n
         2,
         ("train", "divided", "summed", "adaptive"),
         ("every",),
+        ("hosted",),
         ("share",),
         ("pass_on", first, 9, second),
     )
