@@ -103,8 +103,10 @@ class Run:
         **options,
     ):
         self.tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | {"provisional_share": None} | options))
-        # From NumPy, as a process can put nothing of its devices on those of others.
-        params = jax.device_put(jax.device_get(model(dtype)), shardings)
+        params = model(dtype)
+        if shardings is not None:
+            # From NumPy, as a process can put nothing of its devices on those of others.
+            params = jax.device_put(jax.device_get(params), shardings)
         self.params = hosted(params) if hosts else params
         self.state, self.dtype, self.body, self.losses = self.tx.init(self.params), dtype, body, []
 
