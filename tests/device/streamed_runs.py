@@ -23,7 +23,7 @@ OPTIONS = {
 EACH_STEP = {"update_interval": 1, "select_interval": 3}
 
 
-def model(dtype):
+def model(dtype, shardings=None):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {"up": (LAYERS, WIDTH, INNER), "down": (LAYERS, INNER, WIDTH)}
     layers = {
@@ -32,7 +32,9 @@ def model(dtype):
     }
     layers["scale"] = jnp.ones((LAYERS, WIDTH), dtype)
     head = jax.random.normal(keys[2], (WIDTH, 5)).astype(dtype)
-    return jax.device_put({"layers": layers, "head": head}, jax.local_devices()[0])
+    # From NumPy, as a process can put nothing of its devices on those of others.
+    params = jax.device_get({"layers": layers, "head": head})
+    return jax.device_put(params, shardings or jax.local_devices()[0])
 
 
 def block(x, layer):
@@ -56,9 +58,7 @@ def batches(steps, dtype):
 def run(dtype, *, stream, body=block, steps=14, bad=None, shardings=None, **options):
     """Parameters and the state of their leaves after some steps, the window's rest flushed."""
     tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | options))
-    params = model(dtype)
-    if shardings is not None:
-        params = jax.device_put(params, shardings)
+    params = model(dtype, shardings)
     opt_state = tx.init(params)
 
     @functools.partial(jax.jit, compiler_options=OPTIMIZED)
@@ -103,10 +103,7 @@ class Run:
         **options,
     ):
         self.tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | {"provisional_share": None} | options))
-        params = model(dtype)
-        if shardings is not None:
-            # From NumPy, as a process can put nothing of its devices on those of others.
-            params = jax.device_put(jax.device_get(params), shardings)
+        params = model(dtype, shardings)
         self.params = hosted(params) if hosts else params
         self.state, self.dtype, self.body, self.losses = self.tx.init(self.params), dtype, body, []
 

@@ -62,7 +62,7 @@ def test_layers_that_a_mesh_divides_or_with_explicit_axes_do_not_stream():
 
 @pytest.mark.parametrize("name", PLACES)
 def test_layers_in_host_memory_are_those_of_a_plain_scan_on_a_mesh(name):
-    params = jax.device_put(model("float32"), shardings(name))
+    params = model("float32", shardings(name))
     hosted = {
         name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
         for name, x in params["layers"].items()

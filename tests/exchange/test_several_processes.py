@@ -40,10 +40,13 @@ def work(me: int, port: int, count: int, *calls: Any) -> None:
         globals()[function](me, count, *args)
 
 
-def on_all(axes: dict[str, int], placement: str) -> dict[str, jax.sharding.NamedSharding]:
+def mesh_of_all(axes: dict[str, int]) -> jax.sharding.Mesh:
     auto = (jax.sharding.AxisType.Auto,) * len(axes)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto)
-    return meshes.shardings(mesh, placement)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto)
+
+
+def on_all(axes: dict[str, int], placement: str) -> dict[str, NamedSharding]:
+    return meshes.shardings(mesh_of_all(axes), placement)
 
 
 def train(me: int, count: int, *names: str) -> None:
@@ -79,19 +82,19 @@ def every(me: int, count: int) -> None:
 
 def hosted(me: int, count: int) -> None:
     """Layers in host memory, held to the bits of those on the devices."""
-    axes, auto = ("fsdp", "data"), (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((count, jax.local_device_count()), axes, axis_types=auto)
+    mesh = mesh_of_all({"fsdp": count, "data": jax.local_device_count()})
     layers = {"up": P(None, None, "fsdp"), "down": P(None, "data"), "scale": P()}
     specs = {"layers": layers, "head": P()}
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     ends = []
-    for hosts in (True, False):
+    for hosts in (False, True):
         # A global norm would be added up in another order.
         options = EACH_STEP | {"max_grad_norm": None, "optimized": False}
         run = Run("bfloat16", hosts=hosts, shardings=shardings, **options)
         with zenflow_jax.HostEngine(run.params, run.state) as engine:
             run.go(engine, 0, 8)
             ends.append(jax.tree.map(fetch, run.end(engine)[:2]))
+    assert run.params["layers"]["up"].sharding.memory_kind == "pinned_host"
     comparisons.assert_same_bits(*ends)
 
 
