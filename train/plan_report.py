@@ -27,7 +27,7 @@ from zenflow_jax.planning import (
     gb,
 )
 
-ON_DEVICE = ("weights", "optimizer state", TEMPORARIES, "mail under way", "uploads")
+ON_DEVICE = ("weights", "optimizer state", TEMPORARIES, "mail under way", "uploads", "late uploads")
 # What follows from the attributes of a plan.
 DERIVED = "by fits device_bytes device_bytes_there host_bytes host_pinned hidden advice".split()
 ON_HOST = tuple(
@@ -40,7 +40,7 @@ CLASSES = {
     "optimizer state, masters": ("optimizer state", "masters, moments"),
     TEMPORARIES: (TEMPORARIES,),
     "mail, sums": ("mail under way", "mail", "sums"),
-    "uploads, hand-over": ("uploads", "hand-over, pinned", "hand-over"),
+    "uploads, hand-over": ("uploads", "late uploads", "hand-over, pinned", "hand-over"),
     "a save": ("a save",),
 }
 

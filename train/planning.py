@@ -115,7 +115,8 @@ class _Planner:
         """The plan of a run without gradients and activations."""
         machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
         step = self._step(dataclasses.replace(run, host_state="float32"))
-        return planning.plan(*step, **machine, host_state=run.host_state)
+        options = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
+        return planning.plan(*step, **machine, **options)
 
     def plan(self, run: StepSettings) -> planning.Plan:
         """The plan of a run, with all that can be known here."""

@@ -42,36 +42,47 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
 
 
 @pytest.mark.parametrize(
-    ("changes", "prefetch_bytes"),
-    # Of leaves of 128, 144, 160 and more bytes two fit into 300 bytes.
-    [({}, None), ({"staleness": 2}, None), ({"rolling": False}, None), ({"rolling": False}, 300)],
+    ("changes", "prefetch_bytes", "prefetched"),
+    [
+        ({}, None, None),
+        ({"staleness": 2}, None, None),
+        ({"rolling": False}, None, None),
+        # Of leaves of 128, 144, 160 and more bytes.
+        ({"rolling": False}, 300, 128 + 144),
+        ({}, 300, None),
+        ({"staleness": 2}, 0, 0),
+    ],
     ids=str,
 )
 def test_no_more_updates_wait_on_the_device_than_the_formula_says(
-    changes, prefetch_bytes, monkeypatch
+    changes, prefetch_bytes, prefetched, monkeypatch
 ):
-    uploaded, most = [], 0
+    uploaded, most = {True: [], False: []}, {True: 0, False: 0}  # at a boundary, ahead of it
 
     def upload(*args):
-        nonlocal most
         arrays = memory.upload(*args)
-        if threading.current_thread() is not threading.main_thread():  # ahead of its boundary
-            uploaded.extend(map(weakref.ref, jax.tree.leaves(arrays)))
-        alive = [x for x in (ref() for ref in uploaded) if x is not None and not x.is_deleted()]
-        most = max(most, sum(x.nbytes for x in alive))
+        late = threading.current_thread() is threading.main_thread()
+        uploaded[late].extend(map(weakref.ref, jax.tree.leaves(arrays)))
+        alive = [x for x in (ref() for ref in uploaded[late]) if x is not None]
+        size = sum(x.nbytes for x in alive if not x.is_deleted())
+        most[late] = max(most[late], size)
         return arrays
 
     # No selections: hand-overs are uploads, too.
     settings = Settings(**{**vars(SETTINGS), "topk_ratio": 0.0, **changes})
     leaves = tuple(Leaf(f"w{i}", (8, 8 + i), -2, "bfloat16") for i in range(6))
     with Training(leaves, settings, prefetch_bytes=prefetch_bytes) as training:
-        expected = 128 + 144 if prefetch_bytes else needs_of(training.state).uploads
+        need = needs_of(training.state, prefetch_bytes=prefetch_bytes)
+        assert prefetched in (None, need.uploads)
         monkeypatch.setattr(parts, "upload", upload)
+        late = []
         for _ in range(12):
             training.go(1)
             training.settle()
             jax.block_until_ready(training.params)
-        assert most == expected
+            late.append(training.engine._updates.late_bytes)
+        assert (most[False], most[True]) == (need.uploads, need.late)
+        assert late[-1] - late[-4] == 3 * need.late_mean
 
 
 def test_layers_in_host_memory_take_two_mails_and_their_weights_once(monkeypatch):

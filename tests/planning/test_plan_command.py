@@ -93,8 +93,9 @@ def test_of_a_deep_model_the_run_itself_is_compiled_and_other_optimizers_by_a_fe
 def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_compiler):
     shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
     run = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere", "--scan-layers"]
-    run += ["--device", "a100", "--host-memory", "64"]
+    run += ["--device", "a100", "--host-memory", "64", "--prefetch-bytes", "0"]
     report = reported(tmp_path, str(QUICKSTART), *run)
+    assert report["plans"]["zenflow"]["device"]["uploads"] == 0 < report["plans"]["zenflow"]["late"]
     assert report["plans"]["zenflow"]["by"] == "shapes"
     assert list(report["plans"]) == ["adamw", "offload", "zenflow"]
     assert report["plans"]["zenflow"]["host_bytes_there"] == 64 * 10**9

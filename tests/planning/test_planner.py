@@ -91,6 +91,18 @@ def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays():
     assert plan.checkpoint == pytest.approx(arrays + kept, rel=0.02)
 
 
+def test_late_uploads_leave_the_peak_to_the_step_and_loops_wait_for_them():
+    plan, late = (library.plan(*step_of("zenflow"), prefetch_bytes=x) for x in (None, 0))
+    assert (late.device["uploads"], late.late, plan.late) == (0, plan.device["uploads"], 0)
+    assert late.step_s - plan.step_s == pytest.approx(late.to_device / late.gpu.bus, rel=1e-3)
+    assert late.hides == plan.hides
+    # A boundary has weights, state and uploads, a step more than that or not.
+    assert late.device_bytes == plan.device_bytes
+    step = plan.device_bytes - plan.device["uploads"]
+    assert late.with_peak(step + 8).device_bytes == late.device_bytes
+    assert late.with_peak(step + late.late + 8).device_bytes == step + late.late + 8
+
+
 @pytest.mark.parametrize("rolling", [True, False])
 @pytest.mark.parametrize("window", [1, 8])
 def test_the_state_of_other_windows_is_that_of_a_run_with_them(window, rolling):
@@ -221,6 +233,8 @@ def test_an_unknown_device_or_way_to_keep_moments_and_a_step_without_jit_are_ref
     ):
         with pytest.raises(ValueError, match="must be one of 'float32', 'compact', got 'Compact'"):
             call()
+    with pytest.raises(ValueError, match=r"`prefetch_bytes` must be .*got -1"):
+        library.plan(same, params, opt_state, prefetch_bytes=-1)
     with pytest.raises(ValueError, match="must be one of h100, .*got 'v100'"):
         library.plan(same, {}, {}, device="v100")
     with pytest.raises(TypeError, match=r"expected a step that is jitted, got function"):

@@ -70,9 +70,10 @@ class OffloadedLeaves:
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
         groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))
-        early = tuple(within(parts, prefetch_bytes))
+        early = within(specs, prefetch_bytes)
+        prefetched = tuple((part.leaf, part.spec.start) in early for part in parts)
         shardings = tuple(state.leaves[i].mu.sharding for i in places)
-        return cls(tuple(places), specs, parts, early, groups, shardings)
+        return cls(tuple(places), specs, parts, prefetched, groups, shardings)
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
@@ -176,17 +177,16 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     return parts
 
 
-def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
-    """For each part, whether its range is among the first that fit into `budget` bytes."""
-    used, fits = 0, {}
-    keys = [(part.leaf, part.spec.start) for part in parts]
-    for key, part in zip(keys, parts, strict=True):
-        on_device = 0 if part.spec.hosted else part.spec.dtype.itemsize
-        size = math.prod(part.spec.shape) * on_device
-        if key not in fits:
-            fits[key] = budget is None or used + size <= budget
-            used += size if fits[key] else 0
-    return [fits[key] for key in keys]
+def within(specs: Sequence[LeafSpec], budget: int | None) -> set[tuple[int, int | None]]:
+    """The first ranges that fit into `budget` bytes of each device: numbers of leaves, starts."""
+    used, fits = 0, set()
+    for leaf, spec in enumerate(specs):
+        for part in spec.ranges:
+            size = 0 if part.hosted else math.prod(Shard(part).part.shape) * part.dtype.itemsize
+            if budget is None or used + size <= budget:
+                used += size
+                fits.add((leaf, part.start))
+    return fits
 
 
 def devices_of(weights: Sequence[jax.Array]) -> set[Any]:

@@ -17,6 +17,7 @@ from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.checks import is_compact
+from zenflow_jax._exchange.parts import within
 from zenflow_jax._exchange.pinned import buffers, most_kept, weight_bytes
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
@@ -49,21 +50,27 @@ class Needs(NamedTuple):
     # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
     # the memory of its uploads, and again in that of a leaf that is cut into ranges.)
     uploads: int  # updates that wait to be merged; `prefetch_bytes` bounds them
+    late: int  # what that leaves for a boundary, of the group that has most: not while a step runs
     under_way: int  # gradients of the step before, or a group's sums, until they are on the host
     # Bytes that the host reads and writes. Mail is written by the device and read by the update; an
     # update reads and writes masters and moments; an upload reads once more.
     busiest: float  # for the largest group's update, and the mail that comes in meanwhile
     steps: int  # the steps within which that has to be done
     mean: float  # in a step, on average
+    late_mean: float  # bytes that a boundary waits for, in a step, on average
 
 
-def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
+def needs_of(
+    state: ZenFlowState, *, host_state: str = "float32", prefetch_bytes: int | None = None
+) -> Needs:
     """The needs of the engine of this state."""
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
-    of_groups = np.zeros((schedule.groups, 8))
-    for part in (x for leaf in state.leaves if leaf.offloaded for x in leaf.spec.ranges):
+    of_groups = np.zeros((schedule.groups, 9))
+    specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
+    early = within(specs, prefetch_bytes)
+    for leaf, part in ((i, x) for i, spec in enumerate(specs) for x in spec.ranges):
         size, entries = math.prod(part.shape), math.prod(part.stack)
         masters = sum(x.itemsize for x in Masters.zeros((0,), part.dtype).arrays)
         of_groups[part.group] += (
@@ -74,9 +81,10 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
             size * part.mail_dtype.itemsize,
             size * part.mail_dtype.itemsize * (part.copies if sending.in_step else 1),
             size * part.dtype.itemsize * (not part.hosted),
+            size * part.dtype.itemsize * ((leaf, part.start) not in early),
             size * part.dtype.itemsize * part.hosted,
         )
-    size, kept, counts, selected, mail, sent, upload, weights = of_groups.T
+    size, kept, counts, selected, mail, sent, upload, late, weights = of_groups.T
     on_device = sending.sums_on_device
     added_up = not on_device and most_kept(state) > MAILS_KEPT
     read = mail * (1 if on_device else window)
@@ -90,7 +98,7 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
     steps = window if staleness is None else max(staleness, 1)
     # In turn, the updates of so many groups wait at once; together, one of all.
     waiting = min(staleness or 1, schedule.groups)
-    neighbours = np.tile(upload, 2)
+    neighbours = np.tile(upload - late, 2)
     under_way = mail.max() if on_device else mail.sum()
     return Needs(
         state=int(kept.sum() + counts.sum()),
@@ -101,10 +109,12 @@ def needs_of(state: ZenFlowState, *, host_state: str = "float32") -> Needs:
         hand_over=int(selected.max()),
         saving=0 if weights.any() else int(size.sum()),
         uploads=int(max(neighbours[j : j + waiting].sum() for j in range(schedule.groups))),
+        late=int(late.max()),
         under_way=0 if sending.in_step else int(under_way),
         busiest=float(updates.max() + arriving * steps),
         steps=steps,
         mean=float(updates.sum() / window + arriving),
+        late_mean=float(late.sum() / window),
     )
 
 

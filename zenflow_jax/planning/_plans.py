@@ -12,6 +12,7 @@ from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import is_compact
+from zenflow_jax._spec.rules import check_int_or_none
 from zenflow_jax.planning._gpus import GPUS, Gpu
 from zenflow_jax.planning._host_work import BUSY, Hiding, Needs, hiding_of, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
@@ -28,6 +29,8 @@ HOST_RESERVE = 8 * 10**9
 PINNED = ("mail", "weights", "hand-over, pinned")
 #: The kind of device memory that only a compiler knows.
 TEMPORARIES = "gradients, activations"
+#: What a boundary uploads beyond that, as the step's own memory is free by then.
+LATE = "late uploads"
 _WITHOUT = " without gradients and activations"
 
 
@@ -39,16 +42,19 @@ class Plan:
         gpu: The device that it is planned for.
         devices: How many of them.
         device: Bytes of one device at the peak of a step, by their use. "weights" are those there.
+            "late uploads" are what `prefetch_bytes` leaves for a boundary, less "gradients,
+            activations", which are gone by then: 0 unless the boundary is the peak.
         checkpoint: Bytes of a checkpoint on disk: parameters, the optimizer's state, the engine's.
         parameters: Number of parameters.
         flops: Operations of one device's matrix products in a step.
-        step_s: Seconds of a step at the assumed efficiency.
+        step_s: Seconds of a step at the assumed efficiency, with its waits for late uploads.
         host_bytes_there: Bytes of the host's memory, assumed or given.
         host_bandwidth: Bytes a second of the host's memory, assumed or given.
         host: Bytes of the host at most, by their use, for all devices. jax pins "mail",
             "weights" and "hand-over, pinned". Empty without an engine.
         to_host: Bytes that one device sends in a step.
         to_device: Bytes that one device gets in a step, on average.
+        late: Bytes that one device gets at a boundary, at most, as `prefetch_bytes` has it.
         host_s: Seconds of host work that a step has to hide, on average; 0 without an engine.
         hides: How well that work hides; None without an engine, and where each step waits for it.
     """
@@ -65,6 +71,7 @@ class Plan:
     host: Mapping[str, int] = dataclasses.field(default_factory=dict)
     to_host: int = 0
     to_device: int = 0
+    late: int = 0
     host_s: float = 0.0
     hides: Hiding | None = None
 
@@ -142,7 +149,10 @@ class Plan:
     def with_peak(self, peak: int) -> "Plan":
         """The same plan with gradients and activations, by `peak_bytes` of the compiled step."""
         known = self.device["weights"] + self.device["optimizer state"]
-        device = {**self.device, TEMPORARIES: max(peak - known, 0)}
+        temporaries = max(peak - known, 0)
+        device = {**self.device, TEMPORARIES: temporaries}
+        if self.late:
+            device[LATE] = max(self.late - temporaries, 0)
         return dataclasses.replace(self, device=device)
 
     def _of_time(self) -> list[str]:
@@ -166,6 +176,7 @@ def plan(
     host_memory_bytes: int | None = None,
     bandwidth: float | None = None,
     host_state: str = "float32",
+    prefetch_bytes: int | None = None,
     compiled: Any = None,
 ) -> Plan:
     """The memory and time that training takes, from the shapes of a step's arguments alone.
@@ -180,12 +191,13 @@ def plan(
         bandwidth: Bytes a second that host updates move, as `host_bandwidth()` measures. None: the
             usual rate.
         host_state: As for `HostEngine`.
+        prefetch_bytes: As for `HostEngine`. Loops wait for the rest, whose copies hide no more.
         compiled: The step compiled for such devices, as for `described_mesh`. None: gradients and
             activations are not in the plan.
 
     Raises:
-        ValueError: If `device` or `host_state` is unknown.
-        TypeError: If `step` is not jitted.
+        ValueError: If `device` or `host_state` is unknown, or `prefetch_bytes` is below 0.
+        TypeError: If `step` is not jitted, or `prefetch_bytes` is no int.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -209,6 +221,7 @@ def plan(
             "figures, as a `zenflow_jax.planning.Gpu`."
         )
     is_compact(host_state)
+    check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
     if not hasattr(step, "trace"):
         raise TypeError(
             f"expected a step that is jitted, got {type(step).__name__}. Pass "
@@ -229,13 +242,16 @@ def plan(
     devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
     usual_rate, usual_bytes = gpu.host_beside(devices)
     rate = bandwidth or usual_rate
-    saved, of_host = [*weights, *state_arrays], {}
+    saved, of_host, waits_s = [*weights, *state_arrays], {}, 0.0
     for state in _states(opt_state):
         saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
-        engine = needs_of(state, host_state=host_state)
+        engine = needs_of(state, host_state=host_state, prefetch_bytes=prefetch_bytes)
         needs["mail under way"] = engine.under_way // devices
         needs["uploads"] = engine.uploads // devices
         of_host = _of_host(state, engine, devices, rate)
+        if engine.late:
+            needs[LATE] = of_host["late"]
+            waits_s += engine.late_mean / devices / gpu.bus
         of_host["to_device"] += 2 * hosted  # forward and backward
         if state.schedule.staleness != 0:
             of_host["hides"] = hiding_of(state, rate, step_s, host_state=host_state)
@@ -246,7 +262,7 @@ def plan(
         checkpoint=sum(map(nbytes, saved)),
         parameters=sum(math.prod(x.shape) for x in weights),
         flops=flops,
-        step_s=step_s,
+        step_s=step_s + waits_s,
         host_bytes_there=usual_bytes if host_memory_bytes is None else host_memory_bytes,
         host_bandwidth=rate,
         **of_host,
@@ -276,6 +292,7 @@ def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> di
         },
         "to_host": int(mails / steps_of_a_mail / devices),
         "to_device": int(sum(nbytes(x) for x in parts if not x.hosted) / window / devices),
+        "late": needs.late // devices,
         "host_s": needs.mean / rate,
     }
 
