@@ -65,8 +65,9 @@ class HostEngine:
     Host memory: 12 bytes per deferred parameter in NumPy arrays (with compact moments 6.1875; of a
     float16 leaf 2 more). Pinned memory: at most about 3.5 mails with windows of four steps that
     leaves close in turn, eight where all close at once, two where the device adds up or windows
-    have one step; and in a hand-over 12 bytes for each selected parameter of a group. Of layers in
-    host memory also the weights: with windows of one step once, as new ones take the place of mail.
+    have one step, one if their layers are in host memory and `staleness=0`; and in a hand-over 12
+    bytes for each selected parameter of a group. Of layers in host memory also the weights: with
+    windows of one step once, as new ones take the place of mail.
     Device memory: an update of any other leaf that is ready waits there until it is due, in the
     leaf's dtype.
 
@@ -209,6 +210,7 @@ class HostEngine:
         boundaries = self._progress.boundaries()
         closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
         arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
+        at_once = [group for group in closing if boundaries[group].synchronous]
         first = self._progress.step == 0
         state = self._expected.state(opt_state)
         self._mailbox.check_new_step(state)
@@ -221,7 +223,9 @@ class HostEngine:
             self._masters.follow(taken.offloaded)
             self._updates.note_parameters(taken.offloaded, state.leaves)
         with self._all_or_nothing():
-            weights = self._hosted.hide(taken.offloaded, self._worker.leaves())
+            weights = taken.offloaded
+            if at_once != self._all_groups:  # else updates bring others before this returns
+                weights = self._hosted.hide(weights, self._worker.leaves())
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
@@ -231,13 +235,14 @@ class HostEngine:
             measured = {}
             for group in closing:
                 if boundaries[group].selects:
-                    leaves = self._updates.reselect(group, weights, leaves, state.step)
+                    leaves = self._updates.reselect(
+                        group, weights, leaves, state.step, at_once=group in at_once
+                    )
                 else:
                     self._updates.close_window(group)
                     if state.schedule.needs_kept_share:
                         measured[group] = self._updates.measure(group, leaves)
                 self._progress.window_closed(group)
-            at_once = [group for group in closing if boundaries[group].synchronous]
             weights = self._updates.collect(weights, at_once, state)
             if any(x is not y for x, y in zip(weights, taken.offloaded, strict=True)):
                 self._hosted.note(weights, taken.offloaded)

@@ -40,7 +40,7 @@ def whole(dtype, *, bad=None, steps=14, **options):
         ("bfloat16", {}),
         ("bfloat16", EACH_STEP | {"donate": False}),
         ("bfloat16", WINDOWS | {"body": jax.checkpoint(block, prevent_cse=False), "bad": 7}),
-        ("bfloat16", EACH_STEP | {"staleness": 0, "full_warm_up_rounds": 0}),
+        ("bfloat16", EACH_STEP | {"staleness": 0, "full_warm_up_rounds": 0, "bad": 0}),
         # XLA contracts the last sum of a step to another operation, if it optimizes.
         ("float32", {"optimized": False, "transfer_dtype": jnp.bfloat16}),
         ("float32", EACH_STEP | {"optimized": False}),
@@ -107,8 +107,12 @@ def test_a_run_does_not_go_on_with_layers_in_another_memory(hosts):
 
 @pytest.mark.parametrize(
     ("options", "ends"),
-    [({}, (1, 2)), (EACH_STEP | {"donate": False}, (8, 9, 11))],
-    ids=["from the start", "later"],
+    [
+        ({}, (1, 2)),
+        (EACH_STEP | {"donate": False}, (8, 9, 11)),
+        (EACH_STEP | {"staleness": 0, "full_warm_up_rounds": 0}, (3, 4)),
+    ],
+    ids=["from the start", "later", "at once"],
 )
 def test_between_flushes_whoever_reads_them_without_the_selected_channels_sees_nan(options, ends):
     batch = next(batches(1, "bfloat16"))

@@ -85,9 +85,17 @@ def test_no_more_updates_wait_on_the_device_than_the_formula_says(
         assert late[-1] - late[-4] == 3 * need.late_mean
 
 
-def test_layers_in_host_memory_take_two_mails_and_their_weights_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("staleness", "mails", "ratio"),
+    [(1, 2, 0.0), (0, 1, 0.0), (0, 1, 0.05)],
+    ids=["a step later", "at once", "at once, with selections"],
+)
+def test_layers_in_host_memory_take_their_mails_and_their_weights_once(
+    monkeypatch, staleness, mails, ratio
+):
     views, seen, returned = views_of_mail(monkeypatch), [], threading.Event()
-    hooked(monkeypatch).update = returned.wait  # the caller has let go of the last step's mail
+    if staleness:
+        hooked(monkeypatch).update = returned.wait  # the caller has let go of the last step's mail
 
     def pinned():
         arrays = [x for x in jax.live_arrays() if x.sharding.memory_kind == memory.HOST]
@@ -105,7 +113,8 @@ def test_layers_in_host_memory_take_two_mails_and_their_weights_once(monkeypatch
         look()
         return x
 
-    run = Run("bfloat16", update_interval=1, topk_ratio=0.0, full_warm_up_rounds=0)
+    options = {"topk_ratio": ratio, "staleness": staleness, "full_warm_up_rounds": 0}
+    run = Run("bfloat16", update_interval=1, select_interval=3, **options)
     need = needs_of(run.state)
     with zenflow_jax.HostEngine(run.params, run.state) as engine:
         monkeypatch.setattr(parts, "upload", upload)
@@ -122,9 +131,10 @@ def test_layers_in_host_memory_take_two_mails_and_their_weights_once(monkeypatch
         engine.flush(run.params, run.state)
     leaves = jax.tree.leaves(run.params)
     assert need.weights == sum(x.nbytes for x in leaves if x.ndim == 3)
-    assert need.mail == 2 * sum(x.nbytes for x in leaves)
+    assert need.mail == mails * sum(x.nbytes for x in leaves)
     scalars = 2 * sum(x.nbytes for x in run.state.step_scalars if x is not None)
-    assert need.mail + need.weights <= max(seen) <= need.mail + need.weights + 2 * scalars
+    assert need.mail + need.weights <= max(seen)
+    assert max(seen) <= need.mail + need.weights + need.hand_over + 2 * scalars
 
 
 def test_a_leafs_bytes_are_as_worked_out_by_hand():

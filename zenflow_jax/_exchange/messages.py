@@ -38,6 +38,16 @@ class Mail(_Message):
     gradients: list[jax.Array]  # one for each leaf; none where the device adds them up
     step_scalars: StepScalars
     on_device: bool  # gradients and scalars are still on the device
+    deletes: bool = False  # frees its gradients although the caller has them still
+
+    def release(self) -> None:
+        """Lets go of its gradients, once there are views of what is read of them.
+
+        `delete` is what jax does when an array's last reference goes: views keep their memory.
+        """
+        for x in self.gradients:
+            x.delete()
+        self.gradients.clear()
 
     def check(self, step: int, token: int) -> None:
         """Refuses mail of another step or token than it must be of."""
@@ -85,13 +95,15 @@ class Close(_Message):
     A part that is not prefetched has none. If no step of the window counted, the list is empty.
     Channels may change hands before: the worker owns the arrays until `entered` gives those of the
     newly selected channels, for each part and device: (master, mu, nu, steps), or None; and
-    parameters in host memory, with those that left.
+    parameters in host memory, with those that left, unless the update that is to come `at_once`
+    brings them.
     """
 
     group: int
     used_up: list[Any]  # uploads that are merged, to be freed
     leaving: Sequence[tuple[jax.Array, ...] | None] = ()  # of each leaf, as in `entered`
     chosen: Sequence[jax.Array] = ()  # the channels that are selected now
+    at_once: bool = False  # before the next step
     entered: Future = field(default_factory=Future)
 
     @property
@@ -134,7 +146,8 @@ class Receiver:
         jax.block_until_ready(pieces)
         self._recorder.mail_arrived(item.step)
         # Only now, when the caller has dropped them: whoever is last has to free them.
-        item.gradients.clear()
+        if not item.deletes:
+            item.gradients.clear()
         return pieces, step_scalars
 
     def _receive_sums(self, item: Sums) -> list[jax.Array]:

@@ -71,16 +71,15 @@ def weight_bytes(state: ZenFlowState) -> int:
 
     Those in use, and what an update makes beside mail.
 
-    It frees a leaf's mail before it makes the new parameter. Not of a leaf in ranges, which others
-    need, and not where `exchange` waits: its caller has the mail as well.
+    It frees a leaf's mail before it makes the new parameter; not of a leaf in ranges, which others
+    need.
     """
     in_use, made = 0, [0] * state.schedule.groups
     for spec in (leaf.spec for leaf in state.leaves if leaf.spec.hosted):
         size, in_ranges = math.prod(spec.shape) * spec.copies, len(spec.groups) > 1
         in_use += size * spec.dtype.itemsize
-        frees = not in_ranges and state.schedule.staleness != 0
         # Ranges are put together in NumPy first.
-        more = spec.dtype.itemsize * (1 + in_ranges) - spec.mail_dtype.itemsize * frees
+        more = spec.dtype.itemsize * (1 + in_ranges) - spec.mail_dtype.itemsize * (not in_ranges)
         for group in spec.groups:
             made[group] += size * max(more, 0)
     return in_use + max(made)

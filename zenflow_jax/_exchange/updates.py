@@ -220,11 +220,18 @@ class Updates:
         return put_piece(self._offloaded, numbers, lambda j: leaves[j].to_upload)
 
     def reselect(
-        self, number: int, weights: list[Any], leaves: Sequence[LeafState], after: Any
+        self,
+        number: int,
+        weights: list[Any],
+        leaves: Sequence[LeafState],
+        after: Any,
+        *,
+        at_once: bool,
     ) -> list[LeafState]:
         """Closes a group's window and hands channels over; entering ones are up to date at once.
 
         Waits for the step, of which `after` are arrays. Changes `weights`; returns new `leaves`.
+        `at_once`: the update is collected before the next step.
         """
         group, leaves = self._offloaded.groups[number], list(leaves)
         if not group.leaves:
@@ -244,17 +251,19 @@ class Updates:
             (master, s.mu, s.nu, s.steps) if s.spec.k else None
             for s, master in zip(states, current, strict=True)
         ]
-        close = self.close_window(number, leaving=leaving, chosen=chosen)
+        close = self.close_window(number, leaving=leaving, chosen=chosen, at_once=at_once)
         self.pending[number].before, self._rows[number] = self._rows[number], rows
         for i in group.leaves:
-            if self._specs[i].hosted:
+            if self._specs[i].hosted and not at_once:
                 weights[i] = None  # the worker makes it once more; both would take memory
         entering, hosted = self._worker.wait(close.entered, after)
         entered = by_leaf(group.parts, entering)
         masters: list[jax.Array | None] = [None] * len(states)
         for j, s in enumerate(states):
             states[j], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
-        on_device = [j for j, x in enumerate(masters) if x is not None and hosted[j] is None]
+        on_device = [
+            j for j, x in enumerate(masters) if x is not None and not group.specs[j].hosted
+        ]
         if on_device:
             merged = enter(
                 [weights[group.leaves[j]] for j in on_device],

@@ -41,8 +41,11 @@ def hand_over(
         arrays = _as_on_device(new, part.spec)
         entering[i] = [upload(arrays, device) for device in part.devices]
     # The next step reads channels that leave from these.
+    by_update = close.at_once and window.gradients
     hosted = [
-        new_parameter(host.leaves, offloaded, i) if offloaded.specs[i].hosted else None
+        new_parameter(host.leaves, offloaded, i)
+        if offloaded.specs[i].hosted and not by_update
+        else None
         for i in offloaded.groups[close.group].leaves
     ]
     # The update writes to the arrays that they come from.

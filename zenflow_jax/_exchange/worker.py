@@ -261,6 +261,7 @@ class Worker:
             self.host.add([part.of_mail(pieces[part.piece]) for part in parts], factor)
         elif sent.finite:
             self.host.count()
+        mail.release()
         gradients.clear()
         step_scalars.clear()
         before = self.stats.skipped_in_a_row
