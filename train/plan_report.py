@@ -112,8 +112,8 @@ def said(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
     elif not chosen.fits:
         lines.append(
             "Nor does it with a smaller batch, --host-state compact, another --update-interval, "
-            "--remat, --no-scan-layers or --stream weights: take a smaller model, or more devices "
-            "(--mesh)."
+            "--remat, --no-scan-layers, --stream weights or, with that, --staleness 0: take a "
+            "smaller model, or more devices (--mesh)."
         )
     lines.append(
         f"Taken: {EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "

@@ -125,11 +125,9 @@ class _Planner:
 
     def peak(self, run: StepSettings, batch_size: int) -> int:
         """Bytes of one device at the peak of a step with such batches, by the compiler."""
-        # No step's gradients and activations depend on the other two.
-        interval = self.settings.update_interval
-        run = dataclasses.replace(
-            run, batch_size=batch_size, host_state="float32", update_interval=interval
-        )
+        # No step's gradients and activations depend on the others.
+        same = {name: getattr(self.settings, name) for name in ("update_interval", "staleness")}
+        run = dataclasses.replace(run, batch_size=batch_size, host_state="float32", **same)
         layers = models.config_of(self.origin, run).layers
         # Many layers written out take the compiler a minute. For comparing, a few will do.
         if run.optimizer == self.settings.optimizer or run.scan_layers or layers <= DEPTHS[-1]:
@@ -251,6 +249,8 @@ def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
         choices.append(("scan_layers", False))
     if settings.stream != "weights" and may_stream(settings):
         choices.append(("stream", "weights"))
+    if settings.stream == "weights" and settings.staleness != 0:
+        choices.append(("staleness", 0))  # one mail less
     interval = settings.update_interval
     if settings.optimizer == "zenflow" and isinstance(interval, int):
         choices += [("update_interval", 2 * interval)]

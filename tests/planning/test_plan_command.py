@@ -205,6 +205,21 @@ def test_where_the_device_has_no_room_for_the_weights_they_may_lie_in_host_memor
     assert way["device"] == plan.device_bytes
 
 
+def test_where_the_host_has_no_room_for_two_mails_steps_may_wait_for_its_update(
+    tmp_path, without_compiler
+):
+    run = [*RUN, "--stream", "weights", "--update-interval=1", "--host-state=compact", "--remat"]
+    settings = read_command_line([*run, "--staleness=0"], program="p").settings
+    plan = library.plan(
+        *planned_step(settings, folder_of_config(settings.model), None), host_state="compact"
+    )
+    room = repr((plan.host_bytes + HOST_RESERVE + 1) / 1e9)
+    report = reported(tmp_path, *run, "--device=rtx4090", "--host-memory", room)
+    assert "the host lacks" in report["plans"]["zenflow"]["advice"]
+    assert report["what_fits"][0]["command"].endswith("--staleness 0")
+    assert report["what_fits"][0]["host"] == plan.host_bytes
+
+
 def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
     monkeypatch, with_compiler, tmp_path, capsys
 ):
