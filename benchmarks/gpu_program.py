@@ -141,6 +141,7 @@ class Program(NamedTuple):
     init: Callable[[Any], Any]
     scanned: bool = False
     hosted: bool = False  # all matrices are in host memory
+    in_parts: bool = False  # embedding and head, which stream, too
 
 
 def adamw_step(shape: Shape, mesh: Mesh, max_grad_norm: float) -> Program:
@@ -200,7 +201,8 @@ def zenflow_step(
         init = partial(jax.eval_shape, lambda params: tx.init(host_memory.put(params)))
     elif hosted:
         init = lambda params: tx.init(host_memory.put_shapes(params))  # noqa: E731
-    return Program(step, init, scanned or streamed or hosted, hosted)
+    streams = streamed or hosted
+    return Program(step, init, scanned or streams, hosted, streams)
 
 
 def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any]:
@@ -215,7 +217,7 @@ def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any
         )
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    parts = vocabulary.parts_of(shape.vocabulary) if program.hosted else 1
+    parts = vocabulary.parts_of(shape.vocabulary) if program.in_parts else 1
     params = jax.tree.map(put, weights(shape, program.scanned, parts))
     state = jax.tree.map(put, program.init(params))
     tokens = jax.ShapeDtypeStruct((shape.batch * mesh.size, shape.length + 1), jnp.int32)

@@ -113,12 +113,11 @@ def builder(
 ) -> Callable[[], nnx.Module]:
     """A function that makes the model of these settings with weights drawn at random.
 
-    `sharding` is the batch's. Where layers lie in host memory, so do embedding and head, in parts,
-    unless the embedding is the head as well.
+    `sharding` is the batch's. Where layers stream, so do embedding and head, in parts, unless the
+    embedding is the head as well.
     """
-    more = {}
-    if run.stream == "weights" and isinstance(config, DecoderConfig):
-        more = {"parts": 1 if config.tied else parts_of(config.vocabulary)}
+    parts = parts_that_stream(config, run.stream)
+    more = {"parts": parts} if parts > 1 else {}
     return lambda: pretrained.make_model(
         config,
         labels=labels,
@@ -130,6 +129,13 @@ def builder(
         rngs=nnx.Rngs(run.seed),
         **more,
     )
+
+
+def parts_that_stream(config: Any, stream: str) -> int:
+    """In how many parts embedding and head stream as layers do; 1 if they do not."""
+    if stream == "none" or not isinstance(config, DecoderConfig) or config.tied:
+        return 1
+    return parts_of(config.vocabulary)
 
 
 def write(

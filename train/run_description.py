@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.models import parts_that_stream
 from train.settings import SettingsError, option_words
 
 # In the folder of a run, a copy of its DeepSpeed config.
@@ -36,7 +37,7 @@ def description(
     # The other two have the same bits, and may be exchanged.
     sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
-    fixed["stream"] = _of_weights(settings["stream"])
+    fixed["stream"] = _of_shapes(settings["stream"], config)
     if settings["task"] != "language":
         del fixed["packing"]
     return {
@@ -49,13 +50,13 @@ def description(
 
 def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
     """The part of a `description` that whoever reads the run's weights must share."""
-    settings = {**settings, "stream": _of_weights(settings["stream"])}
+    settings = {**settings, "stream": _of_shapes(settings["stream"], config)}
     return {"settings": settings, "model": _as_strings(config)}
 
 
-def _of_weights(stream: str) -> str:
-    # Between flushes parameters in host memory lack what others have; vocabularies are in parts.
-    return "weights" if stream == "weights" else "none"
+def _of_shapes(stream: str, config: Any) -> str:
+    # Between flushes parameters in host memory lack what others have.
+    return stream if stream == "weights" or parts_that_stream(config, stream) > 1 else "none"
 
 
 def _as_strings(config: Any) -> dict[str, str]:

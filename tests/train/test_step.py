@@ -174,9 +174,9 @@ def test_the_loss_of_weights_in_host_memory_is_that_of_weights_on_the_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "bert"])
-def test_a_step_whose_layers_stream_is_the_one_whose_layers_do_not(name):
-    _, graphdef, params = load(FIXTURES / name, scan_layers=True, remat=True)
+@pytest.mark.parametrize(("name", "more"), [("qwen3", {"parts": 2}), ("bert", {})])
+def test_a_step_whose_layers_stream_is_the_one_whose_layers_do_not(name, more):
+    _, graphdef, params = load(FIXTURES / name, scan_layers=True, remat=True, **more)
     tx = make_optimizer(Settings(scan_layers=True, stream="gradients", max_grad_norm=0.1, steps=10))
     rows = np.arange(18).reshape(2, 9) % 50
     batch, per_example = {"tokens": rows}, of_tokens

@@ -45,10 +45,8 @@ def test_a_run_and_all_its_weights_have_the_bits_of_one_whose_layers_are_on_the_
     stream = ["--stream", "weights"]
     # A decoder's vocabulary is in parts, in each of which channels are selected.
     monkeypatch.setattr(cross_entropy, "PART", 100)
-    of_plain = [] if model == "bert" else stream
-    with monkeypatch.context() as on_device:
-        on_device.setattr(hosted, "is_stack_of_matrices", lambda _: False)
-        assert finetune.main([config, "--run", plain.name, *of_plain]) == 0
+    of_plain = [] if model == "bert" else ["--stream", "gradients"]
+    assert finetune.main([config, "--run", plain.name, *of_plain]) == 0
     assert finetune.main([config, "--run", whole.name, *stream]) == 0
     cut_short(whole, cut, after=5)
     ends = "model"
@@ -70,6 +68,13 @@ def test_a_run_and_all_its_weights_have_the_bits_of_one_whose_layers_are_on_the_
     capsys.readouterr()
     assert finetune.main([config, "--run", cut.name, "--steps", "13"]) == 2
     assert "`stream`: expected weights, as in the run" in capsys.readouterr().err
+    if model != "bert":
+        again = tmp_path / "again"
+        cut_short(plain, again, after=5)
+        assert finetune.main([config, "--run", again.name, *of_plain]) == 0
+        assert bits(again / "model") == bits(plain / "model")
+        assert finetune.main([config, "--run", again.name, "--steps", "13"]) == 2
+        assert "`stream`: expected gradients, as in the run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

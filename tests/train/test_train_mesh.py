@@ -181,16 +181,15 @@ def test_eight_devices_train_with_either_optimizer_as_one_does_with_adamw(tmp_pa
 STREAMED_ON_A_MESH = """
 import pathlib, sys
 from tests.train.scripts import cut_short
-from train import cross_entropy, finetune, hosted, run
+from train import cross_entropy, finetune, run
 
 cross_entropy.PART = 100  # so that the vocabulary is in parts
-is_stack_of_matrices = hosted.is_stack_of_matrices
 run.write_picture = lambda *_, **__: None
 config, *runs = sys.argv[1:]
 plain, whole, cut = runs = [pathlib.Path(run) for run in runs]
 for run in runs:
-    hosted.is_stack_of_matrices = is_stack_of_matrices if run != plain else lambda _: False
-    assert finetune.main([config, "--run", run.name, "--stream", "weights"]) == 0
+    stream = "gradients" if run == plain else "weights"
+    assert finetune.main([config, "--run", run.name, "--stream", stream]) == 0
     if run == whole:
         cut_short(whole, cut, after=2)
 """
