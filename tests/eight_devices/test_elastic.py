@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 
 import zenflow_jax
-from tests import comparisons, meshes, runs
+from tests import comparisons, meshes, resuming, runs
 from tests.meshes import IN_RANGES, LEAVES, MORE_LEAVES, STALE
 from tests.resuming import assert_same_state, go, put_by_name, resume_by_orbax, save_by_orbax
 from tests.runs import KERNEL, Plan, Settings, Training
@@ -98,6 +98,20 @@ def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
         params, state = put_by_name(saved, (training.params, training.state))
         with pytest.raises(ValueError, match="no more devices divide its channel axis"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state)
+
+
+def test_a_run_without_selected_channels_goes_on_with_an_update_on_its_way():
+    leaves = LEAVES[1:2]
+    where = meshes.shardings(meshes.make_mesh("data"), "replicated", leaves)
+    with Training(leaves, Settings(topk_ratio=0.0, update_interval=1), shardings=where) as training:
+        training.go(2)
+        assert training.on_their_way
+        tree = resuming.saved(training)
+        with resuming.resumed(training, tree) as again:
+            again.go(1)
+            ours = resuming.end(again)
+        training.go(1)
+        comparisons.assert_same_bits(ours, resuming.end(training))
 
 
 def test_a_checkpoint_in_ranges_goes_on_on_a_mesh_but_not_where_it_divides_layers():

@@ -326,7 +326,9 @@ class Updates:
             ]
             like = self._rows[number]
             assert like is not None, "the parameters have been noted"
-            self.pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))
+            # Rows without channels (`topk_ratio=0`) jit places as it likes, and all are alike.
+            rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
+            self.pending[number] = _Pending(made, rows_then)
 
 
 def _on_device(weights: Sequence[Any], group: Group) -> list[Any]:
