@@ -228,6 +228,7 @@ class HostEngine:
                 weights = self._hosted.hide(weights, self._worker.leaves())
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
+            self._hosted.step_made()
             self._mailbox.send(state, self._progress.step + 1)
             for group in closing:
                 state = self._mailbox.send_sums(state, group)
@@ -373,12 +374,12 @@ class HostEngine:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        closed, lost = self._worker.closed, self._behind and not self._interrupted
+        closed, behind = self._worker.closed, self._behind or self._hosted.behind
         self.close()
         if error is not None or closed or self._worker.told:
             return
         self._worker.check()
-        if lost:
+        if behind and not self._interrupted:
             raise RuntimeError(
                 "the engine was left with updates that never reached the parameters. Call `params, "
                 "opt_state = engine.flush(params, opt_state)` before the `with` block ends."

@@ -142,6 +142,9 @@ def test_between_flushes_whoever_reads_them_without_the_selected_channels_sees_n
             again, run.state = ours.flush(run.params, run.state)
             assert_same_bits(again, run.params)
             run.params = again
+        run.go(ours, ends[-1], ends[-1] + 1)
+        with pytest.raises(RuntimeError, match="never reached the parameters"):
+            ours.__exit__(None, None, None)
 
 
 def test_a_step_that_donates_passes_them_on_and_one_that_does_not_is_told(caplog):
@@ -197,6 +200,7 @@ def test_weights_that_are_loaded_after_init_or_not_whole_are_refused():
         run.params = loaded
         with pytest.raises(RuntimeError, match=r"other values of \['layers'\]\['down'\]"):
             run.go(engine, 1, 2)
+        engine.close()
 
 
 def a_norm(params):

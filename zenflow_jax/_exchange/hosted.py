@@ -55,6 +55,7 @@ class Hosted:
         self._given: dict[int, tuple[list[int], np.ndarray]] = {}
         self._told = False
         self._hidden = True  # whether the selected channels are NaN
+        self.behind = False  # whether they have moved since the caller's parameters had them
         states = offloaded.pick(state.leaves)
         for part in offloaded.parts:
             if not part.spec.hosted:
@@ -83,6 +84,9 @@ class Hosted:
 
     def __bool__(self) -> bool:
         return bool(self._numbers)
+
+    def step_made(self) -> None:
+        self.behind = any(self._offloaded.specs[i].k for i in self._numbers)
 
     def hide(self, weights: Sequence[jax.Array], leaves: Sequence[HostLeaf]) -> list[jax.Array]:
         """The parameters without the selected channels, which a step has moved since they had them.
@@ -132,7 +136,7 @@ class Hosted:
     ) -> list[jax.Array]:
         """The parameters with selected channels, of `states`; the host has made all updates."""
         weights, states = list(weights), self._offloaded.pick(states)
-        self._hidden = not self._numbers
+        self._hidden, self.behind = not self._numbers, False
 
         def whole(j: int) -> np.ndarray:
             part = self._offloaded.parts[j]
