@@ -119,12 +119,15 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
     hosted = any(leaf.spec.hosted for leaf in state.leaves)
     if around and (hosted or state.send_gradients == SendGradients.AFTER_STEP):
         wrapper = type(around[0]).__name__.removesuffix("State")
+        where = "layers in host memory"
+        remedy = "Take whole batches"
+        if not hosted:
+            where = 'send_gradients="after_step"'
+            remedy = "Sum micro-batches inside the step, or leave `send_gradients` out"
         raise ValueError(
-            "expected no `optax` wrapper that withholds updates with send_gradients="
-            f'"after_step" or layers in host memory, got {wrapper}: what a step returns has '
-            "another shape there than what "
-            "it gets, and both ways of a branch must return the same. Sum micro-batches inside the "
-            "step (steps that are not finite are skipped anyway), or leave `send_gradients` out."
+            f"expected no `optax` wrapper that withholds updates with {where}, got {wrapper}: what "
+            "a step returns has another shape there than what it gets, and both ways of a branch "
+            f"must return the same. {remedy}; steps that are not finite are skipped anyway."
         )
 
 
