@@ -151,9 +151,9 @@ class HostEngine:
         specs = [leaf.spec for leaf in state.leaves]
         self._integrity = Integrity(specs, state.schedule, int(read(state.step)))
         self._updates = Updates(worker, offloaded, self._integrity)
-        self._hosted = Hosted(offloaded, picked, state)
         host_side = worker, self._progress, self._updates
         number = join_run(engine_state, offloaded, state, weights, *host_side)
+        self._hosted = Hosted(offloaded, picked, state)
         processes = sorted({device.process_index for device in devices_of(weights)})
         peers = PeerMonitor(f"run {number}", processes, exit_if_stuck=exit_if_stuck)
         self._mailbox = Mailbox(worker, state, number)

@@ -57,6 +57,7 @@ def join_run(
     step, token = int(read(state.step)), int(read(state.token))
     devices = devices_of(weights)
     if engine_state is None:
+        worker.host.hide_selected(worker.host.leaves)
         return agree(None, step, token, devices)
     specs = [leaf.spec for leaf in state.leaves]
     sums = fingerprints(weights, specs)  # in all processes, whatever they have read

@@ -93,7 +93,6 @@ class HostState:
         # Of the last step, skipped or not: those before a window closes are the window's.
         self.scalars: AdamScalars | None = None
         self.before_write: Callable[[int], None] = lambda i: None
-        self._hide_selected(self.leaves)
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +134,7 @@ class HostState:
             leaf.steps[...] = of_leaf["steps"].reshape(leaf.steps.shape)
             if self.open[leaf.spec.group].counted and "total" in of_leaf:
                 leaf.open.total = copied(of_leaf["total"].reshape(leaf.master.shape))
-        self._hide_selected(self.leaves)
+        self.hide_selected(self.leaves)
 
     def close(self) -> None:
         # A caller that waits for a failed update may still hold these lists.
@@ -252,10 +251,10 @@ class HostState:
             for taken, left in ((mu, leaving.mu), (nu, leaving.nu)):
                 _keep_staying(taken, chosen, left, before)
         steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
-        self._hide_selected([leaf])
+        self.hide_selected([leaf])
         return SelectedRows(master, mu, nu, steps)
 
-    def _hide_selected(self, leaves: Sequence[HostLeaf]) -> None:
+    def hide_selected(self, leaves: Sequence[HostLeaf]) -> None:
         """Makes the selected channels NaN in masters that parameters in host memory come from."""
         for leaf in leaves:
             if leaf.spec.hosted:
