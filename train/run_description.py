@@ -43,6 +43,7 @@ def description(
     return {
         "settings": fixed,
         "labels": list(labels),  # not compared: the data says the same
+        "stream": settings["stream"],
         "data": data,
         "model": _as_strings(config),
     }
@@ -50,8 +51,9 @@ def description(
 
 def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
     """The part of a `description` that whoever reads the run's weights must share."""
-    settings = {**settings, "stream": _of_shapes(settings["stream"], config)}
-    return {"settings": settings, "model": _as_strings(config)}
+    stream = settings["stream"]
+    settings = {**settings, "stream": _of_shapes(stream, config)}
+    return {"settings": settings, "stream": stream, "model": _as_strings(config)}
 
 
 def _of_shapes(stream: str, config: Any) -> str:
@@ -71,6 +73,8 @@ def check_same_run(
     for name, value in wanted["settings"].items():
         before = saved["settings"].get(name, value)
         if before != value:
+            if name == "stream":  # as it was passed, not as it is compared
+                before, value = saved.get(name, before), wanted[name]
             copy, also = folder.parents[1] / DEEPSPEED, ""
             if copy.exists():
                 also = f"--deepspeed {copy}, which the run has gone by and which goes first, or "

@@ -66,8 +66,10 @@ def test_a_run_and_all_its_weights_have_the_bits_of_one_whose_layers_are_on_the_
         assert finetune.main(arguments) == 0
     assert bits(tmp_path / "plain-10") == bits(tmp_path / "whole-10") == bits(plain / "model-10")
     capsys.readouterr()
-    assert finetune.main([config, "--run", cut.name, "--steps", "13"]) == 2
-    assert "`stream`: expected weights, as in the run" in capsys.readouterr().err
+    assert finetune.main([config, "--run", cut.name, "--stream", "gradients"]) == 2
+    message = capsys.readouterr().err
+    assert "`stream`: expected weights, as in the run" in message
+    assert "got gradients. Pass --stream weights" in message
     if model != "bert":
         again = tmp_path / "again"
         cut_short(plain, again, after=5)
