@@ -172,6 +172,7 @@ _OFFLOAD = partial(
 )
 
 _HOSTED = zenflow_peer(1, 0.05, "-hosted", stream=True, in_host_memory=True)
+_WAITING = zenflow_peer(1, 0.05, "-hosted-waits", stream=True, in_host_memory=True, staleness=0)
 
 #: By the device memory they take, the least first; `step_time.py` says what for.
 PEERS = {
@@ -183,6 +184,8 @@ PEERS = {
         zenflow_peer(4, 0.05, "-streamed", stream=True),
         _HOSTED,
         _HOSTED._replace(name=f"{_HOSTED.name}-compact", host_state="compact"),
+        _WAITING,
+        _WAITING._replace(name=f"{_WAITING.name}-compact", host_state="compact"),
         zenflow_peer(4, 0.05, "-exchange", send_gradients="after_step"),
         zenflow_peer(4, 0.05, "-device", send_gradients="per_window"),
         zenflow_peer(16, 0.05, "-device", send_gradients="per_window"),

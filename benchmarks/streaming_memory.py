@@ -34,6 +34,8 @@ WAYS = (
     "zenflow-s1-r0.05",
     "zenflow-s1-r0.05-hosted",
     "zenflow-s1-r0.05-hosted-compact",
+    "zenflow-s1-r0.05-hosted-waits",
+    "zenflow-s1-r0.05-hosted-waits-compact",
 )
 
 

@@ -111,9 +111,9 @@ def said(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
             lines.append(f"  {command_line(run_plan, way, arguments)}  # {needs}")
     elif not chosen.fits:
         lines.append(
-            "Nor does it with a smaller batch, --host-state compact, another --update-interval, "
-            "--remat, --no-scan-layers, --stream weights or, with that, --staleness 0: take a "
-            "smaller model, or more devices (--mesh)."
+            "Nor does it with a smaller batch or another --host-state, --update-interval, --remat, "
+            "--scan-layers, --stream or --staleness: take a smaller --topk-ratio, a smaller model, "
+            "or more devices (--mesh)."
         )
     lines.append(
         f"Taken: {EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "

@@ -242,26 +242,30 @@ def ways_that_fit(
 
 def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Changes other than the batch, and combinations of them: few changes first."""
-    choices: list[tuple[str, Any]] = []
+    choices: list[dict[str, Any]] = []
     if settings.optimizer != "adamw" and settings.host_state != "compact":
-        choices.append(("host_state", "compact"))
+        choices.append({"host_state": "compact"})
     if settings.scan_layers and settings.stream == "none":
-        choices.append(("scan_layers", False))
-    if settings.stream != "weights" and may_stream(settings):
-        choices.append(("stream", "weights"))
-    if settings.stream == "weights" and settings.staleness != 0:
-        choices.append(("staleness", 0))  # one mail less
+        choices.append({"scan_layers": False})
+    hosted = {"stream": "weights", "scan_layers": True, "update_interval": 1}
+    if may_stream(dataclasses.replace(settings, scan_layers=True)):
+        hosted = {name: x for name, x in hosted.items() if getattr(settings, name) != x}
+        choices += [hosted] * bool(hosted)
+        choices += [{"staleness": 0}] * (settings.staleness != 0)  # one mail less
     interval = settings.update_interval
     if settings.optimizer == "zenflow" and isinstance(interval, int):
-        choices += [("update_interval", 2 * interval)]
-        choices += [("update_interval", interval // 2)] * (interval > 1)
+        choices.append({"update_interval": 2 * interval})
+        choices += [{"update_interval": interval // 2}] * (interval > 1)
     if not settings.remat:
-        choices.append(("remat", True))
+        choices.append({"remat": True})
     for count in range(len(choices) + 1):
         for chosen in itertools.combinations(choices, count):
-            # No setting twice, and no layers written out that stream.
-            if len(dict(chosen)) == count and not {"stream", "scan_layers"} <= dict(chosen).keys():
-                yield dict(chosen)
+            changes = dict(item for choice in chosen for item in choice.items())
+            twice = len(changes) < sum(map(len, chosen))
+            hosts = changes.get("stream", settings.stream) == "weights"
+            written_out = changes.get("scan_layers") is False
+            if not twice and not (written_out if hosts else "staleness" in changes):
+                yield changes
 
 
 def largest_batch(

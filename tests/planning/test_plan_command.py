@@ -192,16 +192,16 @@ def test_a_plan_that_does_not_fit_says_which_commands_do(
 def test_where_the_device_has_no_room_for_the_weights_they_may_lie_in_host_memory(
     monkeypatch, tmp_path, without_compiler
 ):
-    hosted = [*RUN, "--stream", "weights"]
-    settings = read_command_line(hosted, program="p").settings
+    hosted = ["--stream", "weights", "--update-interval=1"]
+    settings = read_command_line([*RUN, *hosted], program="p").settings
     plan = library.plan(*planned_step(settings, folder_of_config(settings.model), None))
     memory = int(plan.device_bytes / 0.95) + 1
     monkeypatch.setitem(GPUS, "rtx4090", dataclasses.replace(GPUS["rtx4090"], memory=memory))
     room = ["--device", "rtx4090", "--host-memory", "64"]
-    report = reported(tmp_path, *RUN, *room)
+    report = reported(tmp_path, *RUN[:-1], *room)
     assert not report["plans"]["zenflow"]["fits"]
     (way, *_) = report["what_fits"]
-    assert way["command"].endswith("--stream weights")
+    assert way["command"].endswith("--stream weights --scan-layers --update-interval 1")
     assert way["device"] == plan.device_bytes
 
 
