@@ -53,7 +53,7 @@ class Hosted:
         self._numbers = [i for i, spec in enumerate(offloaded.specs) if spec.hosted]
         # Of each: where its pieces are, and samples of them.
         self._given: dict[int, tuple[list[int], np.ndarray]] = {}
-        self._told = False
+        self._copies = 0  # steps that have copied some
         self._hidden = True  # whether the selected channels are NaN
         self.behind = False  # whether they have moved since the caller's parameters had them
         states = offloaded.pick(state.leaves)
@@ -112,20 +112,23 @@ class Hosted:
         An array that a step was given and has returned is where it was, if the step donates it: so
         there is nothing to wait for. Else, or if told to `wait`, values are compared.
         """
-        names = []
+        names, copies = [], []
         for i in self._numbers:
             pointers, samples = self._given[i]
             moved = _pointers(weights[i]) != pointers
-            if moved and not self._told:
-                self._told = True
-                _logger.warning(
-                    "the step copies %s, which is in host memory, and takes the time and memory "
-                    "for that: donate the parameters to it, `jax.jit(step, donate_argnums=...)`.",
-                    self._offloaded.specs[i].name,
-                )
+            if moved:
+                copies.append(self._offloaded.specs[i].name)
             if moved or wait:
                 if not np.array_equal(_samples(weights[i]), samples, equal_nan=True):
                     names.append(self._offloaded.specs[i].name)
+        self._copies += bool(copies)
+        # The first time it may be NumPy's memory, which nobody can donate to a CPU's step.
+        if copies and self._copies == 2:
+            _logger.warning(
+                "the step copies %s, which is in host memory, and takes the time and memory "
+                "for that: donate the parameters to it, `jax.jit(step, donate_argnums=...)`.",
+                copies[0],
+            )
         return names
 
     def current(
