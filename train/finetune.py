@@ -162,6 +162,7 @@ def show_plan(
     """Shows what the run of these arguments would need, and trains nothing."""
     from train import plan_report  # with imports that no training needs
     from train.planning import plan_run
+    from zenflow_jax.planning import has_compiler
 
     axes = mesh_axes(settings.mesh) if settings.mesh else {}
     with contextlib.suppress(RuntimeError):  # where devices have been asked for before
@@ -169,6 +170,10 @@ def show_plan(
         jax.config.update("jax_num_cpu_devices", max(math.prod(axes.values()), 1))
     parts = math.prod(axes.get(name, 1) for name in BATCH_AXES)
     settings, deepspeed = with_deepspeed(settings, parts)
+    if has_compiler():
+        console.print(
+            "Compiling: minutes if the model is large. XLA's lines on memory are no error."
+        )
     run_plan = plan_run(settings, planning, deepspeed)
     plan_report.show(run_plan, arguments, console)
     if planning.plan_json:
