@@ -11,6 +11,7 @@ import zenflow_jax
 from tests.comparisons import assert_same_bits
 from tests.device.streamed_runs import INNER, OPTIONS, batches, block, loss, model, run
 from zenflow_jax import streaming
+from zenflow_jax._device.streamed import _as_floats, _as_packed
 
 rematerialized = jax.checkpoint(block, prevent_cse=False)
 HALVES = slice(None, 2), slice(2, None)
@@ -51,6 +52,14 @@ def test_the_backward_scan_stacks_gradients_in_host_memory_alone(stream):
     assert len(stacked) == 2
     kind = jax.memory.Space.Host if stream else jax.memory.Space.Device
     assert all(x.memory_space == kind for x in stacked)
+
+
+def test_packed_signs_travel_as_normal_numbers_to_which_zeros_may_be_added():
+    packed = np.uint32([0, 1, 3**19 - 1])
+    floats = _as_floats(jnp.asarray(packed))
+    normal = np.finfo(np.float32)
+    assert all(normal.tiny <= abs(x) <= normal.max for x in floats.tolist())
+    np.testing.assert_array_equal(_as_packed(floats + jnp.zeros_like(floats)), packed)
 
 
 def behind(tx):

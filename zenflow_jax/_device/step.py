@@ -121,10 +121,9 @@ def _packed_axis(shard: Shard) -> int:
     return max(axes, key=lambda axis: (not shares[axis], shape[axis]))
 
 
-#: How many signs are packed in a number of each dtype, and the base whose digits they are. A float
-#: holds whole numbers below 2**24 and has room for more signs to the base of three. For bytes the
-#: base is four: shifts unpack them, which take a CPU less time than divisions.
-_SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (15, 3), np.dtype(np.float32): (15, 3)}
+#: How many signs are packed in a number of each dtype, and the base whose digits they are. For
+#: bytes the base is four: shifts unpack them, which take a CPU less time than divisions.
+_SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
 def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> jax.Array:
@@ -133,25 +132,26 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> jax.Array:
     # Not `g > 0`: XLA takes these zeros from where the gradient's own began, say in front of a
     # scatter, and keeps an array of them, as large as the leaf, until here.
     sign = jnp.sign(g).astype(jnp.int8)
-    digits = jnp.where(sign < 0, 2, sign).astype(dtype)
+    digits = jnp.where(sign < 0, 2, sign).astype(jnp.uint8)
     packed, begin = [], 0
     for pieces, width in _pieces(g.shape[axis], count):
         end = begin + pieces * width
         digit = jnp.split(jax.lax.slice_in_dim(digits, begin, end, axis=axis), pieces, axis)
-        packed.append(sum((x * base**i for i, x in enumerate(digit)), jnp.zeros((), dtype)))
+        packed.append(sum(x.astype(dtype) * base**i for i, x in enumerate(digit)))
         begin = end
     return jnp.concatenate(packed, axis)
 
 
 def _unpack_signs(packed: jax.Array, axis: int, size: int) -> jax.Array:
-    """The inverse of `_pack_signs`, int8, for an axis of `size`; of whole numbers."""
+    """The inverse of `_pack_signs`, int8, for an axis of `size`."""
     count, base = _SIGNS[np.dtype(packed.dtype)]
     digits, begin = [], 0
     for pieces, width in _pieces(size, count):
         part = jax.lax.slice_in_dim(packed, begin, begin + width, axis=axis)
-        digits += [part // base**i % base for i in range(pieces)]
+        # Joined as numbers of 32 bits they would take a CPU ten times as long.
+        digits += [(part // base**i % base).astype(jnp.int8) for i in range(pieces)]
         begin += width
-    whole = jnp.concatenate(digits, axis).astype(jnp.int8)
+    whole = jnp.concatenate(digits, axis)
     return whole - 3 * (whole >> 1)
 
 

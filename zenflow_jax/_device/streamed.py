@@ -30,7 +30,7 @@ class Probes(NamedTuple):
     norms: Any  # roots of `squares`: a mean of several gradients has others
     squares: Any  # the rest as in `GradientParts`
     gradient: Any
-    signs: Any  # packed in whole numbers of float32: a gradient must be a float
+    signs: Any  # packed, `_as_floats`: a gradient must be a float
     mail: Any
 
 
@@ -207,14 +207,29 @@ def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
     leaf = LeafState(*[None] * len(LeafState._fields))
     leaf = leaf._replace(channels=channels.astype(jnp.int32), spec=sending.spec)
     how, rank, signs = SendGradients.DURING_STEP, sending.rank, sending.signs
-    seen = split_gradient(g, leaf, how, rank, signs=signs, packing=jnp.float32)
+    seen = split_gradient(g, leaf, how, rank, signs=signs, packing=jnp.uint32)
+    seen = seen._replace(signs=None if seen.signs is None else _as_floats(seen.signs))
     return Probes(jnp.full((), _ONCE), jnp.sqrt(seen.squares), *seen)
+
+
+#: The bits of the smallest normal float32. The next 3**19 are all normal and finite, so zeros may
+#: be added to them. With negative ones there is room for 3**20, but then XLA needs more memory
+#: where all are unpacked (benchmarks/LOG.md).
+_SMALLEST = np.uint32(1 << 23)
+
+
+def _as_floats(packed: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(packed + _SMALLEST, jnp.float32)
+
+
+def _as_packed(floats: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(floats, jnp.uint32) - _SMALLEST
 
 
 def parts_of(g: Streamed) -> GradientParts:
     """What a step takes from the gradient of a streamed leaf."""
     probes = g.probes
-    signs = None if probes.signs is None else probes.signs.astype(jnp.uint32)
+    signs = None if probes.signs is None else _as_packed(probes.signs)
     return GradientParts(probes.squares, probes.gradient, signs, probes.mail)
 
 
