@@ -58,9 +58,8 @@ class Mailbox:
         # Whether each leaf has a blank array of its own still. A step with a branch reads blank
         # mail, and may donate each array once only; if the first donates none, like leaves share.
         self._unshared = self._sending.in_step
-        # Else mail would take the memory of the new parameters until `exchange` returns.
-        hosted = any(leaf.spec.hosted for leaf in state.leaves)
-        self._deletes = hosted and state.schedule.staleness == 0
+        # Else mail would take the memory of the new parameters until the caller has dropped it.
+        self._deletes = any(leaf.spec.hosted for leaf in state.leaves)
         # Not waited for yet. Which is done differs between processes, and all must wait at the
         # same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
