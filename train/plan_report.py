@@ -112,8 +112,8 @@ def said(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
     elif not chosen.fits:
         lines.append(
             "Nor does it with a smaller batch or another --host-state, --update-interval, --remat, "
-            "--scan-layers, --stream or --staleness: take a smaller --topk-ratio, a smaller model, "
-            "or more devices (--mesh)."
+            "--scan-layers, --stream, --staleness or --prefetch-bytes: take a smaller "
+            "--topk-ratio, a smaller model, or more devices (--mesh)."
         )
     lines.append(
         f"Taken: {EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "

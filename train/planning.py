@@ -114,7 +114,8 @@ class _Planner:
     def by_shapes(self, run: StepSettings) -> planning.Plan:
         """The plan of a run without gradients and activations."""
         machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
-        step = self._step(dataclasses.replace(run, host_state="float32"))
+        # No shape depends on either.
+        step = self._step(dataclasses.replace(run, host_state="float32", prefetch_bytes=None))
         options = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
         return planning.plan(*step, **machine, **options)
 
@@ -127,7 +128,8 @@ class _Planner:
         """Bytes of one device at the peak of a step with such batches, by the compiler."""
         # No step's gradients and activations depend on the others.
         same = {name: getattr(self.settings, name) for name in ("update_interval", "staleness")}
-        run = dataclasses.replace(run, batch_size=batch_size, host_state="float32", **same)
+        same |= {"host_state": "float32", "prefetch_bytes": None}
+        run = dataclasses.replace(run, batch_size=batch_size, **same)
         layers = models.config_of(self.origin, run).layers
         # Many layers written out take the compiler a minute. For comparing, a few will do.
         if run.optimizer == self.settings.optimizer or run.scan_layers or layers <= DEPTHS[-1]:
@@ -258,13 +260,17 @@ def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
         choices += [{"update_interval": interval // 2}] * (interval > 1)
     if not settings.remat:
         choices.append({"remat": True})
+    if settings.optimizer != "adamw" and settings.prefetch_bytes is None:
+        choices.append({"prefetch_bytes": 0})
     for count in range(len(choices) + 1):
         for chosen in itertools.combinations(choices, count):
             changes = dict(item for choice in chosen for item in choice.items())
             twice = len(changes) < sum(map(len, chosen))
             hosts = changes.get("stream", settings.stream) == "weights"
-            written_out = changes.get("scan_layers") is False
-            if not twice and not (written_out if hosts else "staleness" in changes):
+            # Layers in host memory cannot be written out, and upload nothing. Others have too many
+            # mails for one less to matter.
+            wrong = [("scan_layers", False), ("prefetch_bytes", 0)] if hosts else [("staleness", 0)]
+            if not twice and changes.items().isdisjoint(wrong):
                 yield changes
 
 

@@ -205,6 +205,22 @@ def test_where_the_device_has_no_room_for_the_weights_they_may_lie_in_host_memor
     assert way["device"] == plan.device_bytes
 
 
+def test_where_the_device_lacks_little_updates_may_wait_in_host_memory():
+    asked = []
+
+    def memory_of(run):
+        asked.append(run)
+        return planning.Memory(0, 0, fits=run.prefetch_bytes == 0)
+
+    settings = read_command_line(RUN, program="p").settings
+    (way, *_) = planning.ways_that_fit(settings, settings.batch_size, memory_of)
+    assert way.changes == {"prefetch_bytes": 0}
+    hosted = [run for run in asked if run.stream == "weights"]
+    assert hosted
+    assert all(run.scan_layers and run.prefetch_bytes is None for run in hosted)
+    assert not any(run.staleness == 0 for run in asked if run not in hosted)
+
+
 def test_where_the_host_has_no_room_for_two_mails_steps_may_wait_for_its_update(
     tmp_path, without_compiler
 ):
