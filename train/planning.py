@@ -114,10 +114,9 @@ class _Planner:
     def by_shapes(self, run: StepSettings) -> planning.Plan:
         """The plan of a run without gradients and activations."""
         machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
-        # No shape depends on either.
         step = self._step(dataclasses.replace(run, host_state="float32", prefetch_bytes=None))
-        options = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
-        return planning.plan(*step, **machine, **options)
+        machine |= {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
+        return planning.plan(*step, **machine)
 
     def plan(self, run: StepSettings) -> planning.Plan:
         """The plan of a run, with all that can be known here."""
@@ -244,24 +243,20 @@ def ways_that_fit(
 
 def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Changes other than the batch, and combinations of them: few changes first."""
+    offloads, interval = settings.optimizer != "adamw", settings.update_interval
     choices: list[dict[str, Any]] = []
-    if settings.optimizer != "adamw" and settings.host_state != "compact":
-        choices.append({"host_state": "compact"})
-    if settings.scan_layers and settings.stream == "none":
-        choices.append({"scan_layers": False})
-    hosted = {"stream": "weights", "scan_layers": True, "update_interval": 1}
+    choices += [{"host_state": "compact"}] * (offloads and settings.host_state != "compact")
+    choices += [{"scan_layers": False}] * (settings.scan_layers and settings.stream == "none")
     if may_stream(dataclasses.replace(settings, scan_layers=True)):
+        hosted = {"stream": "weights", "scan_layers": True, "update_interval": 1}
         hosted = {name: x for name, x in hosted.items() if getattr(settings, name) != x}
         choices += [hosted] * bool(hosted)
         choices += [{"staleness": 0}] * (settings.staleness != 0)  # one mail less
-    interval = settings.update_interval
     if settings.optimizer == "zenflow" and isinstance(interval, int):
         choices.append({"update_interval": 2 * interval})
         choices += [{"update_interval": interval // 2}] * (interval > 1)
-    if not settings.remat:
-        choices.append({"remat": True})
-    if settings.optimizer != "adamw" and settings.prefetch_bytes is None:
-        choices.append({"prefetch_bytes": 0})
+    choices += [{"remat": True}] * (not settings.remat)
+    choices += [{"prefetch_bytes": 0}] * (offloads and settings.prefetch_bytes is None)
     for count in range(len(choices) + 1):
         for chosen in itertools.combinations(choices, count):
             changes = dict(item for choice in chosen for item in choice.items())

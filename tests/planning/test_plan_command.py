@@ -205,35 +205,28 @@ def test_where_the_device_has_no_room_for_the_weights_they_may_lie_in_host_memor
     assert way["device"] == plan.device_bytes
 
 
-def test_where_the_device_lacks_little_updates_may_wait_in_host_memory():
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ([], {"prefetch_bytes": 0}),
+        ([], {"stream": "weights", "update_interval": 1, "staleness": 0}),
+        (["--stream=weights", "--update-interval=1"], {"staleness": 0}),
+    ],
+)
+def test_one_change_is_advised_with_what_it_needs_and_none_that_cannot_be(given, needed):
     asked = []
 
     def memory_of(run):
         asked.append(run)
-        return planning.Memory(0, 0, fits=run.prefetch_bytes == 0)
+        return planning.Memory(0, 0, fits=vars(run).items() >= needed.items())
 
-    settings = read_command_line(RUN, program="p").settings
+    settings = read_command_line([*RUN, *given], program="p").settings
     (way, *_) = planning.ways_that_fit(settings, settings.batch_size, memory_of)
-    assert way.changes == {"prefetch_bytes": 0}
+    assert way.changes == needed
     hosted = [run for run in asked if run.stream == "weights"]
     assert hosted
     assert all(run.scan_layers and run.prefetch_bytes is None for run in hosted)
     assert not any(run.staleness == 0 for run in asked if run not in hosted)
-
-
-def test_where_the_host_has_no_room_for_two_mails_steps_may_wait_for_its_update(
-    tmp_path, without_compiler
-):
-    run = [*RUN, "--stream", "weights", "--update-interval=1", "--host-state=compact", "--remat"]
-    settings = read_command_line([*run, "--staleness=0"], program="p").settings
-    plan = library.plan(
-        *planned_step(settings, folder_of_config(settings.model), None), host_state="compact"
-    )
-    room = repr((plan.host_bytes + HOST_RESERVE + 1) / 1e9)
-    report = reported(tmp_path, *run, "--device=rtx4090", "--host-memory", room)
-    assert "the host lacks" in report["plans"]["zenflow"]["advice"]
-    assert report["what_fits"][0]["command"].endswith("--staleness 0")
-    assert report["what_fits"][0]["host"] == plan.host_bytes
 
 
 def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
