@@ -58,8 +58,6 @@ class Mailbox:
         # Whether each leaf has a blank array of its own still. A step with a branch reads blank
         # mail, and may donate each array once only; if the first donates none, like leaves share.
         self._unshared = self._sending.in_step
-        # Else mail would take the memory of the new parameters until the caller has dropped it.
-        self._deletes = any(leaf.spec.hosted for leaf in state.leaves)
         # Not waited for yet. Which is done differs between processes, and all must wait at the
         # same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
@@ -132,14 +130,8 @@ class Mailbox:
                 jax.block_until_ready(self._running.popleft())
         else:
             gradients = [x for x in state.mail if x is not None]
-        self._last = Mail(
-            step,
-            token,
-            gradients,
-            state.step_scalars,
-            on_device=not self._sending.in_step,
-            deletes=self._deletes,
-        )
+        on_device = not self._sending.in_step
+        self._last = Mail(step, token, gradients, state.step_scalars, on_device)
         self._post(self._last)
 
     def send_sums(self, state: ZenFlowState, group: int) -> ZenFlowState:

@@ -38,10 +38,9 @@ class Mail(_Message):
     gradients: list[jax.Array]  # one for each leaf; none where the device adds them up
     step_scalars: StepScalars
     on_device: bool  # gradients and scalars are still on the device
-    deletes: bool = False  # frees its gradients although the caller has them still
 
     def release(self) -> None:
-        """Lets go of its gradients, once there are views of what is read of them.
+        """Frees the gradients that it has still, once there are views of what is read of them.
 
         `delete` is what jax does when an array's last reference goes: views keep their memory.
         """
@@ -116,6 +115,8 @@ class Receiver:
 
     def __init__(self, offloaded: OffloadedLeaves, recorder: Recorder):
         self._offloaded, self._recorder = offloaded, recorder
+        # Their new parameters take the memory of mail, which no caller may keep from them.
+        self._hosted = any(spec.hosted for spec in offloaded.specs)
         self._mail = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
         # Another one, so that scalars of the next window need not wait behind a window's sums.
         self._sums = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
@@ -145,8 +146,8 @@ class Receiver:
         self._recorder.step_ended(item.step, times)
         jax.block_until_ready(pieces)
         self._recorder.mail_arrived(item.step)
-        # Only now, when the caller has dropped them: whoever is last has to free them.
-        if not item.deletes:
+        if not self._hosted:
+            # Only now, when the caller has dropped them: whoever is last has to free them.
             item.gradients.clear()
         return pieces, step_scalars
 
