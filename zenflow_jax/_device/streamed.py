@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions
+from zenflow_jax._device.host_slices import check_slices
 from zenflow_jax._device.shards import Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.step import GradientParts, split_gradient
@@ -127,7 +128,7 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
 @jax.custom_jvp
 def _with_no_derivative(weights: Any) -> Any:
     """Weights by which, through `stream`, the derivative would be zero."""
-    return weights
+    return check_slices(weights)
 
 
 @_with_no_derivative.defjvp
