@@ -8,8 +8,9 @@ import pytest
 from tests.train.scripts import records, write
 from train.chat_template import read_template
 from train.data import DataError
-from train.tasks import answers, classification, glue, language
+from train.tasks import answers, classification, fields, glue, language
 
+DOCS = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text(encoding="utf-8")
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "chat" / "alternating.jinja"
 
 
@@ -195,3 +196,8 @@ def test_fields_that_nothing_reads_are_listed_once_with_their_number(tmp_path, d
     else:
         notes = language.make(path, decoder, **options).notes
     assert f"{path}: fields that are not read: 'id' 2, 'label' 1" in notes
+
+
+def test_docs_name_each_field_that_is_followed_or_refused():
+    tables = (fields.OF_CHATS, fields.OF_MESSAGES, fields.OF_INSTRUCTIONS, fields.OF_ANSWERS)
+    assert not [name for table in tables for name in table if f"`{name}`" not in DOCS]

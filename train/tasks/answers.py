@@ -110,13 +110,14 @@ def task_of_answers(
         where = common_place(paths)
         if not len(rows):
             raise DataError(
-                f"{where}: expected an answer that begins within {sequence_length} tokens, but in "
-                f"all of {count} examples it begins later. Use a longer `sequence_length`."
+                f"{where}: expected an answer to learn that begins within {sequence_length} "
+                f"tokens, but in all of {count} examples it begins later, or there is none. Use a "
+                "longer `sequence_length`."
             )
         if len(rows) < count:
             notes.append(
-                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer "
-                f"begins within {sequence_length} tokens"
+                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer to "
+                f"learn begins within {sequence_length} tokens"
             )
         sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
     if len(sides) == 1:
