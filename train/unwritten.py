@@ -29,6 +29,8 @@ _ID = "call00000"
 #: Forms that are remembered.
 FORMS = 1024
 
+_REMEDY = "which skips it. Pass another with --chat-template, or leave that out"
+
 
 class Unwritten:
     """Refuses conversations of which a template skips a part, and counts other fields and roles."""
@@ -79,10 +81,7 @@ class Unwritten:
         except ConversationError as error:
             return [], [str(error)]
         marks = {mark.group(): mark.groups() for mark in _MARK.finditer(form)}
-        return [which for mark, which in marks.items() if mark.lower() not in text], []
-
-
-_REMEDY = "which skips it. Pass another with --chat-template, or leave that out"
+        return [place for mark, place in marks.items() if mark.lower() not in text], []
 
 
 def listed(counts: Counter[str]) -> str:

@@ -114,7 +114,7 @@ FILES = {
         (
             "a.jsonl",
             chats({"messages": [FROM]}),
-            r"expected a field 'role', found 'from'",
+            r"'role', .* Rename `from` to `role` and",
         ),
         ("a.jsonl", chats({"messages": [USER | {"role": "gpt"}]}), r"role 'gpt' to 'assistant'\."),
         ("a.jsonl", chats(DOLLY), r"`response` to `output` and .*, and take --task alpaca"),

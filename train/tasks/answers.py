@@ -28,7 +28,7 @@ from train.tasks.conversations import Conversations
 from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype
 from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
-from train.tasks.files import expect_examples, find_files, records, text_field
+from train.tasks.files import common_place, expect_examples, find_files, records, text_field
 from train.tasks.token_files import stored
 from train.tokenizer import Tokenizer
 
@@ -123,11 +123,6 @@ def task_of_answers(
     if len(sides) == 1:
         sides = sides[0].split(data, validation_share=validation_share, seed=seed)
     return task_of(name, sides[0], {"validation": sides[1]}, tokenizer, notes=notes)
-
-
-def common_place(paths: list[Path]) -> Path:
-    """The only file, or the folder of several."""
-    return paths[0] if len(paths) == 1 else paths[0].parent
 
 
 def _answered(encoded: Encoded, length: int) -> np.ndarray:

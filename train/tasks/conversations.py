@@ -82,7 +82,8 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None}
     for name, value in message.items():
         fields.refuse(where, name, value, fields.OF_MESSAGES)
-    text_field(where, message, "role")
+    remedy = fields.RENAME_ITEMS if "from" in message else "Rename the field"
+    text_field(where, message, "role", remedy=remedy)
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
     _expect_objects(where, "tool_calls", message.get("tool_calls", []))

@@ -50,6 +50,10 @@ OF_ANSWERS = (*WEIGHTS, "training", "loss")
 RENAMED = {"response": "output", "completion": "output", "answer": "output", "context": "input"}
 RENAMED |= {"question": "instruction", "prompt": "instruction"}
 
+# And those of the messages of ShareGPT's.
+_ITEMS = "`from` to `role` and `value` to `content`"
+RENAME_ITEMS = f"Rename {_ITEMS}"
+
 
 class Fields:
     """Refuses records whose other fields say what is to be learned, and counts those that do not.
@@ -146,14 +150,15 @@ def make_conversation(record: Mapping[str, Any]) -> str:
 
 
 def _rename_conversations(messages: Any) -> str:
-    rename = "Rename it to `messages`"
     messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    roles = dict.fromkeys(str(m.get("from", m.get("role"))) for m in messages)
+    roles = dict.fromkeys(str(message.get("from", message.get("role"))) for message in messages)
+    steps = ["Rename it to `messages`"]
     if not messages or any("from" in message for message in messages):
-        rename += ", and in its items `from` to `role` and `value` to `content`"
-    if roles.pop("function_call", ...) is None:
-        rename += ". Make each 'function_call' a message of the assistant with `tool_calls`"
-    return ". ".join(filter(None, [rename, rename_roles(*roles)]))
+        steps[0] += f", and in its items {_ITEMS}"
+    if "function_call" in roles:
+        del roles["function_call"]
+        steps.append("Make each 'function_call' a message of the assistant with `tool_calls`")
+    return ". ".join(filter(None, [*steps, rename_roles(*roles)]))
 
 
 def _is_empty(value: Any) -> bool:

@@ -25,7 +25,7 @@ from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode
 from train.tasks.examples import describe_example
 from train.tasks.fields import Fields
-from train.tasks.files import find_files, lines, records, split, text_field
+from train.tasks.files import common_place, find_files, lines, records, split, text_field
 from train.tasks.token_files import stored
 from train.tokenizer import Tokenizer
 
@@ -168,7 +168,7 @@ def _pieces_of(
             raise DataError(f"{path}: expected text, found an empty file or none but blank texts.")
         if blank:
             notes.append(f"{path.name}: blank texts left out: {blank}")
-    notes += fields.notes(paths[0] if len(paths) == 1 else paths[0].parent)
+    notes += fields.notes(common_place(paths))
 
 
 def _documents(path: Path, field: str, fields: Fields) -> Iterator[Iterable[str]]:
