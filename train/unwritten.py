@@ -1,9 +1,10 @@
-"""What of a conversation a chat template does not write.
+"""What a chat template leaves out of a conversation.
 
-A template is a program, which skips what it does not know: the turn of another role, tools and
-their calls, thoughts. So the conversation is rendered once more, with a mark in place of each text;
-a mark that is not in the result stands for what is not written. Texts have no part in that. So it
-is done once for all conversations of one form: the same roles, fields, numbers of calls, and tools.
+A template is a program that skips what it does not know: the turn of another role, tools and their
+calls, thoughts. So the conversation is rendered once more, with a mark in place of each text. A
+mark that the result lacks stands for a part that the template skips. As the marks replace all
+texts, one rendering holds for each conversation of the same form: the same roles, fields, calls and
+tools.
 """
 
 from __future__ import annotations

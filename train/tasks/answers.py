@@ -8,7 +8,8 @@ A file has one such object a line, or, as *.json, is a list of them, or is a tab
 
 Of an instruction, prompt and answer are tokenized apart, so that the prompt has the tokens that it
 has when the model is asked: `[begin] prompt answer end`. Of a conversation the chat template makes
-one text. Only what the assistant writes counts, with what ends it.
+one text. Only what the assistant writes counts, with what ends it (`fields.py`: unless a weight of
+the message is 0).
 """
 
 from __future__ import annotations
