@@ -167,12 +167,13 @@ def check_pinned(
 def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
     """Takes what mail will have of pinned memory, and gives it back to jax's pool.
 
-    A driver pins memory where the pool first needs it: slowly, and it may wait for all devices.
-    That shall not be in the middle of the first steps, beside their collectives. The state has the
-    first mail already, which is blank.
+    A driver pins memory when the pool first needs it: slowly, and it may wait for all devices. It
+    must not do that in the first steps, beside their collectives. The state has one mail already,
+    which is blank.
     """
     in_state = state.send_gradients.in_step and not any(x.spec.hosted for x in state.leaves)
-    more, taken = round(buffers(state)) - in_state, []
+    # Whole mails, so that what is taken is within a limit that `check_pinned_memory` has passed.
+    more, taken = int(buffers(state)) - in_state, []
     for part in offloaded.parts:
         for device in _senders(state, part):
             if device.platform in _GPUS:
