@@ -34,7 +34,7 @@ ours = { test -z "$$(ls -A "$$folder" 2> /dev/null)" || test -e "$$folder/.zenfl
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs must not meet in one environment
-.PHONY: help quickstart test test-fast test-tunix test-slurm docs test-docs dist lint clean same-python
+.PHONY: help quickstart test test-fast test-compiled test-tunix test-slurm docs test-docs dist lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
@@ -43,6 +43,8 @@ help:
 	@echo "make test-fast   run those that are not marked slow, for work in between: a minute and a half"
 	@echo "                 on two cores. No long compiling, no processes that import jax; what was"
 	@echo "                 compiled is kept for the next time. \`make test\` has the say"
+	@echo "make test-compiled  check what a GPU's compiler makes of all programs; needs no GPU. Two to four"
+	@echo "                 minutes, and a download of 230 MB"
 	@echo "make test-tunix  run the tests that need google-tunix, in an environment of their own: two minutes,"
 	@echo "                 and one more for the install, of 1.6 GB"
 	@echo "make test-slurm  run the batch script under a SLURM of two nodes on this machine: four minutes; needs"
@@ -70,6 +72,20 @@ test-fast: $(installed) $(tools)
 	@mkdir -p $(compiled) && find $(compiled) -type f -mtime +7 -delete
 	@JAX_COMPILATION_CACHE_DIR=$(compiled) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(pytest) -m "not slow" $(TESTARGS)
+
+# Without a GPU: of jax's CUDA wheels a compiler needs the plugin and one of NVIDIA's dozen, with ptxas.
+# They are beside the environment, so that no other test sees them.
+compiler := $(VENV)-compiler
+test-compiled: $(compiler)/.installed $(tools)
+	@JAX_PLATFORMS=cpu PYTHONPATH=$(compiler) TF_CPP_MIN_LOG_LEVEL=3 $(pytest) $(TESTARGS) \
+	  tests/compiled/check_programs.py 2> $(compiler)/stderr.log || { cat $(compiler)/stderr.log; exit 1; }
+
+$(compiler)/.installed: $(installed)
+	@folder=$(compiler); $(ours) && mkdir -p $(compiler) && touch $(compiler)/.zenflow_jax
+	@find $(compiler) -mindepth 1 ! -name .zenflow_jax -delete
+	@version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)') && $(pip) install --no-deps \
+	  --target $(compiler) jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
+	@touch $@
 
 test-slurm: $(installed) $(tools)
 	@$(pytest) tests/in_slurm.py
@@ -100,7 +116,7 @@ lint: $(installed) $(tools)
 	  || { cat $(VENV)/pyright.log; exit 1; }
 
 clean:
-	@for folder in $(VENV) $(VENV)-tunix; do $(ours) && rm -rf "$$folder" || exit 1; done
+	@for folder in $(VENV) $(VENV)-compiler $(VENV)-tunix; do $(ours) && rm -rf "$$folder" || exit 1; done
 	rm -rf build
 
 $(made): | same-python

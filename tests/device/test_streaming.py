@@ -9,8 +9,9 @@ from flax import nnx
 
 import zenflow_jax
 from tests.comparisons import assert_same_bits
-from tests.device.streamed_runs import INNER, OPTIONS, batches, block, loss, model, run
+from tests.device.streamed_runs import INNER, OPTIONS, batches, block, hosted, loss, model, run
 from zenflow_jax import streaming
+from zenflow_jax._device import host_slices
 from zenflow_jax._device.streamed import _as_floats, _as_packed
 
 rematerialized = jax.checkpoint(block, prevent_cse=False)
@@ -199,6 +200,27 @@ def test_a_device_that_streams_wrong_gradients_is_refused(monkeypatch, name, fac
     monkeypatch.setattr(streaming, name, wrong)
     with pytest.raises(RuntimeError, match=r"differ by .*%.* `--stream none`"):
         streaming.check_device()
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize("where", [model, lambda dtype: hosted(model(dtype))])
+def test_a_program_for_a_gpu_is_refused_where_jax_slices_host_memory_wrongly(
+    monkeypatch, platform, where
+):
+    monkeypatch.setattr(host_slices, "_FIXED", (99,))
+    params, tx = where("float32"), zenflow_jax.zenflow(1e-2)
+    state = tx.init(params)
+
+    def step(params, state, x, y):
+        return tx.update(jax.grad(loss)(streaming.stream(params, state), x, y), state, params)
+
+    with jax.numpy_dtype_promotion("standard"):
+        traced = jax.jit(step).trace(params, state, *next(batches(1, "float32")))
+        traced.lower()
+        with pytest.raises(NotImplementedError, match=r"xla#46231.*0\.11\.1 .*Python 3\.12"):
+            traced.lower(lowering_platforms=(platform,))
+        monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=a,dynamic-slice-annotator --b=1")
+        traced.lower(lowering_platforms=(platform,))
 
 
 def test_streamed_weights_are_no_parameters():

@@ -1,0 +1,134 @@
+"""A reader of compiled programs finds slices of host memory that a GPU would copy wrongly."""
+
+import pytest
+
+from benchmarks import host_access
+
+#: A loop of three over a stack of four, as XLA prints it but for what nobody reads; `{...}` differ.
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%sliced (p0: bf16[4,8,16], p1: s32[], p2: s32[]) -> bf16[1,8,16] {{
+  %p0 = bf16[4,8,16]{{2,1,0:S(5)}} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %slice = bf16[1,8,16]{{2,1,0}} dynamic-slice(%p0, %p1, %p2, %p2), \
+dynamic_slice_sizes={{1,8,16}}{walk}
+}}
+
+%next (p0: s32[]) -> (s32[], s32[]) {{
+  %p0 = s32[] parameter(0)
+  %one = s32[] constant(1)
+  %add = s32[] add(%p0, %one)
+  ROOT %pair = (s32[], s32[]) tuple(%add, %p0)
+}}
+
+%body (state: (s32[], bf16[4,8,16], s32[])) -> (s32[], bf16[4,8,16], s32[]) {{
+  %state = (s32[], bf16[4,8,16]{{2,1,0:S(5)}}, /*index=2*/s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %stack = bf16[4,8,16]{{2,1,0:S(5)}} get-tuple-element(%state), index=1
+  %other = s32[] get-tuple-element(%state), index=2
+  %zero = s32[] constant(0)
+  %last = s32[] constant(3)
+  %least = s32[] minimum(%i, %last)
+  %table = s32[3]{{0}} constant({{2, 1, 0}})
+  %entry = s32[1]{{0}} dynamic-slice(%table, %i), dynamic_slice_sizes={{1}}
+  %looked_up = s32[] bitcast(%entry)
+  %down = s32[] subtract(%last, %i)
+  %pair = (s32[], s32[]) fusion(%i), kind=kLoop, calls=%next
+  %start = ((bf16[4,8,16]{{2,1,0:S(5)}}, s32[], s32[]), bf16[1,8,16]{{2,1,0}}, u32[]) \
+fusion-start(%stack, {index}, %zero), kind=kLoop, calls=%sliced
+  %done = bf16[1,8,16]{{2,1,0}} fusion-done(%start)
+  ROOT %new = (s32[], bf16[4,8,16]{{2,1,0:S(5)}}, s32[]) tuple(%pair#0, %stack, %other)
+}}
+
+%condition (state: (s32[], bf16[4,8,16], s32[])) -> pred[] {{
+  %state = (s32[], bf16[4,8,16]{{2,1,0:S(5)}}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %n = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}}
+
+ENTRY %main (weights: bf16[4,8,16], a: s32[]) -> (s32[], bf16[4,8,16], s32[]) {{
+  %weights = bf16[4,8,16]{{2,1,0}} parameter(0)
+  %a = s32[] parameter(1)
+  %begin = s32[] constant(0)
+  %copy-start = (bf16[4,8,16]{{2,1,0:S(5)}}, bf16[4,8,16]{{2,1,0}}, u32[]) copy-start(%weights)
+  %copy-done = bf16[4,8,16]{{2,1,0:S(5)}} copy-done(%copy-start)
+  %init = (s32[], bf16[4,8,16]{{2,1,0:S(5)}}, s32[]) tuple(%begin, %copy-done, %a)
+  ROOT %loop = (s32[], bf16[4,8,16]{{2,1,0:S(5)}}, s32[]) while(%init), condition=%condition, \
+body=%body, backend_config={{"known_trip_count":{{"n":"3"}},"known_init_step":{{"init":"0","step":\
+"1"}},"known_induction_variable":{{"tuple_index":"0"}}}}
+}}
+"""
+
+
+def read(index, offset=None, stride=256):
+    config = f'{{"loop_index":"0","byte_offset":"{offset}","byte_stride":"{stride}"}}'
+    walk = "" if offset is None else f', backend_config={{"dynamic_slice_config":{config}}}'
+    return host_access.traffic(PROGRAM.format(index=index, walk=walk))
+
+
+@pytest.mark.parametrize(
+    ("index", "offset", "stride"),
+    [
+        ("%i", 0, 256),
+        ("%least", 0, 256),
+        ("%pair#0", 256, 256),  # i + 1, inside of a fusion
+        ("%looked_up", 512, -256),
+        ("%down", 768, -256),
+    ],
+)
+def test_a_walk_that_is_its_index_is_right_and_every_other_is_wrong(index, offset, stride):
+    assert read(index, offset, stride) == host_access.Traffic(1, [], [], 1, 0)
+    for other in ((offset + 256, stride), (offset, -stride), (offset, 0)):
+        found = read(index, *other)
+        assert (found.right, found.kernels) == (0, [])
+        assert "the index says" in found.wrong[0]
+
+
+def test_a_slice_without_a_walk_is_a_kernel():
+    found = read("%i")
+    assert (found.right, found.wrong, len(found.kernels)) == (0, [], 1)
+    assert found.kernels[0].startswith("body: fusion-start start")
+
+
+@pytest.mark.parametrize("index", ["%other", "%done"])
+def test_a_walk_whose_index_is_not_known_is_not_taken_for_right(index):
+    assert "its index is not known" in read(index, 0).wrong[0]
+
+
+def test_a_loop_whose_trips_are_not_known_is_not_taken_for_right():
+    text = PROGRAM.replace("known_trip_count", "unknown")
+    config = ', backend_config={"dynamic_slice_config":{"byte_offset":"0","byte_stride":"256"}}'
+    found = host_access.traffic(text.format(index="%i", walk=config))
+    assert "trip count" in found.wrong[0]
+
+
+def test_a_clamped_index_is_not_the_walk_behind_the_array():
+    # The index stays at the last layer, where the walk would read what is behind it.
+    text = PROGRAM.replace('"n":"3"', '"n":"4"')
+    config = ', backend_config={"dynamic_slice_config":{"byte_offset":"256","byte_stride":"256"}}'
+    found = host_access.traffic(text.format(index="%pair#0", walk=config))
+    assert "index says [1, 2, 3, 3], the walk [1, 2, 3, 4]" in found.wrong[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "kernels", "to_device"),
+    [
+        ("%x = bf16[8]{0} fusion(%copy-done), kind=kInput, calls=%next", 1, 0),
+        ("%x = bf16[4,8,16]{2,1,0:S(5)} custom-call(%a), custom_call_target=HostExecute", 1, 0),
+        ('%x = bf16[8]{0:S(5)} custom-call(), custom_call_target="AllocateBuffer"', 0, 0),
+        ("%x = (bf16[8]{0}, bf16[8]{0:S(5)}, u32[]) copy-start(%copy-done)", 0, 1),
+    ],
+)
+def test_what_else_touches_host_memory_is_named(line, kernels, to_device):
+    text = PROGRAM.format(index="%i", walk="").replace("  ROOT %loop", f"  {line}\n  ROOT %loop")
+    found = host_access.traffic(text)
+    assert (len(found.kernels) - 1, found.to_device) == (kernels, to_device)
+
+
+def test_large_copies_on_the_device_are_found():
+    line = "  %x = bf16[4,8,16]{2,1,0} copy(%weights)\n"
+    text = PROGRAM.format(index="%i", walk="").replace("  %begin", f"{line}  %begin")
+    assert len(list(host_access.large_copies(text, 1024))) == 1
+    assert not list(host_access.large_copies(text, 1025))
