@@ -88,7 +88,8 @@ def zenflow(
     `optax.adamw`, in its order; `eps_root`, `mu_dtype` and `nesterov` are missing.
 
     Args:
-        learning_rate: A number, a schedule of the step count (from 0), or a float32 array.
+        learning_rate: A number, a schedule of the step count (from 0, without skipped steps), or a
+            float32 array.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the root of the second moment.
@@ -209,7 +210,7 @@ def zenflow(
         del extra  # Adam needs none; a chain hands them to everybody.
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state, offload)
-        scalars = _scalars_at(state.step + 1, *numbers[:-1])
+        scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
         return _update(updates, state, weights, scalars, max_grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -308,11 +309,11 @@ def _with_mail(
     return state._replace(mail=mail, token=jnp.full_like(state.token, USED), step_scalars=scalars)
 
 
-def _scalars_at(step: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: Any) -> AdamScalars:
-    """The hyperparameters of a step, which is counted from 1."""
-    # As in optax, schedules count the steps before this one.
-    rate = _scalar(rate(step - 1) if callable(rate) else rate)
-    decay = _scalar(decay(step - 1) if callable(decay) else decay)
+def _scalars_at(count: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: Any) -> AdamScalars:
+    """Returns the hyperparameters of the next step, after `count` steps that were not skipped."""
+    # `optax.adamw` counts so, too, where `optax.apply_if_finite` withholds a step.
+    rate = _scalar(rate(count) if callable(rate) else rate)
+    decay = _scalar(decay(count) if callable(decay) else decay)
     first, second = _scalar(b1), _scalar(b2)
     return AdamScalars(rate, first, second, 1 - first, 1 - second, _scalar(eps), decay)
 
