@@ -198,21 +198,35 @@ def test_leaves_of_other_dtypes_are_refused_by_name(dtype):
             assert_told(lambda f=call: f(params), ValueError, f"['bad'][0] is {dtype}")
 
 
+STACKED = {"first": jnp.ones((4, 64, 32)), "second": jnp.ones((64, 4, 32))}
+SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64))}
+
+
 @pytest.mark.parametrize(
-    ("tx", "params", "warned"),
+    ("tx", "params", "warning"),
     [
-        (optax.flatten(make()), PARAMS, True),
-        (make(resident=lambda *_: True), PARAMS, True),
-        (make(), PARAMS, False),
-        (make(offload=False), {"bias": jnp.zeros(3)}, False),
+        (optax.flatten(make()), PARAMS, "saves no memory"),
+        (make(resident=lambda *_: True), PARAMS, "saves no memory"),
+        (make(), PARAMS, None),
+        (make(max_grad_norm=1.0), PARAMS, None),
+        (make(offload=False), {"bias": jnp.zeros(3)}, None),
+        (
+            optax.masked(make(max_grad_norm=1.0), {"weight": True, "bias": False}),
+            PARAMS,
+            "norm of the 1 leaves that this `zenflow` has, without 1 that",
+        ),
+        (make(topk_ratio=0.05), STACKED, "selects 1 of 4 channels along axis 1 of ['second']"),
+        (make(topk_ratio=0.05, channel_axis=-1), STACKED, None),
+        (make(topk_ratio=0.05), STACKED | {"more": jnp.ones((256, 1024))}, None),
+        (make(), SCANNED, "takes ['norm']['scale'] of shape (18, 64) for a matrix with 18 chan"),
+        (make(resident=lambda path, _: "scale" in str(path[-1])), SCANNED, None),
     ],
-    ids=["flattened", "resident", "usual", "in-graph"],
 )
-def test_who_saves_no_memory_is_warned(caplog, tx, params, warned):
+def test_leaves_that_are_probably_something_else_are_warned_of(caplog, tx, params, warning):
     tx.init(params)
     messages = [r.getMessage() for r in caplog.records if r.name == "zenflow_jax"]
-    assert len(messages) == warned
-    assert all("saves no memory" in m for m in messages)
+    assert len(messages) == (warning is not None)
+    assert all(warning in m for m in messages)
 
 
 WRONG_PARAMS = [
@@ -295,7 +309,7 @@ def test_a_second_update_without_exchange_is_refused_and_makes_nan_under_jit():
 ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 LATE = make(send_gradients="after_step")
-STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+STACKED = {"first": jnp.ones((4, 64, 32)), "second": jnp.ones((64, 4, 32))}
 NO_ONE_STATE = [
     (lambda: zenflow_jax.find_state(ADAM), ValueError, NO_STATE),
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),

@@ -40,12 +40,13 @@ from zenflow_jax._spec.arguments import (
     check_transfer_dtype,
 )
 from zenflow_jax._spec.groups import in_groups
-from zenflow_jax._spec.resolve import (
-    LeafRules,
-    check_hosted,
-    resolve_specs,
+from zenflow_jax._spec.leaf_warnings import (
     warn_if_all_resident,
+    warn_of_a_part,
+    warn_of_few_channels,
+    warn_of_stacked_vectors,
 )
+from zenflow_jax._spec.resolve import LeafRules, check_hosted, resolve_specs
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
@@ -120,8 +121,9 @@ def zenflow(
             gradient, until the next update replaces that. It costs 0.25 bytes per offloaded
             parameter on the device during the step. None, the paper's way: deferred weights stand
             still between updates.
-        max_grad_norm: Clips as `optax.clip_by_global_norm` does; that in front would keep the mail
-            from leaving during the backward pass.
+        max_grad_norm: Clips as `optax.clip_by_global_norm` does, by the norm of the leaves that
+            this transformation gets (in `optax.partition` a part of them); that in front would keep
+            the mail from leaving during the backward pass.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
         resident: Function of (key path, leaf) that says which leaves stay wholly on the device, as
@@ -200,8 +202,13 @@ def zenflow(
     def init(params: Any) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")
         specs = resolve_specs(params, rules, param_shardings, mask)
+        if max_grad_norm is not None:
+            warn_of_a_part(params)
         if offload and topk_ratio < 1:
             warn_if_all_resident(specs)
+            warn_of_few_channels(specs, topk_ratio)
+            if resident is None:
+                warn_of_stacked_vectors(specs)
         specs, in_turn = in_groups(specs, schedule)
         check_hosted(specs, in_turn, sends_in_step=bool(offload) and sending.in_step)
         return first_state(params, specs, Static(in_turn, bool(offload), sending))

@@ -1,7 +1,6 @@
 """Decides what kind of leaf each parameter is; only this file calls the user's leaf functions."""
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -121,9 +120,6 @@ def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
             )
 
 
-_logger = logging.getLogger("zenflow_jax")
-
-
 def resolve_specs(
     params: Any, rules: LeafRules, param_shardings: Any, mask: Any
 ) -> tuple[LeafSpec, ...]:
@@ -136,21 +132,6 @@ def resolve_specs(
         for (path, leaf), decay, sharding in zip(
             paths, _decayed(params, mask), _shardings(params, param_shardings), strict=True
         )
-    )
-
-
-def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
-    """Warns that nothing saves memory. No error, because the result is right."""
-    if not any(math.prod(spec.shape) for spec in specs) or not all(s.resident for s in specs):
-        return
-    first = specs[0]
-    _logger.warning(
-        "zenflow saves no memory: all %d leaves stay on the device, the first %s of shape %s. "
-        "Expected one with two axes and with channels beyond `topk_ratio`, in a tree that "
-        "`optax.flatten` has not made one vector of.",
-        len(specs),
-        first.name or "a bare array",
-        first.shape,
     )
 
 
