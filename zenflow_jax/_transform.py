@@ -45,6 +45,7 @@ from zenflow_jax._spec.leaf_warnings import (
     warn_of_a_part,
     warn_of_few_channels,
     warn_of_stacked_vectors,
+    warn_of_uneven_pieces,
 )
 from zenflow_jax._spec.resolve import LeafRules, check_hosted, resolve_specs
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
@@ -207,6 +208,7 @@ def zenflow(
         if offload and topk_ratio < 1:
             warn_if_all_resident(specs)
             warn_of_few_channels(specs, topk_ratio)
+            warn_of_uneven_pieces(specs, topk_ratio)
             if resident is None:
                 warn_of_stacked_vectors(specs)
         specs, in_turn = in_groups(specs, schedule)

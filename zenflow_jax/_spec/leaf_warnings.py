@@ -13,6 +13,7 @@ import jax
 import optax
 
 from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.resolve import selected_channels
 
 _logger = logging.getLogger("zenflow_jax")
 
@@ -56,6 +57,30 @@ def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
         largest.shape,
         topk_ratio,
         len(few) - 1,
+    )
+
+
+def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
+    """Warns where a mesh adds selected channels, so that fewer devices cannot resume the run."""
+    divided = [s for s in specs if not s.resident and s.pieces > 1]
+    uneven = [s for s in divided if s.k != selected_channels(topk_ratio, s.n, 1)]
+    if not uneven:
+        return
+    first = uneven[0]
+    # Each piece selects a whole number of channels where the ratio is a multiple of 1 / this.
+    common = math.gcd(*(s.n // s.pieces for s in divided))
+    even = selected_channels(topk_ratio, common, 1) / common
+    remedy = f"with topk_ratio={even!r} or " if even <= 2 * topk_ratio else ""
+    _logger.warning(
+        "zenflow selects %d channels of %s, whose channel axis lies in %d pieces, and would select "
+        "%d in one. A checkpoint of this run can be resumed only on a mesh that selects as many. "
+        "If the run is to be resumed on fewer devices, begin it %swith a mesh that divides other "
+        "axes: there the number is the same.",
+        first.k,
+        first.name or "a bare array",
+        first.pieces,
+        selected_channels(topk_ratio, first.n, 1),
+        remedy,
     )
 
 

@@ -52,9 +52,7 @@ def resolve(
     elif transfer_dtype == dtype:
         transfer_dtype = None
     spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=transfer_dtype)
-    shards = 1 if place is None else place.count(place.block[int(axis)])
-    # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
-    k = shards * math.ceil(round(rules.topk_ratio * (spec.n // shards), 6))
+    k = selected_channels(rules.topk_ratio, spec.n, spec.pieces)
     if k >= spec.n:
         return alone  # with every channel selected, nothing is left to offload
     cut = rules.partition_replicated
@@ -65,6 +63,12 @@ def resolve(
         rest = range(len(spec.stack), len(shape))
         place = divide_blocks(place, shape, [i for i in reversed(rest) if i != spec.axis])
     return dataclasses.replace(spec, k=k, placement=place)
+
+
+def selected_channels(topk_ratio: float, n: int, pieces: int) -> int:
+    """Returns how many of `n` channels are selected, if as many in each of equal pieces of them."""
+    # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
+    return pieces * math.ceil(round(topk_ratio * (n // pieces), 6))
 
 
 def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
