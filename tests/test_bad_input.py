@@ -102,6 +102,7 @@ WRONG_ENGINE_OPTIONS = {
     "threads": [0, -1, 1.5, True, "2"],
     "prefetch_bytes": [-1, 1e9, True, "1G"],
     "max_skipped": [0, 2.0, True],
+    "check": ["everything", None],
 }
 
 
@@ -198,7 +199,7 @@ def test_leaves_of_other_dtypes_are_refused_by_name(dtype):
             assert_told(lambda f=call: f(params), ValueError, f"['bad'][0] is {dtype}")
 
 
-STACKED = {"first": jnp.ones((4, 64, 32)), "second": jnp.ones((64, 4, 32))}
+SECOND_AXIS = {"first": jnp.ones((4, 64, 32)), "second": jnp.ones((64, 4, 32))}
 SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64))}
 
 
@@ -213,11 +214,11 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
         (
             optax.masked(make(max_grad_norm=1.0), {"weight": True, "bias": False}),
             PARAMS,
-            "norm of the 1 leaves that this `zenflow` has, without 1 that",
+            "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` keeps others",
         ),
-        (make(topk_ratio=0.05), STACKED, "selects 1 of 4 channels along axis 1 of ['second']"),
-        (make(topk_ratio=0.05, channel_axis=-1), STACKED, None),
-        (make(topk_ratio=0.05), STACKED | {"more": jnp.ones((256, 1024))}, None),
+        (make(topk_ratio=0.05), SECOND_AXIS, "selects 1 of 4 channels along axis 1 of ['second']"),
+        (make(topk_ratio=0.05, channel_axis=-1), SECOND_AXIS, None),
+        (make(topk_ratio=0.05), SECOND_AXIS | {"more": jnp.ones((256, 1024))}, None),
         (make(), SCANNED, "takes ['norm']['scale'] of shape (18, 64) for a matrix with 18 chan"),
         (make(resident=lambda path, _: "scale" in str(path[-1])), SCANNED, None),
     ],
@@ -309,7 +310,7 @@ def test_a_second_update_without_exchange_is_refused_and_makes_nan_under_jit():
 ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 LATE = make(send_gradients="after_step")
-STACKED = {"first": jnp.ones((4, 64, 32)), "second": jnp.ones((64, 4, 32))}
+STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
 NO_ONE_STATE = [
     (lambda: zenflow_jax.find_state(ADAM), ValueError, NO_STATE),
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),

@@ -106,9 +106,9 @@ def warn_of_a_part(params: Any) -> None:
     masked = sum(map(_is_masked, nodes))
     if masked:
         _logger.warning(
-            "`max_grad_norm` clips by the norm of the %d leaves that this `zenflow` has, without "
-            "%d that `optax.partition` or `optax.masked` keeps from it. If those are trained, too, "
-            "put `optax.clip_by_global_norm` in front of both in its place.",
+            "`max_grad_norm` clips by the norm of this `zenflow`'s leaves (%d). `optax.partition` "
+            "or `optax.masked` keeps others from it (%d). If those are trained, too, use "
+            "`optax.clip_by_global_norm` in front of the partition instead.",
             len(nodes) - masked,
             masked,
         )
