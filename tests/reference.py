@@ -71,7 +71,8 @@ class Reference:
 
     Args:
         params: Leaves of any shape and of any real floating dtype. They are copied.
-        learning_rate: A number, or a schedule that step `t` asks for `t - 1`, as optax does.
+        learning_rate: A number, or a schedule. Step `t` asks it for the number of steps before it
+            that were not skipped, as optax does.
         settings: The options.
         channel_axes: The channel axis of each leaf; None makes the leaf resident.
         decay: Whether each leaf takes part in weight decay; None is all of them.
@@ -141,7 +142,7 @@ class Reference:
         for turn in self.turns:
             turn.open_steps += 1
         schedule = self._learning_rate
-        lr = schedule(self.step_count - 1) if callable(schedule) else schedule
+        lr = schedule(self.step_count - 1 - self.skipped) if callable(schedule) else schedule
         self._last_lr = np.float32(lr)
 
         squares = arithmetic.sums_of_squares(gradients)

@@ -102,6 +102,7 @@ WRONG_ENGINE_OPTIONS = {
     "threads": [0, -1, 1.5, True, "2"],
     "prefetch_bytes": [-1, 1e9, True, "1G"],
     "max_skipped": [0, 2.0, True],
+    "check": ["everything", None],
 }
 
 
@@ -198,21 +199,35 @@ def test_leaves_of_other_dtypes_are_refused_by_name(dtype):
             assert_told(lambda f=call: f(params), ValueError, f"['bad'][0] is {dtype}")
 
 
+SECOND_AXIS = {"first": jnp.ones((4, 64, 32)), "second": jnp.ones((64, 4, 32))}
+SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64))}
+
+
 @pytest.mark.parametrize(
-    ("tx", "params", "warned"),
+    ("tx", "params", "warning"),
     [
-        (optax.flatten(make()), PARAMS, True),
-        (make(resident=lambda *_: True), PARAMS, True),
-        (make(), PARAMS, False),
-        (make(offload=False), {"bias": jnp.zeros(3)}, False),
+        (optax.flatten(make()), PARAMS, "saves no memory"),
+        (make(resident=lambda *_: True), PARAMS, "saves no memory"),
+        (make(), PARAMS, None),
+        (make(max_grad_norm=1.0), PARAMS, None),
+        (make(offload=False), {"bias": jnp.zeros(3)}, None),
+        (
+            optax.masked(make(max_grad_norm=1.0), {"weight": True, "bias": False}),
+            PARAMS,
+            "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` keeps others",
+        ),
+        (make(topk_ratio=0.05), SECOND_AXIS, "selects 1 of 4 channels along axis 1 of ['second']"),
+        (make(topk_ratio=0.05, channel_axis=-1), SECOND_AXIS, None),
+        (make(topk_ratio=0.05), SECOND_AXIS | {"more": jnp.ones((256, 1024))}, None),
+        (make(), SCANNED, "takes ['norm']['scale'] of shape (18, 64) for a matrix with 18 chan"),
+        (make(resident=lambda path, _: "scale" in str(path[-1])), SCANNED, None),
     ],
-    ids=["flattened", "resident", "usual", "in-graph"],
 )
-def test_who_saves_no_memory_is_warned(caplog, tx, params, warned):
+def test_leaves_that_are_probably_something_else_are_warned_of(caplog, tx, params, warning):
     tx.init(params)
     messages = [r.getMessage() for r in caplog.records if r.name == "zenflow_jax"]
-    assert len(messages) == warned
-    assert all("saves no memory" in m for m in messages)
+    assert len(messages) == (warning is not None)
+    assert all(warning in m for m in messages)
 
 
 WRONG_PARAMS = [

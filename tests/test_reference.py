@@ -114,11 +114,12 @@ BY_STEP = {
         + [((1, 1, 3), (-1.5, -1.5, -0.75 * t)) for t in (4, 5, 6)]
         + [((1, 1, 3), (-2, -2, -5.25))],
     ),
-    # Mean 3 of the two steps before it, rate 4 of its own.
-    "a skipped step counts for schedule and window but not for the mean": (
+    # Mean 3 of the two steps before it, at the rate 4 of the next step that counts.
+    "a skipped step counts for the window but neither for the rate nor for the mean": (
         DOUBLING,
         HALF | {"update_interval": 3},
-        [((1, 1), (-0.5, 0)), ((1, 5), (-1.5, 0)), ((np.nan, 1), (-1.5, -3))],
+        [((1, 1), (-0.5, 0)), ((1, 5), (-1.5, 0)), ((np.nan, 1), (-1.5, -3))]
+        + [((1, 1), (-1.5, -5))],  # the other is selected then
     ),
     "a window of skipped steps makes no update": (
         1.0,

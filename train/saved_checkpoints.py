@@ -264,8 +264,8 @@ def check_arrays(
         if saved.get(name) != wanted.get(name):
             raise SettingsError(
                 f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
-                f"got {wanted.get(name, 'none')}: that checkpoint is of another model or "
-                f"optimizer, or of another layout (zenflow_jax {version} wrote it, this is "
+                f"got {wanted.get(name, 'none')}: that checkpoint is of another model, "
+                f"optimizer or mesh, or of another layout (zenflow_jax {version} wrote it, this is "
                 f"{zenflow_jax.__version__}). Take {folder.parent.parent / 'settings.toml'} as the "
                 "config, or name another --run to begin a new one."
             )

@@ -33,7 +33,7 @@ from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._spec.rules import check_int_or_none
+from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -91,6 +91,10 @@ class HostEngine:
         exit_if_stuck: When one of several processes fails, the others raise that at their next
             call. One that waits for it in a collective makes no next call: the engine ends it 30 s
             after the failure, by `os._exit(1)`, with the reason on stderr. False leaves it waiting.
+        check: How the engine notices that something else changes parameters. "samples": now and
+            then, by some values of each leaf. "all": by all values at each step, for debugging; it
+            takes time and a copy of the parameters on the device. Neither sees what is changed
+            between two steps in selected channels of low precision, which the next step undoes.
 
     Raises:
         ValueError: If an argument is out of range; if the state is not one ZenFlowState with
@@ -132,7 +136,9 @@ class HostEngine:
         max_skipped: int | None = None,
         engine_state: Any = None,
         exit_if_stuck: bool = True,
+        check: str = "samples",
     ):
+        check_one_of("check", check, ["samples", "all"])
         check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
         check_int_or_none("max_skipped", max_skipped, 1)
         compact = checks.is_compact(host_state)
@@ -152,7 +158,9 @@ class HostEngine:
         self._expected = Expected(state, weights, offloaded, moved)
         self._progress = Progress(state.schedule, len(offloaded.places))
         specs = [leaf.spec for leaf in state.leaves]
-        self._integrity = Integrity(specs, state.schedule, int(read(state.step)))
+        self._integrity = Integrity(
+            specs, state.schedule, int(read(state.step)), everything=check == "all"
+        )
         self._updates = Updates(worker, offloaded, self._integrity)
         host_side = worker, self._progress, self._updates
         number = join_run(engine_state, offloaded, state, weights, *host_side)
@@ -253,8 +261,7 @@ class HostEngine:
                 taken = taken.with_offloaded(weights)
                 params = taken.tree
             self._progress.passed(boundaries, state.step_scalars.statistics, measured)
-            if closing or first:
-                self._integrity.note_parameters(taken.weights, leaves)
+            self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
             if self._hosted:
@@ -296,6 +303,8 @@ class HostEngine:
             weights = self._updates.collect(weights, groups, state)
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
+            moved = taken.with_offloaded(weights)
+            self._integrity.note_parameters(moved.weights, state.leaves, if_due=False)
             params = self._current(taken, weights, state)
             return params, replace_state(opt_state, self._mailbox.renew(state))
 

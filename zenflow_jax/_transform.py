@@ -40,12 +40,14 @@ from zenflow_jax._spec.arguments import (
     check_transfer_dtype,
 )
 from zenflow_jax._spec.groups import in_groups
-from zenflow_jax._spec.resolve import (
-    LeafRules,
-    check_hosted,
-    resolve_specs,
+from zenflow_jax._spec.leaf_warnings import (
     warn_if_all_resident,
+    warn_of_a_part,
+    warn_of_few_channels,
+    warn_of_stacked_vectors,
+    warn_of_uneven_pieces,
 )
+from zenflow_jax._spec.resolve import LeafRules, check_hosted, resolve_specs
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
@@ -88,7 +90,8 @@ def zenflow(
     `optax.adamw`, in its order; `eps_root`, `mu_dtype` and `nesterov` are missing.
 
     Args:
-        learning_rate: A number, a schedule of the step count (from 0), or a float32 array.
+        learning_rate: A number, a schedule of the step count (from 0, without skipped steps), or a
+            float32 array.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the root of the second moment.
@@ -119,8 +122,9 @@ def zenflow(
             gradient, until the next update replaces that. It costs 0.25 bytes per offloaded
             parameter on the device during the step. None, the paper's way: deferred weights stand
             still between updates.
-        max_grad_norm: Clips as `optax.clip_by_global_norm` does; that in front would keep the mail
-            from leaving during the backward pass.
+        max_grad_norm: Clips as `optax.clip_by_global_norm` does, by the norm of the leaves that
+            this transformation gets (in `optax.partition` a part of them); that in front would keep
+            the mail from leaving during the backward pass.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
         resident: Function of (key path, leaf) that says which leaves stay wholly on the device, as
@@ -199,8 +203,14 @@ def zenflow(
     def init(params: Any) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")
         specs = resolve_specs(params, rules, param_shardings, mask)
+        if max_grad_norm is not None:
+            warn_of_a_part(params)
         if offload and topk_ratio < 1:
             warn_if_all_resident(specs)
+            warn_of_few_channels(specs, topk_ratio)
+            warn_of_uneven_pieces(specs, topk_ratio)
+            if resident is None:
+                warn_of_stacked_vectors(specs)
         specs, in_turn = in_groups(specs, schedule)
         check_hosted(specs, in_turn, sends_in_step=bool(offload) and sending.in_step)
         return first_state(params, specs, Static(in_turn, bool(offload), sending))
@@ -209,7 +219,7 @@ def zenflow(
         del extra  # Adam needs none; a chain hands them to everybody.
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state, offload)
-        scalars = _scalars_at(state.step + 1, *numbers[:-1])
+        scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
         return _update(updates, state, weights, scalars, max_grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -308,11 +318,11 @@ def _with_mail(
     return state._replace(mail=mail, token=jnp.full_like(state.token, USED), step_scalars=scalars)
 
 
-def _scalars_at(step: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: Any) -> AdamScalars:
-    """The hyperparameters of a step, which is counted from 1."""
-    # As in optax, schedules count the steps before this one.
-    rate = _scalar(rate(step - 1) if callable(rate) else rate)
-    decay = _scalar(decay(step - 1) if callable(decay) else decay)
+def _scalars_at(count: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: Any) -> AdamScalars:
+    """Returns the hyperparameters of the next step, after `count` steps that were not skipped."""
+    # `optax.adamw` counts so, too, where `optax.apply_if_finite` withholds a step.
+    rate = _scalar(rate(count) if callable(rate) else rate)
+    decay = _scalar(decay(count) if callable(decay) else decay)
     first, second = _scalar(b1), _scalar(b2)
     return AdamScalars(rate, first, second, 1 - first, 1 - second, _scalar(eps), decay)
 

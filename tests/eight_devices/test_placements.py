@@ -173,12 +173,15 @@ def test_weights_loaded_after_the_engine_was_made_are_those_that_train():
 
 
 @pytest.mark.parametrize(
-    ("where", "leaf"),
-    [(("three", "both", EXPLICIT), "rows"), (("data", "replicated", AUTO), "stacked_columns")],
+    ("where", "leaf", "check"),
+    [
+        (("three", "both", EXPLICIT), "rows", "all"),
+        (("data", "replicated", AUTO), "stacked_columns", "samples"),
+    ],
     ids=str,
 )
-def test_parameters_that_something_else_changes_are_refused(where, leaf):
-    with started(where, STALE) as run:
+def test_parameters_that_something_else_changes_are_refused(where, leaf, check):
+    with started(where, STALE, check=check) as run:
         run.go(7)
         other = other_on_the_last_device(run.params, run.shardings)[leaf]
         run.params = run.params | runs.place({leaf: other}, run.shardings)

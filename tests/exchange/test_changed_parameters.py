@@ -106,7 +106,7 @@ def filled(*numbers):
     }
 
 
-def train(behind=(), params=PARAMS, between=lambda t, params: params, **options):
+def train(behind=(), params=PARAMS, between=lambda t, params: params, check="samples", **options):
     """A run with something behind zenflow, or between its steps."""
     tx = optax.chain(zenflow_jax.zenflow(1e-2, **{**OPTIONS, **options}), *behind)
 
@@ -122,7 +122,7 @@ def train(behind=(), params=PARAMS, between=lambda t, params: params, **options)
     params = jax.device_put(params, jax.devices()[0])
     with jax.numpy_dtype_promotion("standard"):
         state = jax.jit(tx.init)(params)
-    with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
+    with zenflow_jax.HostEngine(params, state, host_kernel="numpy", check=check) as engine:
         for t in range(24):
             params, state = engine.exchange(*step(params, state, jnp.float32(t)))
             params = between(t, params)
@@ -163,6 +163,23 @@ def test_weights_of_some_steps_ago_are_no_provisional_step():
 
 
 @pytest.mark.parametrize(
+    ("name", "place", "options"),
+    [
+        ("low", (1, 1), {"update_interval": 1, "staleness": 0}),
+        ("low", (11, 6), MOVES),
+        ("wide", (1, 1), MOVES),  # selected
+    ],
+    ids=["standing still", "moving", "selected"],
+)
+def test_one_number_that_was_changed_is_refused_where_all_are_compared(name, place, options):
+    def set_one(t, params):
+        return params | {name: params[name].at[place].multiply(1.02)} if t == 13 else params
+
+    with pytest.raises(RuntimeError, match=f"{REFUSED} .'{name}'. after step 15"):
+        train(between=set_one, check="all", **options)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
@@ -175,4 +192,4 @@ def test_weights_of_some_steps_ago_are_no_provisional_step():
     ],
 )
 def test_nothing_is_refused_that_leaves_the_updates_as_they_are(options):
-    train(**options)
+    train(check="all", **options)

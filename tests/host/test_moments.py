@@ -1,5 +1,7 @@
 """Moments in 8 bits: what codes stand for, and that both kernels make the same ones."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from tests.host.states import (
     step,
 )
 from zenflow_jax._host import arrays as arrays_module
+from zenflow_jax._host import moments, numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.moments import Moment, new_moments
 
@@ -137,3 +140,12 @@ def test_a_moment_is_read_in_chunks_as_it_is_read_whole(shape, monkeypatch):
             begins, chunks = zip(*moment.chunks(limit), strict=True)
             assert begins == (0, *np.cumsum([x.size for x in chunks])[:-1])
             assert bits(np.concatenate(chunks)) == bits(whole)
+
+
+@pytest.mark.parametrize("name", ["BEND", "TOP_FIRST", "TOP_SECOND", "LEAST"])
+def test_compiled_loops_that_are_kept_on_disk_refuse_other_numbers_than_their_own(
+    name, monkeypatch
+):
+    monkeypatch.setattr(moments, name, getattr(moments, name) + 1)
+    with pytest.raises(AssertionError):
+        importlib.reload(numba_loops)

@@ -7,12 +7,13 @@ import optax
 import pytest
 from flax import nnx
 
+import zenflow_jax
 from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, TOLERANCE, load
 from tests.train.scripts import small_model
 from train import hosted, models
 from train.data import ROWS, Batches, Sample
-from train.optimizers import make_optimizer, skip_if_not_finite
+from train.optimizers import make_optimizer, skip_if_not_finite, skipped_steps
 from train.settings import Settings, SettingsError
 from train.sharding import committed
 from train.step import make_train_step, make_validate, of_labels, of_tokens
@@ -127,6 +128,31 @@ def test_micro_batches_make_the_step_of_the_whole_batch(answers_only):
             whole,
             other,
         )
+
+
+def test_skipped_steps_leave_the_learning_rate_of_both_optimizers_where_it_was():
+    params = {"kernel": jnp.ones((8, 4)), "scale": jnp.ones(4)}
+    ends = []
+    for optimizer in ("adamw", "zenflow"):
+        options = {"optimizer": optimizer, "update_interval": 1, "staleness": 0}
+        tx = make_optimizer(Settings(steps=9, schedule="linear", learning_rate=0.1, **options))
+        update, after, state = jax.jit(tx.update), *committed((params, tx.init(params)))
+        engine = None
+        if optimizer == "zenflow":
+            engine = zenflow_jax.HostEngine(after, state, host_kernel="numpy")
+        for step in range(9):
+            good = jax.tree.map(lambda x, step=step: jnp.sin(step + x), after)
+            bad = jax.tree.map(lambda x: x * jnp.nan, after)
+            updates, state = update(bad if step in (2, 5) else good, state, after)
+            after = optax.apply_updates(after, updates)
+            if engine is not None:
+                after, state = engine.exchange(after, state)
+        if engine is not None:
+            after, state = engine.flush(after, state)
+            engine.close()
+        assert int(skipped_steps(state)) == 2
+        ends.append(after)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=F32_ATOL), *ends)
 
 
 def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():

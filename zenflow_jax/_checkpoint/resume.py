@@ -164,6 +164,8 @@ _MAY_CHANGE = (
     "A resumed run needs the parameters and options of the saved one, but for learning rate, "
     "betas, eps, weight decay, `max_grad_norm`, devices, processes, `partition_replicated` and "
     "`send_gradients` (unless that is 'per_window'). "
+    "The number of selected channels also depends on the number of devices that divide a channel "
+    "axis, unless `topk_ratio` times the channels of each device is a whole number. "
     "A mesh may divide the layers of a stack only if the saved run's mesh did."
 )
 

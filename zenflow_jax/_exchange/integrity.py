@@ -42,24 +42,54 @@ _CHANNELS = 4
 _OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
 
 
+@dataclasses.dataclass(frozen=True)
+class _Extent:
+    """Which values of a leaf are compared."""
+
+    schedule: Schedule
+    everything: bool
+
+    @property
+    def channels(self) -> int | None:
+        """Number of selected channels of each stack entry that are compared; None: all of them."""
+        return None if self.everything else _CHANNELS
+
+    @property
+    def deferred(self) -> bool:
+        """Whether deferred channels are compared: else the merges' samples must do."""
+        return self.everything or self.schedule.provisional_share is not None
+
+    def sample(self, x: Array) -> Array:
+        # A copy: jit would return its argument itself, which the next step donates.
+        return jnp.copy(x) if self.everything else sample_of(x)
+
+
 class Integrity:
     """Watches over the parameters of one engine's run. For one calling thread.
 
-    All processes have the same counts, so the same call raises in each.
+    All processes have the same counts, so the same call raises in each. `everything`: all values
+    are compared at each step, which takes another copy of the parameters on the device.
     """
 
-    def __init__(self, specs: Sequence[LeafSpec], schedule: Schedule, step: int):
+    def __init__(
+        self,
+        specs: Sequence[LeafSpec],
+        schedule: Schedule,
+        step: int,
+        *,
+        everything: bool = False,
+    ):
         self._known = ""  # what is wrong, in words
         self._step = step
         self._unread: deque[tuple[int, Sequence[str], Array | Sequence[Array]]] = deque()
-        self._specs, self._schedule = specs, schedule
-        all_move = schedule.provisional_share is not None
+        self._specs, self._extent = specs, _Extent(schedule, everything)
+        all_move = self._extent.deferred
         moving = [
             i
             for i, s in enumerate(specs)
             if 0 not in s.shape and (s.resident or s.k or all_move) and not s.hosted
         ]
-        gap = -(-len(moving) // _LEAVES_PER_LOOK)
+        gap = min(len(moving), 1) if everything else -(-len(moving) // _LEAVES_PER_LOOK)
         # Each has leaves from all over the tree.
         self._looks = [moving[start::gap] for start in range(gap)]
         self._turn = 0
@@ -104,7 +134,7 @@ class Integrity:
         self._turn = (self._turn + 1) % len(self._looks)
         sent = step_scalars._replace(statistics=None)
         counts = [
-            _compare(weights[i], rows, _alone(leaves[i]), sent, schedule=self._schedule)
+            _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
             for i, rows in zip(look, before, strict=True)
         ]
         self.add([self._specs[i].name for i in look], counts)
@@ -113,12 +143,15 @@ class Integrity:
         """Drops what was noted, where something else than a step has moved parameters."""
         self._before = None
 
-    def note_parameters(self, weights: Sequence[Array], leaves: Sequence[LeafState]) -> None:
-        """Before a step, now and then: notes the values of some leaves."""
-        if self._looks and self._since >= _APART:
+    def note_parameters(
+        self, weights: Sequence[Array], leaves: Sequence[LeafState], *, if_due: bool
+    ) -> None:
+        """Notes values before a step: of some leaves now and then, `if_due`, or everything."""
+        due = self._extent.everything or (if_due and self._since >= _APART)
+        if self._looks and due:
             self._since = 0
             self._before = [
-                _rows(weights[i], _alone(leaves[i]), schedule=self._schedule)
+                _rows(weights[i], _alone(leaves[i]), extent=self._extent)
                 for i in self._looks[self._turn]
             ]
 
@@ -133,32 +166,31 @@ class _Rows(NamedTuple):
     """Some values of a parameter, on each device."""
 
     selected: Array | None  # of selected channels, or of a resident leaf; of a scalar, a vector
-    others: Array | None  # of all channels; None without provisional steps
+    others: Array | None  # of all channels; None if deferred ones are not compared
 
 
-@partial(jax.jit, static_argnames="schedule")
-def _rows(weight: Array, leaf: LeafState, *, schedule: Schedule) -> _Rows:
+@partial(jax.jit, static_argnames="extent")
+def _rows(weight: Array, leaf: LeafState, *, extent: _Extent) -> _Rows:
     layout = Layout(leaf.spec)
     takes = [layout.block, None if leaf.channels is None else layout.channels]
-    see = partial(_rows_of, schedule=schedule)
+    see = partial(_rows_of, extent=extent)
     return on_each_device(see, leaf.spec, takes, layout.each_device)(weight, leaf.channels)
 
 
-def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, schedule: Schedule) -> _Rows:
+def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, extent: _Extent) -> _Rows:
     selected: Array | None = weight
     if channels is not None:
-        index = shard.to_local(channels)[..., :_CHANNELS]
+        index = shard.to_local(channels)[..., : extent.channels]
         selected = shard.own(take(weight, index, shard.block)) if shard.part.k else None
-    moves = channels is not None and schedule.provisional_share is not None
     return _Rows(
-        None if selected is None else jnp.atleast_1d(sample_of(selected)),
-        sample_of(weight) if moves else None,
+        None if selected is None else jnp.atleast_1d(extent.sample(selected)),
+        extent.sample(weight) if channels is not None and extent.deferred else None,
     )
 
 
-@partial(jax.jit, static_argnames="schedule")
+@partial(jax.jit, static_argnames="extent")
 def _compare(
-    weight: Array, rows: _Rows, leaf: LeafState, sent: StepScalars, *, schedule: Schedule
+    weight: Array, rows: _Rows, leaf: LeafState, sent: StepScalars, *, extent: _Extent
 ) -> Array:
     # Scalars that left in the step are in host memory.
     on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
@@ -167,18 +199,20 @@ def _compare(
 
     def count(shard, weight, rows, leaf, scalars, step, finite):
         of_step = AdamScalars(*scalars)
-        after = _rows_of(shard, weight, leaf.channels, schedule=schedule)
+        after = _rows_of(shard, weight, leaf.channels, extent=extent)
         wrong = jnp.zeros((), jnp.int32)
         if rows.selected is not None:
             assert after.selected is not None
-            wrong += _count_selected(shard, rows.selected, after.selected, leaf, of_step)
+            wrong += _count_selected(shard, rows.selected, after.selected, leaf, of_step, extent)
         if rows.others is not None:
             assert after.others is not None
-            rate = of_step.learning_rate
-            length = schedule.provisional_step(step, rate, jnp.ones((), bool), jnp)
+            length = jnp.zeros((), jnp.float32)
+            if extent.schedule.provisional_share is not None:
+                rate, counts = of_step.learning_rate, jnp.ones((), bool)
+                length = extent.schedule.provisional_step(step, rate, counts, jnp)
             deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
             deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
-            stray = _strays(rows.others, after.others, length) & sample_of(deferred)
+            stray = _strays(rows.others, after.others, length) & extent.sample(deferred)
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
 
@@ -198,7 +232,12 @@ def _strays(before: Array, after: Array, length: Array) -> Array:
 
 
 def _count_selected(
-    shard: Shard, before: Array, after: Array, leaf: LeafState, of_step: AdamScalars
+    shard: Shard,
+    before: Array,
+    after: Array,
+    leaf: LeafState,
+    of_step: AdamScalars,
+    extent: _Extent,
 ) -> Array:
     """How many values of selected channels, or of a resident leaf, are not what the step made."""
     spec = shard.part
@@ -206,8 +245,9 @@ def _count_selected(
     def sampled(x: Array) -> Array:
         """The entries of `x`, one for each selected value, that `_rows_of` has, too."""
         if spec.axis is not None:
-            x = jax.lax.slice_in_dim(x, 0, min(_CHANNELS, spec.k), axis=spec.axis)
-        return jnp.atleast_1d(sample_of(x)).astype(jnp.float32)
+            limit = min(extent.channels or spec.k, spec.k)
+            x = jax.lax.slice_in_dim(x, 0, limit, axis=spec.axis)
+        return jnp.atleast_1d(extent.sample(x)).astype(jnp.float32)
 
     old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     if leaf.master is not None:

@@ -27,12 +27,14 @@ from numba.extending import overload
 
 from zenflow_jax._host import arrays, moments
 
-# Numba compiles again what it keeps on disk when this file changes, not when those imported do.
-BUCKET = arrays.BUCKET
-_TWICE_BEND, _BEND, _BEND_SQUARED = 2 * moments.BEND, moments.BEND, moments.BEND * moments.BEND
-_TOP_FIRST, _TOP_SECOND = moments.TOP_FIRST, moments.TOP_SECOND
-_PER_FIRST, _PER_SECOND = moments.PER_FIRST, moments.PER_SECOND
-_LEAST, _ZERO = moments.LEAST, np.float32(0)
+# Numba keeps compiled loops on disk, with these numbers in them, and compiles again when this file
+# changes, not when an imported one does. So the numbers are literals here, too.
+BUCKET, _BEND, _LEAST, _ZERO = 32, np.float32(30), np.float32(2.0**-60), np.float32(0)
+_TOP_FIRST, _TOP_SECOND = np.float32(127 * 187), np.float32(255)
+assert (BUCKET, _BEND, _LEAST) == (arrays.BUCKET, moments.BEND, moments.LEAST)
+assert (_TOP_FIRST, _TOP_SECOND) == (moments.TOP_FIRST, moments.TOP_SECOND)
+_TWICE_BEND, _BEND_SQUARED = 2 * _BEND, _BEND * _BEND
+_PER_FIRST, _PER_SECOND = 1 / _TOP_FIRST, 1 / _TOP_SECOND
 # Added to a small number it leaves the nearest integer in the lower bits: ties to even.
 _ROUNDER = np.float32(1.5 * 2**23)
 # Elements of a chunk where channels lead. Larger scratch leaves the first cache, smaller chunks

@@ -92,6 +92,13 @@ class LeafSpec:
         return self.shape[self.axis]
 
     @property
+    def pieces(self) -> int:
+        """The number of pieces of its channel axis, each of which selects among its own."""
+        assert self.axis is not None
+        place = self.placement
+        return 1 if place is None else place.count(place.block[self.axis])
+
+    @property
     def selected_shape(self) -> tuple[int, ...]:
         """Shape of the arrays of selected channels: the leaf's, with `k` channels."""
         assert self.axis is not None

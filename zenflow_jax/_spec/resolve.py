@@ -1,7 +1,6 @@
 """Decides what kind of leaf each parameter is; only this file calls the user's leaf functions."""
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -53,9 +52,7 @@ def resolve(
     elif transfer_dtype == dtype:
         transfer_dtype = None
     spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=transfer_dtype)
-    shards = 1 if place is None else place.count(place.block[int(axis)])
-    # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
-    k = shards * math.ceil(round(rules.topk_ratio * (spec.n // shards), 6))
+    k = selected_channels(rules.topk_ratio, spec.n, spec.pieces)
     if k >= spec.n:
         return alone  # with every channel selected, nothing is left to offload
     cut = rules.partition_replicated
@@ -66,6 +63,12 @@ def resolve(
         rest = range(len(spec.stack), len(shape))
         place = divide_blocks(place, shape, [i for i in reversed(rest) if i != spec.axis])
     return dataclasses.replace(spec, k=k, placement=place)
+
+
+def selected_channels(topk_ratio: float, n: int, pieces: int) -> int:
+    """Returns how many of `n` channels are selected, if as many in each of equal pieces of them."""
+    # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
+    return pieces * math.ceil(round(topk_ratio * (n // pieces), 6))
 
 
 def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
@@ -121,9 +124,6 @@ def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
             )
 
 
-_logger = logging.getLogger("zenflow_jax")
-
-
 def resolve_specs(
     params: Any, rules: LeafRules, param_shardings: Any, mask: Any
 ) -> tuple[LeafSpec, ...]:
@@ -136,21 +136,6 @@ def resolve_specs(
         for (path, leaf), decay, sharding in zip(
             paths, _decayed(params, mask), _shardings(params, param_shardings), strict=True
         )
-    )
-
-
-def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
-    """Warns that nothing saves memory. No error, because the result is right."""
-    if not any(math.prod(spec.shape) for spec in specs) or not all(s.resident for s in specs):
-        return
-    first = specs[0]
-    _logger.warning(
-        "zenflow saves no memory: all %d leaves stay on the device, the first %s of shape %s. "
-        "Expected one with two axes and with channels beyond `topk_ratio`, in a tree that "
-        "`optax.flatten` has not made one vector of.",
-        len(specs),
-        first.name or "a bare array",
-        first.shape,
     )
 
 

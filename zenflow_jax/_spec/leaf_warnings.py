@@ -1,0 +1,118 @@
+"""Warns, by `logging`, of leaves that are probably not what the user takes them for.
+
+Nothing here changes a result: each run is right for what its leaves are.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.resolve import selected_channels
+
+_logger = logging.getLogger("zenflow_jax")
+
+# Too many selected parameters, as a share of all, that nobody needs to know of.
+_NEGLIGIBLE = 0.01
+# The last key of a norm's or a bias's path.
+_VECTOR = re.compile(r"\b(bias|scale)\W*$")
+
+
+def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
+    """Warns that nothing saves memory. No error, because the result is right."""
+    if not any(math.prod(spec.shape) for spec in specs) or not all(s.resident for s in specs):
+        return
+    first = specs[0]
+    _logger.warning(
+        "zenflow saves no memory: all %d leaves stay on the device, the first %s of shape %s. "
+        "Expected one with two axes and with channels beyond `topk_ratio`, in a tree that "
+        "`optax.flatten` has not made one vector of.",
+        len(specs),
+        first.name or "a bare array",
+        first.shape,
+    )
+
+
+def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
+    """Warns where rounding up selects more than twice `topk_ratio`, as of a stack along axis 1."""
+    few = [s for s in specs if not s.resident and s.k > 2 * topk_ratio * s.n]
+    surplus = sum(math.prod(s.shape) * (s.k / s.n - topk_ratio) for s in few)
+    if surplus <= _NEGLIGIBLE * sum(math.prod(s.shape) for s in specs):
+        return
+    largest = max(few, key=lambda s: math.prod(s.shape))
+    _logger.warning(
+        "zenflow selects %d of %d channels along axis %d of %s of shape %s, more than twice "
+        "topk_ratio=%g, and of %d other leaves. Their state takes room on the device. If that is "
+        "an axis of layers or heads, name another one in `channel_axis`, an int or a function of "
+        "(path, leaf), or stack layers along the first axis.",
+        largest.k,
+        largest.n,
+        largest.axis,
+        largest.name or "a bare array",
+        largest.shape,
+        topk_ratio,
+        len(few) - 1,
+    )
+
+
+def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
+    """Warns where a mesh adds selected channels, so that fewer devices cannot resume the run."""
+    divided = [s for s in specs if not s.resident and s.pieces > 1]
+    uneven = [s for s in divided if s.k != selected_channels(topk_ratio, s.n, 1)]
+    if not uneven:
+        return
+    first = uneven[0]
+    # Each piece selects a whole number of channels where the ratio is a multiple of 1 / this.
+    common = math.gcd(*(s.n // s.pieces for s in divided))
+    even = selected_channels(topk_ratio, common, 1) / common
+    remedy = f"with topk_ratio={even!r} or " if even <= 2 * topk_ratio else ""
+    _logger.warning(
+        "zenflow selects %d channels of %s, whose channel axis lies in %d pieces, and would select "
+        "%d in one. A checkpoint of this run can be resumed only on a mesh that selects as many. "
+        "If the run is to be resumed on fewer devices, begin it %swith a mesh that divides other "
+        "axes: there the number is the same.",
+        first.k,
+        first.name or "a bare array",
+        first.pieces,
+        selected_channels(topk_ratio, first.n, 1),
+        remedy,
+    )
+
+
+def warn_of_stacked_vectors(specs: Sequence[LeafSpec]) -> None:
+    """Warns of offloaded leaves that have the name of a norm or a bias, as of scanned layers."""
+    named = [s for s in specs if not s.resident and _VECTOR.search(s.name)]
+    if named:
+        _logger.warning(
+            "zenflow takes %s of shape %s for a matrix with %d channels, and %d other leaves like "
+            "it. If they are norms or biases of stacked layers, keep them on the device, as those "
+            'of single layers: resident=lambda path, x: "scale" in str(path[-1]), say. '
+            "`resident=lambda path, x: False` ends this warning.",
+            named[0].name,
+            named[0].shape,
+            named[0].n,
+            len(named) - 1,
+        )
+
+
+def warn_of_a_part(params: Any) -> None:
+    """Warns that `max_grad_norm` sees a part of a tree, as in `optax.partition`."""
+    nodes = jax.tree.leaves(params, is_leaf=_is_masked)
+    masked = sum(map(_is_masked, nodes))
+    if masked:
+        _logger.warning(
+            "`max_grad_norm` clips by the norm of this `zenflow`'s leaves (%d). `optax.partition` "
+            "or `optax.masked` keeps others from it (%d). If those are trained, too, use "
+            "`optax.clip_by_global_norm` in front of the partition instead.",
+            len(nodes) - masked,
+            masked,
+        )
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
