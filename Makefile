@@ -12,8 +12,8 @@ ARGS ?=
 TESTARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 # pip only warns of an extra that does not exist, and would leave the user without it.
-ifneq ($(filter-out cuda12,$(EXTRA)),)
-  $(error EXTRA must be cuda12 or empty, got "$(EXTRA)")
+ifneq ($(filter-out cuda12 cuda13,$(EXTRA)),)
+  $(error EXTRA must be cuda12, cuda13 or empty, got "$(EXTRA)")
 endif
 
 comma := ,

@@ -159,7 +159,10 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     per_example = PER_EXAMPLE[task.kind]
     streams = settings.stream != "none"
     if streams and jax.default_backend() != "cpu":
-        streaming.check_device()
+        try:
+            streaming.check_device()
+        except NotImplementedError as error:  # of this version of jax
+            raise SettingsError(str(error)) from error
     train_step = make_train_step(
         model.graphdef,
         tx,

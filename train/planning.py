@@ -214,7 +214,10 @@ def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
     with warnings.catch_warnings():
         # Of weights that the step moves to host memory.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        return step.lower(*planned[1:]).compile(options)
+        try:
+            return step.lower(*planned[1:]).compile(options)
+        except NotImplementedError as error:  # layers that stream, with an older jax
+            raise SettingsError(str(error)) from error
 
 
 def between(least: int, batch: int, most: int, peak_of: Callable[[int], int]) -> int:
