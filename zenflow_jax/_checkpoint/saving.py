@@ -60,6 +60,10 @@ class Saver:
         """Remembers the parameters that the caller has now, without keeping them alive."""
         self._weights = [weakref.ref(x) for x in weights]
 
+    def has_noted(self, weights: Sequence[jax.Array]) -> bool:
+        """Whether these are the parameters that were noted last."""
+        return all(x is known() for x, known in zip(weights, self._weights, strict=True))
+
     def tree(self) -> dict[str, Any]:
         with contextlib.closing(self._stream(range(len(self._offloaded.parts)), 0)) as stream:
             return stream.tree()
