@@ -119,7 +119,9 @@ def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, ag
             assert x.sharding.is_equivalent_to(sharding, x.ndim)
         ours.step()
         right, ours.state = ours.state, placed_anew(ours.state)
-        with pytest.raises(ValueError, match=r"of \['w'\] is not where `tx.init` put it, again after"):
+        with pytest.raises(
+            ValueError, match=r"of \['w'\] is not where `tx.init` put it, again after"
+        ):
             ours.exchange()
         ours.state = right
         ours.exchange()  # as if nothing had happened
