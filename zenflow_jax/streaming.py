@@ -154,7 +154,7 @@ def scan_layers(
     if not any(map(is_hosted, jax.tree.leaves((plain, still)))):
         still = jax.lax.stop_gradient(still)
         return jax.lax.scan(streaming_body, carry, (plain, still, probes), **options)
-    _check_options(len(leaves[0]), **options)
+    _check_options(leaves[0].shape[0], **options)
     return scan_fetched(streaming_body, carry, plain, still, probes)
 
 
