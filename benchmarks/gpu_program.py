@@ -249,6 +249,11 @@ def _is_zenflow(x: Any) -> bool:
 def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     """The engine's program that brings an update of the largest group into the parameters."""
     params, state, _ = arguments(program, shape, mesh)
+    return report(lowered_merge(params, state).compile(), params)
+
+
+def lowered_merge(params: Any, state: zenflow_jax.ZenFlowState) -> Any:
+    """That program, of the shapes of parameters and state, not compiled yet."""
     specs = [leaf.spec for leaf in state.leaves]
     groups = [of_group(specs, group) for group in range(state.schedule.groups)]
     largest = max(groups, key=lambda group: sum(math.prod(x.shape) for x in group.values()))
@@ -269,8 +274,7 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     two = boundary.uploads_in_two(uploads, specs)
     static = {"specs": specs, "window": state.schedule.longest_window}
     since = boundary.SinceMerge(rows, rows, seen, state.reach)
-    merge = boundary.merge.lower(merged, *two, since, **static)
-    return report(merge.compile(), params)
+    return boundary.merge.lower(merged, *two, since, **static)
 
 
 def one_device(shape: Shape) -> None:

@@ -113,10 +113,17 @@ def _move(space: jax.memory.Space, x: jax.Array) -> jax.Array:
     return jax.device_put(x, space) if is_parked(x) else x
 
 
-def zenflow(*, stream: bool = False, in_host_memory: bool = False, **options: Any) -> Optimizer:
+def zenflow(
+    *,
+    stream: bool = False,
+    in_host_memory: bool = False,
+    compiler_options: Any = None,
+    **options: Any,
+) -> Optimizer:
     """With `stream` scanned layers send their gradients inside the backward scan.
 
-    They may be in host memory, which `Optimizer.place` sees to.
+    They may be in host memory, which `Optimizer.place` sees to; `compiler_options` are then others
+    than the script's.
     """
     tx = zenflow_jax.zenflow(
         LEARNING_RATE,
@@ -133,9 +140,10 @@ def zenflow(*, stream: bool = False, in_host_memory: bool = False, **options: An
 
     optimizer = Optimizer(tx.init, apply, partial(jax.eval_shape, tx.init))
     if in_host_memory:
+        usual = FETCHES if jax.default_backend() == "gpu" else None
         optimizer = optimizer._replace(
             place=lambda params: committed(hosted.put(params)),
-            compiler_options=FETCHES if jax.default_backend() == "gpu" else None,
+            compiler_options=compiler_options or usual,
         )
     return optimizer._replace(weights=streaming.stream) if stream else optimizer
 

@@ -331,9 +331,10 @@ NO_ENGINE = [
     (lambda: engine({"kernel": PARAMS["weight"]}), ValueError, "got 1 leaves"),
     (lambda: engine(SQUARE), ValueError, "got float32 (3, 6)"),
     (lambda: engine(of_dtype(jnp.float16)), ValueError, "got float16 (6, 3)"),
-    (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", None), ValueError, "LIMIT_GB=77"),
-    (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", "64"), ValueError, "LIMIT_GB=77"),
+    (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", None), ValueError, "LIMIT_GB=95"),
+    (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", "64"), ValueError, "LIMIT_GB=95"),
     (lambda: check_pinned(GIB, 3, 0, "cuda", "much"), ValueError, "'much'"),
+    (lambda: check_pinned(GIB, 3, 0, "cuda", "96.5"), ValueError, "whole number"),
 ]
 
 

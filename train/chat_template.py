@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +33,24 @@ DATE = datetime.datetime(2024, 7, 26)
 
 ASSISTANT = "assistant"
 
+#: What the roles of other formats are in templates.
+ROLES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bot": ASSISTANT,
+    "model": ASSISTANT,
+    "observation": "tool",
+    "function": "tool",
+    "developer": "system",
+}
+
 # Around what an assistant has written, while a template is rendered. They are no characters, and
 # never will be.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+# Stands in place of an answer, to find its place. Its text may occur anywhere.
+_PLACE = "\ufdd2"
 
 Message = Mapping[str, Any]  # "role", mostly "content", and what a template wants besides
 
@@ -83,25 +98,43 @@ class ChatTemplate:
         return marked.replace(_BEGIN, "").replace(_END, "")
 
     def conversation(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        skipped: Collection[int] = (),
     ) -> Conversation:
-        """The messages as text, and where the assistant's answers are in it, with their ends."""
+        """The messages as text, and where the assistant's answers are in it, with their ends.
+
+        Messages whose index is in `skipped` are no answers.
+        """
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
             got = ", ".join(map(repr, dict.fromkeys(roles)))
+            remedy = rename_roles(*roles)
             raise ConversationError(
                 f"expected a message of the role {ASSISTANT!r}, got only those of {got}"
+                + (f". {remedy}" if remedy else "")
             )
         whole = self._render(messages, False, tools)
+        if _PLACE in whole:
+            raise ConversationError("expected text, got U+FDD2, which is none")
+        of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
+        learned = [i for i in of_assistant if i not in skipped]
         if self._says_what:
-            conversation = _unmarked(whole)
-            if not conversation.answers:
+            text, spans = _unmarked(whole)
+            if not any(start < stop for start, stop in spans):
                 raise ConversationError(
                     f"expected text in `{{% generation %}}` of {self.where}, got none"
                 )
-            return conversation
-        of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
-        answers = [self._answer(whole, messages, i, tools) for i in of_assistant]
+            if learned != of_assistant:
+                if len(spans) != len(of_assistant):
+                    raise ConversationError(
+                        f"expected `{{% generation %}}` of {self.where} once for each answer, as "
+                        f"some are not learned, got {len(spans)} for {len(of_assistant)}"
+                    )
+                spans = [spans[of_assistant.index(i)] for i in learned]
+            return Conversation(text, [(start, stop) for start, stop in spans if start < stop])
+        answers = [self._answer(whole, messages, i, tools) for i in learned]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(answers)), answers
         return Conversation(whole, answers)
 
@@ -109,14 +142,21 @@ class ChatTemplate:
         said = str(messages[i].get("content") or "")
         # Templates of models that think leave out the thoughts of all answers but the last.
         said = said.rpartition("</think>")[2].strip()
+        placed = [*messages[:i], {**messages[i], "content": _PLACE}, *messages[i + 1 :]]
 
         def rendered(count: int, ask: bool = False) -> str:
             return self._render(messages[:count], ask, tools)
 
-        start = _start(whole, rendered, i, said)
+        def with_place(count: int) -> str:
+            return self._render(placed[:count], False, tools)
+
+        start = _start(whole, rendered, with_place, i, len(messages))
         stop = len(whole)
         if start is not None and i < len(messages) - 1:
-            stop = self._stop(whole, rendered(i + 1), said, start)
+            ended = rendered(i + 1)
+            stop = len(ended) if whole.startswith(ended) else None
+            if stop is None:
+                stop = self._stop(whole, with_place(i + 1), with_place(len(messages)))
         if start is None or stop is None or said not in whole[start:stop]:
             raise ConversationError(
                 f"expected to find the answer in message {i + 1}, which the template in "
@@ -126,20 +166,18 @@ class ChatTemplate:
         answer = whole[start:stop].rstrip()
         return start, start + len(answer) if answer.endswith(self._marks) else stop
 
-    def _stop(self, whole: str, ended: str, said: str, start: int) -> int | None:
-        if whole.startswith(ended):
-            return len(ended)
-        # A last message can be written otherwise: with a thought in front, or with what ends a text
-        # behind what ends the answer. What is the same behind the answer ends it.
-        last, place = ended.rfind(said), whole.find(said, start)
-        if not said or last < start or place < 0:
+    def _stop(self, whole: str, ended: str, placed: str) -> int | None:
+        """The end of an answer, by texts with a mark in its place: up to it, and of all messages.
+
+        A last message can be written otherwise: with a thought in front, or with what ends a text
+        behind what ends the answer. What is the same behind the answer ends it.
+        """
+        behind, rest = (text.rpartition(_PLACE)[2] for text in (ended, placed))
+        if _PLACE not in ended or _PLACE not in placed or not whole.endswith(rest):
             return None
-        if whole[start:place] not in ("", ended[start:last]):
-            return None
-        last, place = last + len(said), place + len(said)
-        shared = os.path.commonprefix([ended[last:], whole[place:]])
+        shared = os.path.commonprefix([behind, rest])
         marks = [shared.rfind(mark) + len(mark) for mark in self._marks if mark in shared]
-        return place + max(marks) if marks else None
+        return len(whole) - len(rest) + max(marks) if marks else None
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         text = json.dumps(messages, ensure_ascii=False, default=str) if self._says_what else ""
@@ -182,6 +220,13 @@ def read_template(
     )
 
 
+def rename_roles(*roles: str) -> str | None:
+    """The sentence that renames roles of other formats; None if there are none."""
+    names = {role: ROLES.get(role.lower(), role.lower()) for role in roles}
+    pairs = [f"{role!r} to {name!r}" for role, name in names.items() if role != name]
+    return f"Rename the role {', '.join(pairs)}" if pairs else None
+
+
 def text_of(file: Path) -> str:
     """The text of a chat template."""
     try:
@@ -196,10 +241,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path, TokenizerError) if path.is_file() else {}
 
 
-def _start(whole: str, rendered: Callable[..., str], i: int, said: str) -> int | None:
+def _start(
+    whole: str,
+    rendered: Callable[..., str],
+    with_place: Callable[[int], str],
+    i: int,
+    messages: int,
+) -> int | None:
+    """The begin of the answer in message `i`."""
     if i == 0:  # many templates want a message
-        place = whole.find(said)
-        return place if place >= 0 else None
+        placed = with_place(messages)
+        return len(os.path.commonprefix([placed, whole])) if _PLACE in placed else None
     asked = rendered(i, ask=True)
     if whole.startswith(asked):
         return len(asked)
@@ -209,15 +261,14 @@ def _start(whole: str, rendered: Callable[..., str], i: int, said: str) -> int |
     if not whole.startswith(before) or shared < len(before):
         return None
     # What was answered may begin as the thought does.
-    place = whole.find(said, max(len(before), shared - len(said)), shared + len(said))
-    return place if said and 0 <= place else shared
+    return min(shared, len(os.path.commonprefix([with_place(messages), whole])))
 
 
-def _unmarked(marked: str) -> Conversation:
+def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without marks, and where each marked part, maybe empty, is in it."""
     parts = re.split(f"[{_BEGIN}{_END}]", marked)  # every second one is marked
     ends = [*itertools.accumulate(map(len, parts))]
-    answers = [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=False) if a < b]
-    return Conversation("".join(parts), answers)
+    return "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
 
 
 class _Generation(jinja2.ext.Extension):

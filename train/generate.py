@@ -38,6 +38,7 @@ from train.pretrained import Pretrained, read_folder
 from train.settings import Dir, SettingsError
 from train.tasks import answers
 from train.tokenizer import Tokenizer, all_end_tokens, read_tokenizer
+from train.unwritten import Unwritten
 
 PROGRAM = command_of("generate")
 
@@ -191,6 +192,7 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
     try:
         text = template.render(asked, ask=True)
         start, stop = (whole := template.conversation(answered)).answers[0]
+        Unwritten(template).check(answered)
     except ConversationError as error:
         raise SettingsError(f"`format`: {error}, or take --format text.") from error
     # The special tokens that end an answer need not be those that end a text.

@@ -202,12 +202,19 @@ def compiled_peak(
 ) -> int:
     """Bytes of one device at the peak of a step of a model with so many layers, by the compiler."""
     planned = planned_step(run, origin, mesh, placed=True, layers=layers)
+    peak = planning.peak_bytes(compiled_step(planned))
+    return peak - (hosted.nbytes(planned.params) if run.stream == "weights" else 0)
+
+
+def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
+    """Compiles a planned step for the described device on which its arguments are."""
     step: Any = planned.step
+    # Without a device to try them on, jax 0.11.2 finds no deterministic matrix product.
+    options = {"xla_gpu_exclude_nondeterministic_ops": False}
     with warnings.catch_warnings():
         # Of weights that the step moves to host memory.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        peak = planning.peak_bytes(step.lower(*planned[1:]).compile())
-    return peak - (hosted.nbytes(planned.params) if run.stream == "weights" else 0)
+        return step.lower(*planned[1:]).compile(options)
 
 
 def between(least: int, batch: int, most: int, peak_of: Callable[[int], int]) -> int:

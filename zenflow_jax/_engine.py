@@ -28,7 +28,7 @@ from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
 from zenflow_jax._exchange.peers import PeerMonitor
-from zenflow_jax._exchange.pinned import check_pinned_memory
+from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
 from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
@@ -141,6 +141,9 @@ class HostEngine:
             check_resumed(engine_state, state)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         check_pinned_memory(state, offloaded)
+        # As arrays of jax an engine's state is in pinned memory itself, and larger than mail.
+        if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
+            pin_memory_for_mail(state, offloaded)
         picked = offloaded.pick(weights)
         adam = HostAdam(host_kernel, threads)
         host = make_host(picked, state, offloaded, adam, compact)

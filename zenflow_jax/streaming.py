@@ -194,35 +194,11 @@ def check_device() -> None:
         >>> from zenflow_jax import streaming
         >>> streaming.check_device()
     """
-    # Without masters of their own: float32 leaves, whose updates tell all that changes.
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = {"up": (8, 64, 96), "down": (8, 96, 64)}
-    params = {
-        name: jax.random.normal(key, shape) / 8
-        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
-    }
-    tx = zenflow(1e-2, max_grad_norm=1.0)
-    # The first step of a run makes no provisional ones.
-    opt_state = find_state(tx.init(params))._replace(step=jnp.int32(1))
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
-            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
-
-        return jnp.mean(scan_layers(layer, x, params)[0] ** 2)
-
-    @partial(jax.jit, static_argnames="streams")
-    def step(params: Any, opt_state: Any, x: jax.Array, streams: bool) -> Any:
-        weights = stream(params, opt_state) if streams else params
-        updates, new = tx.update(jax.grad(loss)(weights, x), opt_state, params)
-        new = find_state(new)
-        return updates, new.mail, [(leaf.mu, leaf.nu, leaf.scores) for leaf in new.leaves]
-
-    x = jax.random.normal(keys[2], (16, 64))
+    step, params, opt_state, x = trial()
     hosted = jax.device_put(params, beside(x, HOST))
     updates, *rest = step(params, opt_state, x, False)
     # Updates of parameters in host memory have no numbers.
-    ours = step(params, opt_state, x, True), step(hosted, tx.init(hosted), x, True)[1:]
+    ours = step(params, opt_state, x, True), step(hosted, _TX.init(hosted), x, True)[1:]
     expected = (updates, *rest), rest
     pairs = (map(jax.device_get, jax.tree.leaves(results)) for results in (ours, expected))
     for one, other in zip(*pairs, strict=True):
@@ -234,6 +210,37 @@ def check_device() -> None:
                 'not stream here (script: `--stream none`); send_gradients="after_step" is the '
                 "other way for scanned layers."
             )
+
+
+_TX = zenflow(1e-2, max_grad_norm=1.0)
+
+
+def trial() -> tuple[Any, Any, Any, jax.Array]:
+    """The step that `check_device` runs, and its arguments but for `streams`."""
+    # Without masters of their own: float32 leaves, whose updates tell all that changes.
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"up": (8, 64, 96), "down": (8, 96, 64)}
+    params = {
+        name: jax.random.normal(key, shape) / 8
+        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    # The first step of a run makes no provisional ones.
+    opt_state = find_state(_TX.init(params))._replace(step=jnp.int32(1))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(scan_layers(layer, x, params)[0] ** 2)
+
+    @partial(jax.jit, static_argnames="streams")
+    def step(params: Any, opt_state: Any, x: jax.Array, streams: bool) -> Any:
+        weights = stream(params, opt_state) if streams else params
+        updates, new = _TX.update(jax.grad(loss)(weights, x), opt_state, params)
+        new = find_state(new)
+        return updates, new.mail, [(leaf.mu, leaf.nu, leaf.scores) for leaf in new.leaves]
+
+    return step, params, opt_state, jax.random.normal(keys[2], (16, 64))
 
 
 def _in_three(x: Any) -> tuple[Any, Any, Any]:

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import zenflow_jax
+from zenflow_jax._device.step import _pack_signs, _unpack_signs
 
 RATE, SHARE = 2.0**-6, 0.5
 OPTIONS = {"topk_ratio": 0.25, "update_interval": 4, "offload": False, "provisional_share": SHARE}
@@ -53,3 +54,18 @@ def test_no_step_makes_a_small_float16_zero():
     np.testing.assert_array_equal(first[2:], np.float32(np.float16(3e-5)))
     moved = np.float16(np.float32(np.float16(3e-5)) - np.float32(2.0**-21))
     np.testing.assert_array_equal(second[2:], np.float32(moved))
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32])
+def test_signs_are_packed_without_a_concatenation_and_unpacked_with_one(dtype):
+    # jax 0.10.2 and 0.11.0 miscompile on GPUs what concatenates a concatenation.
+    def joined(signs):
+        return _pack_signs(jnp.concatenate([signs, -signs]), 0, dtype)
+
+    signs = jnp.asarray(np.resize([1, 0, -1, 1], (23, 3)), jnp.float32)
+    packed = joined(signs)
+    assert len(packed) == 2  # of 46 rows some are left over
+    assert str(jax.make_jaxpr(joined)(signs)).count("concatenate") == 1
+    unpack = lambda *packed: _unpack_signs(packed, 0, 46)  # noqa: E731
+    assert str(jax.make_jaxpr(unpack)(*packed)).count("concatenate") == 1
+    np.testing.assert_array_equal(unpack(*packed), np.concatenate([signs, -signs]))

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
@@ -12,6 +13,7 @@ import zenflow_jax
 from benchmarks.collectives import collectives, compiled_step, placements
 from tests import runs
 from tests.compilations import compilations
+from zenflow_jax._exchange import pinned
 
 N = 4096
 GRADIENT = N * N * 2  # bytes, bfloat16
@@ -54,11 +56,24 @@ def test_where_devices_hold_copies_a_step_adds_the_selected_rows_too(name):
     assert [c for c in ours if c.nbytes > block] == [c for c in base if c.nbytes > block]
 
 
-def test_nothing_is_compiled_after_the_second_selection():
+def divided():
+    """A run whose leaves lie over four devices, twice."""
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
     shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
     options = runs.Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
-    with runs.Training(AHEAD, options, shardings=shardings) as training, compilations() as names:
+    return runs.Training(AHEAD, options, shardings=shardings)
+
+
+def test_a_limit_of_pinned_memory_is_for_the_mail_of_each_device(monkeypatch):
+    asked = []
+    monkeypatch.setattr(pinned, "check_pinned", lambda mail, *_: asked.append(mail))
+    with divided():
+        whole = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in AHEAD)
+        assert asked == [whole // 8] * 8
+
+
+def test_nothing_is_compiled_after_the_second_selection():
+    with divided() as training, compilations() as names:
         training.go(8)
         names.clear()
         training.go(8)

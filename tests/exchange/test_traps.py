@@ -19,9 +19,10 @@ import pytest
 
 import zenflow_jax
 from tests import comparisons, processes, runs
+from tests.compilations import compilations
 from tests.device import streamed_runs
 from tests.exchange.hooks import views_of_mail
-from tests.runs import FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
+from tests.runs import BUSY, FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import parts, updates, uploads
@@ -98,11 +99,38 @@ def donate_whatever_can_be_donated() -> None:
             comparisons.assert_same_bits(train(params, tx, step), expected)
 
 
+#: The programs of engine, step and `master_params` that the runs below need.
+PROGRAMS = "step, merge, choose, enter, samples, channel_rows, split, _rows, _compare"
+
+
+def compute_only_by_programs_of_their_own() -> None:
+    """Engines compile no program but those above: each eager operation would be one."""
+    expected = {f"jit({name})" for name in (*PROGRAMS.split(", "), "_master")}
+    compiled = set()
+    for sending in ("during_step", "per_window"):
+        with Training(FEW, BUSY, send_gradients=sending) as training:
+            gradients = [jax.device_put(runs.gradients(FEW, t)) for t in range(1, 11)]
+            with compilations() as names:
+                training.renew()
+                for g in gradients:
+                    state = training.program(training.params, training.state, g)
+                    training.params, training.state = training.engine.exchange(*state)
+                training.engine.state()
+                training.flush()
+                zenflow_jax.master_params(training.params, training.state, training.engine)
+            compiled |= set(names)
+    assert compiled == expected, compiled ^ expected
+
+
+def use_a_new_process() -> None:
+    compute_only_by_programs_of_their_own()  # first, as programs are compiled once in a process
+    donate_whatever_can_be_donated()
+
+
 @pytest.mark.slow
-def test_donation_does_not_abort_the_process():
+def test_donation_does_not_abort_the_process_and_nothing_is_computed_eagerly():
     # In a process of its own: what must not happen is SIGABRT, not an exception.
-    module, function = "exchange.test_traps", "donate_whatever_can_be_donated"
-    process = processes.start_process(module, function, devices=1)
+    process = processes.start_process("exchange.test_traps", "use_a_new_process", devices=1)
     processes.assert_ends(process)
 
 

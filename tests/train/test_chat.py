@@ -18,6 +18,7 @@ from train import finetune, generate
 from train.chat_template import ConversationError, read_template
 from train.settings import SettingsError
 from train.tasks import answers
+from train.tasks.conversations import Conversations
 from train.tokenizer import TokenizerError, read_tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "chat"
@@ -129,10 +130,54 @@ def test_an_answer_ends_where_it_does_however_the_last_message_is_written(writte
         "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|turn_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|turn|>assistant\n{% else %}{{ eos_token }}{% endif %}"
     )
-    conversation = of.conversation(talk("A", "A", "A", "A", "A", "A"))
-    assert answers_of(conversation) == [f"A{TURN_END}"] * 2 + [f"A{TURN_END}\n{END}"]
-    turns = [conversation.text[:start].count(TURN) for start, _ in conversation.answers]
-    assert turns == [2, 4, 6]
+    for said in ("A", "", "end", "|", "assistant"):
+        conversation = of.conversation(talk("A", said, "A", said, "A", said))
+        assert answers_of(conversation) == [said + TURN_END] * 2 + [f"{said}{TURN_END}\n{END}"]
+        turns = [conversation.text[:start].count(TURN) for start, _ in conversation.answers]
+        assert turns == [2, 4, 6]
+
+
+@pytest.mark.parametrize("said", ["kind.", "", "assistant", "Be"])
+def test_the_first_message_is_learned_where_it_is_not_where_its_text_occurs(template, said):
+    turns = [{"role": "assistant", "content": said}, *talk("kind.", said, "assistant", "Be")]
+    conversation = template("turns").conversation(turns)
+    assert answers_of(conversation) == [said + TURN_END, said + TURN_END, f"Be{TURN_END}"]
+
+
+@pytest.mark.parametrize("name", ["turns", "marked"])
+@pytest.mark.parametrize("field", ["weight", "loss_weight", "train", "training", "loss"])
+def test_an_answer_that_is_not_to_be_learned_is_not(tmp_path, template, name, field):
+    said = talk("Who?", "A dog.", "Sure?", "The cat.", "Really?", "Yes.")
+    said[1][field], said[3][field], said[2][field] = 0, 1.0, False
+    path = write(tmp_path / "a.jsonl", said)
+    [conversation] = Conversations(template(name)).read(path)
+    assert answers_of(conversation) == [f"The cat.{TURN_END}", f"Yes.{TURN_END}"]
+    assert "A dog." in conversation.text
+    assert field not in conversation.text
+
+
+def test_a_template_that_marks_answers_together_cannot_leave_one_out(written):
+    of = written(
+        "{% generation %}{{ messages | map(attribute='content') | join }}{% endgeneration %}"
+    )
+    assert of.conversation(talk("a", "b", "c", "d")).answers == [(0, 4)]
+    with pytest.raises(ConversationError, match=r"once for each answer, .* got 1 for 2"):
+        of.conversation(talk("a", "b", "c", "d"), skipped=[1])
+
+
+def test_arguments_of_calls_are_objects_for_templates_that_take_them(tmp_path, written, template):
+    call = {"name": "look", "arguments": '{"in": ["the bin"], "n": 1}'}
+    said = [*talk("Where?"), {"role": "assistant", "tool_calls": [{"function": call}]}]
+    path = write(tmp_path / "a.jsonl", said)
+    [conversation] = Conversations(template("turns")).read(path)
+    parsed = call | {"arguments": json.loads(call["arguments"])}
+    assert json.loads(answers_of(conversation)[0][len("\ncall ") : -len(TURN_END)]) == parsed
+    text_alone = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}<|turn_end|>{% endfor %}"
+    )
+    [conversation] = Conversations(written(text_alone)).read(path)
+    assert answers_of(conversation) == [f"look {call['arguments']}{TURN_END}"]
 
 
 def test_a_folder_has_its_template_in_one_of_several_files(tmp_path, tokenizer):
@@ -225,6 +270,10 @@ def test_what_ends_a_turn_ends_what_is_generated(tmp_path, tokenizer):
     assert tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False) == turns != text
     with pytest.raises(SettingsError, match="`system`: expected none with --format text"):
         generate.read_prompt(dataclasses.replace(options, format="text"), tokenizer)
+    skips = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|end|>{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(skips)
+    with pytest.raises(SettingsError, match=r"`format`: .*writes `content` of message 1 \(role 's"):
+        generate.read_prompt(options, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No.') }}")
     with pytest.raises(SettingsError, match="`format`: .*No.*--format text"):
         generate.read_prompt(options, tokenizer)

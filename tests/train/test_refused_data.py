@@ -8,8 +8,9 @@ import pytest
 from tests.train.scripts import records, write
 from train.chat_template import read_template
 from train.data import DataError
-from train.tasks import answers, classification, glue, language
+from train.tasks import answers, classification, fields, glue, language
 
+DOCS = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text(encoding="utf-8")
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "chat" / "alternating.jinja"
 
 
@@ -18,8 +19,20 @@ def chats(line):
     return records({"messages": [USER, TOLD]}, line)
 
 
+def told(**rest):
+    """A conversation with other fields beside its messages."""
+    return chats({"messages": [USER, TOLD]} | rest)
+
+
+def answer(**rest):
+    """A conversation with other fields in its answer."""
+    return chats({"messages": [USER, TOLD | rest]})
+
+
 PLAIN = {"instruction": "Say {this}.", "output": "this"}
 USER, TOLD = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+FROM, CALLED = {"from": "human", "value": "a"}, {"from": "function_call", "value": "{}"}
+DOLLY = {"instruction": "Say a.", "context": "a", "response": "a", "category": "b"}
 GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
 MANY = "text,label\n" + "".join(f"a,b{i}\n" for i in range(30))
 SST2 = "sentence\tlabel\n"
@@ -33,6 +46,11 @@ FILES = {
         ("a.jsonl", '{"text": "a"}\n{text: 1}\n', r"a\.jsonl, line 2, column 2: expected JSON"),
         ("a.jsonl", '\n{"content": "a"}\n', r"a\.jsonl, line 2: expected a field 'text', found 'c"),
         ("a.jsonl", '{"text": 3}\n', r"a\.jsonl, line 1: expected a text in the field .* got 3"),
+        (
+            "a.jsonl",
+            '{"text": "a", "weight": 0}',
+            r"line 1: expected 1 in the field 'weight', got 0",
+        ),
         ("a.jsonl", '{"text": "\\ud800"}\n', r"line 1: .* got half a surrogate"),
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: expected an object"),
         ("a.csv", "a,b", r"expected a file \*\.txt or \*\.jsonl or .* found the file .*a\.csv"),
@@ -42,6 +60,24 @@ FILES = {
         ("a.json", '[\n{"instruction": "a",}]', r"a\.json, line 2: expected JSON"),
         ("a.json", json.dumps([PLAIN, {"output": "b"}]), "item 2: expected a field 'instruction'"),
         ("a.jsonl", records(PLAIN), "at least two examples .* got 1"),
+        (
+            "a.jsonl",
+            records(DOLLY),
+            r"'output', .* to `output` and `context` to `input`\.",
+        ),
+        (
+            "a.jsonl",
+            records(PLAIN | {"context": "b"}),
+            r"'input', .* `context` to `input`\.",
+        ),
+        (
+            "a.jsonl",
+            records(PLAIN | {"history": [["a", "b"]]}),
+            r"'history', .* take --task chat",
+        ),
+        ("a.jsonl", records(PLAIN | {"weight": 0}), "expected 1 in the field 'weight', got 0"),
+        ("a.jsonl", records(PLAIN | {"images": ["a.jpg"]}), r"no field 'images'.* text alone"),
+        ("a.jsonl", told(), r"expected a field 'instruction', .* take --task chat"),
     ],
     "chat": [
         ("a.jsonl", chats({"messages": []}), r"line 2: expected a list of messages .* got \[\]"),
@@ -53,6 +89,45 @@ FILES = {
         ("a.jsonl", chats({"text": "a"}), r"take --task language"),
         ("a.jsonl", chats({"messages": [USER, TOLD], "tools": "[]"}), "list in the field 'tools'"),
         ("a.jsonl", chats({"messages": [TOLD, USER]}), r"line 2: .* got: Roles must alternate"),
+        ("a.jsonl", told(label=False), r"line 2: expected no field 'label', .*no training on pref"),
+        ("a.jsonl", told(chosen="b", rejected="c"), r"no field 'chosen', .*no training on pref"),
+        ("a.jsonl", chats({"chosen": "a", "rejected": "b"}), r"'chosen', .*no training on pref"),
+        ("a.jsonl", told(videos=["a.mp4"]), r"no field 'videos', .* text alone"),
+        ("a.jsonl", told(system="a"), r"no field 'system', .* message of the role 'system'"),
+        ("a.jsonl", told(train=False), r"expected 1 in the field 'train', got False"),
+        (
+            "a.jsonl",
+            answer(weight=0.5),
+            r"message 2: expected 0 or 1 in .* got 0.5",
+        ),
+        (
+            "a.jsonl",
+            answer(train_detail=[]) + answer(train_detail=[1]),
+            r"line 4, .*'train_detail'",
+        ),
+        ("a.jsonl", answer(function_call={"name": "a"}), r"'function_call', .* into `tool_calls`"),
+        ("a.jsonl", answer(tool_calls=["a"]), r"message 2: expected a list in the field 'tool_cal"),
+        ("a.jsonl", answer(tool_calls=[{"name": "a", "arguments": "{"}]), r"JSON in the arguments"),
+        ("a.jsonl", answer(tool_calls=[{"name": "a"}]), r"writes `tool_calls` of message 2"),
+        ("a.jsonl", told(tools=[{"name": "a"}]), r"expected a template that writes `tools`"),
+        ("a.jsonl", chats({"messages": [USER | {"train": True}, TOLD]}), r"0 in the field 'train'"),
+        (
+            "a.jsonl",
+            chats({"messages": [FROM]}),
+            r"'role', .* Rename `from` to `role` and",
+        ),
+        ("a.jsonl", chats({"messages": [USER | {"role": "gpt"}]}), r"role 'gpt' to 'assistant'\."),
+        ("a.jsonl", chats(DOLLY), r"`response` to `output` and .*, and take --task alpaca"),
+        ("a.jsonl", chats(PLAIN), r"\. Take --task alpaca"),
+        ("a.jsonl", chats({"message_id": "a", "parent_id": None, "text": "b"}), r"a tree of mess"),
+        ("a.jsonl", chats({"message_tree_id": "a", "prompt": {}}), r"a tree of messages \(OASST\)"),
+        ("a.jsonl", chats({"conversations": [USER, TOLD]}), r"\. Rename it to `messages`\.$"),
+        (
+            "a.jsonl",
+            chats({"conversations": [FROM]}),
+            r"`value` to .* 'human' to 'user'\.$",
+        ),
+        ("a.jsonl", chats({"conversations": [CALLED]}), r"'function_call' .* `tool_calls`\.$"),
     ],
     "classification": [
         ("a.csv", "", r"line 1: expected a header with one column 'text', got an empty file"),
@@ -101,3 +176,28 @@ def test_a_file_that_no_task_understands_is_named(
     }[task]
     with pytest.raises(DataError, match=match):
         make()
+
+
+@pytest.mark.parametrize("task", ["language", "alpaca", "chat"])
+def test_fields_that_nothing_reads_are_listed_once_with_their_number(tmp_path, decoder, task):
+    record = {"text": "a cat is in the bin", "messages": [USER, TOLD | {"mood": "good"}]} | PLAIN
+    kept = {"language": ["text"], "alpaca": [*PLAIN], "chat": ["messages"]}[task]
+    record = {name: record[name] for name in kept}
+    rest = ({"id": 1, "images": [], "label": "a"}, {"id": 2, "history": None, "weight": 1})
+    path = write(tmp_path / "a.jsonl", records(*(record | more for more in rest)))
+    length = 2 if task == "language" else 500
+    options = {"sequence_length": length, "validation_share": 0.5, "seed": 0}
+    if task == "chat":
+        template = read_template(tmp_path, decoder.tokens, TEMPLATE)
+        notes = answers.make_chat(path, decoder, template, **options).notes
+        assert f"{TEMPLATE}: fields of messages that it does not write: 'mood' 2" in notes
+    elif task == "alpaca":
+        notes = answers.make_alpaca(path, decoder, **options).notes
+    else:
+        notes = language.make(path, decoder, **options).notes
+    assert f"{path}: fields that are not read: 'id' 2, 'label' 1" in notes
+
+
+def test_docs_name_each_field_that_is_followed_or_refused():
+    tables = (fields.OF_CHATS, fields.OF_MESSAGES, fields.OF_INSTRUCTIONS, fields.OF_ANSWERS)
+    assert not [name for table in tables for name in table if f"`{name}`" not in DOCS]

@@ -49,7 +49,9 @@ WRITERS = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_row_is_as_a_line_of_json(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tables, "ROWS", 4)
-    rows = [{"text": text, "n": i, "more": [{"a": None}]} for i, text in enumerate(TEXTS)]
+    rows = [{"text": text, "n": i, "none": None} for i, text in enumerate(TEXTS)]
+    # In a table all of them have `a` and `b`.
+    rows = [row | {"more": [{"in": {"ab"[row["n"] % 2]: 1}}]} for row in rows]
     path = tmp_path / name
     WRITERS[name](path, pyarrow.Table.from_pylist(rows))
     places, read = zip(*records(path), strict=True)

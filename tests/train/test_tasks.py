@@ -124,7 +124,10 @@ def alpaca_folder(folder, *items):
 def test_only_the_answer_and_its_end_count(tmp_path, decoder):
     items = (PLAIN, GIVEN, PLAIN | {"input": None}, PLAIN | {"input": "", "text": "passed over"})
     task = alpaca_task(alpaca_folder(tmp_path, *items), decoder)
-    assert (task.kind, task.best, task.notes) == ("decoder", "loss", ())
+    assert (task.kind, task.best) == ("decoder", "loss")
+    assert {note.partition(": ")[2] for note in task.notes} == {
+        "fields that are not read: 'text' 1"
+    }
     for source in (task.train, task.validation["validation"]):
         for i, item in enumerate(items):
             example = source[i]
@@ -153,8 +156,8 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_
     task = alpaca_task(folder, decoder, length=len(prompt))
     assert len(task.train) == 2
     assert task.notes[0].endswith(
-        f"train.json: left out 1 of 3 examples, in which no answer begins within {len(prompt)} "
-        "tokens"
+        "train.json: left out 1 of 3 examples, in which no answer to learn begins within "
+        f"{len(prompt)} tokens"
     )
     lengths = sorted(len(prompt) + n for n in (len(answer) + 5, len(answer) + 1, 1))
     assert f"median {lengths[1]} tokens" in task.overview[0]

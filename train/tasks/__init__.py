@@ -3,6 +3,8 @@
     standard_library.py  the next byte of Python's own source files; needs no download
     language.py          the next token of text
     answers.py           answers to instructions (alpaca), and in conversations (chat)
+    conversations.py     what messages have to have
+    fields.py            what those fields mean that no task reads
     glue.py              the GLUE tasks: a class for a sentence or a pair of sentences
     classification.py    a class for a text or a pair of texts of one's own
     examples.py          what the last three of these share

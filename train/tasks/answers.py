@@ -8,7 +8,8 @@ A file has one such object a line, or, as *.json, is a list of them, or is a tab
 
 Of an instruction, prompt and answer are tokenized apart, so that the prompt has the tokens that it
 has when the model is asked: `[begin] prompt answer end`. Of a conversation the chat template makes
-one text. Only what the assistant writes counts, with what ends it.
+one text. Only what the assistant writes counts, with what ends it (`fields.py`: unless a weight of
+the message is 0).
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from train.chat_template import ChatTemplate, Conversation, ConversationError
+from train.chat_template import ChatTemplate, Conversation
 from train.data import DataError
 from train.tasks import Task, tables
+from train.tasks.conversations import Conversations
 from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype
 from train.tasks.examples import Examples, task_of
-from train.tasks.files import expect_examples, find_files, records, shorten, text_field
+from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
+from train.tasks.files import common_place, expect_examples, find_files, records, text_field
 from train.tasks.token_files import stored
 from train.tokenizer import Tokenizer
 
@@ -42,16 +45,6 @@ PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
 )
-
-MESSAGES, TOOLS = "messages", "tools"
-
-# What a file of another format has in place of messages, and what to do.
-OTHERS = {
-    "conversations": "Rename it, and in its items `from` to `role` and `value` to `content`",
-    "instruction": "That is Alpaca's format: take --task alpaca",
-    "text": "That is text: take --task language",
-    "prompt": 'Write [{"role": "user", "content": PROMPT}, {"role": "assistant", ...}] into it',
-}
 
 
 class Answers(Examples):
@@ -76,8 +69,8 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
     special = [n for n, t in tokenizer.tokens.get_added_tokens_decoder().items() if t.special]
 
     def encode_files(paths: list[Path], notes: list[str]) -> Iterator[Encoded]:
-        ends = False
-        conversations = expect_examples(paths, partial(_conversations, template=template))
+        ends, reader = False, Conversations(template)
+        conversations = expect_examples(paths, reader.read)
         for chunk in encode_conversations(tokenizer, conversations):
             ends = ends or np.isin(chunk.tokens[chunk.marks == 1], special).any()
             yield chunk
@@ -86,6 +79,7 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
                 f"{template.where}: puts no special token behind an answer, so a model may not "
                 "learn where to end"
             )
+        notes += reader.notes(common_place(paths))
 
     form = (template.text, template.special)
     return task_of_answers("chat", data, tokenizer, encode_files, form=form, **options)
@@ -114,16 +108,17 @@ def task_of_answers(
     for paths in filter(None, (files.train, files.validation)):
         encoded = store(partial(encode_files, paths), tokenizer, paths, notes, form=(name, *form))
         rows, count = _answered(encoded, sequence_length), len(encoded.whole)
-        where = paths[0] if len(paths) == 1 else paths[0].parent
+        where = common_place(paths)
         if not len(rows):
             raise DataError(
-                f"{where}: expected an answer that begins within {sequence_length} tokens, but in "
-                f"all of {count} examples it begins later. Use a longer `sequence_length`."
+                f"{where}: expected an answer to learn that begins within {sequence_length} "
+                f"tokens, but in all of {count} examples it begins later, or there is none. Use a "
+                "longer `sequence_length`."
             )
         if len(rows) < count:
             notes.append(
-                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer "
-                f"begins within {sequence_length} tokens"
+                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer to "
+                f"learn begins within {sequence_length} tokens"
             )
         sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
     if len(sides) == 1:
@@ -145,10 +140,11 @@ def prompt(instruction: str, context: str = "") -> str:
 
 
 def _encode_instructions(
-    tokenizer: Tokenizer, paths: list[Path], _: list[str]
+    tokenizer: Tokenizer, paths: list[Path], notes: list[str]
 ) -> Iterator[Encoded]:
     """Prompts and answers in turn as tokens, with a begin (if any) and an end around each pair."""
-    texts = expect_examples(paths, _instructions)
+    fields = Fields("instruction", "input", "output", refused=OF_INSTRUCTIONS)
+    texts = expect_examples(paths, partial(_instructions, fields=fields))
     for chunk in encode(tokenizer, texts, special=False, together=2):
         prompts, outputs = np.diff(chunk.starts).reshape(-1, 2).T
         tokens, starts = enclose(chunk.tokens, chunk.starts[::2], tokenizer)
@@ -156,6 +152,7 @@ def _encode_instructions(
         lengths = np.stack([prompts + (tokenizer.begin is not None), outputs + 1], axis=1)
         counts = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.reshape(-1))
         yield Encoded(tokens, counts, starts, np.diff(starts))
+    notes += fields.notes(common_place(paths))
 
 
 def encode_conversations(
@@ -179,48 +176,13 @@ def encode_conversations(
         yield Encoded(np.concatenate(ids), np.concatenate(counts), starts, np.diff(starts))
 
 
-def _instructions(path: Path) -> Iterator[str]:
+def _instructions(path: Path, fields: Fields) -> Iterator[str]:
     """Prompt and answer of each example in turn."""
     for where, record in records(path):
+        fields.check(where, record)
+        check_instruction(where, record)
         context = ""
         if record.get("input") is not None:
             context = text_field(where, record, "input")
         yield prompt(text_field(where, record, "instruction"), context)
         yield text_field(where, record, "output")
-
-
-def _conversations(path: Path, template: ChatTemplate) -> Iterator[Conversation]:
-    for where, record in records(path):
-        messages = _messages(where, record)
-        tools = record.get(TOOLS) or None
-        if not isinstance(tools, list | None):
-            got = shorten(repr(tools))
-            raise DataError(f"{where}: expected a list in the field {TOOLS!r}, got {got}.")
-        try:
-            yield template.conversation(messages, tools)
-        except ConversationError as error:
-            raise DataError(f"{where}: {error}.") from error
-
-
-def _messages(where: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-    if MESSAGES not in record:
-        names = ", ".join(map(repr, record)) or "none"
-        remedy = next((do for name, do in OTHERS.items() if name in record), "Rename the field")
-        raise DataError(f"{where}: expected a field {MESSAGES!r}, found {names}. {remedy}.")
-    messages = record[MESSAGES]
-    if not isinstance(messages, list) or not messages:
-        got = shorten(repr(messages))
-        raise DataError(f"{where}: expected a list of messages in {MESSAGES!r}, got {got}.")
-    return [_message(f"{where}, message {n}", m) for n, m in enumerate(messages, 1)]
-
-
-def _message(where: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        got = shorten(repr(message))
-        raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, got {got}.')
-    # Tables have a column for each field that any message has.
-    message = {name: value for name, value in message.items() if value is not None}
-    text_field(where, message, "role")
-    if "content" in message or not message.get("tool_calls"):
-        text_field(where, message, "content")
-    return message

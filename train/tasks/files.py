@@ -105,6 +105,11 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield _object(where, _parse(where, line.removesuffix("\n"), line=True))
 
 
+def common_place(paths: Sequence[Path]) -> Path:
+    """The only file, or the folder of several."""
+    return paths[0] if len(paths) == 1 else paths[0].parent
+
+
 def expect_examples(
     paths: list[Path], read: Callable[[Path], Iterator[Example]]
 ) -> Iterator[Example]:

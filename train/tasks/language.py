@@ -24,7 +24,8 @@ from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode
 from train.tasks.examples import describe_example
-from train.tasks.files import find_files, lines, records, split, text_field
+from train.tasks.fields import Fields
+from train.tasks.files import common_place, find_files, lines, records, split, text_field
 from train.tasks.token_files import stored
 from train.tokenizer import Tokenizer
 
@@ -154,9 +155,10 @@ def _pieces_of(
     paths: list[Path], field: str, begins: list[bool], notes: list[str]
 ) -> Iterator[str]:
     """The documents of all files in pieces; to `begins` goes whether one begins with the piece."""
+    fields = Fields(field, refused={})
     for path in paths:
         count, blank = 0, 0
-        for document in _documents(path, field):
+        for document in _documents(path, field, fields):
             number = -1
             for number, piece in enumerate(_cut(document)):
                 begins.append(number == 0)
@@ -166,14 +168,16 @@ def _pieces_of(
             raise DataError(f"{path}: expected text, found an empty file or none but blank texts.")
         if blank:
             notes.append(f"{path.name}: blank texts left out: {blank}")
+    notes += fields.notes(common_place(paths))
 
 
-def _documents(path: Path, field: str) -> Iterator[Iterable[str]]:
+def _documents(path: Path, field: str, fields: Fields) -> Iterator[Iterable[str]]:
     """The documents of a file; one may come in parts, as a text file comes line by line."""
     if path.name.lower().endswith(".txt"):
         yield (line for _, line in lines(path))
         return
     for where, record in records(path):
+        fields.check(where, record)
         yield [text_field(where, record, field, remedy="Name it with --text-column")]
 
 

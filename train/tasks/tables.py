@@ -1,6 +1,7 @@
 """Tables as Hugging Face `datasets` has them: Parquet, and Arrow as `save_to_disk` writes it.
 
-Needs `pyarrow`, the extra `data`. A table's row is as an object of JSON: a dict by column.
+Needs `pyarrow`, the extra `data`. A table's row is as an object of JSON: a dict by column. Objects
+inside have no nulls: in a column they all have the fields that any of them has.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for start in range(0, len(batch), ROWS):
                 for row in batch.slice(start, ROWS).to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row
+                    where = f"{path}, row {number}"
+                    yield where, {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the fields that its objects have because others have them."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def class_names(path: Path, column: str) -> list[str] | None:

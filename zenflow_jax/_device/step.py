@@ -4,6 +4,7 @@ The functions take a leaf at a time; on a mesh each device works on its own part
 gradient of deferred channels goes on as mail, or to `in_graph.py`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -126,8 +127,13 @@ def _packed_axis(shard: Shard) -> int:
 _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
-def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> jax.Array:
-    """The signs of `g`, as digits: pieces along an axis, superposed."""
+def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
+    """The signs of `g`, as digits: pieces along an axis, superposed; the rest in a second array.
+
+    The two are not joined, because a gradient that was put together of others could then meet a
+    second concatenation in one kernel, which jax 0.10.2 and 0.11.0 miscompile on GPUs
+    (jax-ml/jax#40588).
+    """
     count, base = _SIGNS[np.dtype(dtype)]
     # Not `g > 0`: XLA takes these zeros from where the gradient's own began, say in front of a
     # scatter, and keeps an array of them, as large as the leaf, until here.
@@ -139,18 +145,18 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> jax.Array:
         digit = jnp.split(jax.lax.slice_in_dim(digits, begin, end, axis=axis), pieces, axis)
         packed.append(sum(x.astype(dtype) * base**i for i, x in enumerate(digit)))
         begin = end
-    return jnp.concatenate(packed, axis)
+    return tuple(packed)
 
 
-def _unpack_signs(packed: jax.Array, axis: int, size: int) -> jax.Array:
+def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Array:
     """The inverse of `_pack_signs`, int8, for an axis of `size`."""
-    count, base = _SIGNS[np.dtype(packed.dtype)]
-    digits, begin = [], 0
-    for pieces, width in _pieces(size, count):
-        part = jax.lax.slice_in_dim(packed, begin, begin + width, axis=axis)
-        # Joined as numbers of 32 bits they would take a CPU ten times as long.
-        digits += [(part // base**i % base).astype(jnp.int8) for i in range(pieces)]
-        begin += width
+    count, base = _SIGNS[np.dtype(packed[0].dtype)]
+    # Joined as numbers of 32 bits they would take a CPU ten times as long.
+    digits = [
+        (part // base**i % base).astype(jnp.int8)
+        for part, (pieces, _) in zip(packed, _pieces(size, count), strict=True)
+        for i in range(pieces)
+    ]
     whole = jnp.concatenate(digits, axis)
     return whole - 3 * (whole >> 1)
 
@@ -161,15 +167,15 @@ def _pieces(size: int, count: int) -> list[tuple[int, int]]:
     return [(pieces, width) for pieces, width in cuts if pieces * width]
 
 
-def _signs_of_block(shard: Shard, signs: jax.Array) -> jax.Array:
+def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
     """The signs of a block's gradient, int8, from what `_split` kept of the part's."""
-    if jnp.issubdtype(signs.dtype, jnp.floating):
+    if not isinstance(signs, tuple):
         return shard.gather(jnp.sign(signs).astype(jnp.int8))
     axis = _packed_axis(shard)
     size = shard.part.shape[axis]
     if shard.shares[axis]:
         return shard.gather(_unpack_signs(signs, axis, size))
-    return _unpack_signs(shard.gather(signs), axis, size)
+    return _unpack_signs(jax.tree.map(shard.gather, signs), axis, size)
 
 
 def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) -> Verdict:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions
+from zenflow_jax._device.host_slices import check_slices
 from zenflow_jax._device.shards import Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.step import GradientParts, split_gradient
@@ -127,7 +128,7 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
 @jax.custom_jvp
 def _with_no_derivative(weights: Any) -> Any:
     """Weights by which, through `stream`, the derivative would be zero."""
-    return weights
+    return check_slices(weights)
 
 
 @_with_no_derivative.defjvp
@@ -208,7 +209,7 @@ def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
     leaf = leaf._replace(channels=channels.astype(jnp.int32), spec=sending.spec)
     how, rank, signs = SendGradients.DURING_STEP, sending.rank, sending.signs
     seen = split_gradient(g, leaf, how, rank, signs=signs, packing=jnp.uint32)
-    seen = seen._replace(signs=None if seen.signs is None else _as_floats(seen.signs))
+    seen = seen._replace(signs=jax.tree.map(_as_floats, seen.signs))
     return Probes(jnp.full((), _ONCE), jnp.sqrt(seen.squares), *seen)
 
 
@@ -229,7 +230,7 @@ def _as_packed(floats: jax.Array) -> jax.Array:
 def parts_of(g: Streamed) -> GradientParts:
     """What a step takes from the gradient of a streamed leaf."""
     probes = g.probes
-    signs = None if probes.signs is None else _as_packed(probes.signs)
+    signs = jax.tree.map(_as_packed, probes.signs)
     return GradientParts(probes.squares, probes.gradient, signs, probes.mail)
 
 

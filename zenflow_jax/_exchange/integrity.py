@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from zenflow_jax._device.adamw import change_of
@@ -52,7 +51,7 @@ class Integrity:
     def __init__(self, specs: Sequence[LeafSpec], schedule: Schedule, step: int):
         self._known = ""  # what is wrong, in words
         self._step = step
-        self._unread: deque[tuple[int, Sequence[str], Array]] = deque()
+        self._unread: deque[tuple[int, Sequence[str], Array | Sequence[Array]]] = deque()
         self._specs, self._schedule = specs, schedule
         all_move = schedule.provisional_share is not None
         moving = [
@@ -61,9 +60,8 @@ class Integrity:
             if 0 not in s.shape and (s.resident or s.k or all_move) and not s.hosted
         ]
         gap = -(-len(moving) // _LEAVES_PER_LOOK)
-        looks = [moving[start::gap] for start in range(gap)]
-        # Each has leaves from all over the tree, and always as many: their counts are stacked.
-        self._looks = [(look + moving)[: len(looks[0])] for look in looks]
+        # Each has leaves from all over the tree.
+        self._looks = [moving[start::gap] for start in range(gap)]
         self._turn = 0
         self._since = _APART
         self._before: list[_Rows] | None = None
@@ -72,7 +70,7 @@ class Integrity:
         """Waits for the counts of the steps up to `until`; raises if one was ever not zero."""
         while not self._known and self._unread and self._unread[0][0] <= until:
             step, names, counts = self._unread.popleft()
-            values = np.asarray(counts)  # every device has them all
+            values = jax.device_get(counts)  # every device has them all
             changed = [name for name, count in zip(names, values, strict=True) if count]
             if changed:
                 self._known = _words(step, changed)
@@ -85,8 +83,12 @@ class Integrity:
             self._known = _words(self._step + 1, names)
             raise RuntimeError(self._known)
 
-    def add(self, names: Sequence[str], counts: Array) -> None:
-        """Takes counts, int32 `(leaves,)`, of changed numbers after the last step."""
+    def add(self, names: Sequence[str], counts: Array | Sequence[Array]) -> None:
+        """Takes counts, int32 `(leaves,)` or a scalar for each, of changed numbers.
+
+        They are of the last step. Scalars stay apart, as nothing joins arrays outside of programs:
+        there are GPUs that compute single operations wrongly (jax-ml/jax#40633).
+        """
         self._unread.append((self._step, names, counts))
 
     def step_made(
@@ -105,7 +107,7 @@ class Integrity:
             _compare(weights[i], rows, _alone(leaves[i]), sent, schedule=self._schedule)
             for i, rows in zip(look, before, strict=True)
         ]
-        self.add([self._specs[i].name for i in look], jnp.stack(counts))
+        self.add([self._specs[i].name for i in look], counts)
 
     def forget(self) -> None:
         """Drops what was noted, where something else than a step has moved parameters."""

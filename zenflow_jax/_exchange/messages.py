@@ -144,6 +144,7 @@ class Receiver:
             pieces = [part.of(item.gradients[part.leaf]) for part in self._offloaded.firsts]
         if item.on_device:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
+        # What a step itself has sent is ready together, at its end; other mail comes later.
         jax.block_until_ready((step_scalars, item.step_scalars))
         self._recorder.step_ended(item.step, times)
         jax.block_until_ready(pieces)

@@ -1,11 +1,20 @@
-"""How much pinned host memory a run needs: mail, and what hand-overs take from the device."""
+"""How much pinned host memory a run needs: mail, and what hand-overs take from the device.
+
+And what has it pinned before the first step.
+"""
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+import jax
+import numpy as np
+
+from zenflow_jax._device.memory import copy_to_host, upload
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
@@ -14,6 +23,10 @@ from zenflow_jax._spec.schedule import Schedule
 #: The most mails that may be unread, which lets Python run ahead of the device. With "per_window"
 #: `Mailbox.send` has another limit.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
+
+#: Platforms on which jax has a pool of pinned memory for each device, with a limit of its own
+#: (`GetGpuHostAllocator` in XLA, the same in jax 0.10.2 and 0.11.2).
+_GPUS = ("gpu", "cuda", "rocm")
 
 
 def buffers(state: ZenFlowState) -> float:
@@ -103,22 +116,21 @@ def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
 
 
 def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
-    """Refuses a run that needs more pinned memory than jax gives."""
-    parts, in_step = offloaded.parts, state.send_gradients.in_step
-    mail = selected = 0
-    for part in parts:
-        size = math.prod(part.spec.shape)
-        # In the step all devices that hold a part send it, afterwards the first alone.
-        senders = len(part.devices) if in_step else 1
-        mail += senders * size * part.spec.mail_dtype.itemsize
-        selected += 3 * 4 * math.prod(part.spec.selected_shape)  # float32 master and moments
-    devices = {device for part in parts for device in part.devices}
-    platform = next((device.platform for device in devices), "cpu")
+    """Refuses a run that needs more pinned memory than jax has next to one of its devices."""
+    mail, selected = Counter[Any](), Counter[Any]()
+    for part in offloaded.parts:
+        for device in _senders(state, part):
+            mail[device] += math.prod(part.spec.shape) * part.spec.mail_dtype.itemsize
+        # Float32 masters and moments.
+        selected[part.devices[0]] += 3 * 4 * math.prod(part.spec.selected_shape)
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     places = (leaf.spec.placement for leaf in state.leaves if leaf.offloaded)
     everywhere = max((place.mesh.size for place in places if place is not None), default=1)
-    weights = weight_bytes(state) * len(devices) // everywhere
-    check_pinned(mail, buffers(state), selected, platform, limit, weights)
+    weights = weight_bytes(state) // everywhere
+    for device in {device for part in offloaded.parts for device in part.devices}:
+        check_pinned(
+            mail[device], buffers(state), selected[device], device.platform, limit, weights
+        )
 
 
 def check_pinned(
@@ -129,14 +141,15 @@ def check_pinned(
     limit_gib: str | None,
     weight_bytes: int = 0,
 ) -> None:
-    """Refuses `mails`, a hand-over of selected channels and weights beyond a GPU's limit."""
-    if platform not in ("gpu", "cuda", "rocm"):
+    """Refuses `mails`, a hand-over of selected channels and weights beyond one GPU's limit."""
+    if platform not in _GPUS:
         return
     try:
-        limit = float(limit_gib) if limit_gib else 64.0  # XLA's own default
+        # XLA's own default, which it also takes for a number that is not whole.
+        limit = int(limit_gib) if limit_gib else 64
     except ValueError:
         raise ValueError(
-            "expected a number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
+            "expected a whole number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
             f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
         ) from None
     needed = (mail_bytes * mails + selected_bytes + weight_bytes) / 2**30
@@ -144,6 +157,31 @@ def check_pinned(
         raise ValueError(
             f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB, a hand-over of "
             f"{selected_bytes / 2**30:.1f} GiB and weights of {weight_bytes / 2**30:.1f} GiB in "
-            f"pinned host memory, got a limit of {limit:g} GiB. Set the environment variable "
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(needed) + 1} before jax starts."
+            f"the pinned host memory of one GPU, got a limit of {limit} GiB. Set the environment "
+            # jax's pool grows by regions, each larger than the last, and gives none back.
+            f"variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax "
+            "starts: the need and a quarter, as what is free lies in several regions."
         )
+
+
+def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
+    """Takes what mail will have of pinned memory, and gives it back to jax's pool.
+
+    A driver pins memory when the pool first needs it: slowly, and it may wait for all devices. It
+    must not do that in the first steps, beside their collectives. The state has one mail already,
+    which is blank.
+    """
+    in_state = state.send_gradients.in_step and not any(x.spec.hosted for x in state.leaves)
+    # Whole mails, so that what is taken is within a limit that `check_pinned_memory` has passed.
+    more, taken = int(buffers(state)) - in_state, []
+    for part in offloaded.parts:
+        for device in _senders(state, part):
+            if device.platform in _GPUS:
+                zeros = upload(np.zeros(part.spec.shape, part.spec.mail_dtype), device)
+                # One leaf at a time is on the device.
+                taken.append(jax.block_until_ready(copy_to_host([zeros] * more)))
+
+
+def _senders(state: ZenFlowState, part: Part) -> Sequence[Any]:
+    """The devices that send a part: in the step all that hold it, afterwards the first alone."""
+    return part.devices if state.send_gradients.in_step else part.devices[:1]

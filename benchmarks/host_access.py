@@ -1,0 +1,273 @@
+"""Does a compiled program read and write host memory where it should, and by the copy engine?
+
+    python -m benchmarks.host_access PROGRAM.txt        # of `compiled.as_text()`
+
+XLA for GPUs annotates a slice inside a loop with a walk in bytes, offset + iteration * stride, and
+its runtime copies by the walk; nothing looks at the index any more. With jax 0.10.2 and 0.11.0 some
+walks are not their index (openxla/xla#46231). This evaluates the index of each slice of host memory
+for each iteration, and compares. A slice without a walk is a kernel's: multiprocessors read host
+memory word by word, where a copy engine should.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.program_text import (
+    HOST,
+    Instruction,
+    Program,
+    dimensions,
+    elements,
+    nbytes,
+    parse,
+    strides,
+)
+
+
+class Traffic(NamedTuple):
+    """How a program uses host memory."""
+
+    right: int  # slices in loops whose walk is their index
+    wrong: list[str]  # slices whose walk is another
+    kernels: list[str]  # what else reads or writes host memory: kernels, host compute
+    to_host: int  # whole arrays that are copied
+    to_device: int
+
+
+class _Loop(NamedTuple):
+    """The values of a loop's counter, and its place in the loop's tuple."""
+
+    element: int
+    values: range
+
+
+def traffic(text: str) -> Traffic:
+    """Returns what the text of a compiled program says of its use of host memory.
+
+    Raises:
+        ValueError: If the text is none that XLA prints for a scheduled module.
+    """
+    program = parse(text)
+    loops = {
+        body: _loop(x)
+        for _, computation in program.executed()
+        for x in computation.values()
+        if x.opcode == "while"
+        for body in re.findall(r"body=%([\w.\-]+)", x.attributes)
+    }
+    right, wrong, kernels = 0, [], []
+    copies = {True: 0, False: 0}
+    for name, computation in program.executed():
+        for x in computation.values():
+            if x.opcode in _MOVES_NOTHING or not _touches_host(program, name, x):
+                continue
+            label = f"{name}: {x.opcode} {x.name} {x.shape[:80]}"
+            if x.opcode == "copy-start":
+                copies[HOST in elements(x.shape)[0]] += 1
+                continue
+            sliced = _copied_slice(program, x)
+            if sliced is None:
+                kernels.append(label)
+                continue
+            difference = _difference(program, name, x, sliced, loops.get(name))
+            right += difference is None
+            if difference is not None:
+                wrong.append(f"{label}: {difference}")
+    return Traffic(right, wrong, kernels, copies[True], copies[False])
+
+
+#: They pass arrays on, or end what another instruction has begun. `AllocateBuffer` is seen below.
+_MOVES_NOTHING = (
+    *("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional"),
+    *("opt-barrier", "optimization-barrier", "after-all", "copy-done", "fusion-done"),
+    *("async-done", "dynamic-slice-done", "dynamic-update-slice-done"),
+)
+_SLICES = ("dynamic-slice", "dynamic-update-slice")
+
+
+def _touches_host(program: Program, computation: str, x: Instruction) -> bool:
+    if 'custom_call_target="AllocateBuffer"' in x.attributes:
+        return False
+    return HOST in x.shape or any(HOST in program.shape_of(computation, o) for o in x.operands)
+
+
+def _copied_slice(program: Program, x: Instruction) -> tuple[str, Instruction, Any] | None:
+    """Returns the slice that an operation copies by its walk: where it is, itself, the walk."""
+    for name in x.called:
+        for inner in program.computations[name].values():
+            found = re.search(r'"dynamic_slice_config":(\{[^}]*\})', inner.attributes)
+            if inner.opcode in _SLICES and found:
+                return name, inner, json.loads(found[1])
+    return None
+
+
+def _difference(
+    program: Program,
+    computation: str,
+    caller: Instruction,
+    sliced: tuple[str, Instruction, Any],
+    loop: _Loop | None,
+) -> str | None:
+    """Says how a walk differs from the index of its slice; None if it does not."""
+    where, x, config = sliced
+    if loop is None:
+        return "the trip count of its loop is not known, or it is in none"
+    first = 1 if x.opcode == "dynamic-slice" else 2
+    whole = program.shape_of(where, x.operands[0])
+    part = x.shape if first == 1 else program.shape_of(where, x.operands[1])
+    offset, stride = int(config["byte_offset"]), int(config.get("byte_stride", 0))
+    walk = [offset + i * stride for i in range(len(loop.values))]
+    places = []
+    for counter in loop.values:
+        outside = _Frame(program, computation, {0: {loop.element: counter}})
+        inside = outside.called(caller, where)
+        index = [inside.value(operand) for operand in x.operands[first:]]
+        if not all(isinstance(i, int) for i in index):
+            return "its index is not known"
+        room = zip(index, dimensions(whole), dimensions(part), strides(whole), strict=True)
+        places.append(sum(min(max(i, 0), n - k) * step for i, n, k, step in room))
+    if places == walk:
+        return None
+    step = strides(whole)[0]
+    return f"the index says {[n // step for n in places]}, the walk {[n // step for n in walk]}"
+
+
+def _loop(x: Instruction) -> _Loop | None:
+    """Returns the counter of a loop, where XLA says how it counts."""
+
+    def found(key: str, *fields: str) -> list[int] | None:
+        text = re.search(rf'"{key}":(\{{[^}}]*\}})', x.attributes)
+        return [int(json.loads(text[1])[field]) for field in fields] if text else None
+
+    trips = found("known_trip_count", "n")
+    element = found("known_induction_variable", "tuple_index")
+    steps = found("known_init_step", "init", "step")
+    if trips is None or element is None or steps is None:
+        return None
+    begin, step = steps
+    return _Loop(element[0], range(begin, begin + trips[0] * step, step))
+
+
+class _Frame:
+    """The values of a computation's integers, for values of its parameters.
+
+    An integer is an int, a tuple a dict of what is known of its elements, a constant vector a list;
+    what is not known is None.
+    """
+
+    def __init__(self, program: Program, computation: str, parameters: dict[int, Any]):
+        self._program, self._name, self._parameters = program, computation, parameters
+        self._known: dict[str, Any] = {}
+
+    def value(self, operand: str) -> Any:
+        name, _, element = operand.partition("#")
+        if name not in self._known:
+            self._known[name] = None  # a circle is not known
+            self._known[name] = self._evaluated(self._program.computations[self._name][name])
+        value = self._known[name]
+        return (value or {}).get(int(element)) if element else value
+
+    def called(self, caller: Instruction, computation: str) -> "_Frame":
+        arguments = dict(enumerate(map(self.value, caller.operands)))
+        return _Frame(self._program, computation, arguments)
+
+    def _evaluated(self, x: Instruction) -> Any:
+        if x.opcode == "parameter":
+            return self._parameters.get(int(x.argument))
+        if x.opcode == "constant":
+            return _constant(x.argument)
+        if x.opcode == "tuple":
+            return dict(enumerate(map(self.value, x.operands)))
+        if x.opcode in ("fusion", "call"):
+            (callee,) = x.called
+            inside = self.called(x, callee)
+            return inside.value(_root(self._program, callee))
+        if x.opcode == "get-tuple-element":
+            index = re.search(r"index=(\d+)", x.attributes)
+            assert index is not None
+            return (self.value(x.operands[0]) or {}).get(int(index[1]))
+        values = list(map(self.value, x.operands))
+        if any(value is None for value in values):
+            return None
+        if x.opcode == "compare":
+            return int(_COMPARED[_direction(x)](*values))
+        if x.opcode == "dynamic-slice":
+            return _entry(x, *values)
+        return _ARITHMETIC[x.opcode](*values) if x.opcode in _ARITHMETIC else None
+
+
+_ARITHMETIC = {
+    **dict.fromkeys(("copy", "bitcast", "convert", "reshape", "copy-done"), lambda a: a),
+    "opt-barrier": lambda a: a,
+    "negate": lambda a: -a,
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "minimum": min,
+    "maximum": max,
+    "clamp": lambda low, a, high: min(max(a, low), high),
+    "select": lambda which, a, b: a if which else b,
+}
+_COMPARED = {
+    "LT": lambda a, b: a < b,
+    "LE": lambda a, b: a <= b,
+    "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b,
+    "EQ": lambda a, b: a == b,
+    "NE": lambda a, b: a != b,
+}
+
+
+def _direction(x: Instruction) -> str:
+    found = re.search(r"direction=(\w+)", x.attributes)
+    assert found is not None
+    return found[1]
+
+
+def _constant(text: str) -> Any:
+    """Returns an integer, or a list of those of a vector."""
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    if re.fullmatch(r"\{[-\d, ]+\}", text):
+        return [int(n) for n in text[1:-1].split(",")]
+    return {"true": 1, "false": 0}.get(text)
+
+
+def _entry(x: Instruction, *values: Any) -> Any:
+    """Returns the one entry that a slice takes from a constant vector."""
+    vector, *index = values
+    single = isinstance(vector, list) and len(index) == 1 and dimensions(x.shape) == [1]
+    return vector[min(max(index[0], 0), len(vector) - 1)] if single else None
+
+
+def _root(program: Program, computation: str) -> str:
+    return next(x.name for x in program.computations[computation].values() if x.root)
+
+
+def large_copies(text: str, least_bytes: int) -> Iterator[str]:
+    """Yields the copies on the device of arrays of so many bytes or more."""
+    program = parse(text)
+    for name, computation in program.executed():
+        for x in computation.values():
+            if x.opcode == "copy" and HOST not in x.shape and nbytes(x.shape) >= least_bytes:
+                yield f"{name}: {x.name} {x.shape}"
+
+
+def main() -> None:
+    for path in sys.argv[1:]:
+        found = traffic(Path(path).read_text(encoding="utf-8"))
+        print(
+            f"{path}: {found.right} slices in loops right, {len(found.wrong)} WRONG, "
+            f"{len(found.kernels)} by kernels; {found.to_host} copies to the host, "
+            f"{found.to_device} to the device"
+        )
+        for line in (*found.wrong, *found.kernels):
+            print(f"  {line}")
+
+
+if __name__ == "__main__":
+    main()

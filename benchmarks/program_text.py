@@ -1,0 +1,161 @@
+"""Reads the text of a compiled program: its computations, and the instructions of each.
+
+XLA prints a scheduled module, so the order of a computation's instructions is that of execution.
+The text is what `compiled.as_text()` returns with jax 0.10.2 to 0.11.2.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+#: What XLA's text says of an array in host memory.
+HOST = "S(5)"
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    shape: str  # as printed: "bf16[4,8]{1,0:S(5)}", or a tuple of such in parentheses
+    opcode: str
+    operands: tuple[str, ...]  # names; "name#1" is an element of a tuple (jax 0.11)
+    argument: str  # the text in the parentheses: a parameter's number, a constant's value
+    attributes: str  # the text behind the parentheses
+    root: bool
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it runs."""
+        return [name for found in _CALLED.finditer(self.attributes) for name in _names(found[1])]
+
+
+Computation = dict[str, Instruction]  # in order of execution
+
+
+class Program(NamedTuple):
+    """A module's computations by name."""
+
+    computations: dict[str, Computation]
+    entry: str
+
+    def executed(self) -> Iterator[tuple[str, Computation]]:
+        """Yields the entry, and the computations that run as part of it or of its loops.
+
+        The inside of a fusion is none of them: the fusion is one operation.
+        """
+        waiting, known = [self.entry], {self.entry}
+        while waiting:
+            name = waiting.pop()
+            yield name, self.computations[name]
+            for x in self.computations[name].values():
+                if x.opcode in _CONTROL:
+                    new = {*x.called} - known
+                    waiting += new
+                    known |= new
+
+    def shape_of(self, computation: str, operand: str) -> str:
+        """Returns the shape of an operand, also of an element of a tuple."""
+        name, _, element = operand.partition("#")
+        shape = self.computations[computation][name].shape
+        return elements(shape)[int(element)] if element else shape
+
+
+def parse(text: str) -> Program:
+    """Returns the program that a module's text describes.
+
+    Raises:
+        ValueError: If the text has no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry = current = None
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current = header["name"]
+            computations[current] = {}
+            entry = current if header["entry"] else entry
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            x = _instruction(found["name"], line[found.end() :], bool(found["root"]))
+            computations[current][x.name] = x
+    if entry is None:
+        raise ValueError("The text has no ENTRY computation. Pass `compiled.as_text()`.")
+    return Program(computations, entry)
+
+
+def elements(shape: str) -> list[str]:
+    """Returns the shapes in a tuple's shape."""
+    parts, depth, start, inner = [], 0, 0, _COMMENT.sub("", shape[1:-1])
+    for i, character in enumerate(inner):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append(inner[start:i].strip())
+            start = i + 1
+    return [*parts, inner[start:].strip()]
+
+
+def nbytes(shape: str) -> int:
+    """Returns the bytes of an array's shape."""
+    return math.prod(dimensions(shape)) * _itemsize(shape)
+
+
+def dimensions(shape: str) -> list[int]:
+    found = _ARRAY.match(shape)
+    if found is None:
+        raise ValueError(f"{shape} is no array. Pass the shape of one, such as f32[2,3].")
+    return [int(n) for n in found["dims"].split(",") if n]
+
+
+def strides(shape: str) -> list[int]:
+    """Returns the bytes from one entry to the next along each axis, by the array's layout."""
+    dims, found = dimensions(shape), _ARRAY.match(shape)
+    assert found is not None
+    minor = found["layout"]
+    order = [int(n) for n in minor.split(",") if n] if minor else range(len(dims))[::-1]
+    result, step = [0] * len(dims), _itemsize(shape)
+    for axis in order:
+        result[axis] = step
+        step *= dims[axis]
+    return result
+
+
+def _names(text: str) -> list[str]:
+    return _OPERAND.findall(text)
+
+
+def _itemsize(shape: str) -> int:
+    kind = shape.split("[")[0]
+    bits = re.search(r"\d+", kind)
+    return 1 if kind == "pred" or bits is None else max(int(bits[0]) // 8, 1)
+
+
+def _instruction(name: str, rest: str, root: bool) -> Instruction:
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    start = rest.index("(")
+    close = _closing(rest, start)
+    argument = _COMMENT.sub("", rest[start + 1 : close])
+    operands = tuple(_names(argument))
+    return Instruction(name, shape, rest[:start], operands, argument, rest[close + 1 :], root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Returns the place of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for found in _BRACKET.finditer(text, start):
+        depth += 1 if found[0] in "([{" else -1
+        if depth == 0:
+            return found.start()
+    raise ValueError(f"A parenthesis is not closed in: {text[:200]}")
+
+
+_HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \((?!.* = ).*\{$")
+_INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_CONTROL = ("while", "call", "conditional")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|(?:true|false|branch|called)_computations?)="
+    r"(\{[^}]*\}|%[\w.\-]+)"
+)
+_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)?)")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_BRACKET = re.compile(r"[()\[\]{}]")
+_ARRAY = re.compile(r"(?P<kind>\w+)\[(?P<dims>[\d,]*)\](?:\{(?P<layout>[\d,]*))?")

@@ -1,0 +1,238 @@
+"""Steps of a small model, and what an engine runs between them, as a GPU's compiler makes them.
+
+The GPU is described, and need not be there. It takes no arguments in host memory: a step whose
+layers lie there begins with their copies to it and ends without them, and the report counts no
+device memory for these.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zenflow_jax
+from benchmarks import gpu_program, host_access, program_report
+from train import hosted as host_memory
+from train.settings import StepSettings
+from zenflow_jax import planning, streaming
+from zenflow_jax._device import boundary
+
+LAYERS, WIDTH, INNER, CLASSES, ROWS = 4, 256, 1024, 512, 64
+
+
+class Figures(NamedTuple):
+    """What a table has of a program; `peak` in bytes per parameter, `hidden` as a share."""
+
+    peak: float
+    hidden: float  # of the mail: leaves while matmuls are still to come
+    to_host: int  # whole arrays that are copied
+    to_device: int
+    slices: int  # of host memory in loops, by the copy engine
+    kernels: int  # that read or write host memory; outside of loops alone
+
+
+class Compiled(NamedTuple):
+    """A program, by its text, and its figures."""
+
+    figures: Figures
+    wrong: list[str]  # slices whose walk is not their index
+    in_loops: list[str]  # kernels there that read or write host memory
+    copied_whole: list[str]  # stacks of layers, on the device
+
+
+def _shapes(dtype: Any, *, scanned: bool) -> dict[str, Any]:
+    layer = {"up": (WIDTH, INNER), "down": (INNER, WIDTH), "scale": (WIDTH,)}
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    if scanned:
+        layers: Any = {name: array(LAYERS, *shape) for name, shape in layer.items()}
+    else:
+        layers = [{name: array(*shape) for name, shape in layer.items()} for _ in range(LAYERS)]
+    return {"layers": layers, "head": array(WIDTH, CLASSES)}
+
+
+def _block(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    return x + jnp.tanh((x * w["scale"][None]) @ w["up"]) @ w["down"], None
+
+
+def _loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    if isinstance(params["layers"], dict):
+        x, _ = streaming.scan_layers(jax.checkpoint(_block), x, params["layers"])
+    else:
+        for w in params["layers"]:
+            x, _ = _block(x, w)
+    logits = (x @ params["head"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+class Step(NamedTuple):
+    """A step of training to compile; all of its options."""
+
+    dtype: Any = jnp.bfloat16
+    scanned: bool = False
+    streamed: bool = False
+    hosted: bool = False  # the layers' matrices are in host memory
+    mesh: str | None = None  # an axis of four devices
+    options: tuple[tuple[str, Any], ...] = (("max_grad_norm", 1.0),)
+
+    def arguments(self) -> tuple[Any, Any, Any]:
+        """The transformation, parameters and state, as shapes on the described devices."""
+        mesh = planning.described_mesh("h200", {self.mesh or "data": 4 if self.mesh else 1})
+        scanned = self.scanned or self.streamed or self.hosted
+        shapes = _shapes(self.dtype, scanned=scanned)
+        spread = "fsdp" in mesh.shape
+
+        def at(x: Any) -> jax.ShapeDtypeStruct:
+            spec = PartitionSpec(*[None] * (len(x.shape) - 1), "fsdp") if spread else None
+            where = NamedSharding(mesh, spec or PartitionSpec())
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        params = jax.tree.map(at, shapes)
+        tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, **dict(self.options))
+        if self.mesh is not None:
+            state = tx.init(host_memory.put_shapes(params) if self.hosted else params)
+        else:
+            put = host_memory.put if self.hosted else lambda params: params
+            state = jax.eval_shape(lambda params: tx.init(put(params)), params)
+        return tx, params, planning.placed(state, mesh)
+
+    def compile(self) -> Compiled:
+        tx, params, state = self.arguments()
+        mesh = params["head"].sharding.mesh
+        streams = self.streamed or self.hosted
+
+        def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+            params = host_memory.put(params) if self.hosted else params
+            weights = streaming.stream(params, state) if streams else params
+            value, gradients = jax.value_and_grad(_loss)(weights, x, y)
+            updates, state = tx.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+            return (host_memory.on_device(params) if self.hosted else params), state, value
+
+        batch = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+        x = jax.ShapeDtypeStruct((ROWS * mesh.size, WIDTH), self.dtype, sharding=batch)
+        y = jax.ShapeDtypeStruct((ROWS * mesh.size,), jnp.int32, sharding=batch)
+        kept = host_memory.on_device(params) if self.hosted else params
+        places = jax.tree.map(lambda x: x.sharding, kept)
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(places, None, None))
+        compiled = jitted.lower(params, state, x, y).compile()
+        return seen(compiled, params, host_memory.nbytes(params) if self.hosted else 0)
+
+
+def seen(compiled: Any, params: Any, in_host_memory: int = 0) -> Compiled:
+    """What the text of a program says; so many bytes of its arguments are in host memory."""
+    text, report = compiled.as_text(), program_report.report(compiled, params)
+    traffic = host_access.traffic(text)
+    mail = sum(size for size, _ in report.copies)
+    hidden = sum(size for size, left in report.copies if left > 0)
+    figures = Figures(
+        peak=round((report.peak_bytes - in_host_memory) / report.parameters, 3),
+        hidden=round(hidden / mail, 3) if mail else 0.0,
+        to_host=traffic.to_host,
+        to_device=traffic.to_device,
+        slices=traffic.right,
+        kernels=len(traffic.kernels),
+    )
+    stacks = [x for x in jax.tree.leaves(params) if len(x.shape) > 2]
+    least = min((math.prod(x.shape) * x.dtype.itemsize for x in stacks), default=math.inf)
+    return Compiled(
+        figures=figures,
+        wrong=traffic.wrong,
+        in_loops=[x for x in traffic.kernels if not x.startswith("main")],
+        copied_whole=list(host_access.large_copies(text, least)),
+    )
+
+
+def merge(step: Step) -> Compiled:
+    """The program that brings the largest group's update into the parameters."""
+    _, params, state = step.arguments()
+    return seen(gpu_program.lowered_merge(params, state).compile(), params)
+
+
+def hand_over(program: Callable) -> Compiled:
+    """A program of a selection, for all leaves of one group."""
+    at_once = Step(options=(("max_grad_norm", 1.0), ("rolling", False)))
+    _, params, state = at_once.arguments()
+    leaves = [leaf for leaf in state.leaves if leaf.offloaded]
+    weights = [
+        x for x, leaf in zip(jax.tree.leaves(params), state.leaves, strict=True) if leaf.offloaded
+    ]
+    channels, masters = [x.channels for x in leaves], [x.master for x in leaves]
+    arguments = {
+        boundary.choose: (weights, [x.scores for x in leaves], channels, masters),
+        boundary.enter: (weights, masters, channels),
+    }[program]
+    specs = tuple(leaf.spec.anonymous for leaf in leaves)
+    return seen(program.lower(*arguments, specs=specs).compile(), params)
+
+
+def script_step(model: str | None = None, **settings: Any) -> Compiled:
+    """The script's own step, of a decoder, or of the model in a folder."""
+    from train import planning as plans
+    from train.pretrained import read_folder
+
+    run = StepSettings(
+        optimizer="zenflow",
+        layers=3,
+        width=WIDTH,
+        heads=4,
+        sequence_length=64,
+        batch_size=4,
+        **settings,
+    )
+    origin = None if model is None else read_folder(model)
+    mesh = planning.described_mesh("rtx4090", {"data": 1})
+    planned = plans.planned_step(run, origin, mesh, placed=True)
+    away = host_memory.nbytes(planned.params) if run.stream == "weights" else 0
+    return seen(plans.compiled_step(planned), planned.params, away)
+
+
+def check_device_step() -> Compiled:
+    """What `streaming.check_device` runs with gradients that stream."""
+    step, params, opt_state, x = streaming.trial()
+    mesh = planning.described_mesh("h200", {"data": 1})
+    shapes = planning.placed((params, opt_state, x), mesh)
+    return seen(step.lower(*shapes, True).compile(), params)
+
+
+AFTER, WINDOW, UNCLIPPED = (
+    (("max_grad_norm", 1.0), ("send_gradients", "after_step")),
+    (("max_grad_norm", 1.0), ("send_gradients", "per_window")),
+    (),
+)
+#: Programs that need nothing of XLA but copies of whole arrays.
+PLAIN: dict[str, Callable[[], Compiled]] = {
+    "written": Step().compile,
+    "written, float32, without clipping": Step(jnp.float32, options=UNCLIPPED).compile,
+    "scanned": Step(scanned=True).compile,
+    "scanned, after_step": Step(scanned=True, options=AFTER).compile,
+    "scanned, per_window": Step(scanned=True, options=WINDOW).compile,
+    "written, data=4": Step(mesh="data").compile,
+    "merge": functools.partial(merge, Step()),
+    "merge, scanned": functools.partial(merge, Step(scanned=True)),
+    "choose": functools.partial(hand_over, boundary.choose),
+    "enter": functools.partial(hand_over, boundary.enter),
+    "script, encoder": functools.partial(script_step, "tests/fixtures/bert"),
+}
+#: Programs that slice host memory in loops, which jax before 0.11.1 does wrong.
+STREAMING: dict[str, Callable[[], Compiled]] = {
+    "streamed": Step(streamed=True).compile,
+    "streamed, float32, without clipping": Step(
+        jnp.float32, streamed=True, options=UNCLIPPED
+    ).compile,
+    "hosted": Step(hosted=True).compile,
+    "streamed, fsdp=4": Step(streamed=True, mesh="fsdp").compile,
+    "hosted, fsdp=4": Step(hosted=True, mesh="fsdp").compile,
+    "check_device": check_device_step,
+    "script, streamed": functools.partial(script_step, stream="gradients", scan_layers=True),
+    "script, hosted": functools.partial(
+        script_step, stream="weights", scan_layers=True, update_interval=1
+    ),
+}

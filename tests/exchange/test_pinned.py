@@ -1,0 +1,57 @@
+"""An engine has the memory for its mail pinned before the first step, as a GPU's driver must."""
+
+import dataclasses
+import gc
+
+import jax
+import numpy as np
+import pytest
+
+from tests.runs import CALM, FEW, Training
+from zenflow_jax._device.memory import HOST, copy_to_host
+from zenflow_jax._device.state import find_state
+from zenflow_jax._exchange import pinned
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Bytes of arrays that are taken at a time, where a CPU counts as a GPU."""
+    sizes = []
+
+    def take(pieces):
+        arrays = copy_to_host(pieces)
+        assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
+        assert {x.sharding.memory_kind for x in arrays} <= {HOST}
+        sizes.append(sum(x.nbytes for x in arrays))
+        return arrays
+
+    monkeypatch.setattr(pinned, "_GPUS", ("cpu",))
+    monkeypatch.setattr(pinned, "copy_to_host", take)
+    return sizes
+
+
+def bytes_in_host_memory():
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == HOST)
+
+
+@pytest.mark.parametrize("sending", ["during_step", "after_step", "per_window"])
+def test_mail_is_taken_once_by_a_new_engine_and_given_back(sending, taken):
+    settings = dataclasses.replace(CALM, send_gradients=sending)
+    with Training(FEW, settings) as training:
+        state = find_state(training.state)
+        mail = sum(
+            np.prod(leaf.spec.shape) * leaf.spec.mail_dtype.itemsize
+            for leaf in state.leaves
+            if leaf.offloaded
+        )
+        blank = mail if sending == "during_step" else 0  # which the state has
+        assert 0 <= pinned.buffers(state) * mail - sum(taken) - blank < mail
+        before = bytes_in_host_memory()
+        training.renew()
+        assert bytes_in_host_memory() == before
+        # Arrays of an engine's state have been pinned themselves.
+        saved = training.engine.state()
+        taken.clear()
+        training.renew(engine_state=saved)
+        assert taken == []

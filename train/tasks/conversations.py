@@ -1,0 +1,125 @@
+"""Conversations of files: their messages are checked, and a chat template makes texts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train.chat_template import ChatTemplate, Conversation, ConversationError
+from train.data import DataError
+from train.json_files import loads_unique
+from train.tasks import fields
+from train.tasks.files import records, shorten, text_field
+from train.unwritten import Unwritten
+
+MESSAGES, TOOLS = "messages", "tools"
+
+
+class Conversations:
+    """Reads conversations, and collects what nothing reads of them."""
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+        self._fields = fields.Fields(MESSAGES, TOOLS, refused=fields.OF_CHATS)
+        self._unwritten = Unwritten(template)
+
+    def read(self, path: Path) -> Iterator[Conversation]:
+        for where, record in records(path):
+            self._fields.check(where, record)
+            messages, skipped = _messages(where, record)
+            tools = record.get(TOOLS) or None
+            _expect_objects(where, TOOLS, tools or [])
+            try:
+                conversation = self._written(where, messages, tools, skipped)
+            except ConversationError as error:
+                raise DataError(f"{where}: {error}.") from error
+            yield conversation
+
+    def notes(self, where: Path) -> list[str]:
+        """Sentences about what was not read."""
+        return self._fields.notes(where) + self._unwritten.notes()
+
+    def _written(
+        self, where: str, messages: list[dict], tools: list | None, skipped: set[int]
+    ) -> Conversation:
+        parsed = [_with_parsed_calls(f"{where}, message {n}", m) for n, m in enumerate(messages, 1)]
+        try:
+            conversation = self._template.conversation(parsed, tools, skipped)
+        except ConversationError:
+            if parsed == messages:
+                raise
+            # Some templates, such as DeepSeek R1's, take the text of arguments alone.
+            conversation, parsed = self._template.conversation(messages, tools, skipped), messages
+        self._unwritten.check(parsed, tools)
+        return conversation
+
+
+def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:
+    """The messages of a record, and the numbers of those that are not learned."""
+    if MESSAGES not in record:
+        names = ", ".join(map(repr, record)) or "none"
+        remedy = fields.make_conversation(record)
+        raise DataError(f"{where}: expected a field {MESSAGES!r}, found {names}. {remedy}.")
+    messages = record[MESSAGES]
+    if not isinstance(messages, list) or not messages:
+        got = shorten(repr(messages))
+        raise DataError(f"{where}: expected a list of messages in {MESSAGES!r}, got {got}.")
+    checked, skipped = [], set()
+    for i, message in enumerate(messages):
+        place = f"{where}, message {i + 1}"
+        checked.append(_message(place, message))
+        if not fields.pop_learned(place, checked[-1]):
+            skipped.add(i)
+    return checked, skipped
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        got = shorten(repr(message))
+        raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, got {got}.')
+    # Files that were tables have a column for each field that any message has.
+    message = {name: value for name, value in message.items() if value is not None}
+    for name, value in message.items():
+        fields.refuse(where, name, value, fields.OF_MESSAGES)
+    remedy = fields.RENAME_ITEMS if "from" in message else "Rename the field"
+    text_field(where, message, "role", remedy=remedy)
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)
+    _expect_objects(where, "tool_calls", message.get("tool_calls", []))
+    if "content" in message or "tool_calls" not in message:
+        text_field(where, message, "content")
+    return message
+
+
+def _expect_objects(where: str, field: str, items: Any) -> None:
+    """Raises a `DataError` if tools or calls are not a list of objects, each of a function."""
+    fitting = isinstance(items, list) and all(
+        isinstance(item, dict) and isinstance(item.get("function", item), dict) for item in items
+    )
+    if not fitting:
+        raise DataError(
+            f"{where}: expected a list in the field {field!r}, with an object "
+            f'{{"type": "function", "function": {{...}}}} for each, got {shorten(repr(items))}.'
+        )
+
+
+def _with_parsed_calls(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with arguments of calls as objects, which OpenAI has as the JSON of them."""
+    if "tool_calls" not in message:
+        return message
+    return message | {"tool_calls": [_parsed(where, call) for call in message["tool_calls"]]}
+
+
+def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        parsed = function | {"arguments": loads_unique(arguments or "{}")}
+    except (ValueError, RecursionError) as error:
+        got = shorten(repr(arguments))
+        raise DataError(
+            f"{where}: expected JSON in the arguments of a call ({error}), got {got}."
+        ) from error
+    return call | {"function": parsed} if "function" in call else parsed

@@ -1,0 +1,165 @@
+"""Fields of records that a task does not read.
+
+Some of them say what is to be learned, so they are followed or refused. The others are counted, for
+a note that lists them. docs/finetuning.md has the same table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from train.chat_template import ASSISTANT, rename_roles
+from train.data import DataError
+from train.tasks.files import shorten
+from train.unwritten import listed
+
+_PAIRS = (
+    "That is preference data (DPO, KTO), and there is no training on preferences. Keep the good "
+    "answers alone, without that field"
+)
+_MEDIA = "Models here read text alone. Leave those examples out"
+_PARTS = "An answer is learned as a whole, or with `weight` 0 not at all. Remove the field"
+_KWARGS = "Templates do not get it here. Remove the field, or write it into the messages"
+
+REFUSED = {
+    **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), _PAIRS),
+    **dict.fromkeys(("rejected_response", "rejected_messages", "kto_tag", "label"), _PAIRS),
+    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), _MEDIA),
+    **dict.fromkeys(("loss_scale", "mask", "masked"), _PARTS),
+    **dict.fromkeys(("train_detail", "training_detail"), _PARTS),
+}
+OF_CHATS = REFUSED | {
+    "system": "Write it into a first message of the role 'system'",
+    "functions": "Rename it to `tools`, each as {'type': 'function', 'function': ...}",
+    **dict.fromkeys(("documents", "chat_template_kwargs"), _KWARGS),
+}
+OF_MESSAGES = REFUSED | {
+    "function_call": "Write it into `tool_calls`, as [{'type': 'function', 'function': ...}]",
+}
+OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
+    ("system", "history"), "Alpaca has no such field. Write conversations and take --task chat"
+)
+
+# 1 or true where an example, or a message, is learned, 0 or false where it is not.
+WEIGHTS = ("weight", "loss_weight", "train")
+OF_ANSWERS = (*WEIGHTS, "training", "loss")
+
+# The fields of instructions in formats like Alpaca's.
+RENAMED = {"response": "output", "completion": "output", "answer": "output", "context": "input"}
+RENAMED |= {"question": "instruction", "prompt": "instruction"}
+
+# And those of the messages of ShareGPT's.
+_ITEMS = "`from` to `role` and `value` to `content`"
+RENAME_ITEMS = f"Rename {_ITEMS}"
+
+
+class Fields:
+    """Refuses records whose other fields say what is to be learned, and counts those that do not.
+
+    Tables have a column for each field, so that one without content is as good as none.
+    """
+
+    def __init__(self, *read: str, refused: Mapping[str, str] = REFUSED):
+        self._read = read
+        self._refused = refused
+        self._others: Counter[str] = Counter()
+
+    def check(self, where: str, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if name in self._read or _is_empty(value):
+                continue
+            refuse(where, name, value, self._refused)
+            if name not in WEIGHTS:
+                self._others[name] += 1
+            elif value != 1:
+                got = f"{where}: expected 1 in the field {name!r}, got {shorten(repr(value))}."
+                raise DataError(f"{got} Leave that example out.")
+
+    def notes(self, where: object) -> list[str]:
+        """A sentence that lists the other fields, with the number of records that have each."""
+        others = self._others
+        return [f"{where}: fields that are not read: {listed(others)}"] if others else []
+
+
+def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
+    """Raises a `DataError` if a field is one of those `refused`, with what to do."""
+    if name not in refused or _is_empty(value):
+        return
+    if name == "label" and not isinstance(value, bool):  # of a class; a bool is a verdict (KTO)
+        return
+    got = shorten(repr(value))
+    raise DataError(f"{where}: expected no field {name!r}, got {got}. {refused[name]}.")
+
+
+def pop_learned(where: str, message: dict[str, Any]) -> bool:
+    """Whether a message is to be learned, by the fields that say so, which are taken out."""
+    learned = of_assistant = message["role"] == ASSISTANT
+    for name in OF_ANSWERS:
+        value = message.pop(name, None)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or value not in (0, 1):
+            got = shorten(repr(value))
+            raise DataError(f"{where}: expected 0 or 1 in the field {name!r}, got {got}.")
+        if value and not of_assistant:
+            raise DataError(
+                f"{where}: expected 0 in the field {name!r}, as only what the role {ASSISTANT!r} "
+                f"writes is learned, got {value!r}. Remove the field."
+            )
+        learned = learned and bool(value)
+    return learned
+
+
+def check_instruction(where: str, record: Mapping[str, Any]) -> None:
+    """Raises a `DataError` if a record lacks a field, or has it by the name of another format."""
+    misnamed = [
+        to for name, to in RENAMED.items() if to not in record and not _is_empty(record.get(name))
+    ]
+    lacking = [name for name in ("instruction", "output") if name not in record]
+    for name in misnamed + lacking:
+        names = ", ".join(map(repr, record)) or "none"
+        remedy = rename_to_alpaca(record)
+        raise DataError(f"{where}: expected a field {name!r}, found {names}. {remedy}.")
+
+
+def rename_to_alpaca(record: Mapping[str, Any]) -> str:
+    """What makes a record one of instructions."""
+    if "messages" in record or "conversations" in record:
+        return "That is a conversation: take --task chat"
+    pairs = {name: RENAMED[name] for name in RENAMED if name in record}
+    names = [f"`{name}` to `{to}`" for name, to in pairs.items() if to not in record]
+    return f"Rename {' and '.join(names)}" if names else "Rename the field"
+
+
+def make_conversation(record: Mapping[str, Any]) -> str:
+    """What makes a record without `messages` a conversation."""
+    if "conversations" in record:
+        return _rename_conversations(record["conversations"])
+    if "message_tree_id" in record or {"message_id", "parent_id"} <= record.keys():
+        return "That is a tree of messages (OASST): make a conversation of each path through it"
+    if "instruction" in record:
+        rename = rename_to_alpaca(record).removesuffix("Rename the field")
+        return "".join([rename, ", and take" if rename else "Take", " --task alpaca"])
+    if "text" in record:
+        return "That is text: take --task language"
+    if "prompt" in record:
+        return 'Write [{"role": "user", "content": PROMPT}, {"role": "assistant", ...}] into it'
+    return "Rename the field"
+
+
+def _rename_conversations(messages: Any) -> str:
+    messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    roles = dict.fromkeys(str(message.get("from", message.get("role"))) for message in messages)
+    steps = ["Rename it to `messages`"]
+    if not messages or any("from" in message for message in messages):
+        steps[0] += f", and in its items {_ITEMS}"
+    if "function_call" in roles:
+        del roles["function_call"]
+        steps.append("Make each 'function_call' a message of the assistant with `tool_calls`")
+    return ". ".join(filter(None, [*steps, rename_roles(*roles)]))
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)

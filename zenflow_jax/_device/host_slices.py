@@ -1,0 +1,61 @@
+"""Refuses slices of host memory inside loops where XLA for GPUs makes wrong ones.
+
+XLA annotates such a slice with an offset and a step in bytes, and its runtime copies by these. In
+jax 0.10.2 and 0.11.0 they are not those of the index (openxla/xla#46231, fixed in 0.11.1): layers
+are read and written in the wrong order, silently. Which device a program is for is known when jax
+lowers it, so an identity that has no lowering for GPUs stands in front of such slices.
+"""
+
+import os
+import re
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+#: XLA does without the annotation where this is among the passes that XLA_FLAGS disables.
+_PASS = "dynamic-slice-annotator"
+_FIXED = (0, 11, 1)
+
+_sliced_p = Primitive("zenflow_jax_host_slices")
+_sliced_p.def_abstract_eval(lambda x: x)
+
+
+def check_slices(tree: Any) -> Any:
+    """Returns `tree`; a program for a GPU that reads it does not lower where XLA would be wrong.
+
+    Nothing may differentiate through this.
+    """
+    if jax.__version_info__ >= _FIXED:
+        return tree
+    return jax.tree.map(_sliced_p.bind, tree)
+
+
+def _refuse() -> None:
+    disabled = re.findall(r"--xla_disable_hlo_passes=(\S*)", os.environ.get("XLA_FLAGS", ""))
+    if any(_PASS in passes.split(",") for passes in disabled):
+        return
+    raise NotImplementedError(
+        f"jax {jax.__version__} reads and writes streamed layers in the wrong order on GPUs "
+        "(openxla/xla#46231). Install jax 0.11.1 or newer, which needs Python 3.12; or set "
+        f"XLA_FLAGS=--xla_disable_hlo_passes={_PASS} before jax starts, at some cost of speed."
+    )
+
+
+@_sliced_p.def_impl
+def _without_jit(x: jax.Array) -> jax.Array:
+    if any(device.platform == "gpu" for device in x.devices()):
+        _refuse()
+    return x
+
+
+def _for_gpus(context: Any, x: Any) -> Any:
+    del context
+    _refuse()
+    return [x]
+
+
+mlir.register_lowering(_sliced_p, lambda context, x: [x])
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(_sliced_p, _for_gpus, platform=_platform)
