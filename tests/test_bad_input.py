@@ -358,8 +358,18 @@ def test_a_mistake_is_refused(call, exception, word):
     assert_told(call, exception, word)
 
 
-def test_pinned_memory_that_is_there_is_taken():
-    check_pinned(21 * GIB, 3, 0, "cuda", None)
-    check_pinned(25 * GIB, 3, 0, "cuda", "76")
-    check_pinned(25 * GIB, 3, 0, "cpu", "1")
-    check_pinned(0, 3, 0, "gpu", "0")
+def test_pinned_memory_is_refused_only_beyond_the_limit_of_a_gpu():
+    def refused(*args):
+        try:
+            check_pinned(*args)
+        except ValueError:
+            return True
+        return False
+
+    for args, beyond in (
+        ((21 * GIB, 3, 0, "cuda", None), (22 * GIB, 3, 0, "cuda", None)),
+        ((25 * GIB, 3, 0, "cuda", "75"), (25 * GIB, 3, 0, "cuda", "74")),
+        ((25 * GIB, 3, 0, "cpu", "1"), (25 * GIB, 3, 0, "gpu", "1")),
+        ((0, 3, 0, "gpu", "0"), (1, 3, 0, "gpu", "0")),
+    ):
+        assert (refused(*args), refused(*beyond)) == (False, True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import find_state, has_state
+from zenflow_jax._device.state import find_state, has_state, is_nnx_state
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._exchange import nnx_pair
 from zenflow_jax._exchange.checks import accumulations
@@ -192,6 +192,8 @@ def _taker(
         )
     if len(args) >= 2 and has_state(args[1]):
         return _take_pair, args[:2]
+    if args and is_nnx_state(args[0]):
+        find_state(args[0])  # it has none, and the error says what to do
     raise TypeError(
         "expected (params, opt_state, ...) or (train_state, ...) or an nnx (model, optimizer, ...) "
         f"by position, with zenflow's state in it, got {_kinds(args)}. If a train state's fields "

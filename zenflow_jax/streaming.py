@@ -121,15 +121,16 @@ def scan_layers(
         layers: A tree of arrays stacked along axis 0, as `stream` returns it, with some of them
             in host memory (`memory_kind="pinned_host"`), or both. All others are scanned as
             `jax.lax.scan` does.
-        options: `reverse`, `unroll`, `length` of `jax.lax.scan`; not with layers in host memory.
+        options: `reverse`, `unroll`, `length` of `jax.lax.scan`. Layers in host memory take only
+            values that change nothing.
 
     Returns:
         The carry after the last layer, and the stacked outputs.
 
     Raises:
         ValueError: If something has cast or reshaped the arrays of `stream`; cast in the body. If
-            they are streamed inside `jax.shard_map`, or if there are options for layers in host
-            memory.
+            they are streamed inside `jax.shard_map`. Of layers in host memory: if an option
+            changes the scan, or a derivative goes through `jax.vmap` around it.
         TypeError: If something other than `scan_layers` reads them.
 
     Examples:
@@ -153,11 +154,30 @@ def scan_layers(
     if not any(map(is_hosted, jax.tree.leaves((plain, still)))):
         still = jax.lax.stop_gradient(still)
         return jax.lax.scan(streaming_body, carry, (plain, still, probes), **options)
-    if options:
-        raise ValueError(
-            f"expected layers in host memory without options, got {', '.join(options)}."
-        )
+    _check_options(leaves[0].shape[0], **options)
     return scan_fetched(streaming_body, carry, plain, still, probes)
+
+
+def _check_options(
+    layers: int,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+) -> None:
+    """Refuses options of `jax.lax.scan` by which layers in host memory cannot be scanned."""
+    for name, value, fits in (
+        ("length", length, length in (None, layers)),
+        ("reverse", reverse, not reverse),
+        ("unroll", unroll, unroll is not True and unroll in (False, 1)),
+        ("_split_transpose", _split_transpose, not _split_transpose),
+    ):
+        if not fits:
+            raise ValueError(
+                f"{name}={value!r} does not work with {layers} layers in host memory, which are "
+                "fetched one by one from the first to the last. Leave it out."
+            )
 
 
 def check_device() -> None:

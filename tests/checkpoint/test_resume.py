@@ -185,12 +185,12 @@ def test_what_was_saved_is_laid_out_as_the_template_and_leaves_of_other_groups_a
         assert jax.tree.structure(real) == jax.tree.structure(template)
         for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(template), strict=True):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
-            if isinstance(x, jax.Array):
-                assert isinstance(y, jax.ShapeDtypeStruct)
-                assert x.sharding == y.sharding
-                assert x.sharding.memory_kind == "pinned_host"
+            assert isinstance(x, jax.Array)
+            assert isinstance(y, jax.ShapeDtypeStruct)
+            assert x.sharding == y.sharding
+            assert x.sharding.memory_kind == "pinned_host"
         # Of a version that divides leaves by another rule: the first and the last change places.
-        groups = real["options"]["groups"].copy()
+        groups = np.array(real["options"]["groups"])
         assert groups.tolist() == [0, 2, 0, 1]
         groups[[2, 3]] = 1, 0
         other = real | {"options": real["options"] | {"groups": groups}}

@@ -70,7 +70,40 @@ def test_a_checkpoint_around_the_scan_changes_no_bit():
     assert_same_bits(of(hosted, loss=jax.checkpoint(loss)), of(hosted))
 
 
-def test_options_of_a_scan_are_refused():
+def scanned(**options):
     hosted = in_host_memory(layers(), "up")
-    with pytest.raises(ValueError, match="without options, got reverse"):
-        streaming.scan_layers(lambda x, w: (x, None), 1.0, hosted, reverse=True)
+    return streaming.scan_layers(lambda x, w: (x + w["scale"].sum(), None), 1.0, hosted, **options)
+
+
+def test_options_that_change_nothing_are_taken():
+    expected, _ = scanned()
+    for options in ({"unroll": 1, "reverse": False, "length": LAYERS}, {"unroll": False}):
+        assert scanned(**options)[0] == expected == 1 + LAYERS * WIDTH
+
+
+@pytest.mark.parametrize(
+    "options", [{"reverse": True}, {"unroll": 2}, {"unroll": True}, {"length": LAYERS - 1}], ids=str
+)
+def test_options_that_change_the_scan_are_refused_by_name(options):
+    (option,) = options
+    with pytest.raises(ValueError, match=f"{option}={options[option]} does not work with 5 layers"):
+        scanned(**options)
+    with pytest.raises(TypeError, match="unrol"):
+        scanned(unrol=1)
+
+
+def test_vmap_around_the_scan_is_refused_where_it_would_add_up_gradients_in_host_memory():
+    hosted = in_host_memory(layers(), "up", "down")
+
+    def one(layers, x):
+        inner = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)  # noqa: E731
+        return streaming.scan_layers(inner, x, layers)[0].sum()
+
+    def around(layers, x):
+        return jax.vmap(jax.jit(one), (None, 0))(layers, x).sum()
+
+    x = jnp.ones((3, WIDTH))
+    expected = around(layers(), x)
+    np.testing.assert_allclose(jax.jit(around)(hosted, x), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"`jax.vmap` around .* Call it in the body"):
+        jax.grad(around, allow_int=True)(hosted, x)

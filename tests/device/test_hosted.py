@@ -187,6 +187,14 @@ def test_what_changes_them_ends_the_run(donate, where):
         run.params = halved(run.params)
     with pytest.raises(RuntimeError, match=r"other values of \['layers'\]\['up'\]"):
         run.go(engine, 4, 14)
+    # The engine stays refused.
+    for call in (
+        lambda: engine.exchange(run.params, run.state),
+        lambda: engine.flush(run.params, run.state),
+        engine.state,
+    ):
+        with pytest.raises(RuntimeError, match=r"other values of \['layers'\]\['up'\]"):
+            call()
     engine.close()
 
 

@@ -1,6 +1,7 @@
 """Mistakes in calls of an engine that runs; `test_bad_input.py` has what is refused before."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 from tests.mistakes import (
+    DEVICE,
     NO_STATE,
     PARAMS,
     SQUARE,
@@ -52,7 +54,8 @@ def undisturbed():
 OTHER_RUN = "the run that this engine was made for"
 # Calls with what the first exchange returned.
 BEFORE = [
-    (lambda e, p, s: e.exchange(p, s), RuntimeError, "the state of a new step"),
+    (lambda e, p, s: e.exchange(*e.exchange(p, s)), RuntimeError, "the state of a new step"),
+    (lambda e, p, s: e.exchange(jax.tree.map(jnp.copy, p), s), RuntimeError, "of a new step"),
     (lambda e, p, s: e.exchange(p, optax.adam(1.0).init(p)), ValueError, NO_STATE),
     (lambda e, p, s: e.flush(p, (s, s)), ValueError, TWO_STATES),
     (lambda e, p, s: e.exchange(p, make(update_interval=1).init(p)), ValueError, OTHER_RUN),
@@ -89,6 +92,33 @@ def test_the_engine_refuses_and_the_run_goes_on(running, undisturbed, steps, cal
     for _ in range(steps):
         made = engine.exchange(*made)
     jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 4 - steps), undisturbed)
+
+
+def test_what_was_exchanged_already_is_returned_once_as_it_is(running, undisturbed):
+    engine, *made = running
+    for _ in range(4):
+        made = engine.exchange(*step(*made))
+        again = engine.exchange(*made)
+        assert all(map(operator.is_, jax.tree.leaves(again), jax.tree.leaves(made)))
+    flushed = engine.flush(*made)
+    jax.tree.map(np.testing.assert_array_equal, flushed[0], undisturbed)
+    assert engine.stats.steps == 5
+    # Trainers that flush in a hook run it once more, too; before a step nothing was exchanged.
+    with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
+        call = functools.partial(other.exchange, PARAMS, STATE)
+        assert_told(call, RuntimeError, "the state of a new step")
+
+
+def test_mail_in_device_memory_is_put_back_once_and_then_refused(running, undisturbed):
+    engine, *made = running
+    place = jax.sharding.SingleDeviceSharding(DEVICE, memory_kind="device")
+    on_device = jax.jit(step.__wrapped__, out_shardings=place)
+    made = engine.exchange(*on_device(*made))
+    assert {x.sharding.memory_kind for x in made[1].mail if x is not None} == {"pinned_host"}
+    assert engine.stats.put_back == 3  # the leaf's mail, and step scalars of both kinds
+    wrong = functools.partial(engine.exchange, *on_device(*made))
+    assert_told(wrong, ValueError, "its gradients are in device memory")
+    jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 3), undisturbed)
 
 
 NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)

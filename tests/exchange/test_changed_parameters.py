@@ -11,6 +11,7 @@ import pytest
 import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, QUIET, Plan, Settings, Training
+from zenflow_jax._exchange.integrity import Integrity
 
 # Other tests of engines do.
 pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
@@ -191,5 +192,14 @@ def test_one_number_that_was_changed_is_refused_where_all_are_compared(name, pla
         {"params": filled(np.nan), **MOVES},
     ],
 )
-def test_nothing_is_refused_that_leaves_the_updates_as_they_are(options):
+def test_nothing_is_refused_that_leaves_the_updates_as_they_are(monkeypatch, options):
+    compared, add = {}, Integrity.add
+
+    def noted(self, names, counts):
+        for name, count in zip(names, counts.tolist(), strict=True):
+            compared[name] = compared.get(name, 0) + count
+        add(self, names, counts)
+
+    monkeypatch.setattr(Integrity, "add", noted)
     train(check="all", **options)
+    assert compared == {f"['{name}']": 0 for name in PARAMS}

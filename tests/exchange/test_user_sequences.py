@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import zenflow_jax
@@ -136,6 +136,11 @@ class User:
             for i in range(1 + n % 6):
                 self.step(n + i)
                 self.exchange(n)
+
+    def train_past_a_flush(self, n: int) -> None:
+        if not self._unmailed:
+            for action in (self.train, self.flush, self.train):
+                action(n % 3)
 
     def flush(self, n: int) -> None:
         if self._unmailed:
@@ -271,11 +276,21 @@ class User:
             self._run.__exit__()
 
 
-RIGHT = ["train", "train", "train", "flush", "look", "save", "resume", "keep_views_of_everything"]
+RIGHT = [
+    "train",
+    "train",
+    "train_past_a_flush",
+    "flush",
+    "look",
+    "save",
+    "resume",
+    "keep_views_of_everything",
+]
 ACTIONS = [*RIGHT, *(name for name in vars(User) if name[0] != "_" and name not in RIGHT)]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0 if SEQUENCES else 300)
 @settings(
     max_examples=SEQUENCES or 60,
     derandomize=not SEQUENCES,
@@ -287,5 +302,8 @@ ACTIONS = [*RIGHT, *(name for name in vars(User) if name[0] != "_" and name not 
     st.integers(0, WORLDS - 1),
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 29)), min_size=10, max_size=25),
 )
+# Right steps after a flush with open windows, in worlds with and without donation.
+@example(0, [("train_past_a_flush", 2), ("save", 0), ("resume", 0), ("train_past_a_flush", 4)])
+@example(1, [("train_past_a_flush", 2), ("save", 0), ("resume", 0), ("train_past_a_flush", 4)])
 def test_whatever_users_do_is_right_or_refused(number, actions):
     User(number)(actions)

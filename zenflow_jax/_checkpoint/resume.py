@@ -17,7 +17,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax import _version
-from zenflow_jax._checkpoint.tree import abstract_engine_state, counts_from_tree, place_of
+from zenflow_jax._checkpoint.tree import (
+    abstract_engine_state,
+    counts_from_tree,
+    options_of,
+    place_of,
+)
 from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
@@ -126,7 +131,8 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
     options = parts.get("options")
     if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
         specs = [leaf.spec for leaf in state.leaves]
-        old, new = (_in_words(x, specs) for x in (options, expected["options"]))
+        options = {name: np.asarray(x) for name, x in options.items()}
+        old, new = (_in_words(x, specs) for x in (options, options_of(state)))
         for what in new:
             if old.get(what) != new[what]:
                 raise ValueError(

@@ -18,8 +18,13 @@ from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._checkpoint.resume import fingerprints_alive
 from zenflow_jax._checkpoint.stored import FORMAT, file_name, new_file
-from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays
-from zenflow_jax._device.memory import HOST
+from zenflow_jax._checkpoint.tree import (
+    arrays_of_leaves,
+    place_of,
+    small_arrays,
+    small_sharding,
+)
+from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of, joined
@@ -59,6 +64,10 @@ class Saver:
     def note(self, weights: Sequence[jax.Array]) -> None:
         """Remembers the parameters that the caller has now, without keeping them alive."""
         self._weights = [weakref.ref(x) for x in weights]
+
+    def has_noted(self, weights: Sequence[jax.Array]) -> bool:
+        """Whether these are the parameters that were noted last."""
+        return all(x is known() for x, known in zip(weights, self._weights, strict=True))
 
     def tree(self) -> dict[str, Any]:
         with contextlib.closing(self._stream(range(len(self._offloaded.parts)), 0)) as stream:
@@ -109,6 +118,7 @@ class Saver:
             offloaded=self._offloaded,
             arrays=arrays,
             small=small_arrays(counts, self._abstract),
+            everywhere=small_sharding(self._abstract),
             # A live view of a device's array would block its donation.
             before=[None if x is None else np.array(x) for x in self._updates.before],
             adam=HostAdam(self._host_kernel, 1),
@@ -125,6 +135,7 @@ class EngineStream:
     offloaded: OffloadedLeaves
     arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # of each offloaded leaf
     small: Mapping[str, Any]  # counts and options, the same in all processes
+    everywhere: Any  # the sharding of `small` as arrays
     before: Sequence[np.ndarray | None]  # for each part, as `Updates.before`
     adam: HostAdam  # adds up mail, on the thread that writes
     # For each part that is saved, where its arrays are in the leaf's; without sums of no step.
@@ -145,7 +156,10 @@ class EngineStream:
             for i, arrays in enumerate(self.arrays)
         ]
         jax.block_until_ready(of_leaves)  # devices other than CPUs are still copying
-        return {"leaves": of_leaves, **self.small}
+        small = jax.tree.map(
+            lambda x: put_everywhere([x], x.shape, self.everywhere)[0], dict(self.small)
+        )
+        return {"leaves": of_leaves, **small}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file into a folder that is there; then it is closed."""

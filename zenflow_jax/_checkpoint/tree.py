@@ -1,7 +1,7 @@
 """An engine's state as a tree of arrays, which any number of devices and processes can read.
 
-Large arrays are global and in host memory, placed like the parts of their leaf: a saver writes each
-part once, from a process that has it. Small values, the same in every process, are NumPy.
+Arrays are global and in host memory. Large ones are placed like the parts of their leaf: a saver
+writes each part once, from a process that has it. Small ones are the same on every device.
 """
 
 import dataclasses
@@ -75,8 +75,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         opt_state: What `tx.init(params)` returned: arrays, or `ShapeDtypeStruct`s.
 
     Returns:
-        A tree of `ShapeDtypeStruct`s with shapes, dtypes, shardings and memory kinds, and of small
-        NumPy arrays where the state has them.
+        A tree of `ShapeDtypeStruct`s with shapes, dtypes, shardings and memory kinds.
 
     Raises:
         ValueError: If there is not one `ZenFlowState` with `offload=True` in `opt_state`.
@@ -103,11 +102,20 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         shares=np.full(len(none), np.nan, np.float32),
         fingerprints=np.zeros(len(state.leaves), np.uint32),
     )
-    return {"leaves": leaves, **small_arrays(counts, state)}
+    like = small_sharding(state)
+    small = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like), small_arrays(counts, state)
+    )
+    return {"leaves": leaves, **small}
+
+
+def small_sharding(state: ZenFlowState) -> jax.sharding.Sharding | None:
+    """Where small arrays belong: everywhere, as the state's scalars, but in host memory."""
+    return state.step.sharding and state.step.sharding.with_memory_kind(HOST)
 
 
 def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
-    """The small arrays of the tree, equal in every process; `state` may be of any step."""
+    """Makes the small arrays of the tree, in NumPy; `state` may be of any step."""
     return {
         "counts": _counts_to_tree(counts, state.schedule),
         "options": options_of(state),

@@ -56,7 +56,7 @@ def scan_fetched(
     # What the body reads besides has derivatives as well.
     one, consts = jax.closure_convert(one, *example)
     run = jax.custom_vjp(lambda varied, fixed: _forward(one, varied, fixed)[0])
-    run.defvjp(partial(_forward, one), partial(_backward, one))
+    run.defvjp(partial(_differentiated, one), partial(_backward, one))
     carry, ys = run((moving, hosted, floats, consts), (rest, fixed, others))
     return _joined(*carry), _joined(*ys)
 
@@ -88,6 +88,26 @@ def _forward(one: Callable, varied: Any, constant: Any) -> tuple[Any, Any]:
     carry, made = jax.lax.optimization_barrier(run(carry, fetched, last))
     carries, ys = _put(stacks, made, last)
     return (carry, ys), (carries, hosted, floats, consts, fixed, others)
+
+
+def _differentiated(one: Callable, varied: Any, constant: Any) -> tuple[Any, Any]:
+    """`_forward` where there are derivatives; refuses `jax.vmap` around it."""
+    _outside_of_vmap(varied[0])
+    return _forward(one, varied, constant)
+
+
+@jax.custom_batching.custom_vmap
+def _outside_of_vmap(carry: Any) -> Any:
+    return carry
+
+
+@_outside_of_vmap.def_vmap
+def _refuse_vmap(*_: Any) -> Any:
+    # It would add the gradients of all examples up where they are, in host memory.
+    raise ValueError(
+        "`jax.vmap` around `streaming.scan_layers` cannot differentiate layers in host memory. "
+        "Call it in the body: `lambda x, layer: (jax.vmap(block, (0, None))(x, layer), None)`."
+    )
 
 
 def _backward(one: Callable, residuals: Any, g: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ wrapped variables use the same classes.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -215,9 +216,15 @@ def find_state(opt_state: Any) -> ZenFlowState:
     """
     states = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
     if len(states) != 1:
+        kind, remedy = type(opt_state), "of an `nnx.Optimizer`, pass its `opt_state`"
+        if is_nnx_state(opt_state):
+            remedy = (
+                "an `nnx.State` has arrays alone: `nnx.merge` it with its graphdef, and give model "
+                "and optimizer to `engine.exchange_nnx`, as docs/trainers.md does for MaxText"
+            )
         raise ValueError(
             f"expected an optimizer state with one ZenFlowState in it, got {len(states)} in a "
-            f"{type(opt_state).__name__} (of an `nnx.Optimizer`, pass its `opt_state`)."
+            f"{kind.__name__} ({remedy})."
         )
     return states[0]
 
@@ -245,6 +252,11 @@ def _shaping(static: LeafSpec | Static) -> dict[str, Any]:
         return {"offload": static.offload, "send_gradients": static.send_gradients.value}
     shape = ",".join(map(str, static.shape))
     return {"leaf": f"{static.dtype}[{shape}]", "axis": static.axis, "selected": static.k}
+
+
+def is_nnx_state(tree: Any) -> bool:
+    """Whether it is an `nnx.State`; flax need not be imported for that."""
+    return isinstance(tree, Mapping) and type(tree).__module__.startswith("flax.nnx")
 
 
 def has_state(tree: Any) -> bool:

@@ -17,7 +17,7 @@ import optax
 from jax.core import Tracer
 
 from zenflow_jax._device.leaves import Places, as_pure, check_leaves, first_names, match_leaves
-from zenflow_jax._device.memory import read
+from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.parts import OffloadedLeaves
@@ -180,14 +180,15 @@ class Expected:
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
         """A step's state with all arrays where they belong; they are put back once in a run.
 
-        On a mesh each device would read its piece of a misplaced array as other channels.
+        On a mesh each device would read its piece of a misplaced array as other channels. Mail that
+        is in device memory has not left during the step, and takes the memory that it should free.
         """
-        if not self._on_mesh:
-            return state  # programs refuse what is on another device
-        shardings = [x.sharding for x in jax.tree.leaves((state.mail, state.leaves))]
+        # Programs refuse what is on another device than the parameters'.
+        watched = state.mail, state.leaves if self._on_mesh else ()
+        shardings = [x.sharding for x in jax.tree.leaves(watched)]
         if _same(shardings, self._of_state):
             return state
-        placed, moved = put_back(state, weights)
+        placed, moved = put_back(state, weights, memories=True)
         pairs = zip(state.leaves, placed.leaves, state.mail, placed.mail, strict=True)
         misplaced = [
             leaf.spec.name
@@ -199,10 +200,10 @@ class Expected:
             return state
         if self._has_put_back:
             raise ValueError(
-                f"expected the state of {first_names(misplaced)} where `tx.init` put it, got it "
-                "elsewhere again after it was put back. Leave it where it is, or place it by the "
-                "shardings that it has after "
-                "`tx.init(params)`, `jax.tree.map(lambda x: x.sharding, opt_state)`."
+                f"The state of {first_names(misplaced)} is not where `tx.init` put it, again after "
+                f"it was put back{_memory_of_mail(state)}. Leave the state where the step puts it, "
+                "or place it, as `out_shardings` of the step do, by `jax.tree.map(lambda x: "
+                "x.sharding, tx.init(params))`, which name memories, too."
             )
         self._has_put_back = True
         self.put_back += moved
@@ -217,6 +218,17 @@ class Expected:
             check_placement(taken.weights, self._specs)
             self._of_params = shardings
         return taken
+
+
+def _memory_of_mail(state: ZenFlowState) -> str:
+    """What to say of mail that should be in host memory."""
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.mail)}
+    if not state.send_gradients.in_step or kinds <= {HOST}:
+        return ""
+    return (
+        ": its gradients are in device memory, so they did not leave during the step (where no "
+        'memory can be named, pass `send_gradients="after_step"`)'
+    )
 
 
 def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:

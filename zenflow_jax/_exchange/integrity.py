@@ -110,8 +110,8 @@ class Integrity:
     def refuse(self, names: Sequence[str]) -> None:
         """Raises if there are any names, those of parameters that the last step has changed."""
         if names:
-            self.known = _words(self._step + 1, names)
-            raise RuntimeError(self.known)
+            self._known = _words(self._step + 1, names)
+            raise RuntimeError(self._known)
 
     def add(self, names: Sequence[str], counts: Array | Sequence[Array]) -> None:
         """Takes counts, int32 `(leaves,)` or a scalar for each, of changed numbers.

@@ -65,12 +65,21 @@ class Mailbox:
         self._most = IN_FLIGHT.get(state.send_gradients, 2 * state.schedule.longest_window + 2)
         self._running: deque[StepScalars] = deque()  # of steps that the device may still run
         self._last: Mail | None = None
+        self._repeated = False  # whether the last state given has been sent again
         # Token, and its number, of the state that a flush has replaced since the last step.
         self._replaced: tuple[jax.Array, int] | None = None
 
     @property
     def token(self) -> int:
         return self._token
+
+    def is_repeated(self, state: ZenFlowState) -> bool:
+        """Whether it is the last state given, and comes for the first time since a step.
+
+        A loop that goes on with what it had before its step passes it every time.
+        """
+        before, self._repeated = self._repeated, True
+        return state.token is self._last_token and self._last is not None and not before
 
     def check_new_step(self, state: ZenFlowState) -> None:
         """Refuses a state that no step was made with since it was given."""
@@ -116,7 +125,7 @@ class Mailbox:
 
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
-        self._replaced = None
+        self._replaced, self._repeated = None, False
         while len(self._unread) >= self._most:
             self._take_back()
         token = self._token

@@ -60,15 +60,17 @@ class Mail(_Message):
             raise RuntimeError(
                 f"expected the gradients of streamed layers as `jax.grad` returned them, each used "
                 f"once, got others at step {step}, whose parameters are now NaN: go on from a "
-                'checkpoint. docs/gradients.md, "Scanned layers", says what must not be done.'
+                "checkpoint. Something scaled or summed them, used a layer twice or not at all, or "
+                'read the weights elsewhere: docs/gradients.md, "Scanned layers".'
             )
         if step == 0:  # scalars that no step has written
             raise RuntimeError(
                 f"expected the mail of step {self.step}, got a state that `update` had no part in: "
                 "a wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
-                "around `tx.update`), or `tx.init` has just made it. Call `exchange` only where "
-                "`multi_steps.has_updated(opt_state)`, and leave `apply_if_finite` out: steps that "
-                "are not finite are skipped without it."
+                "around `tx.update`), a dynamic loss scale kept the old state (`jnp.where(finite, "
+                "new, old)`), or `tx.init` has just made it. Call `exchange` only where "
+                "`multi_steps.has_updated(opt_state)`. Leave `apply_if_finite` out, and take the "
+                "new state in any case: zenflow skips steps that are not finite."
             )
         if (step, token) != (self.step, self.token):
             raise RuntimeError(
