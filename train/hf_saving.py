@@ -176,6 +176,8 @@ def _config(
     widest = max(entries, key=lambda entry: entry.bytes)
     # The old key, which all versions of `transformers` read, unless the folder has the new one.
     config["dtype" if "dtype" in config else "torch_dtype"] = widest.dtype.name
+    if config.get("tie_word_embeddings") and "lm_head.weight" in pretrained.tensors:
+        config["tie_word_embeddings"] = False
     if pretrained.architecture == "encoder":
         count = leaves["classifier/bias"].shape[0]
         if not labels and count != pretrained.labels:

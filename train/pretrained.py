@@ -67,7 +67,10 @@ def read_folder(model: str | Path) -> Pretrained:
     headers = read_headers(folder, architecture)
     unused = UNUSED[architecture]
     if isinstance(config, DecoderConfig) and config.tied:
-        unused += r"|^lm_head\.weight$"  # the embedding once more
+        if _has_own_head(headers):
+            config = config._replace(tied=False)  # as transformers 5 and vLLM
+        else:
+            unused += r"|^lm_head\.weight$"  # the embedding once more
     classes = raw.get("architectures") or ["BertForSequenceClassification"]
     if architecture == "encoder" and "BertForSequenceClassification" not in classes:
         unused += r"|^classifier\."  # of tokens, or of choices
@@ -77,6 +80,15 @@ def read_folder(model: str | Path) -> Pretrained:
     pretrained = Pretrained(folder, architecture, config, tensors, labels, raw)
     _check_tensors(pretrained)
     return pretrained
+
+
+def _has_own_head(headers: Mapping[str, Tensor]) -> bool:
+    """Returns whether there is a head that differs from the embedding, whatever the config says."""
+    both = [headers.get(name) for name in ("lm_head.weight", "embed_tokens.weight")]
+    if None in both:
+        return False
+    with Reader() as reader:
+        return not reader.same(*both)
 
 
 def make_model(

@@ -141,6 +141,10 @@ def test_configs_of_before_transformers_5_say_the_same(tmp_path, name, scaling, 
     change_config(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling=scaling)
     assert read_folder(folder).config == new._replace(rope_base=5000.0)
     assert new.rope_scaling == rope
+    # Beside what transformers 5 writes, as model cards have it for longer contexts.
+    default = {"rope_type": "default", "rope_theta": 5000.0}
+    change_config(folder, rope_parameters=default)
+    assert read_folder(folder).config == new._replace(rope_base=5000.0)
 
 
 def test_windows_of_qwen_are_those_of_its_layers(tmp_path):
@@ -175,13 +179,25 @@ def with_tensors(*names):
         ("bert", old_names),
         ("bert", with_tensors("bert.embeddings.position_ids", "cls.predictions.bias")),
         ("llama2", with_tensors("model.layers.0.self_attn.rotary_emb.inv_freq")),
-        ("qwen2", with_tensors("lm_head.weight")),  # the embedding is the head
+        ("qwen2", lambda of: of | {"lm_head.weight": of["model.embed_tokens.weight"]}),
     ],
 )
 def test_other_names_and_tensors_that_are_not_needed_give_the_same_weights(tmp_path, name, change):
     folder = copied(name, tmp_path)
     change_tensors(folder, change)
     assert_same_bits(load(folder)[2], load(FIXTURES / name)[2])
+
+
+def test_a_head_that_is_not_the_embedding_is_kept_though_the_config_ties_them(tmp_path):
+    folder = copied("qwen3", tmp_path)
+    _, _, params = load(folder, scan_layers=True)
+    change_config(folder, tie_word_embeddings=True)
+    tied, graphdef, kept = load(folder, scan_layers=True)
+    assert_same_bits(kept, params)
+    assert_close(outputs("qwen3", graphdef, kept), expected_of("qwen3"))
+    save_folder(tmp_path / "saved", tied, kept)
+    assert read_folder(tmp_path / "saved").raw["tie_word_embeddings"] is False
+    assert_same_bits(load(tmp_path / "saved", scan_layers=True)[2], params)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
