@@ -220,13 +220,29 @@ def test_a_vocabulary_in_parts_is_saved_in_one(tmp_path):
     assert_same_bits(load(tmp_path / "saved")[2], load(FIXTURES / "qwen3")[2])
 
 
+def test_each_tensor_is_saved_in_the_dtype_that_it_was_read_in(tmp_path):
+    folder = copied("qwen3", tmp_path)
+    wide = ("norm", "layers.1.mlp.up_proj", "lm_head")
+
+    def narrowed(name, x):
+        return x if any(part in name for part in wide) else x.astype(ml_dtypes.bfloat16)
+
+    change_tensors(folder, lambda of: {name: narrowed(name, x) for name, x in of.items()})
+    pretrained, _, params = load(folder, scan_layers=True)
+    save_folder(tmp_path / "saved", pretrained, params, as_read=True)
+    saved, read = (load_file(x / "model.safetensors") for x in (tmp_path / "saved", folder))
+    assert_same_bits(saved, read)
+    assert {str(x.dtype) for x in saved.values()} == {"float32", "bfloat16"}
+
+
 def test_a_classifier_is_saved_with_its_labels(tmp_path):
     folder = copied("bert_masked", tmp_path)
+    change_tensors(folder, lambda of: {n: x.astype(ml_dtypes.bfloat16) for n, x in of.items()})
     pretrained = read_folder(folder)
     params = load_weights(pretrained, make(pretrained, labels=3)[1])
 
     def config(**options):
-        save_folder(tmp_path / "saved", pretrained, params, dtype=jnp.bfloat16, **options)
+        save_folder(tmp_path / "saved", pretrained, params, as_read=True, **options)
         saved = read_folder(tmp_path / "saved")
         assert saved.labels == 3
         assert {tensor.dtype for tensor in saved.tensors.values()} == {"BF16"}
