@@ -13,8 +13,10 @@ from typing import Any, Literal
 from train import Failure
 from train.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.encoder import EncoderConfig
+from train.json_files import read_object
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 TASK = "zenflow_task"  # the key for what a run has trained the model on
 
 # The models that are built here: `model_type` of the config, and the class of `transformers`.
@@ -67,6 +69,26 @@ QWEN3_HEAD_WIDTH = 128
 
 class ModelError(Failure):
     """A folder does not hold the model that was asked for."""
+
+
+def read_raw(folder: Path) -> dict[str, Any]:
+    """Reads the config.json of a folder as it is; of other kinds of folders, says what to do."""
+    if folder.is_dir() and not (folder / CONFIG).exists():
+        names = sorted(path.name for path in folder.iterdir())
+        quantized = [name for name in names if name.lower().endswith(".gguf")]
+        if ADAPTER in names:
+            base = read_object(folder / ADAPTER, ModelError).get("base_model_name_or_path")
+            raise ModelError(
+                f"`model`: {folder} has a LoRA adapter and no model. Merge it first with peft: "
+                f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+                f".save_pretrained(DIR), and copy the tokenizer; or train its base model, {base}."
+            )
+        if quantized:
+            raise ModelError(
+                f"`model`: {folder} has the GGUF file {quantized[0]}, from which no model can be "
+                "trained or read here. Take the folder of safetensors that it was made from."
+            )
+    return read_object(folder / CONFIG, ModelError)
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:

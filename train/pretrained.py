@@ -19,10 +19,9 @@ from train import hosted
 from train.blocks import INIT_STD
 from train.decoder import Decoder, DecoderConfig
 from train.encoder import BertClassifier, EncoderConfig
-from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config
+from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config, read_raw
 from train.hf_tensors import DTYPES, Reader, Tensor, first_of, leaf_name, read_headers, source
 from train.hub import model_folder
-from train.json_files import read_object
 
 # Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
 OPTIONAL = ("pooler", "classifier")
@@ -61,7 +60,7 @@ def read_folder(model: str | Path) -> Pretrained:
         raise ModelError(
             f"expected a Hugging Face folder, or org/name on the Hub, got {folder}, {got}."
         )
-    raw = read_object(folder / CONFIG, ModelError)
+    raw = read_raw(folder)
     config = read_config(folder / CONFIG, raw)
     architecture = ARCHITECTURES[raw["model_type"]]
     headers = read_headers(folder, architecture)
