@@ -5,6 +5,8 @@ torch, made by `make_model_fixtures.py`. No test needs either.
 """
 
 import json
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -31,6 +33,7 @@ from tests.hf_models import (
     outputs,
 )
 from train import hf_saving, whole
+from train.attention import attention
 from train.blocks import Stacked, linear
 from train.decoder import LinearRope, Llama3Rope
 from train.hf_saving import save_folder
@@ -60,6 +63,15 @@ def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
         logits = jax.eval_shape(lambda p: outputs(name, graphdef, p), shapes)
     assert logits.dtype == jnp.float32
+
+
+def test_attention_that_keeps_all_scores_on_a_gpu_says_why(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    reason = pytest.warns(UserWarning, match="does not take these arrays .cuDNN is not detected")
+    for dtype, warns in ((jnp.bfloat16, reason), (jnp.float32, nullcontext())):
+        x = jax.ShapeDtypeStruct((1, 8, 2, 64), dtype)
+        with warns, jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
+            jax.eval_shape(partial(attention, causal=True), x, x, x)
 
 
 def test_fresh_weights_are_the_same_scanned():
