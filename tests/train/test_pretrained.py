@@ -67,9 +67,9 @@ def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
 
 def test_attention_that_keeps_all_scores_on_a_gpu_says_why(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    reason = pytest.warns(UserWarning, match="does not take these arrays .cuDNN is not detected")
+    reason = pytest.warns(UserWarning, match="does not take these arrays")
     for dtype, warns in ((jnp.bfloat16, reason), (jnp.float32, nullcontext())):
-        x = jax.ShapeDtypeStruct((1, 8, 2, 64), dtype)
+        x = jax.ShapeDtypeStruct((1, 8, 2, 12), dtype)  # cuDNN takes multiples of 8
         with warns, jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
             jax.eval_shape(partial(attention, causal=True), x, x, x)
 
