@@ -1,8 +1,9 @@
 """Scripts that train models with zenflow_jax, and the models they train.
 
 Each script is a module with a `main`, is read from top to bottom, and uses the library through
-its public names alone. Nothing in the library imports this package; `zenflow_jax/_commands.py`
-starts its scripts as console commands.
+its public names. `hosted.py`, `planning.py` and `saved_checkpoints.py` also read fields of the
+state's leaves, and change with them. Nothing in the library imports this package;
+`zenflow_jax/_commands.py` starts its scripts as console commands.
 """
 
 import sys

@@ -5,6 +5,7 @@ The plain form has the scores of all pairs of positions in float32 in memory; th
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -44,13 +45,22 @@ def attention(
 
 
 def _takes(kernel, *arrays) -> bool:
-    """Whether jax with this cuDNN, if there is one, takes such arrays, in a backward pass too."""
+    """Returns whether jax with this cuDNN takes such arrays, in a backward pass too.
+
+    On a GPU it warns with cuDNN's reason, except of float32, which the kernel is not for.
+    """
 
     def gradients(*arrays):
         return jax.grad(lambda q: jnp.sum(kernel(q, *arrays[1:]).astype(jnp.float32)))(arrays[0])
 
     try:
         jax.eval_shape(gradients, *arrays)
-    except (RuntimeError, NotImplementedError, ValueError, AssertionError):
+    except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
+        if jax.default_backend() == "gpu" and arrays[0].dtype != jnp.float32:
+            warnings.warn(
+                "Attention keeps the scores of all pairs of positions in memory: cuDNN's flash "
+                f"kernel does not take these arrays ({error}).",
+                stacklevel=3,
+            )
         return False
     return True

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import sys
 import warnings
@@ -50,6 +51,8 @@ class Checkpoints(SavedCheckpoints):
         self._keep_best = keep_best
         self._writing: int | None = None  # the step of the save that is under way
         self._failed: str | None = None  # the error of the last save
+        self._is_read = False  # whether the first save was read back
+        self._unreadable: str | None = None  # the error of that
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -61,7 +64,8 @@ class Checkpoints(SavedCheckpoints):
         self.wait()
         if self._manager is not None:  # not so after a save that has failed
             self._manager.close()
-        if self._failed is None:  # else writes may come to their end later than this
+        # Else writes, or reads, may come to their end later than this.
+        if self._failed is None and self._unreadable is None:
             sys.unraisablehook = self._unraisable
 
     def set_aside(self) -> None:
@@ -126,23 +130,53 @@ class Checkpoints(SavedCheckpoints):
             self.wait()
 
     def poll(self) -> None:
-        """Says so if the save that was under way has failed, without waiting."""
+        """Says so if the save that was under way has failed, without waiting.
+
+        Raises `CheckpointError` if the first checkpoint of this start cannot be read.
+        """
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self.wait()
+        if self._unreadable is not None:
+            raise CheckpointError(self._unreadable)
 
     def wait(self) -> None:
         """Waits for the save that is under way; says so if it has failed."""
         if self._writing is None:
             return
+        step = self._writing
         with self._failures():
             self._opened().wait_until_finished()
         self._writing = None
+        if self._failed is None and not self._is_read:
+            self._is_read = True
+            if processes.is_first():
+                self._unreadable = self._read_back(step)
 
     def finish(self) -> None:
         """Waits for the last save; raises `CheckpointError` if it has failed."""
         self.wait()
-        if self._failed is not None:
-            raise CheckpointError(self._failed)
+        if error := self._failed or self._unreadable:
+            raise CheckpointError(error)
+
+    def _read_back(self, step: int) -> str | None:
+        """Returns why a checkpoint cannot be read, None if it can: its checksums do not show that.
+
+        It opens all that is in the checkpoint, and reads no large array. Other processes may be in
+        a step meanwhile, so no call here waits for them.
+        """
+        folder = self._folder / str(step)
+        try:
+            listed = ocp.JsonCheckpointHandler().restore(folder / "run")["arrays"]
+            opened = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
+            if (folder / "engine").exists():
+                zenflow_jax.EngineCheckpointHandler().restore(folder / "engine")
+            problem = None if described(opened) == listed else "it has other arrays than were saved"
+        except (OSError, ValueError) as error:
+            problem = _shortened(error)
+        return problem and (
+            f"checkpoint {step} in {self._folder} was written, but cannot be read: {problem}. Name "
+            "another --output-dir, and report this if that does not help."
+        )
 
     def rate(self, step: int, figure: float) -> None:
         self._figures[step] = figure
@@ -197,12 +231,15 @@ class Checkpoints(SavedCheckpoints):
     def _failures(self):
         try:
             yield
-        except (OSError, ValueError) as error:  # ValueError is what tensorstore makes of an OSError
-            reason = " ".join(str(error).split())
+        except (OSError, ValueError) as error:
+            # tensorstore makes a ValueError of an OSError, and gives its number (0.1.86). Any other
+            # one is a mistake in the code.
+            if isinstance(error, ValueError) and not re.search(r"(?i)\bos[ _]error", str(error)):
+                raise
             self._failed = (
                 f"expected to write checkpoint {self._writing} to {self._folder}, got: "
-                f"{reason if len(reason) < 300 else reason[:100] + ' ... ' + reason[-200:]}. Make "
-                "room there or see to its permissions; older checkpoints are as they were."
+                f"{_shortened(error)}. Make room there or see to its permissions; older "
+                "checkpoints are as they were."
             )
             self._say(f"error: {self._failed}")
             # Of writes that had not begun Python says at its end, behind the message that counts,
@@ -219,6 +256,12 @@ class Checkpoints(SavedCheckpoints):
                 for left in self._unnamed(self._writing):
                     shutil.rmtree(left, ignore_errors=True)  # no more than room is lost by it
             self._writing = None
+
+
+def _shortened(error: Exception) -> str:
+    """Returns the message of an error in one line, without its middle if it is long."""
+    text = " ".join(str(error).split())
+    return text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
 
 
 @dataclasses.dataclass

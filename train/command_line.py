@@ -172,9 +172,12 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """The text of a file that `load_settings` reads back; values that are None are left out."""
-    # JSON writes strings, finite numbers and booleans just as TOML does.
+    # JSON writes strings, finite numbers and booleans just as TOML does, but it escapes what is
+    # beyond U+FFFF as two surrogates, which TOML forbids, and does not escape U+007F.
     return "".join(
-        f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f")
+        for key, value in values.items()
+        if value is not None
     )
 
 

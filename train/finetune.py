@@ -40,7 +40,7 @@ from train.run import Run
 from train.run_description import OF_THE_MODEL, description_of_model
 from train.run_folder import make_run_folder, run_lock
 from train.run_log import show
-from train.saved_checkpoints import CheckpointError, SavedCheckpoints
+from train.saved_checkpoints import CheckpointError, SavedCheckpoints, check_path
 from train.settings import Settings, SettingsError, trained_on
 from train.sharding import BATCH_AXES, mesh_axes
 from train.stopping import Stopped, StopRequest
@@ -69,6 +69,8 @@ def train(
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
+    if settings.steps != 0:
+        check_path(Path(settings.output_dir, settings.run or ""))
     sources = read(settings, timeline=timeline, force=force, say=say)
     if settings.steps == 0:
         evaluate(sources, say)

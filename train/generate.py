@@ -28,10 +28,12 @@ from tokenizers.decoders import DecodeStream
 
 from train import Failure, command_of, models, pretrained
 from train.arguments import positional, read_arguments
-from train.chat_template import ASSISTANT, ConversationError, read_template
+from train.chat_template import ConversationError, read_template
 from train.classes import check_classifier, classified
 from train.continuation import Sampling, continued
 from train.hf_config import CONFIG, TASK, ModelError
+from train.hf_ends import answer_ends
+from train.hf_saving import dtype_of
 from train.hub import model_folder
 from train.json_files import read_object
 from train.pretrained import Pretrained, read_folder
@@ -188,18 +190,13 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
     asked = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
         asked.insert(0, {"role": "system", "content": options.system})
-    answered = [*asked, {"role": ASSISTANT, "content": "Yes"}]
     try:
         text = template.render(asked, ask=True)
-        start, stop = (whole := template.conversation(answered)).answers[0]
-        Unwritten(template).check(answered)
+        Unwritten(template).check([*asked, {"role": ASSISTANT, "content": "Yes"}])
+        # The special tokens that end an answer need not be those that end a text.
+        ends = answer_ends(template, tokenizer, asked)
     except ConversationError as error:
         raise SettingsError(f"`format`: {error}, or take --format text.") from error
-    # The special tokens that end an answer need not be those that end a text.
-    ending = whole.text[start:stop].rpartition("Yes")[2]
-    decoder = tokenizer.tokens.get_added_tokens_decoder()
-    ids = tokenizer.tokens.encode(ending, add_special_tokens=False).ids
-    ends = {n for n in ids if n in decoder and decoder[n].special}
     return Prompt(
         tokenizer.tokens.encode(text, add_special_tokens=False).ids,
         all_end_tokens(folder, tokenizer) | ends,
@@ -210,7 +207,7 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
 def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
     if dtype is None:
         # What overflows in float16 does not in these.
-        dtype = "bfloat16" if models.dtype_of(origin) == jnp.bfloat16 else "float32"
+        dtype = "bfloat16" if dtype_of(origin) == jnp.bfloat16 else "float32"
     options = {"weight_dtype": np.dtype(dtype), "compute_dtype": np.dtype(dtype)}
     options |= {"scan_layers": True, "labels": origin.labels or 0}
 

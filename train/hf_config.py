@@ -13,8 +13,10 @@ from typing import Any, Literal
 from train import Failure
 from train.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.encoder import EncoderConfig
+from train.json_files import read_object
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 TASK = "zenflow_task"  # the key for what a run has trained the model on
 
 # The models that are built here: `model_type` of the config, and the class of `transformers`.
@@ -69,6 +71,26 @@ class ModelError(Failure):
     """A folder does not hold the model that was asked for."""
 
 
+def read_raw(folder: Path) -> dict[str, Any]:
+    """Reads the config.json of a folder as it is; of other kinds of folders, says what to do."""
+    if folder.is_dir() and not (folder / CONFIG).exists():
+        names = sorted(path.name for path in folder.iterdir())
+        quantized = [name for name in names if name.lower().endswith(".gguf")]
+        if ADAPTER in names:
+            base = read_object(folder / ADAPTER, ModelError).get("base_model_name_or_path")
+            raise ModelError(
+                f"`model`: {folder} has a LoRA adapter and no model. Merge it first with peft: "
+                f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+                f".save_pretrained(DIR), and copy the tokenizer; or train its base model, {base}."
+            )
+        if quantized:
+            raise ModelError(
+                f"`model`: {folder} has the GGUF file {quantized[0]}, from which no model can be "
+                "trained or read here. Take the folder of safetensors that it was made from."
+            )
+    return read_object(folder / CONFIG, ModelError)
+
+
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
     """The sizes and options of the model, from the content `raw` of the file `path`."""
     kind = raw.get("model_type")
@@ -118,8 +140,8 @@ def _decoder(keys: _Keys, kind: str, **sizes: int) -> DecoderConfig:
 def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
     """Base and scaling of the rotations, from the keys of old configs and of new ones."""
     # From transformers 5 on `rope_parameters`, with the base inside; before it `rope_scaling`
-    # and `rope_theta`; the former is null for none.
-    name = "rope_parameters" if keys.raw.get("rope_parameters") is not None else "rope_scaling"
+    # and `rope_theta`. Of both, all versions take `rope_scaling`; it is null for none.
+    name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     scaling = keys.raw.get(name)
     outer_base = keys.positive("rope_theta", ROPE_BASE)
     if scaling is None:
@@ -127,6 +149,12 @@ def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
     keys.check(name, isinstance(scaling, dict), "an object")
     inner = _Keys(keys.path, scaling, name + ".")
     base = inner.positive("rope_theta", outer_base)
+    # Of two bases each version takes another one.
+    beside = keys.raw.get("rope_parameters") or {}
+    keys.check("rope_parameters", isinstance(beside, dict), "an object")
+    for other in (keys, _Keys(keys.path, beside, "rope_parameters.")):
+        fits = other.raw.get("rope_theta") in (None, base)
+        other.check("rope_theta", fits, f"{base}, the base of `{name}`, or none")
     inner.check("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0) == 1.0, "1.0")
     kind_key = "type" if "rope_type" not in scaling and "type" in scaling else "rope_type"
     match scaling.get(kind_key):
@@ -143,18 +171,20 @@ def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
 
 
 def _window(keys: _Keys, kind: str, layers: int) -> int | None:
-    raw = keys.raw
-    if kind == "llama" or raw.get("sliding_window") is None:
-        return None
-    if kind in QWEN and not keys.flag("use_sliding_window", False):
-        return None
-    window = keys.count("sliding_window")
-    # Qwen can have windows in some layers: all must be alike here, because they may be scanned.
-    sliding = [True] * layers
-    if kind in QWEN:
-        sliding = [layer >= raw.get("max_window_layers", 28) for layer in range(layers)]
-        if isinstance(raw.get("layer_types"), list):
-            sliding = [name == "sliding_attention" for name in raw["layer_types"]]
+    raw, types, window = keys.raw, keys.raw.get("layer_types"), None
+    reads = keys.flag("use_sliding_window", False) if kind in QWEN else kind != "llama"
+    if reads and raw.get("sliding_window") is not None:
+        window = keys.count("sliding_window")
+    first = raw.get("max_window_layers", 28) if kind in QWEN else 0
+    sliding = [window is not None and layer >= first for layer in range(layers)]
+    if isinstance(types, list):
+        named = [name == "sliding_attention" for name in types]
+        # Qwen's classes have the window in these layers. The others' do not read the key, but other
+        # programs do.
+        same = named == sliding or (kind in QWEN and window is not None)
+        keys.check("layer_types", same, f"the attention of `sliding_window`, {window}")
+        sliding = named
+    # All must be alike here, because they may be scanned.
     alike = all(sliding) or not any(sliding)
     keys.check("use_sliding_window", alike, "the same attention in all layers")
     return window if any(sliding) else None

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from train import processes
+from train.decoder import DecoderConfig
 from train.hf_config import CLASSES, CONFIG, TASK, ModelError
+from train.hf_ends import complete_folder
 from train.hf_tensors import (
     DTYPES,
     HEADS,
@@ -96,7 +98,7 @@ def save_folder(
     pretrained: Pretrained,
     params: Any,
     *,
-    dtype: DTypeLike | None = None,
+    as_read: bool = False,
     labels: Sequence[str] = (),
     values: Iterator[Any] | None = None,
     texts: Mapping[str, str] | None = None,
@@ -110,7 +112,8 @@ def save_folder(
         path: A new folder, or one with nothing but a model, which is replaced.
         pretrained: The folder that the model was loaded from.
         params: Its parameters, scanned or not: jax arrays, or NumPy arrays that are whole.
-        dtype: Dtype of all tensors; None for each leaf's own, which keeps the bits.
+        as_read: Each tensor has the dtype that it has in `pretrained`, and a new one the most
+            frequent of these; otherwise that of its leaf, which keeps the bits.
         labels: Names of the classes by id. () for those of the folder if there are as many, else
             LABEL_0 and so on.
         values: Arrays in place of the leaves of `params`; each is asked for when it is written.
@@ -119,7 +122,10 @@ def save_folder(
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
-    dtypes = [np.dtype(x.dtype if dtype is None else dtype) for _, x in leaves]
+    dtypes = [
+        [_dtype_in(pretrained, name) if as_read else np.dtype(x.dtype) for name in of.names]
+        for of, (_, x) in zip(sources, leaves, strict=True)
+    ]
     tensors = _gathered(iter([x for _, x in leaves]) if values is None else values, sources, dtypes)
 
     def write() -> None:
@@ -127,8 +133,8 @@ def save_folder(
         head, prefix = HEADS[pretrained.architecture], PREFIXES[pretrained.architecture]
         entries = [
             Entry(name if name.startswith(head) else prefix + name, dtype, of.shape)
-            for of, dtype in zip(sources, dtypes, strict=True)
-            for name in of.names
+            for of, each in zip(sources, dtypes, strict=True)
+            for name, dtype in zip(of.names, each, strict=True)
         ]
         content = _config(pretrained, dict(leaves), entries, labels)
         content |= {} if task is None else {TASK: task}
@@ -140,6 +146,8 @@ def save_folder(
                     shutil.copyfile(pretrained.folder / name, part / name)
             for name, text in {CONFIG: config, **(texts or {})}.items():
                 (part / name).write_text(text, encoding="utf-8")
+            if task is not None and isinstance(pretrained.config, DecoderConfig):
+                complete_folder(part, pretrained.config.vocabulary, task)
             if path.exists():
                 sync_all(part)  # if that fails, the old model stays
                 exchange(part, path)
@@ -148,13 +156,27 @@ def save_folder(
     write_by_first(path, write, tensors)
 
 
+def dtype_of(pretrained: Pretrained) -> np.dtype:
+    """Returns the most frequent dtype of a folder's tensors."""
+    dtypes = Counter(tensor.dtype for tensor in pretrained.tensors.values())
+    return DTYPES[dtypes.most_common(1)[0][0]]
+
+
+def _dtype_in(pretrained: Pretrained, name: str) -> np.dtype:
+    tensor = pretrained.tensors.get(name)
+    return dtype_of(pretrained) if tensor is None else DTYPES[tensor.dtype]
+
+
 def _gathered(
-    leaves: Iterable[jax.Array | np.ndarray], sources: Iterable[Source], dtypes: Iterable[np.dtype]
+    leaves: Iterable[jax.Array | np.ndarray],
+    sources: Iterable[Source],
+    dtypes: Iterable[Sequence[np.dtype]],
 ) -> Iterator[np.ndarray]:
-    for x, of, dtype in zip(leaves, sources, dtypes, strict=True):
+    for x, of, each in zip(leaves, sources, dtypes, strict=True):
         value = processes.whole(x)
         value = value if of.stacked else value[None]
-        for parts in value.reshape(-1, of.parts, *value.shape[1:]):
+        entries = value.reshape(-1, of.parts, *value.shape[1:])
+        for parts, dtype in zip(entries, each, strict=True):
             parts = np.ascontiguousarray(parts, dtype)
             if of.transposed:
                 saved = np.empty((of.parts, *of.entry), dtype)
@@ -176,6 +198,8 @@ def _config(
     widest = max(entries, key=lambda entry: entry.bytes)
     # The old key, which all versions of `transformers` read, unless the folder has the new one.
     config["dtype" if "dtype" in config else "torch_dtype"] = widest.dtype.name
+    if config.get("tie_word_embeddings") and "lm_head.weight" in pretrained.tensors:
+        config["tie_word_embeddings"] = False
     if pretrained.architecture == "encoder":
         count = leaves["classifier/bias"].shape[0]
         if not labels and count != pretrained.labels:

@@ -83,6 +83,9 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 PREFIXES = {"decoder": "model.", "encoder": "bert."}
 HEADS = {"decoder": "lm_head.", "encoder": "classifier."}
 
+# Rows of a matrix that are compared at a time.
+_ROWS = 4096
+
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -183,17 +186,28 @@ class Reader(contextlib.ExitStack):
         shape = [s.stop - s.start for s in (rows, *others)]
         out = np.empty((len(entries), *(shape[::-1] if of.transposed else shape)), dtype)
         for row, (tensor, start) in zip(out, entries, strict=True):
-            cut = self._file(tensor.file).get_slice(tensor.name)
-            try:
-                value = cut[(slice(start + rows.start, start + rows.stop), *others)]
-            except _PACKED_ERROR as error:
-                raise ModelError(str(error)) from error
+            value = self._cut(tensor, (slice(start + rows.start, start + rows.stop), *others))
             value = value.astype(dtype, copy=False)
             if of.transposed:
                 transpose(value, row)
             else:
                 row[...] = value
         return out if of.stacked else out[0]
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Returns whether two matrices have the same numbers; reads some rows at a time."""
+        if one.shape != other.shape:
+            return False
+        rows = one.shape[0]
+        parts = (slice(i, min(i + _ROWS, rows)) for i in range(0, rows, _ROWS))
+        pairs = ([self._cut(x, (part,)).astype(np.float32) for x in (one, other)] for part in parts)
+        return all(np.array_equal(*pair) for pair in pairs)
+
+    def _cut(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+        try:
+            return self._file(tensor.file).get_slice(tensor.name)[index]
+        except _PACKED_ERROR as error:
+            raise ModelError(str(error)) from error
 
     def _file(self, path: Path):
         if path not in self._files:

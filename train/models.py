@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from train.chat_template import TEMPLATE, text_of
 from train.decoder import DecoderConfig
 from train.encoder import EncoderConfig
 from train.hf_saving import Entry, save_folder, write_by_first, write_file
-from train.hf_tensors import DTYPES, leaf_name
+from train.hf_tensors import leaf_name
 from train.optimizers import weight_dtype
 from train.settings import StepSettings
 from train.sharding import committed, weight_shardings
@@ -156,7 +155,7 @@ def write(
         write_weights(folder / WEIGHTS, params, values)
     else:
         options = {"labels": labels, "values": values, "texts": texts, "task": task}
-        save_folder(folder, origin, params, dtype=dtype_of(origin), **options)
+        save_folder(folder, origin, params, as_read=True, **options)
 
 
 def texts_of(chat_template: str | None) -> dict[str, str]:
@@ -179,8 +178,3 @@ def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) 
             write_file(part, entries, tensors)
 
     write_by_first(file, write, tensors)
-
-
-def dtype_of(origin: pretrained.Pretrained) -> np.dtype:
-    dtypes = Counter(tensor.dtype for tensor in origin.tensors.values())
-    return DTYPES[dtypes.most_common(1)[0][0]]

@@ -20,9 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train import hosted, models
 from train.command_line import Planning
-from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config
+from train.hf_config import ARCHITECTURES, CONFIG, read_config, read_raw
 from train.hub import model_folder
-from train.json_files import read_object
 from train.memory import host_bytes
 from train.optimizers import initial_state, make_optimizer, with_values_of
 from train.pretrained import Pretrained
@@ -330,7 +329,7 @@ class PlannedStep(NamedTuple):
 def folder_of_config(model: str) -> Pretrained:
     """A model's folder, whose `config.json` alone is read."""
     folder = model_folder(model, [CONFIG])
-    raw = read_object(folder / CONFIG, ModelError)
+    raw = read_raw(folder)
     config = read_config(folder / CONFIG, raw)
     return Pretrained(folder, ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
 

@@ -19,10 +19,9 @@ from train import hosted
 from train.blocks import INIT_STD
 from train.decoder import Decoder, DecoderConfig
 from train.encoder import BertClassifier, EncoderConfig
-from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config
+from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config, read_raw
 from train.hf_tensors import DTYPES, Reader, Tensor, first_of, leaf_name, read_headers, source
 from train.hub import model_folder
-from train.json_files import read_object
 
 # Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
 OPTIONAL = ("pooler", "classifier")
@@ -61,13 +60,16 @@ def read_folder(model: str | Path) -> Pretrained:
         raise ModelError(
             f"expected a Hugging Face folder, or org/name on the Hub, got {folder}, {got}."
         )
-    raw = read_object(folder / CONFIG, ModelError)
+    raw = read_raw(folder)
     config = read_config(folder / CONFIG, raw)
     architecture = ARCHITECTURES[raw["model_type"]]
     headers = read_headers(folder, architecture)
     unused = UNUSED[architecture]
     if isinstance(config, DecoderConfig) and config.tied:
-        unused += r"|^lm_head\.weight$"  # the embedding once more
+        if _has_own_head(headers):
+            config = config._replace(tied=False)  # as transformers 5 and vLLM
+        else:
+            unused += r"|^lm_head\.weight$"  # the embedding once more
     classes = raw.get("architectures") or ["BertForSequenceClassification"]
     if architecture == "encoder" and "BertForSequenceClassification" not in classes:
         unused += r"|^classifier\."  # of tokens, or of choices
@@ -77,6 +79,15 @@ def read_folder(model: str | Path) -> Pretrained:
     pretrained = Pretrained(folder, architecture, config, tensors, labels, raw)
     _check_tensors(pretrained)
     return pretrained
+
+
+def _has_own_head(headers: Mapping[str, Tensor]) -> bool:
+    """Returns whether there is a head that differs from the embedding, whatever the config says."""
+    both = [headers.get(name) for name in ("lm_head.weight", "embed_tokens.weight")]
+    if None in both:
+        return False
+    with Reader() as reader:
+        return not reader.same(*both)
 
 
 def make_model(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,16 @@ class Restored(NamedTuple):
     progress: dict[str, Any]  # as given to `save`
 
 
+def check_path(folder: Path) -> None:
+    """Raises if orbax could not read what it writes into `folder`: it takes paths for patterns."""
+    folder = folder.absolute()
+    if signs := re.findall(r"[][*?\\]", str(folder)):  # orbax 0.12.8
+        raise SettingsError(
+            f"`output_dir`: checkpoints cannot be read from the path {folder}, which has a "
+            f"{signs[0]} in it. Name another --output-dir, or rename the folder."
+        )
+
+
 class SavedCheckpoints:
     """The checkpoints of one run. Every process must make the same calls."""
 
@@ -47,15 +58,15 @@ class SavedCheckpoints:
         describe: Mapping[str, Any],
         say: Callable[[str], None],
     ):
+        check_path(folder)
         self._folder = folder.absolute()
         self._sign = 1 if larger_is_better else -1
         self._description = describe
         self._say = say
         self._damaged: list[int] = []  # steps, newer than the newest whole one
         self._figures: dict[int, float] = {}  # of the validation after a step
-        # orbax logs a failure, with a traceback for each of its threads, and raises it too.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        for name in ("absl", "asyncio"):  # which orbax logs to
+            logging.getLogger(name).addFilter(_is_no_traceback)
 
     def newest(self) -> int | None:
         """The step of the newest whole checkpoint; None if there are none at all.
@@ -200,6 +211,11 @@ class SavedCheckpoints:
                 f"({listed}). Put a copy in their place, or name another --run to start again."
             )
         return None
+
+
+def _is_no_traceback(record: logging.LogRecord) -> bool:
+    """Returns whether a record of orbax is news: it raises each failure that it logs, too."""
+    return record.exc_info is None
 
 
 def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

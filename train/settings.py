@@ -253,6 +253,10 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             value, above = getattr(self, name), name in _ABOVE_ZERO
             fits = value is None or (math.isfinite(value) and (value > 0 if above else value >= 0))
             self._check(name, fits, f"a finite number {'above' if above else 'of at least'} 0")
+        for name, value in vars(self).items():
+            # A command line has surrogates in place of bytes that are no UTF-8.
+            is_text = not isinstance(value, str) or not re.search(r"[\ud800-\udfff]", value)
+            self._check(name, is_text, "text in UTF-8, as settings.toml keeps it")
         self._check("seed", self.seed < 2**32, "a number below 2**32")
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
         self._check("validation_share", is_share, "a share below 1 (1 with --steps 0 alone)")

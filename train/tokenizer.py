@@ -1,16 +1,18 @@
 """The tokenizer of a Hugging Face folder, and the few ids that a task must know by name.
 
-Which tokens begin, end and pad a text, the first of these files decides that names one:
+The begin token is the one that the post-processor in tokenizer.json puts in front of a text, as in
+`transformers`; if it puts none there, `bos_token` where tokenizer_config.json has `"add_bos_token":
+true`. `bos_token` alone only names a token.
 
-1. `tokenizer_config.json`, `special_tokens_map.json` (`bos_token`, `eos_token`, `pad_token`); 2.
-`config.json`, `generation_config.json` (`bos_token_id`, `eos_token_id`, `pad_token_id`).
+Which tokens end and pad a text, the first of these files decides that names one:
 
-But where a `tokenizer_config.json` names no begin token, nor the map, or says `"add_bos_token":
-false`, the model was trained without one.
+1. `tokenizer_config.json`, `special_tokens_map.json` (`eos_token`, `pad_token`); 2. `config.json`,
+`generation_config.json` (`eos_token_id`, `pad_token_id`).
 """
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ class TokenizerError(Failure):
 
 class Tokenizer(NamedTuple):
     tokens: tokenizers.Tokenizer  # as in tokenizer.json, with truncation and padding switched off
-    begin: int | None  # put before a text; None where the model was trained without
+    begin: int | None  # put before a text; None where the tokenizer puts none there
     end: int | None  # put after a text; None where there is none, as in most encoders
     pad: int  # fills up short examples; where there is no token for it, `end`
     vocabulary: int  # ids are smaller than this
@@ -51,11 +53,11 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
         for name in _NAMED + _NUMBERED
         if (folder / name).is_file()
     }
-    special = {
-        kind: _special(kind, folder, entries, tokens, vocabulary) for kind in ("bos", "eos", "pad")
-    }
-    end = special["eos"]
-    pad = end if special["pad"] is None else special["pad"]
+    begin, adds = _front(folder, tokens), entries.get(_NAMED[0], {}).get("add_bos_token")
+    if begin is None and adds is True:
+        begin = _special("bos", folder, entries, tokens, vocabulary)
+    end, pad = (_special(kind, folder, entries, tokens, vocabulary) for kind in ("eos", "pad"))
+    pad = end if pad is None else pad
     lacks = "eos_token" if end is None and needs_end else "pad_token" if pad is None else None
     if lacks:
         raise TokenizerError(
@@ -64,8 +66,8 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
             f"Add `{lacks}` to tokenizer_config.json."
         )
     # A model may have an id for padding that its tokenizer knows nothing of.
-    named = [number for number in special.values() if number is not None]
-    return Tokenizer(tokens, special["bos"], end, pad, vocabulary=max(last, *named) + 1)
+    named = [number for number in (begin, end, pad) if number is not None]
+    return Tokenizer(tokens, begin, end, pad, vocabulary=max(last, *named) + 1)
 
 
 def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
@@ -99,6 +101,20 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     return tokens
 
 
+def _front(folder: Path, tokens: tokenizers.Tokenizer) -> int | None:
+    """Returns the token that the post-processor puts in front of a text, None if there is none."""
+    encoded = tokens.encode("a")
+    pairs = zip(encoded.ids, encoded.sequence_ids, strict=True)
+    front = [number for number, _ in itertools.takewhile(lambda pair: pair[1] is None, pairs)]
+    if len(front) > 1:
+        raise TokenizerError(
+            f"{folder / TOKENIZER}: `post_processor` puts the {len(front)} tokens "
+            f"{', '.join(map(str, map(tokens.id_to_token, front)))} in front of a text; at most "
+            "one is supported. Remove the others from it."
+        )
+    return front[0] if front else None
+
+
 def _special(
     kind: str,
     folder: Path,
@@ -107,9 +123,6 @@ def _special(
     vocabulary: int,
 ) -> int | None:
     """The id of the `bos`, `eos` or `pad` token, None if there is none."""
-    tokenizer_config = entries.get("tokenizer_config.json")
-    if kind == "bos" and (tokenizer_config or {}).get("add_bos_token") is False:
-        return None
     for name in _NAMED:
         token = entries.get(name, {}).get(f"{kind}_token")
         if isinstance(token, dict):  # a token with its flags
@@ -122,8 +135,6 @@ def _special(
                     f"{TOKENIZER}, got {token!r}."
                 )
             return number
-    if kind == "bos" and tokenizer_config is not None:
-        return None
     for name in _NUMBERED:
         number = entries.get(name, {}).get(f"{kind}_token_id")
         if isinstance(number, list) and number:  # of several that end a text, the usual one

@@ -80,17 +80,31 @@ def finished(path: Path) -> Path:
 
 @contextmanager
 def _part_of(path: Path, folder: bool) -> Iterator[Path]:
-    part = _new_name(path)
-    if folder:
-        part.mkdir()
-    flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
-    file = os.open(part, flags, 0o666)
+    part, file = _locked_part(path, folder)
     try:
-        with suppress(OSError):  # a file system without locks, where leftovers stay
-            fcntl.flock(file, fcntl.LOCK_EX)
         yield part
     finally:
         _remove(part)
+        os.close(file)
+
+
+def _locked_part(path: Path, folder: bool) -> tuple[Path, int]:
+    """Makes a part and locks it; another one if `remove_leftovers` elsewhere was faster."""
+    flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
+    while True:
+        part = _new_name(path)
+        if folder:
+            part.mkdir()
+        try:
+            file = os.open(part, flags, 0o666)
+        except FileNotFoundError:
+            if folder:
+                continue
+            raise
+        with suppress(OSError):  # a file system without locks, where leftovers stay
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if part.exists():
+            return part, file
         os.close(file)
 
 

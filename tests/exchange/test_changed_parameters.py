@@ -196,7 +196,7 @@ def test_nothing_is_refused_that_leaves_the_updates_as_they_are(monkeypatch, opt
     compared, add = {}, Integrity.add
 
     def noted(self, names, counts):
-        for name, count in zip(names, counts.tolist(), strict=True):
+        for name, count in zip(names, map(int, counts), strict=True):
             compared[name] = compared.get(name, 0) + count
         add(self, names, counts)
 

@@ -16,6 +16,7 @@ from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
 from tests.train.scripts import read, records, write_config
 from train import finetune, generate
 from train.chat_template import ConversationError, read_template
+from train.hf_ends import complete_folder
 from train.settings import SettingsError
 from train.tasks import answers
 from train.tasks.conversations import Conversations
@@ -235,6 +236,8 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
     assert "examples: median" in shown
     assert "[/b]" in shown
     run, text, out = tmp_path / "runs" / "a", template_file.read_text(), tmp_path / "out"
+    end = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
+    assert end == [2, read_tokenizer(folder, vocabulary=1000).end]  # 2 by config.json alone
     template_file.unlink()
     assert (run / "model" / "chat_template.jinja").read_text() == text
     with jax.numpy_dtype_promotion("standard"):
@@ -253,6 +256,34 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
         text = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
         assert text == f"{BEGIN}[ Who? ]"
         assert "as the run was trained (chat)" in prompt.said
+
+
+@pytest.mark.parametrize(
+    ("task", "named", "ends"),
+    [
+        ("chat", {"generation_config.json": {"eos_token_id": 7, "top_k": 3}}, [7, END, TURN_END]),
+        ("chat", {"config.json": {"eos_token_id": -1, "bos_token_id": 5}}, [END, TURN_END]),
+        ("alpaca", {"generation_config.json": {"eos_token_id": [7]}}, [7, END]),
+    ],
+    ids=str,
+)
+def test_a_trained_folder_names_all_ends_and_one_template(tmp_path, tokenizer, task, named, ends):
+    write_byte_level(tmp_path, also=[TURN, TURN_END])
+    shutil.copyfile(FIXTURES / "turns.jinja", tmp_path / "chat_template.jinja")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    old = {"tokenizer_config.json": config | {"chat_template": "OLD"}, "config.json": {}}
+    for name, content in (old | {"chat_template.json": {"chat_template": "OLD"}} | named).items():
+        (tmp_path / name).write_text(json.dumps(content))
+    complete_folder(tmp_path, 1000, task)
+    content = json.loads((tmp_path / "generation_config.json").read_text())
+    known = [x if isinstance(x, int) else tokenizer.tokens.token_to_id(x) for x in ends]
+    (before,) = named.values()
+    assert content == before | {"eos_token_id": known}
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
+    assert not (tmp_path / "chat_template.json").exists()
+    # As another program reads it: no end is left to be found out.
+    options = generate.Options(prompt="Who?", model=str(tmp_path), format=task)
+    assert generate.read_prompt(options, tokenizer).ends - {-1} == set(known)
 
 
 def test_what_ends_a_turn_ends_what_is_generated(tmp_path, tokenizer):

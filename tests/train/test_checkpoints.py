@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.kill_test import names_in, steps_of
 from tests.train.scripts import flip_a_bit, largest_file
-from train import checksums
+from train import checksums, saved_checkpoints
 from train.checkpoints import Checkpoints
 from train.decoder import DecoderConfig, LinearRope
 from train.hosted import KIND
@@ -251,6 +251,41 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(tmp_path):
             job.restored(10)
     with Job(tmp_path, steps=80, full_warm_up_rounds=2, learning_rate=1.0, keep=5) as job:
         job.restored(job.checkpoints.newest())
+
+
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
+    for name in ("a[1]", "a\\b", "a*", "a?"):
+        with pytest.raises(SettingsError, match=r"`output_dir`: checkpoints cannot be read"):
+            Job(tmp_path / name)
+
+
+# Of the arrays that are opened with the one that fails, orbax's event loop does not hear again.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_checkpoint_that_cannot_be_read_ends_the_run_at_the_first_save(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(saved_checkpoints, "check_path", lambda _: None)
+    with Job(tmp_path / "a[1]") as job:
+        job.save(1)
+        job.checkpoints.wait()
+        # The model can be written all the same.
+        for call in (job.checkpoints.poll, job.checkpoints.finish):
+            with pytest.raises(CheckpointError, match=r"checkpoint 1 in .* cannot be read: NOT_F"):
+                call()
+    assert checksums.damage(tmp_path / "a[1]" / "checkpoints" / "1") is None
+    assert "No per-process OCDBT" in caplog.text  # orbax's own warning
+
+
+def test_only_a_file_that_cannot_be_written_is_a_failed_save(tmp_path, monkeypatch):
+    with Job(tmp_path) as job:
+
+        def broken(*_, **__):
+            raise ValueError("a mistake in this library")
+
+        monkeypatch.setattr(job.checkpoints._opened(), "save", broken)
+        with pytest.raises(ValueError, match="a mistake"):
+            job.save(1)
+        assert job.said == []
 
 
 # Of the writes that were under way with the one that fails, orbax's event loop does not hear again.

@@ -5,6 +5,8 @@ torch, made by `make_model_fixtures.py`. No test needs either.
 """
 
 import json
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -31,6 +33,7 @@ from tests.hf_models import (
     outputs,
 )
 from train import hf_saving, whole
+from train.attention import attention
 from train.blocks import Stacked, linear
 from train.decoder import LinearRope, Llama3Rope
 from train.hf_saving import save_folder
@@ -60,6 +63,15 @@ def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
         logits = jax.eval_shape(lambda p: outputs(name, graphdef, p), shapes)
     assert logits.dtype == jnp.float32
+
+
+def test_attention_that_keeps_all_scores_on_a_gpu_says_why(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    reason = pytest.warns(UserWarning, match="does not take these arrays")
+    for dtype, warns in ((jnp.bfloat16, reason), (jnp.float32, nullcontext())):
+        x = jax.ShapeDtypeStruct((1, 8, 2, 12), dtype)  # cuDNN takes multiples of 8
+        with warns, jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
+            jax.eval_shape(partial(attention, causal=True), x, x, x)
 
 
 def test_fresh_weights_are_the_same_scanned():
@@ -141,6 +153,10 @@ def test_configs_of_before_transformers_5_say_the_same(tmp_path, name, scaling, 
     change_config(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling=scaling)
     assert read_folder(folder).config == new._replace(rope_base=5000.0)
     assert new.rope_scaling == rope
+    # Beside what transformers 5 writes, as model cards have it for longer contexts.
+    default = {"rope_type": "default", "rope_theta": 5000.0}
+    change_config(folder, rope_parameters=default)
+    assert read_folder(folder).config == new._replace(rope_base=5000.0)
 
 
 def test_windows_of_qwen_are_those_of_its_layers(tmp_path):
@@ -175,13 +191,25 @@ def with_tensors(*names):
         ("bert", old_names),
         ("bert", with_tensors("bert.embeddings.position_ids", "cls.predictions.bias")),
         ("llama2", with_tensors("model.layers.0.self_attn.rotary_emb.inv_freq")),
-        ("qwen2", with_tensors("lm_head.weight")),  # the embedding is the head
+        ("qwen2", lambda of: of | {"lm_head.weight": of["model.embed_tokens.weight"]}),
     ],
 )
 def test_other_names_and_tensors_that_are_not_needed_give_the_same_weights(tmp_path, name, change):
     folder = copied(name, tmp_path)
     change_tensors(folder, change)
     assert_same_bits(load(folder)[2], load(FIXTURES / name)[2])
+
+
+def test_a_head_that_is_not_the_embedding_is_kept_though_the_config_ties_them(tmp_path):
+    folder = copied("qwen3", tmp_path)
+    _, _, params = load(folder, scan_layers=True)
+    change_config(folder, tie_word_embeddings=True)
+    tied, graphdef, kept = load(folder, scan_layers=True)
+    assert_same_bits(kept, params)
+    assert_close(outputs("qwen3", graphdef, kept), expected_of("qwen3"))
+    save_folder(tmp_path / "saved", tied, kept)
+    assert read_folder(tmp_path / "saved").raw["tie_word_embeddings"] is False
+    assert_same_bits(load(tmp_path / "saved", scan_layers=True)[2], params)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -204,13 +232,29 @@ def test_a_vocabulary_in_parts_is_saved_in_one(tmp_path):
     assert_same_bits(load(tmp_path / "saved")[2], load(FIXTURES / "qwen3")[2])
 
 
+def test_each_tensor_is_saved_in_the_dtype_that_it_was_read_in(tmp_path):
+    folder = copied("qwen3", tmp_path)
+    wide = ("norm", "layers.1.mlp.up_proj", "lm_head")
+
+    def narrowed(name, x):
+        return x if any(part in name for part in wide) else x.astype(ml_dtypes.bfloat16)
+
+    change_tensors(folder, lambda of: {name: narrowed(name, x) for name, x in of.items()})
+    pretrained, _, params = load(folder, scan_layers=True)
+    save_folder(tmp_path / "saved", pretrained, params, as_read=True)
+    saved, read = (load_file(x / "model.safetensors") for x in (tmp_path / "saved", folder))
+    assert_same_bits(saved, read)
+    assert {str(x.dtype) for x in saved.values()} == {"float32", "bfloat16"}
+
+
 def test_a_classifier_is_saved_with_its_labels(tmp_path):
     folder = copied("bert_masked", tmp_path)
+    change_tensors(folder, lambda of: {n: x.astype(ml_dtypes.bfloat16) for n, x in of.items()})
     pretrained = read_folder(folder)
     params = load_weights(pretrained, make(pretrained, labels=3)[1])
 
     def config(**options):
-        save_folder(tmp_path / "saved", pretrained, params, dtype=jnp.bfloat16, **options)
+        save_folder(tmp_path / "saved", pretrained, params, as_read=True, **options)
         saved = read_folder(tmp_path / "saved")
         assert saved.labels == 3
         assert {tensor.dtype for tensor in saved.tensors.values()} == {"BF16"}

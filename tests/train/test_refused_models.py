@@ -12,7 +12,7 @@ from train.pretrained import ModelError, read_folder
 def assert_refused(folder, *words):
     with pytest.raises(ModelError) as caught:
         read_folder(folder)
-    missing = [word for word in ("expected", *words) if str(word) not in str(caught.value)]
+    missing = [word for word in words if str(word) not in str(caught.value)]
     assert not missing, f"{missing} not in: {caught.value}"
 
 
@@ -43,7 +43,24 @@ MIXED_LAYERS = {
             "`rope_parameters.rope_type` 'yarn'",
         ),
         ("llama2", {"rope_parameters": LOW_IS_HIGH}, "rope_parameters.high_freq_factor` more than"),
+        ("llama2", {"rope_scaling": {"type": "yarn"}}, "`rope_scaling.type` 'yarn'"),
+        ("llama2", {"rope_theta": 5e3}, "`rope_theta` 10000.0 `rope_parameters` 5000.0"),
+        (
+            "llama2",
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            },
+            "`rope_parameters.rope_theta` 10000.0 `rope_scaling` 1000000.0",
+        ),
         ("qwen2", MIXED_LAYERS, "`use_sliding_window` all layers"),
+        ("llama2", MIXED_LAYERS, "`layer_types` `sliding_window`, None"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "`layer_types` `sliding_window`, 5"),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 2},
+            "`layer_types` `sliding_window`, None",
+        ),
         ("bert", {"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
         ("bert", {"is_decoder": True}, "`is_decoder`"),
         ("bert", {"intermediate_size": 23}, "output.dense (16, 23) (16, 24)"),
@@ -110,6 +127,13 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert_refused(folder, config, "object", "list")
     config.unlink()
     assert_refused(folder, config, "No such file")
+
+
+def test_files_that_are_no_model_are_refused_with_what_to_do(tmp_path):
+    (tmp_path / "model-Q8_0.gguf").touch()
+    assert_refused(tmp_path, "GGUF file model-Q8_0.gguf", "folder of safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    assert_refused(tmp_path, "LoRA adapter", "merge_and_unload", "base model, org/base")
 
 
 def test_a_pickle_is_refused_with_the_class_that_converts_it(tmp_path):

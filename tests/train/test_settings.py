@@ -180,9 +180,12 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
         {"update_interval": "auto", "select_interval": "epoch", "full_warm_up_share": 0.05},
         {"window_scaling": "none", "staleness": 2, "rolling": False},
         {"window_scaling": 0.5, "provisional_share": 0.25},
+        {"text_column": "é 名 🙂 𠮷", "data": "".join(map(chr, range(256))) + "\u2028\U0010ffff"},
     ):
         settings = Settings(**changed)
         assert load_settings(config_file(tmp_path, to_toml(vars(settings)))) == settings
+    with pytest.raises(SettingsError, match=r"`data`: expected text in UTF-8.*--data"):
+        Settings(data="caf\udce9")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.make_tokenizer_fixtures import CASES, FILE, TEXT, template, write_case
 from tests.tiny_tokenizer import BEGIN, END, write_byte_level, write_wordpiece
 from train.tokenizer import TokenizerError, read_tokenizer
 
@@ -16,7 +17,7 @@ def edit(path, **entries):
 def test_an_encoder_pads_and_a_decoder_has_begin_and_end_and_pads_with_the_latter(tmp_path):
     vocabulary = write_wordpiece(tmp_path)
     tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary)
-    assert tokenizer[1:] == (None, None, 0, vocabulary)
+    assert tokenizer[1:] == (tokenizer.tokens.token_to_id("[CLS]"), None, 0, vocabulary)
     # The file cuts at 3 tokens and pads to 7.
     assert len(tokenizer.tokens.encode("the movie is so good").ids) == 7
     assert len(tokenizer.tokens.encode("good").ids) == 3
@@ -29,23 +30,35 @@ def test_an_encoder_pads_and_a_decoder_has_begin_and_end_and_pads_with_the_latte
     assert tokenizer[1:] == (begin, end, end, vocabulary)
 
 
-def test_no_begin_token_in_the_tokenizer_outweighs_a_number_in_the_config(tmp_path):
+@pytest.mark.parametrize("name", CASES)
+def test_the_begin_token_is_the_one_that_transformers_puts_in_front(tmp_path, name):
+    tokenizer = read_tokenizer(tmp_path, vocabulary=write_case(tmp_path, *CASES[name]))
+    front = [] if tokenizer.begin is None else [tokenizer.tokens.id_to_token(tokenizer.begin)]
+    assert front == json.loads(FILE.read_text())["fronts"][name]
+    text = tokenizer.tokens.encode(TEXT, add_special_tokens=False).tokens
+    assert tokenizer.tokens.encode(TEXT).tokens[: len(front + text)] == front + text
+
+
+def test_a_begin_token_is_asked_for_by_name_and_is_one_alone(tmp_path):
     vocabulary = write_byte_level(tmp_path, begin=False)
     edit(tmp_path / "config.json", bos_token_id=3)
-    assert read_tokenizer(tmp_path, vocabulary=vocabulary).begin is None
-    edit(tmp_path / "tokenizer_config.json", bos_token=BEGIN, add_bos_token=False)
-    assert read_tokenizer(tmp_path, vocabulary=vocabulary).begin is None
+    for asked, begin in ((None, None), (False, None), (True, BEGIN)):
+        edit(tmp_path / "tokenizer_config.json", bos_token=BEGIN, add_bos_token=asked)
+        tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary)
+        assert tokenizer.begin == (begin and tokenizer.tokens.token_to_id(begin))
+    write_case(tmp_path, template(END, BEGIN, "$A"), {})
+    with pytest.raises(TokenizerError, match=r"the 2 tokens <\|end\|>, <\|begin\|> in front"):
+        read_tokenizer(tmp_path, vocabulary=vocabulary)
 
 
 def test_numbers_of_the_config_count_where_the_tokenizer_names_nothing(tmp_path):
     vocabulary = write_byte_level(tmp_path)
     edit(tmp_path / "tokenizer_config.json", eos_token=None)
-    edit(tmp_path / "config.json", bos_token_id=4, pad_token_id=-1)  # some write -1 for none
+    edit(tmp_path / "config.json", pad_token_id=-1)  # some write -1 for none
     edit(tmp_path / "generation_config.json", eos_token_id=[5, 6], pad_token_id=7)
-    tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary)
-    assert tokenizer[1:4] == (tokenizer.tokens.token_to_id(BEGIN), 5, 7)
+    assert read_tokenizer(tmp_path, vocabulary=vocabulary)[2:4] == (5, 7)
     (tmp_path / "tokenizer_config.json").unlink()
-    assert read_tokenizer(tmp_path, vocabulary=vocabulary)[1:4] == (4, 5, 7)
+    assert read_tokenizer(tmp_path, vocabulary=vocabulary)[2:4] == (5, 7)
 
 
 @pytest.mark.parametrize(

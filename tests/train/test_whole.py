@@ -3,6 +3,7 @@
 import pytest
 
 from tests.processes import start
+from train import whole
 from train.whole import made_whole, remove_leftovers, replace_text
 
 PRECIOUS = {"x.part", "x.tmp", "x.old", ".x.part", ".x.0123.part"}
@@ -34,6 +35,7 @@ def test_what_is_not_whole_is_removed_and_nothing_else(place):
 KILLED = """
 import os, sys
 from pathlib import Path
+from train import whole
 from train.whole import made_whole
 with made_whole(Path(sys.argv[1]), folder=True) as part:
     print("writing", flush=True)
@@ -54,3 +56,22 @@ def test_what_a_kill_has_left_is_removed_but_not_while_it_is_written(place):
     assert half in names(place)  # of another place
     replace_text(place, "newer")
     assert names(place) == PRECIOUS | {"x", "y"}
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_part_that_another_process_removes_before_it_is_locked_is_made_again(
+    place, monkeypatch, folder
+):
+    flock, rivals = whole.fcntl.flock, [remove_leftovers]
+
+    def late(file, how):
+        if rivals:
+            rivals.pop()(place)
+        flock(file, how)
+
+    monkeypatch.setattr(whole.fcntl, "flock", late)
+    with made_whole(place, folder=folder) as part:
+        assert not rivals
+        (part / "x" if folder else part).write_text("new")
+        remove_leftovers(place)
+    assert (place / "x" if folder else place).read_text() == "new"
