@@ -40,7 +40,7 @@ from train.settings import (
 from train.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
-from train.tasks.chosen import make_task, make_test
+from train.tasks.chosen import make_task, make_test, with_best
 from zenflow_jax import planning, streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
@@ -109,6 +109,7 @@ def read(
         seed=settings.seed,
         say=say,
     )
+    task = with_best(task, settings.best)
     # In micro-batches as well, for which the device has room.
     parts, most = settings.micro_batches, settings.eval_batches
     sample = partial(
@@ -208,14 +209,11 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     settings, task = sources.settings, sources.task
     samples = {**sources.samples, **sources.test}
     processes.check_same(to_toml(dataclasses.asdict(settings)), sources.checksum)
-    for note in task.notes:
-        say(note)
+    for line in (*task.notes, *task.overview):
+        say(line)
     model = make_model(sources)
-    if model.drawn:
-        say(
-            f"randomly initialised, as not in {settings.model}: {', '.join(model.drawn)}. These "
-            "figures are at chance level."
-        )
+    if drawn := models.described_as_drawn(model, task.labels):
+        say(f"{drawn}. These figures are at chance level.")
     figures = make_validate(model.graphdef, PER_EXAMPLE[task.kind], task, samples)(model.params)
     counts = ", ".join(f"{sample.examples} examples of {name}" for name, sample in samples.items())
     say(f"{settings.model or 'a model that is not trained'} on {counts}:")

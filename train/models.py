@@ -67,6 +67,18 @@ def make(
     return Model(graphdef, params, origin, pretrained.drawn_anew(origin, shapes, anew=anew))
 
 
+def described_as_drawn(model: Model, labels: Sequence[str]) -> str:
+    """Returns a line on the weights of a folder's model that were not read; "" if all were."""
+    if not model.drawn:
+        return ""
+    folder, names = model.origin.folder, model.origin.class_names
+    line = f"newly initialized, as {folder} has no such weights: {', '.join(model.drawn)}"
+    if names and "classifier/kernel" in model.drawn:
+        some = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+        line += f" (its head has {len(names)} classes, {some}; the data has {len(labels)})"
+    return line
+
+
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
     """The definition of a model, and its parameters as pure arrays."""
     graphdef, params = nnx.split(model)

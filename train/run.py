@@ -30,6 +30,7 @@ from train.run_folder import write_settings
 from train.run_log import NoLog, RunLog, read_rows, show
 from train.settings import SettingsError, trained_on
 from train.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
+from train.tasks import is_loss
 
 
 class Ended(NamedTuple):
@@ -64,7 +65,7 @@ class Run:
                 folder / "checkpoints",
                 keep=job.output.keep,
                 keep_best=job.output.keep_best,
-                larger_is_better=task.best != "loss",
+                larger_is_better=not is_loss(task.best),
                 describe=description(job.settings, task.checksum, config, task.labels),
                 say=self._say,
             )
@@ -83,11 +84,9 @@ class Run:
                 return False
         elif (self.folder / "settings.toml").is_file():  # of a start that ended before it saved
             self._say(f"no checkpoint to resume from in {self.folder}: the run starts again")
-        model = self.job.model
-        if not self.done and model.drawn:
-            self._say(
-                f"randomly initialised, as not in {model.origin.folder}: {', '.join(model.drawn)}"
-            )
+        drawn = models.described_as_drawn(self.job.model, self.job.task.labels)
+        if drawn and not self.done:
+            self._say(drawn)
         if self.job.training.optimizer != "adamw":
             self._open_engine(engine_state, timeline)
         self.checkpoints.set_aside()  # this start is a valid one
@@ -351,7 +350,7 @@ class Run:
     def _has_stopped_early(self) -> bool:
         best, patience = self.job.task.best, self.job.output.early_stopping_patience
         values = [figures[best] for _, figures in self.validations]
-        return has_stalled(values, patience, larger_is_better=best != "loss")
+        return has_stalled(values, patience, larger_is_better=not is_loss(best))
 
     def _is_validated(self, step: int) -> bool:
         """Whether a validation is due; the last one comes when all windows are closed."""

@@ -72,13 +72,13 @@ def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsy
     config = write_config(tmp_path, **settings)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert finetune.main([config, "--run", whole.name]) == 0
-    drawn = "randomly initialised" in capsys.readouterr().out
+    drawn = "newly initialized" in capsys.readouterr().out
     assert drawn == (model == "bert")  # whose head is the task's
     cut_short(whole, cut, after=5)
     assert finetune.main([config, "--run", cut.name]) == 0
     shown = capsys.readouterr().out
     assert "going on from checkpoint 5" in shown
-    assert "randomly initialised" not in shown
+    assert "newly initialized" not in shown
     before, *weights = (
         load_file(folder / "model.safetensors")
         for folder in (origin, whole / "model", cut / "model")
@@ -271,7 +271,7 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     for step, figures in ((0, untrained), (2, trained)):
         then = {name: x for (at, name), x in in_run.items() if at == step}
         assert figures == pytest.approx(then, abs=1e-4)
-    assert "randomly initialised, as not in" in text
+    assert "newly initialized, as " in text
 
     # The same of the rows of another file, with fewer classes.
     test = scripts.write(tmp_path / "test.csv", CSV.replace("so,it is a film\n", ""))
