@@ -44,6 +44,9 @@ from train.tasks.chosen import make_task, make_test, with_best
 from zenflow_jax import planning, streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
+# Fewer steps than these teach a model little.
+FEW_STEPS = 50
+
 
 class Sources(NamedTuple):
     asked: StepSettings  # without the values of a DeepSpeed config
@@ -143,11 +146,19 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         mesh=mesh,
         buckets=settings.length_buckets,
     )
+    few = []
     if settings.steps is None:
         steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
         settings = dataclasses.replace(settings, steps=steps)
+        if steps < FEW_STEPS:
+            epochs = math.ceil(2 * FEW_STEPS / batches.per_epoch)
+            few.append(
+                f"only {steps} steps: pass --epochs {epochs} for {epochs * batches.per_epoch}, or "
+                "a smaller --batch-size"
+            )
     settings, deepspeed = in_force(settings, sources.deepspeed, batches.per_epoch)
-    notes = (*said_of_deepspeed(sources.asked, settings, deepspeed), *task.notes, *task.overview)
+    notes = said_of_deepspeed(sources.asked, settings, deepspeed)
+    notes = (*notes, *task.notes, *task.overview, *few)
     # A start that goes on with more steps is to have as many rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)

@@ -19,6 +19,7 @@ from train.decoder import DecoderConfig
 from train.encoder import EncoderConfig
 from train.hf_saving import Entry, save_folder, write_by_first, write_file
 from train.hf_tensors import DTYPES, leaf_name
+from train.hub import OF_RUN
 from train.optimizers import weight_dtype
 from train.settings import StepSettings
 from train.sharding import committed, weight_shardings
@@ -28,7 +29,7 @@ from train.whole import made_whole
 
 # The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
-FOLDER = "model"  # of one that was read from a folder: such a folder again
+FOLDER = OF_RUN  # of one that was read from a folder: such a folder again
 
 
 class Model(NamedTuple):
@@ -74,8 +75,8 @@ def described_as_drawn(model: Model, labels: Sequence[str]) -> str:
     folder, names = model.origin.folder, model.origin.class_names
     line = f"newly initialized, as {folder} has no such weights: {', '.join(model.drawn)}"
     if names and "classifier/kernel" in model.drawn:
-        some = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
-        line += f" (its head has {len(names)} classes, {some}; the data has {len(labels)})"
+        heads, own = (f"{len(x)} classes {', '.join(x[:5])}" for x in (names, labels))
+        line += f" (its head has the {heads}; the data has the {own})"
     return line
 
 

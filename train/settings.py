@@ -88,7 +88,7 @@ class DataSettings(_Group):
     packing: Literal["separate", "joined"] = "separate"
     """language: whether texts in one sequence see each other (joined)."""
     validation_share: float = 0.1
-    """Share of the data to validate on, if it is no folder with files valid* or dev*."""
+    """Share of the data to validate on, if it is no folder with files val* or dev*."""
     corpus_megabytes: float = 4.0
     """standard_library: size of the text."""
 

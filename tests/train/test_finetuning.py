@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -72,8 +73,9 @@ def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsy
     config = write_config(tmp_path, **settings)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert finetune.main([config, "--run", whole.name]) == 0
-    drawn = "newly initialized" in capsys.readouterr().out
-    assert drawn == (model == "bert")  # whose head is the task's
+    shown = capsys.readouterr().out
+    assert ("newly initialized" in shown) == (model == "bert")  # whose head is the task's
+    assert re.search(r"only \d+ steps: pass --epochs \d+ for 1\d\d, or a smaller", shown)
     cut_short(whole, cut, after=5)
     assert finetune.main([config, "--run", cut.name]) == 0
     shown = capsys.readouterr().out
@@ -255,13 +257,15 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     text = capsys.readouterr().out
     assert everything(tmp_path) == before
     untrained = shown(text)
-    assert "on 2 examples of validation" in text
+    assert "on 3 examples of validation" in text
+    assert "an example, what is learned in ⟦⟧" in text
     assert finetune.main([config, "--steps", "0", "--validation-share", "1"]) == 0
     assert "on 24 examples of validation" in capsys.readouterr().out
 
     assert finetune.main([config, "--steps", "2", "--run", "a"]) == 0
     in_run = {(int(step), name): float(x) for step, name, x in validations(tmp_path / "a")}
-    capsys.readouterr()
+    use = f'Try it: python -m train.generate --model {tmp_path / "a" / "model"} "A text"'
+    assert capsys.readouterr().out.splitlines()[-1] == use
     of_run = str(tmp_path / "a" / "model")
     of_it = str(tmp_path / "a" / "settings.toml")
     assert finetune.main([of_it, "--steps", "0"]) == 2
@@ -272,6 +276,8 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
         then = {name: x for (at, name), x in in_run.items() if at == step}
         assert figures == pytest.approx(then, abs=1e-4)
     assert "newly initialized, as " in text
+    heads = "head has the 3 classes no, perhaps, yes; the data has the 3 classes kind, so, unkind"
+    assert heads in text
 
     # The same of the rows of another file, with fewer classes.
     test = scripts.write(tmp_path / "test.csv", CSV.replace("so,it is a film\n", ""))

@@ -27,7 +27,7 @@ Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 
 
 def is_loss(metric: str) -> bool:
-    """Whether a figure of this name is better where it is smaller."""
+    """Returns whether a figure of this name is better where it is smaller."""
     return metric.rpartition("/")[2] == "loss"
 
 
@@ -62,7 +62,7 @@ class Task(NamedTuple):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the figures of a validation."""
+        """Returns the names of a validation's figures."""
         one = np.zeros(1, np.int32)
         names = ["loss", *(self.score(one, one) if self.score else ())]
         if len(self.validation) == 1:

@@ -84,7 +84,7 @@ def make_task(
 
 
 def with_best(task: Task, best: str | None) -> Task:
-    """The task, with the figure that says which weights are best, if one is named."""
+    """Returns the task with `best` as the figure that says which weights are best, if named."""
     if best is None:
         return task
     if best not in task.metrics:

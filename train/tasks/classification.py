@@ -117,7 +117,7 @@ def make(
 
 
 def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
-    """Lines about the shares of the classes, and about accuracy where one of them is most."""
+    """Yields lines about the shares of the classes, and about accuracy where one is most."""
     counts = np.bincount(ids, minlength=len(classes))
     shares = counts / len(ids)
     # The rarest first: misspelt labels are among them.
@@ -229,7 +229,7 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     first = next(lines(path), (1, ""))[1]
     if "\r" in first.strip() and not first.endswith("\n"):
         raise DataError(
-            f"{path}: lines end with a carriage return alone. Convert them: tr '\\r' '\\n' < FILE"
+            f"{path}: lines end with a carriage return alone. Convert it: tr '\\r' '\\n' < A > B"
         )
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     _check_header(path, names, columns)

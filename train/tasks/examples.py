@@ -67,7 +67,7 @@ class Examples:
         return sides
 
     def _drawn(self, **options: Any) -> Sequence[np.ndarray]:
-        """The places of the examples that train, and of those that validate."""
+        """Returns the places of the examples that train, and of those that validate."""
         return split(np.ones(len(self)), **options)
 
     def checksum(self, start: int) -> int:

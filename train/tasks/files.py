@@ -73,7 +73,7 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
 
 
 def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files with examples in a folder; `datasets` writes some about them beside."""
+    """Lists the files with examples in a folder, without those that `datasets` writes beside."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -102,7 +102,7 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
 
 
 def _side_of(name: str) -> str | None:
-    """The side that the first or the last word of a name says; None if neither says one.
+    """Returns the side that the first or the last word of a name says; None if neither does.
 
     `train-00000-of-00002` and `chat_train` do, `trains` and `how-to-train-a-dog` do not.
     """

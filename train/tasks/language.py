@@ -122,7 +122,7 @@ def as_one(tokens: np.ndarray) -> Documents:
 
 
 def _split(documents: Documents, *, validation_share: float, seed: int) -> list[Documents]:
-    """Whole documents validate, or the end of the longest where their sizes miss the share."""
+    """Splits by whole documents; where these miss the share, by the end of the longest."""
     tokens, begins, lengths = documents
     wanted = validation_share * lengths.sum()
     if len(lengths) > 1:
