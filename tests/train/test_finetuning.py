@@ -113,8 +113,8 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         ({"deepspeed": lion}, "`deepspeed`: "),
         # What only a training has.
         ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; for those of that"),
-        ({"steps": 0, "validation_share": 1.5}, "expected a share below 1"),
-        ({"validation_share": 1.0}, "expected a share below 1"),
+        ({"steps": 0, "validation_share": 1.5}, "expected a share above 0 and below 1"),
+        ({"validation_share": 1.0}, "expected a share above 0 and below 1"),
     ):
         settings = {"model": str(folder), "steps": 2} | glue(tmp_path) | changed
         settings = {name: value for name, value in settings.items() if value is not None}

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+import types
 from pathlib import Path
 
 import jax
@@ -89,7 +90,7 @@ def test_an_interrupt_before_a_command_has_begun_is_one_line(monkeypatch, capsys
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_commands.importlib, "import_module", interrupted)
+    monkeypatch.setattr(_commands, "importlib", types.SimpleNamespace(import_module=interrupted))
     monkeypatch.setattr("sys.path", [*sys.path])
     assert _commands.finetune() == 128 + signal.SIGINT
     assert capsys.readouterr().err == "stopped by SIGINT\n"
