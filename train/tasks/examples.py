@@ -66,9 +66,9 @@ class Examples:
             sides[-1]._choose(self._rows[side])
         return sides
 
-    def _drawn(self, **options: Any) -> Sequence[np.ndarray]:
+    def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
         """Returns the places of the examples that train, and of those that validate."""
-        return split(np.ones(len(self)), **options)
+        return split(np.ones(len(self)), validation_share=validation_share, seed=seed)
 
     def checksum(self, start: int) -> int:
         """CRC-32 of the tokens, marks, lengths and choice of examples, going on from `start`."""
@@ -106,7 +106,7 @@ class Sentences(Examples):
 
     def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
         """Draws from each class by itself: one with two examples has them on both sides."""
-        options = {"validation_share": validation_share, "seed": seed}
+        options: Any = {"validation_share": validation_share, "seed": seed}
         labels = self._labels[self._rows]
         counts = np.bincount(labels)
         if validation_share == 1 or counts.max() < 2:
