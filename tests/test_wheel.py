@@ -176,8 +176,8 @@ def test_each_command_works_as_installed(installed, words, expected):
     ("words", "expected"),
     [
         ("zenflow-plan", "For example: zenflow-plan quickstart"),
-        ("zenflow-finetune quickstarts", "names: alpaca_llama2_7b, chat, classification,"),
-        ("zenflow-generate a --model b --qqq", "All are in zenflow-generate --help"),
+        ("zenflow-finetune quickstarts", "names: alpaca, chat, classification,"),
+        ("zenflow-generate a --model b --qqq", "All options are in zenflow-generate --help"),
     ],
 )
 def test_a_message_names_the_command_as_it_was_typed(installed, words, expected):

@@ -46,6 +46,14 @@ _PAIRS = (
 THEIRS = {theirs: ours for theirs, ours in (pair.split(":") for pair in _PAIRS.split())}
 
 
+# Options of other trainers without a counterpart: how their names begin, and the answer.
+ANSWERS = {
+    r"(use_)?q?lora|(use_)?peft|adapter": "LoRA: all weights are trained (docs/coming_from.md).",
+    r"load_in_|quantiz|bnb_": "quantized training: weights are in bfloat16 or float32 (--dtype).",
+    r"device": "option for the device of a run: JAX_PLATFORMS=cpu ahead of the command is the CPU.",
+}
+
+
 class ArgumentError(Failure):
     """A mistake in a command line."""
 
@@ -68,8 +76,14 @@ def read_arguments(
         allow_abbrev=False,
         formatter_class=partial(argparse.HelpFormatter, width=width, max_help_position=30),
     )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
     _add_options(parser, kind, default, {kind: parser})
     argv = sys.argv[1:] if argv is None else argv
+    if "--version" in argv:
+        import zenflow_jax  # and jax, which takes a second
+
+        print(f"zenflow_jax {zenflow_jax.__version__}")
+        raise SystemExit
     # Names of settings with their underscores are options as well.
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
     values, unknown = parser.parse_known_args(words)
@@ -92,14 +106,19 @@ def read_arguments(
             )
             for name in names
         )
-        raise ArgumentError(f"{said} All are in {program} --help")
+        raise ArgumentError(f"{said} All options are in {program} --help")
     return _made(kind, vars(values))
 
 
 def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
-    """A question that names which of the `known` may be meant; "" if none is similar."""
+    """A question that names which of the `known` may be meant; "" if none is similar.
+
+    An option of other trainers that nothing takes the place of has its own answer.
+    """
     # As in an option, a key of a file, or `--name=value`.
     name = name.lstrip("-").partition("=")[0].replace("_", "-")
+    if answer := _answer(name):
+        return answer
     ours = THEIRS.get(name, name)
     if not prefix:
         name, ours = name.replace("-", "_"), ours.replace("-", "_")
@@ -107,9 +126,16 @@ def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
     return f" Did you mean {' or '.join(f'{prefix}{x}' for x in near)}?" if near else ""
 
 
+def _answer(name: str) -> str:
+    name = name.replace("-", "_")
+    return next((f" There is no {x}" for start, x in ANSWERS.items() if re.match(start, name)), "")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        name = message.partition(":")[0].lstrip("-")
+        raise ArgumentError(message + _answer(name))
 
 
 def _add_options(

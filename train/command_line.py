@@ -121,6 +121,10 @@ class Command:
     launch: Launch = field(default_factory=Launch)
 
 
+class PlanCommand(Command):
+    """Plans the memory and the speed of a run with the settings of a TOML file; trains nothing."""
+
+
 def shipped() -> list[str]:
     """The names of the configs that come with the scripts."""
     return sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -136,8 +140,8 @@ def load_settings(path: str | Path) -> Settings:
     for key, value in _read_toml(path).items():
         if key not in SETTINGS:
             raise SettingsError(
-                f"{path}: unknown key `{key}`.{did_you_mean(key, SETTINGS)} All are in {PROGRAM} "
-                "--help"
+                f"{path}: unknown key `{key}`.{did_you_mean(key, SETTINGS)} All keys are in "
+                f"{PROGRAM} --help"
             )
         if not isinstance(value, str | int | float):
             raise SettingsError(f"{path}: `{key}`: expected a single value, got {value}.")
@@ -152,12 +156,8 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
     """Reads the command `program CONFIG.toml [--key value ...]` from its arguments `argv`."""
     if argv and not argv[0].startswith("-"):
         config, overrides, settings = argv[0], list(argv[1:]), load_settings(argv[0])
-    elif "-h" in argv or "--help" in argv:
-        config, overrides, settings = (
-            f"({' | '.join(shipped())} | FILE.toml)",
-            ["--help"],
-            Settings(),
-        )
+    elif alone := [word for word in argv if word in ("-h", "--help", "--version")]:
+        config, overrides, settings = f"({' | '.join(shipped())} | FILE.toml)", alone, Settings()
     else:
         raise SettingsError(
             f"expected a config file as the first argument, by its path or name, got "
@@ -165,7 +165,8 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
             f"are {', '.join(shipped())}."
         )
     default = Command(settings=settings)
-    command = read_arguments(Command, overrides, program=f"{program} {config}", default=default)
+    kind = PlanCommand if program == "zenflow-plan" else Command
+    command = read_arguments(kind, overrides, program=f"{program} {config}", default=default)
     _check_place(Path(config), command.settings.output_dir, command.settings.run)
     return command
 

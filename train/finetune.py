@@ -44,6 +44,7 @@ from train.saved_checkpoints import CheckpointError, SavedCheckpoints, check_pat
 from train.settings import Settings, SettingsError, trained_on
 from train.sharding import BATCH_AXES, mesh_axes
 from train.stopping import Stopped, StopRequest
+from train.tasks import is_loss
 from train.tasks.chosen import labels_and_best
 from train.whole import made_whole
 
@@ -111,9 +112,10 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
     labels, best = labels_and_best(settings.task)
+    best = settings.best or best
     checkpoints = SavedCheckpoints(
         folder / "checkpoints",
-        larger_is_better=best != "loss",
+        larger_is_better=not is_loss(best),
         describe=description_of_model(settings.subset(OF_THE_MODEL), origin and origin.config),
         say=say,
     )

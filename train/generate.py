@@ -112,11 +112,6 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     options.check()
     folder = model_folder(options.model)
     options = dataclasses.replace(options, model=str(folder))
-    if (below := folder / models.FOLDER).is_dir():
-        raise SettingsError(
-            f"`model`: expected a folder with a config.json, got {folder}, a run whose model is in "
-            f"a folder below. Pass --model {below}"
-        )
     origin = read_folder(folder)
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
     if origin.architecture == "encoder":

@@ -10,7 +10,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.hf_config import ModelError
+from train.hf_config import CONFIG, ModelError
+
+# In the folder of a run, the folder of the trained model.
+OF_RUN = "model"
 
 # All that a model may consist of; no pickles, and no second copy of the weights, which some have.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
@@ -20,6 +23,11 @@ NO_FILES = ("*/*", "consolidated*")
 def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     """The folder of this name, or the one with the `files` of the model `org/name` on the Hub."""
     folder, name = Path(model), str(model)
+    if (below := folder / OF_RUN).is_dir() and not (folder / CONFIG).exists():
+        raise ModelError(
+            f"`model`: expected a folder with a {CONFIG}, got {folder}, a run whose model is in a "
+            f"folder below. Pass --model {below}"
+        )
     # A mistake in the name of a folder that is beside others is not asked for on the Hub.
     if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return folder

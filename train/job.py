@@ -40,9 +40,12 @@ from train.settings import (
 from train.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
-from train.tasks.chosen import make_task, make_test
+from train.tasks.chosen import make_task, make_test, with_best
 from zenflow_jax import planning, streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
+
+# Fewer steps than these teach a model little.
+FEW_STEPS = 50
 
 
 class Sources(NamedTuple):
@@ -109,6 +112,7 @@ def read(
         seed=settings.seed,
         say=say,
     )
+    task = with_best(task, settings.best)
     # In micro-batches as well, for which the device has room.
     parts, most = settings.micro_batches, settings.eval_batches
     sample = partial(
@@ -142,11 +146,19 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         mesh=mesh,
         buckets=settings.length_buckets,
     )
+    few = []
     if settings.steps is None:
         steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
         settings = dataclasses.replace(settings, steps=steps)
+        if steps < FEW_STEPS:
+            epochs = math.ceil(2 * FEW_STEPS / batches.per_epoch)
+            few.append(
+                f"only {steps} steps: pass --epochs {epochs} for {epochs * batches.per_epoch}, or "
+                "a smaller --batch-size"
+            )
     settings, deepspeed = in_force(settings, sources.deepspeed, batches.per_epoch)
-    notes = (*said_of_deepspeed(sources.asked, settings, deepspeed), *task.notes, *task.overview)
+    notes = said_of_deepspeed(sources.asked, settings, deepspeed)
+    notes = (*notes, *task.notes, *task.overview, *few)
     # A start that goes on with more steps is to have as many rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
@@ -211,14 +223,11 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     settings, task = sources.settings, sources.task
     samples = {**sources.samples, **sources.test}
     processes.check_same(to_toml(dataclasses.asdict(settings)), sources.checksum)
-    for note in task.notes:
-        say(note)
+    for line in (*task.notes, *task.overview):
+        say(line)
     model = make_model(sources)
-    if model.drawn:
-        say(
-            f"randomly initialised, as not in {settings.model}: {', '.join(model.drawn)}. These "
-            "figures are at chance level."
-        )
+    if drawn := models.described_as_drawn(model, task.labels):
+        say(f"{drawn}. These figures are at chance level.")
     figures = make_validate(model.graphdef, PER_EXAMPLE[task.kind], task, samples)(model.params)
     counts = ", ".join(f"{sample.examples} examples of {name}" for name, sample in samples.items())
     say(f"{settings.model or 'a model that is not trained'} on {counts}:")

@@ -18,6 +18,7 @@ from train.decoder import DecoderConfig
 from train.encoder import EncoderConfig
 from train.hf_saving import Entry, save_folder, write_by_first, write_file
 from train.hf_tensors import leaf_name
+from train.hub import OF_RUN
 from train.optimizers import weight_dtype
 from train.settings import StepSettings
 from train.sharding import committed, weight_shardings
@@ -27,7 +28,7 @@ from train.whole import made_whole
 
 # The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
-FOLDER = "model"  # of one that was read from a folder: such a folder again
+FOLDER = OF_RUN  # of one that was read from a folder: such a folder again
 
 
 class Model(NamedTuple):
@@ -64,6 +65,18 @@ def make(
     anew = () if _has_head_for(origin, labels) else ("classifier",)
     params = pretrained.load_weights(origin, shapes, shardings, anew=anew, seed=seed)
     return Model(graphdef, params, origin, pretrained.drawn_anew(origin, shapes, anew=anew))
+
+
+def described_as_drawn(model: Model, labels: Sequence[str]) -> str:
+    """Returns a line on the weights of a folder's model that were not read; "" if all were."""
+    if not model.drawn:
+        return ""
+    folder, names = model.origin.folder, model.origin.class_names
+    line = f"newly initialized, as {folder} has no such weights: {', '.join(model.drawn)}"
+    if names and "classifier/kernel" in model.drawn:
+        heads, own = (f"{len(x)} classes {', '.join(x[:5])}" for x in (names, labels))
+        line += f" (its head has the {heads}; the data has the {own})"
+    return line
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:

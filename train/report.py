@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zenflow_jax
+from train import command_of
+from train.classes import is_of_pairs
 from train.command_line import JSON
 from train.meter import Row
 from train.whole import replace_text
@@ -115,6 +119,18 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
         except OSError as error:
             line = f"expected to write the timeline to {path}, got: {error}"
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def command_of_use(model: Path, task: str) -> str | None:
+    """Returns the command that uses the model in this folder; None if no command does."""
+    if is_of_pairs(task):
+        return None
+    path = Path(os.path.abspath(model))
+    if path.is_relative_to(here := Path.cwd()):
+        path = path.relative_to(here)
+    prompts = {"language": "The beginning of a text", "alpaca": "An instruction"}
+    prompt = {**prompts, "chat": "A question"}.get(task, "A text")
+    return f'{command_of("generate")} --model {shlex.quote(str(path))} "{prompt}"'
 
 
 def summary_table(figures: Mapping[str, Any]) -> Table:

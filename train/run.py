@@ -17,6 +17,7 @@ from train.checkpoints import Checkpoints
 from train.job import Job
 from train.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
 from train.report import (
+    command_of_use,
     hidden_share,
     read_summary,
     summary_table,
@@ -28,8 +29,10 @@ from train.reporting import reporter
 from train.run_description import description
 from train.run_folder import write_settings
 from train.run_log import NoLog, RunLog, read_rows, show
+from train.saved_checkpoints import CheckpointError
 from train.settings import SettingsError, trained_on
 from train.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
+from train.tasks import is_loss
 
 
 class Ended(NamedTuple):
@@ -64,7 +67,7 @@ class Run:
                 folder / "checkpoints",
                 keep=job.output.keep,
                 keep_best=job.output.keep_best,
-                larger_is_better=task.best != "loss",
+                larger_is_better=not is_loss(task.best),
                 describe=description(job.settings, task.checksum, config, task.labels),
                 say=self._say,
             )
@@ -83,11 +86,9 @@ class Run:
                 return False
         elif (self.folder / "settings.toml").is_file():  # of a start that ended before it saved
             self._say(f"no checkpoint to resume from in {self.folder}: the run starts again")
-        model = self.job.model
-        if not self.done and model.drawn:
-            self._say(
-                f"randomly initialised, as not in {model.origin.folder}: {', '.join(model.drawn)}"
-            )
+        drawn = models.described_as_drawn(self.job.model, self.job.task.labels)
+        if drawn and not self.done:
+            self._say(drawn)
         if self.job.training.optimizer != "adamw":
             self._open_engine(engine_state, timeline)
         self.checkpoints.set_aside()  # this start is a valid one
@@ -260,7 +261,13 @@ class Run:
         self.checkpoints.rate(steps, figures[self.job.task.best])
         best = self.checkpoints.best(or_step=steps)
         weights, written = self._write_model(best)
-        self.checkpoints.finish()
+        try:
+            self.checkpoints.finish()
+        except CheckpointError as error:
+            if not processes.is_first():
+                raise  # where nothing is shown before
+            model = f"{self.folder / written} is whole, with the weights of step {best}"
+            raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
         test = self.job.test and self.job.test(weights)
         if test:
             self.log.validation(best, test, "test")
@@ -284,6 +291,9 @@ class Run:
             said = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} has {said}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
+        use = command_of_use(self.folder / ended.written, trained_on(self.job.settings))
+        if use and ended.written == models.FOLDER:
+            self._say(f"Try it: {use}")
 
     def _write_model(self, best: int) -> tuple[Any, str]:
         """Writes the weights of the best step; returns them, and the name of the file or folder."""
@@ -351,7 +361,7 @@ class Run:
     def _has_stopped_early(self) -> bool:
         best, patience = self.job.task.best, self.job.output.early_stopping_patience
         values = [figures[best] for _, figures in self.validations]
-        return has_stalled(values, patience, larger_is_better=best != "loss")
+        return has_stalled(values, patience, larger_is_better=not is_loss(best))
 
     def _is_validated(self, step: int) -> bool:
         """Whether a validation is due; the last one comes when all windows are closed."""

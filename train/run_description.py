@@ -22,8 +22,8 @@ MAY_CHANGE = frozenset(
     "early_stopping_patience".split()
 )
 
-# Settings that decide what the weights are made for, and how they are laid out.
-OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers stream".split()
+# Settings that decide what the weights are made for, how they are laid out, and which are best.
+OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers stream best".split()
 
 
 def description(

@@ -21,10 +21,14 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 from train.meter import Row
 from train.reporting import Reporter, finite
 from train.whole import made_whole
+
+# A bar and a percentage have room beside time, steps and figures in terminals of more columns.
+WIDE = 110
 
 
 class RunLog:
@@ -52,10 +56,13 @@ class RunLog:
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
         self._validation_file = _begin(folder / "validation.csv", lines)
         self._reporter = reporter
+        name, *drawn, left = Progress.get_default_columns()
         self._bar = Progress(
-            *Progress.get_default_columns(),
+            name,
+            *(drawn if console.width > WIDE else []),
+            left,
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", table_column=Column()),  # the others are not cut
             console=console,
             disable=self._as_lines,
         )

@@ -88,7 +88,7 @@ class DataSettings(_Group):
     packing: Literal["separate", "joined"] = "separate"
     """language: whether texts in one sequence see each other (joined)."""
     validation_share: float = 0.1
-    """Share of the data to validate on, if it is no folder with files valid* or dev*."""
+    """Share of the data to validate on, if it is no folder with files val* or dev*."""
     corpus_megabytes: float = 4.0
     """standard_library: size of the text."""
 
@@ -213,6 +213,8 @@ class OutputSettings(_Group):
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
     """Validate at each checkpoint; keep the best, and write its weights."""
+    best: str | None = None
+    """Metric that says what is best, such as macro_f1. If not given: the task's."""
     export_every: int = 0
     """Steps between exports of the weights, as model-STEP in the run's folder; 0: none."""
     early_stopping_patience: int | None = None
@@ -259,7 +261,9 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             self._check(name, is_text, "text in UTF-8, as settings.toml keeps it")
         self._check("seed", self.seed < 2**32, "a number below 2**32")
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
-        self._check("validation_share", is_share, "a share below 1 (1 with --steps 0 alone)")
+        self._check(
+            "validation_share", is_share, "a share above 0 and below 1 (1 with --steps 0 alone)"
+        )
         for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
         self._check_one("full_warm_up_share", "full_warm_up_rounds")

@@ -44,4 +44,7 @@ def _run(script: str) -> int:
             'others: pip install "zenflow_jax[train]"\n'
         )
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped by SIGINT\n")
+        return 130
     return main()

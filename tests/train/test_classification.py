@@ -13,6 +13,7 @@ from tests.hf_models import write_model
 from tests.train.scripts import read, records, write
 from train.data import DataError
 from train.pretrained import read_folder
+from train.settings import SettingsError
 from train.tasks import classification
 from train.tasks.chosen import class_names
 from train.tasks.classification import Columns
@@ -80,7 +81,9 @@ def test_every_text_and_label_of_a_file_is_an_example(tmp_path, bert, name, cont
     assert len(task.train) == 2
     assert (task.kind, task.labels, task.best) == ("encoder", ("kind", "unkind"), "accuracy")
     assert task.notes == ()
-    assert task.overview[0] == "2 classes, with their examples: 'kind' 2, 'unkind' 2"
+    assert task.overview[0] == (
+        "2 classes, with their examples: 'kind' 2 (50.0%), 'unkind' 2 (50.0%)"
+    )
 
 
 def test_a_line_of_tsv_is_a_row_whatever_marks_are_in_it(tmp_path, bert):
@@ -118,10 +121,28 @@ def test_numbers_are_classes_in_their_order_and_a_table_names_its_own(tmp_path, 
     task = make(path, bert)
     assert task.labels == ("unkind", "so", "kind")
     assert classes_of(task) == [0, 0, 2, 2]
+    floats = pyarrow.table({"text": TEXTS, "label": [2.0, 0.0, 2.0, 0.0]})
+    pyarrow.parquet.write_table(floats, path)
+    assert make(path, bert).labels == ("0", "2")
+    lines = as_csv([("text", "label"), *zip(TEXTS, ("2.0", "0.0", "2.0", "0.0"), strict=True)])
+    assert make(write(tmp_path / "c.csv", lines), bert).labels == ("0", "2")
     unlabelled = pyarrow.table({"text": TEXTS, "label": [2, 0, 2, -1]})
     pyarrow.parquet.write_table(unlabelled.replace_schema_metadata(about), path)
     with pytest.raises(DataError, match=r"row 4: expected a label in column 'label', found none"):
         make(path, bert)
+
+
+def test_each_class_is_on_both_sides_of_a_split_and_the_rare_are_said(tmp_path, bert):
+    labels = ["ham"] * 18 + ["spam"] * 2 + ["once"]
+    rows = [("text", "label"), *((f"film {i}", label) for i, label in enumerate(labels))]
+    path = write(tmp_path / "a.csv", as_csv(rows))
+    for seed in range(5):
+        task = make(path, bert, share=0.2, seed=seed)
+        sides = [task.train, task.validation["validation"]]
+        counts = [np.bincount([s[i]["label"] for i in range(len(s))]).tolist() for s in sides]
+        assert counts == [[15, 1, 1], [3, 0, 1]]
+    assert task.overview[0].endswith("'once' 1 (4.8%), 'spam' 2 (9.5%), 'ham' 18 (85.7%)")
+    assert "accuracy is 0.857 where every text counts as 'ham'; --best macro" in task.overview[1]
 
 
 def test_the_classes_of_the_models_head_are_kept_where_they_are_those_of_the_file(tmp_path, bert):
@@ -149,7 +170,10 @@ def test_the_names_of_a_head_are_those_of_the_folder(tmp_path):
     settings = {"task": "classification", "model": str(folder), "data": str(data)}
     settings |= {"text_column": "a", "label_column": "b", "sequence_length": 20}
     task = read(**settings).task
-    assert (len(task.train), task.labels) == (3, ("kind", "unkind"))
+    assert (len(task.train), task.labels) == (2, ("kind", "unkind"))
+    assert read(**settings, best="macro_f1").task.best == "macro_f1"
+    with pytest.raises(SettingsError, match="no metric f1. .*: loss, accuracy, macro_f1"):
+        read(**settings, best="f1")
 
 
 def test_a_text_may_be_long_and_scores_are_those_of_their_formulas(tmp_path, bert):
@@ -170,7 +194,9 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, bert):
     assert task.notes == ("a.csv: left out 2 rows without text: 7, 8",)
     assert len(task.train) + len(task.validation["validation"]) == 4
     task = make(write(tmp_path / "a.csv", as_csv([*rows, ("10", "good", "Kind ")])), bert)
-    assert task.overview[0] == "3 classes, with their examples: 'Kind' 1, 'kind' 2, 'unkind' 2"
+    assert task.overview[0] == (
+        "3 classes, with their examples: 'Kind' 1 (20.0%), 'kind' 2 (40.0%), 'unkind' 2 (40.0%)"
+    )
     with pytest.raises(DataError, match="3 of 4 rows without: 2, 3, 4. Pass --text-col"):
         make(write(tmp_path / "a.csv", "text,label\n,a\n,b\n,a\ngood,b\n"), bert)
 

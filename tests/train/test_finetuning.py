@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -72,13 +73,14 @@ def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsy
     config = write_config(tmp_path, **settings)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert finetune.main([config, "--run", whole.name]) == 0
-    drawn = "randomly initialised" in capsys.readouterr().out
-    assert drawn == (model == "bert")  # whose head is the task's
+    shown = capsys.readouterr().out
+    assert ("newly initialized" in shown) == (model == "bert")  # whose head is the task's
+    assert re.search(r"only \d+ steps: pass --epochs \d+ for 1\d\d, or a smaller", shown)
     cut_short(whole, cut, after=5)
     assert finetune.main([config, "--run", cut.name]) == 0
     shown = capsys.readouterr().out
     assert "going on from checkpoint 5" in shown
-    assert "randomly initialised" not in shown
+    assert "newly initialized" not in shown
     before, *weights = (
         load_file(folder / "model.safetensors")
         for folder in (origin, whole / "model", cut / "model")
@@ -111,8 +113,8 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         ({"deepspeed": lion}, "`deepspeed`: "),
         # What only a training has.
         ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; for those of that"),
-        ({"steps": 0, "validation_share": 1.5}, "expected a share below 1"),
-        ({"validation_share": 1.0}, "expected a share below 1"),
+        ({"steps": 0, "validation_share": 1.5}, "expected a share above 0 and below 1"),
+        ({"validation_share": 1.0}, "expected a share above 0 and below 1"),
     ):
         settings = {"model": str(folder), "steps": 2} | glue(tmp_path) | changed
         settings = {name: value for name, value in settings.items() if value is not None}
@@ -255,13 +257,15 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     text = capsys.readouterr().out
     assert everything(tmp_path) == before
     untrained = shown(text)
-    assert "on 2 examples of validation" in text
+    assert "on 3 examples of validation" in text
+    assert "an example, what is learned in ⟦⟧" in text
     assert finetune.main([config, "--steps", "0", "--validation-share", "1"]) == 0
     assert "on 24 examples of validation" in capsys.readouterr().out
 
     assert finetune.main([config, "--steps", "2", "--run", "a"]) == 0
     in_run = {(int(step), name): float(x) for step, name, x in validations(tmp_path / "a")}
-    capsys.readouterr()
+    use = f'Try it: python -m train.generate --model {tmp_path / "a" / "model"} "A text"'
+    assert capsys.readouterr().out.splitlines()[-1] == use
     of_run = str(tmp_path / "a" / "model")
     of_it = str(tmp_path / "a" / "settings.toml")
     assert finetune.main([of_it, "--steps", "0"]) == 2
@@ -271,7 +275,9 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     for step, figures in ((0, untrained), (2, trained)):
         then = {name: x for (at, name), x in in_run.items() if at == step}
         assert figures == pytest.approx(then, abs=1e-4)
-    assert "randomly initialised, as not in" in text
+    assert "newly initialized, as " in text
+    heads = "head has the 3 classes no, perhaps, yes; the data has the 3 classes kind, so, unkind"
+    assert heads in text
 
     # The same of the rows of another file, with fewer classes.
     test = scripts.write(tmp_path / "test.csv", CSV.replace("so,it is a film\n", ""))

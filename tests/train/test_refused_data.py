@@ -55,6 +55,8 @@ FILES = {
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: expected an object"),
         ("a.csv", "a,b", r"expected a file \*\.txt or \*\.jsonl or .* found the file .*a\.csv"),
         ("dev.txt", "a", r"expected files train\*\.txt beside dev\.txt"),
+        ("train-test.txt", "a", r"cannot tell whether train-test\.txt is to train on"),
+        ("parts/a.txt", "a", r"itself, found parts. Pass --data .*parts"),
     ],
     "alpaca": [
         ("a.json", '[\n{"instruction": "a",}]', r"a\.json, line 2: expected JSON"),
@@ -139,6 +141,7 @@ FILES = {
         ("a.csv", "text,label\na,b\nc,b\n", r"at least two classes .* got 1 in 2 rows: 'b'"),
         ("a.csv", MANY, r"got 30 in 30 rows: 'b0', 'b1', 'b10'. Name the column"),
         ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: expected 2 columns, .* got 3.*as CSV"),
+        ("a.csv", GOOD.replace("\n", "\r"), r"lines end with a carriage return alone"),
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', r"line 1: expected the label of a .*0.5"),
         ("a.jsonl", '{"review": "a"}\n', r"expected a field 'text', .* Name it with --text-column"),
     ],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zenflow_jax
 from tests.train.scripts import TINY, write_config
 from train import finetune
 from train.command_line import load_settings, read_command_line, to_toml
@@ -102,7 +103,10 @@ def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, mon
         (["--num_train_epochs", "3", "--max_steps", "4"], "--epochs? unknown option --max-steps."),
         (["--resume"], "Did you mean --run?"),
         (["extra", "words"], "expected an option, got 'extra words'. A text with spaces"),
-        (["--qqq"], "unknown option --qqq. All are in"),
+        (["--qqq"], "unknown option --qqq. All options are in"),
+        (["--lora", "8"], "unknown option --lora. There is no LoRA: all weights are trained"),
+        (["--load_in_4bit", "True"], "--load-in-4bit. There is no quantized training"),
+        (["--device", "cpu"], "got 'cpu'. There is no option for the device of a run: JAX_PLATF"),
         (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
         (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),
         (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: expected a training"),
@@ -147,6 +151,20 @@ def test_the_help_has_groups_names_every_setting_and_fits_150_lines(capsys, monk
     ]
     for field in dataclasses.fields(Settings):
         assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_the_version_and_the_help_of_a_plan_need_no_config(capsys, monkeypatch):
+    for command, shown in (
+        ("zenflow-finetune --version", f"zenflow_jax {zenflow_jax.__version__}\n"),
+        ("zenflow-plan --version --plan", f"zenflow_jax {zenflow_jax.__version__}\n"),
+        ("zenflow-plan --help --plan", "Plans the memory and the speed of a run"),
+        ("zenflow-finetune --help", "Fine-tunes a model with the settings"),
+    ):
+        monkeypatch.setattr("sys.argv", command.split())
+        with pytest.raises(SystemExit) as ended:
+            finetune.main()
+        assert not ended.value.code
+        assert shown in capsys.readouterr().out
 
 
 def test_a_whole_number_becomes_a_float_and_a_byte_order_mark_is_no_text(tmp_path):

@@ -4,7 +4,9 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
+import types
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ from tests.processes import output, start
 from train.memory import check_memory, host_bytes, lack_behind, lack_of_memory
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest, how_to_go_on
+from zenflow_jax import _commands
 
 # The main thread is where no handler of Python's can run, and signals do not wake it: it waits for
 # a lock of the C library that it has taken itself.
@@ -81,6 +84,16 @@ def test_a_signal_interrupts_what_is_between_two_steps_and_handlers_come_back():
         stop.check()
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_an_interrupt_before_a_command_has_begun_is_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_commands, "importlib", types.SimpleNamespace(import_module=interrupted))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert _commands.finetune() == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
 
 
 def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch):

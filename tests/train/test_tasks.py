@@ -92,6 +92,46 @@ def test_a_single_document_validates_with_its_end(tmp_path, decoder):
     assert validation == every[border:][: len(validation)]
 
 
+def test_the_longest_document_validates_with_its_end_where_no_whole_one_has_the_share(
+    tmp_path, decoder
+):
+    for name, letter, count in (("README", "r", 1), ("a", "a", 40), ("b", "b", 60)):
+        write(tmp_path / f"{name}.txt", letter * count)
+    task = language_task(tmp_path, decoder, length=4, share=0.15)
+    # All are 107 tokens with begin and end, of which 15 % are 16; README has 3.
+    every = [enclosed(decoder, letter * n) for letter, n in (("r", 1), ("a", 40), ("b", 60))]
+    train, validation = joined(task.train), joined(task.validation["validation"])
+    assert validation == every[2][-16:][: len(validation)]
+    assert train == [*every[0], *every[1], *every[2][:-16]][: len(train)]
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "validation", "out"),
+    [
+        ("data test", "data", "", "test"),
+        ("data eval evaluation-2 testset", "data", "", "eval evaluation-2 testset"),
+        ("data val", "data", "val", ""),
+        ("chat_train chat_test chat-dev", "chat_train", "chat-dev", "chat_test"),
+        ("train-00000-of-00002 train-1-of-2-ab valid", "train-0 train-1", "valid", ""),
+        ("Training.1 data valid_set devset", "Training.1", "devset valid_set", "data"),
+        ("boats cars trains", "boats cars trains", "", ""),
+        ("devices how-to-train-a-dog testimony value", "devices how testimony value", "", ""),
+        ("train/a validation/a test/a", "a", "a", "test"),
+        ("data/dataset_info data/a .b/val train/a", "a", "", "data"),
+        ("a b/train", "a", "", "b"),
+    ],
+)
+def test_names_say_what_trains_and_what_validates(tmp_path, names, train, validation, out):
+    for name in names.split():
+        write(tmp_path / f"{name}.jsonl", "{}")
+    sides = files.find_files(tmp_path, (".jsonl",))
+    for side, expected in ((sides.train, train), (sides.validation, validation)):
+        assert len(side) == len(expected.split())
+        assert all(map(str.startswith, [path.name for path in side], expected.split()))
+    assert len(sides.notes) == bool(out)
+    assert all(name in sides.notes[0] for name in out.split())
+
+
 def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
     texts = [letter * 9 for letter in "abcdefghijklmnopqrst"]
     path = write(tmp_path / "a.jsonl", records(*({"text": text} for text in texts)))

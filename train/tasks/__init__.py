@@ -28,6 +28,11 @@ from train.data import Source
 Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 
 
+def is_loss(metric: str) -> bool:
+    """Returns whether a figure of this name is better where it is smaller."""
+    return metric.rpartition("/")[2] == "loss"
+
+
 class Task(NamedTuple):
     """A source of examples for training, those for validation, and what is known of them.
 
@@ -56,6 +61,15 @@ class Task(NamedTuple):
     def kind(self) -> Literal["decoder", "encoder"]:
         """The model that the task needs."""
         return "encoder" if self.labels else "decoder"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Returns the names of a validation's figures."""
+        one = np.zeros(1, np.int32)
+        names = ["loss", *(self.score(one, one) if self.score else ())]
+        if len(self.validation) == 1:
+            return tuple(names)
+        return tuple(f"{data}/{name}" for data in self.validation for name in names)
 
     @property
     def target(self) -> str:

@@ -83,6 +83,18 @@ def make_task(
     return glue.make(task, path, tokenizer, sequence_length=sequence_length)
 
 
+def with_best(task: Task, best: str | None) -> Task:
+    """Returns the task with `best` as the figure that says which weights are best, if named."""
+    if best is None:
+        return task
+    if best not in task.metrics:
+        raise SettingsError(
+            f"`best`: the task {task.name} has no metric {best}. Take one of: "
+            f"{', '.join(task.metrics)}."
+        )
+    return task._replace(best=best)
+
+
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
     """The names of a task's classes, if they need no data, and the figure that is to be best."""
     if task in OF_DECODERS:

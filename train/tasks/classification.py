@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,9 @@ AS_CSV = "Save texts with tabs or line breaks in them as CSV"
 
 # Of a file with more rows that have no text the wrong column was named.
 BLANK_SHARE = 2
+
+# From this share of one class on accuracy says little.
+UNBALANCED = 0.75
 
 # With so many classes it is the number of examples that says whether they are classes.
 MANY_CLASSES = 20
@@ -109,11 +113,22 @@ def make(
         best=BEST,
         score=score,
     )
+    return task._replace(overview=(*_balance(classes, ids[0]), *task.overview))
+
+
+def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
+    """Yields lines about the shares of the classes, and about accuracy where one is most."""
+    counts = np.bincount(ids, minlength=len(classes))
+    shares = counts / len(ids)
     # The rarest first: misspelt labels are among them.
-    counts = np.bincount(ids[0], minlength=len(classes))
-    counted = ", ".join(f"{classes[i]!r} {counts[i]}" for i in np.argsort(counts, kind="stable"))
-    line = f"{len(classes)} classes, with their examples: {shorten(counted)}"
-    return task._replace(overview=(line, *task.overview))
+    order = np.argsort(counts, kind="stable")
+    counted = ", ".join(f"{classes[i]!r} {counts[i]} ({shares[i]:.1%})" for i in order)
+    yield f"{len(classes)} classes, with their examples: {shorten(counted)}"
+    if shares.max() >= UNBALANCED:
+        yield (
+            f"accuracy is {shares.max():.3f} where every text counts as {classes[order[-1]]!r}; "
+            "--best macro_f1 has --keep-best weigh all classes alike"
+        )
 
 
 def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -> list[str]:
@@ -181,18 +196,20 @@ def _text(where: str, record: dict[str, Any], column: str) -> str:
 
 
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
-    """The label of a row as text; `names` are those of the classes that numbers stand for."""
+    """The label of a row as text, the same of 1, 1.0 and "1.0"; `names` are those of numbers."""
     if column not in record:
         text_field(where, record, column, remedy="Name it with --label-column")
     match label := record[column]:
         case bool():
             return str(label).lower()
+        case float() if label.is_integer():  # as a column of numbers with gaps has them
+            return _label(where, {column: int(label)}, column, names)
         case int() if names is None:
             return str(label)
         case int() if 0 <= label < len(names):
             return names[label]
         case str() if label.strip():
-            return label.strip()
+            return re.sub(r"^(-?\d+)\.0+$", r"\1", label.strip())
         case int() | str() | None:  # -1, say, of the unlabelled
             raise DataError(f"{where}: expected a label in column {column!r}, found none.")
     got = f"{shorten(repr(label))}. Name another one with --label-column"
@@ -209,6 +226,11 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     else:
         tsv = ((n, line.removesuffix("\n").split("\t")) for n, line in lines(path) if line.strip())
         rows, remedy = ((n, [_unquoted(cell) for cell in cells]) for n, cells in tsv), AS_CSV
+    first = next(lines(path), (1, ""))[1]
+    if "\r" in first.strip() and not first.endswith("\n"):
+        raise DataError(
+            f"{path}: lines end with a carriage return alone. Convert it: tr '\\r' '\\n' < A > B"
+        )
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     _check_header(path, names, columns)
     for number, cells in rows:

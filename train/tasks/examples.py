@@ -7,6 +7,7 @@ import itertools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,10 +61,14 @@ class Examples:
         if len(self) < 2 and validation_share < 1:
             raise DataError(f"expected at least two examples in {data}, got {len(self)}.")
         sides = []
-        for side in split(np.ones(len(self)), validation_share=validation_share, seed=seed):
+        for side in self._drawn(validation_share=validation_share, seed=seed):
             sides.append(copy.copy(self))
             sides[-1]._choose(self._rows[side])
         return sides
+
+    def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
+        """Returns the places of the examples that train, and of those that validate."""
+        return split(np.ones(len(self)), validation_share=validation_share, seed=seed)
 
     def checksum(self, start: int) -> int:
         """CRC-32 of the tokens, marks, lengths and choice of examples, going on from `start`."""
@@ -99,6 +104,20 @@ class Sentences(Examples):
         label = self._labels[self._rows[i], ...]
         return {"tokens": tokens, "types": types, "mask": mask, "label": label}
 
+    def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
+        """Draws from each class by itself: one with two examples has them on both sides."""
+        options: Any = {"validation_share": validation_share, "seed": seed}
+        labels = self._labels[self._rows]
+        counts = np.bincount(labels)
+        if validation_share == 1 or counts.max() < 2:
+            return super()._drawn(**options)
+        of_classes = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+        trains = np.ones(len(labels), bool)
+        for places in of_classes:
+            if len(places) > 1:
+                trains[places[split(np.ones(len(places)), **options)[1]]] = False
+        return np.flatnonzero(trains), np.flatnonzero(~trains)
+
     def checksum(self, start: int) -> int:
         return zlib.crc32(self._labels, super().checksum(start))
 
@@ -127,6 +146,7 @@ def task_of(
     for source in (train, *validation.values()):
         checksum = source.checksum(checksum)
     validate = sum(len(source) for source in validation.values())
+    shown = train if len(train) else next(iter(validation.values()))
     lengths = f"{train.describe_lengths()}; {len(train)} train, {validate} validate"
     return Task(
         name=name,
@@ -137,7 +157,7 @@ def task_of(
         score=score,
         best=best,
         notes=tuple(dict.fromkeys(notes)),
-        overview=(lengths, *describe_example(train, tokenizer, labels=labels)),
+        overview=(lengths, *describe_example(shown, tokenizer, labels=labels)),
     )
 
 

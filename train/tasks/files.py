@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +14,14 @@ from train import json_files
 from train.data import DataError
 from train.tasks import tables
 
-_VALIDATION = ("valid", "dev")  # how names of such files begin; `valid` covers `validation`
+# Words that say what the examples of a file are for, as the library `datasets` has them.
+_SIDES = {
+    "train": r"train(ing)?",
+    "validation": r"val(id(ation)?)?|dev",
+    "test": r"test(ing)?|eval(uation)?",
+}
+# The end of the name where a side has many files: `train-00000-of-00003-0a1b`.
+_SHARD = re.compile(r"-\d+-of-\d+.*")
 
 
 Example = TypeVar("Example")
@@ -28,11 +36,11 @@ class Files(NamedTuple):
 
 
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
-    """The files, of names that end in one of `suffixes`, of a task that is given as file or folder.
+    """Finds the files of a task that is given as file or folder; names end in one of `suffixes`.
 
-    In a folder, or in what `save_to_disk` of `datasets` has written, `train*` and `valid*` or
-    `dev*` are the two sides. Without files for validation a share is to be split off: of the
-    `train*` files if there are any, else of all.
+    In a folder, and in what `save_to_disk` of `datasets` has written, names say which files train
+    and which validate (`_side_of`); test data does neither. Where no name says that it trains, the
+    files without a side do. Folders named like sides are sides, if no file lies beside them.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
@@ -45,29 +53,71 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         if not files.train:
             raise DataError(f"expected a part train in {data}, found {', '.join(parts) or 'none'}.")
         return files
-    listed = sorted(path for path in data.iterdir() if path.is_file() and path.name[0] != ".")
-    fitting = [path for path in listed if path.name.lower().endswith(suffixes)]
-    if not fitting:
-        names = ", ".join(path.name for path in listed[:12]) or "no files"
-        raise DataError(f"`data`: expected files {kinds} in {data} itself, found {names}.")
-    train, validation, notes = _sides(data, {path.name: [path] for path in fitting})
-    if validation and not train:
-        beside = f"beside {validation[0].name} in {data}"
+    parts = {path.name: [path] for path in _fitting(data, suffixes)}
+    below = {
+        folder.name: files
+        for folder in sorted(data.iterdir())
+        if folder.is_dir() and folder.name[0] != "." and (files := _fitting(folder, suffixes))
+    }
+    if not parts and not any(map(_side_of, below)):
+        names = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "no files"
+        remedy = f" Pass --data {data / min(below)}" if below else ""
+        raise DataError(f"`data`: expected files {kinds} in {data} itself, found {names}.{remedy}")
+    train, validation, notes = _sides(data, parts or below)
+    if not train:
+        beside = f"beside {', '.join(parts or below)} in {data}"
         raise DataError(f"expected files train*{suffixes[0]} {beside}, found none.")
-    return Files(train or fitting, validation, notes)
+    if parts and below:
+        notes.append(f"{data}: left out the folders in it: {', '.join(below)}")
+    return Files(train, validation, notes)
+
+
+def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Lists the files with examples in a folder, without those that `datasets` writes beside."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file()
+        and path.name.lower().endswith(suffixes)
+        and not path.name.startswith((".", "dataset_info"))
+    )
 
 
 def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
     """The files of parts with these names; notes say which are on neither side."""
-    train = [name for name in parts if name.lower().startswith("train")]
-    validation = [name for name in parts if name.lower().startswith(_VALIDATION)]
-    out = ", ".join(name for name in parts if name not in train + validation)
-    notes = [f"{data}: left out {out}, since there is train*"] if train and out else []
+    of_side: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
+    for name in parts:
+        of_side[_side_of(name)].append(name)
+    notes, unnamed = [], of_side[None]
+    if of_side["train"] and unnamed:
+        notes.append(f"{data}: left out {', '.join(unnamed)}, since there is train*")
+    if of_side["test"]:
+        notes.append(f"{data}: left out the test data {', '.join(of_side['test'])}")
+    train = of_side["train"] or unnamed
     return Files(
         [file for name in train for file in parts[name]],
-        [file for name in validation for file in parts[name]],
+        [file for name in of_side["validation"] for file in parts[name]],
         notes,
     )
+
+
+def _side_of(name: str) -> str | None:
+    """Returns the side that the first or the last word of a name says; None if neither does.
+
+    `train-00000-of-00002` and `chat_train` do, `trains` and `how-to-train-a-dog` do not.
+    """
+    words = [
+        word for word in re.split(r"[-_. \d]+", _SHARD.sub("", Path(name).stem.lower())) if word
+    ]
+    sides = {
+        side
+        for word in (words[:1] + words[-1:])
+        for side, pattern in _SIDES.items()
+        if re.fullmatch(f"({pattern})(set|data)?", word)
+    }
+    if len(sides) > 1:
+        raise DataError(f"`data`: cannot tell whether {name} is to train on. Rename it.")
+    return sides.pop() if sides else None
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:

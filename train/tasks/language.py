@@ -4,7 +4,8 @@ A document is a text file, a line of JSONL, or a row of a table. Its tokens get 
 them, and a begin token in front where the model was trained with one. All documents of a side are
 joined and cut into windows of T + 1 tokens that overlap by one: every token is predicted once per
 epoch. In a window documents do not see each other, unless they are `joined`; the first token of a
-document is no target. Of a single document the last share validates.
+document is no target. Where no whole documents have the size of the validation's share, the end of
+the longest validates.
 
 A long document goes to the tokenizer in pieces, cut after a newline or else before a space: a
 tokenizer takes some hundred bytes of memory for each token.
@@ -73,7 +74,7 @@ def make(
         validation={"validation": validation},
         checksum=checksum,
         notes=tuple(notes),
-        overview=describe_example(windows, tokenizer),
+        overview=describe_example(windows if len(windows) else validation, tokenizer),
     )
 
 
@@ -122,13 +123,19 @@ def as_one(tokens: np.ndarray) -> Documents:
 
 
 def _split(documents: Documents, *, validation_share: float, seed: int) -> list[Documents]:
+    """Splits by whole documents; where these miss the share, by the end of the longest."""
     tokens, begins, lengths = documents
-    if len(lengths) == 1:
-        border = len(tokens) - round(validation_share * len(tokens))
-        ends = np.array([border]), lengths - border
-        return [Documents(tokens, np.array([0]), ends[0]), Documents(tokens, ends[0], ends[1])]
-    sides = split(lengths, validation_share=validation_share, seed=seed)
-    return [Documents(tokens, begins[side], lengths[side]) for side in sides]
+    wanted = validation_share * lengths.sum()
+    if len(lengths) > 1:
+        sides = split(lengths, validation_share=validation_share, seed=seed)
+        if wanted / 2 <= lengths[sides[1]].sum() <= 2 * wanted:
+            return [Documents(tokens, begins[side], lengths[side]) for side in sides]
+    longest = np.argmax(lengths)
+    size = min(round(wanted), lengths[longest])
+    begin = begins[longest] + lengths[longest] - size
+    rest = lengths - size * (np.arange(len(lengths)) == longest)
+    validation = Documents(tokens, np.array([begin]), np.array([size]))
+    return [Documents(tokens, begins, rest), validation]
 
 
 def _encode(

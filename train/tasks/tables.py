@@ -122,7 +122,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            f"expected pyarrow, which reads {path.name}, got none ({error}). It is the extra "
-            "`data`: python -m pip install -e '.[train,data]'."
+            f"expected pyarrow, which reads {path.name}, got none ({error}). Install it: pip "
+            "install pyarrow"
         ) from error
     return pyarrow
