@@ -28,7 +28,7 @@ from tokenizers.decoders import DecodeStream
 
 from train import Failure, command_of, models, pretrained
 from train.arguments import positional, read_arguments
-from train.chat_template import ConversationError, read_template
+from train.chat_template import ASSISTANT, ConversationError, read_template
 from train.classes import check_classifier, classified
 from train.continuation import Sampling, continued
 from train.hf_config import CONFIG, TASK, ModelError
