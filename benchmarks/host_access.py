@@ -52,7 +52,9 @@ def traffic(text: str) -> Traffic:
         ValueError: If the text is none that XLA prints for a scheduled module.
     """
     program = parse(text)
-    loops = {
+    # What is in no loop runs once.
+    loops: dict[str, _Loop | None] = {program.entry: _Loop(0, range(1))}
+    loops |= {
         body: _loop(x)
         for _, computation in program.executed()
         for x in computation.values()
@@ -115,7 +117,7 @@ def _difference(
     """Says how a walk differs from the index of its slice; None if it does not."""
     where, x, config = sliced
     if loop is None:
-        return "the trip count of its loop is not known, or it is in none"
+        return "the trip count of its loop is not known"
     first = 1 if x.opcode == "dynamic-slice" else 2
     whole = program.shape_of(where, x.operands[0])
     part = x.shape if first == 1 else program.shape_of(where, x.operands[1])
@@ -123,7 +125,8 @@ def _difference(
     walk = [offset + i * stride for i in range(len(loop.values))]
     places = []
     for counter in loop.values:
-        outside = _Frame(program, computation, {0: {loop.element: counter}})
+        state = {} if computation == program.entry else {0: {loop.element: counter}}
+        outside = _Frame(program, computation, state)
         inside = outside.called(caller, where)
         index = [inside.value(operand) for operand in x.operands[first:]]
         if not all(isinstance(i, int) for i in index):

