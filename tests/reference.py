@@ -84,11 +84,11 @@ class Reference:
     Attributes:
         step_count: Steps so far, skipped ones included.
         skipped: Steps whose gradient was not finite.
-        windows: Windows closed so far, also by a warm-up step or `flush`.
+        windows: Windows closed so far, also by a warm-up step.
         reselections: Times that channels were chosen, the first choice included.
         turns: The sets of leaves that take turns to close their windows; one is all at once.
-            `boundaries` of each are the steps after which a window closed, `flush` apart, and
-            `kept_share` the share of the best score that was selected, at each of these steps.
+            `boundaries` of each are the steps after which a window closed, and `kept_share` the
+            share of the best score that was selected, at each of these steps.
     """
 
     def __init__(
@@ -167,15 +167,9 @@ class Reference:
         return self.params
 
     def flush(self) -> list[np.ndarray]:
-        """The parameters, copied, after all that is on its way to them; each is its master's cast.
-
-        Open windows are closed early. Nothing is selected and the schedule stays where it was.
-        """
+        """The parameters, copied, with the updates of all closed windows. Open ones stay open."""
         for turn in self.turns:
-            if turn.open_steps:
-                self._close_window(turn, overlap=False)
-            else:
-                turn.merge()
+            turn.merge()
         return self.params
 
     @property

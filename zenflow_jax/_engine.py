@@ -261,10 +261,11 @@ class HostEngine:
 
     @_recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Brings every deferred update into the parameters, closing an open window early.
+        """Brings the updates of all closed windows into the parameters.
 
-        Call it after the last exchange, or where a window shall end early; go on only from what it
-        returns. The schedule does not move: the next window has fewer steps.
+        Call it after the last exchange; go on only from what it returns. Open windows stay open,
+        so a run that goes on has the same windows. Their gradients are in the parameters as
+        provisional steps alone.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -277,20 +278,15 @@ class HostEngine:
         """
         state, taken = self._between_steps(params, opt_state, "flush")
         self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=True))
-        if not self._behind:
+        if self._progress.step:
+            self._updates.compare(taken.offloaded, state)
+        if not self._updates.pending:
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
             return self._current(taken, taken.offloaded, state), opt_state
         with self._all_or_nothing():
             self._integrity.forget()
-            groups = self._all_groups
-            weights = self._updates.collect(taken.offloaded, groups, state)
-            for group in groups:
-                if self._progress.open_steps[group]:
-                    state = self._mailbox.send_sums(state, group)
-                    self._updates.close_window(group)
-                    self._progress.window_closed(group)
-            weights = self._updates.collect(weights, groups, state)
+            weights = self._updates.collect(taken.offloaded, self._all_groups, state)
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
             params = self._current(taken, weights, state)
@@ -374,7 +370,8 @@ class HostEngine:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        closed, behind = self._worker.closed, self._behind or self._hosted.behind
+        closed = self._worker.closed
+        behind = self._hosted.behind or bool(self._updates.pending)
         self.close()
         if error is not None or closed or self._worker.told:
             return
@@ -384,11 +381,6 @@ class HostEngine:
                 "the engine was left with updates that never reached the parameters. Call `params, "
                 "opt_state = engine.flush(params, opt_state)` before the `with` block ends."
             )
-
-    @property
-    def _behind(self) -> bool:
-        """Whether there are gradients or updates that have not reached the parameters."""
-        return any(self._progress.open_steps) or bool(self._updates.pending)
 
     def _check_open(self) -> None:
         if self._worker.closed:

@@ -144,6 +144,16 @@ class Updates:
             self._integrity.add([self._specs[i].name for i in group.leaves], changed)
         return weights
 
+    def compare(self, weights: Sequence[jax.Array], state: ZenFlowState) -> None:
+        """Compares the parameters of groups without a pending update, as their next merge will."""
+        for number, group in enumerate(self._offloaded.groups):
+            if number in self.pending or group.hosted or not group.leaves:
+                continue
+            since = self._since(number, None, state)
+            static = {"specs": group.specs, "window": state.schedule.longest_window}
+            _, changed = compare(_on_device(group.pick(weights), group), since, **static)
+            self._integrity.add([self._specs[i].name for i in group.leaves], changed)
+
     def note_parameters(self, weights: Sequence[jax.Array], leaves: Sequence[LeafState]) -> None:
         """Samples the parameters: until the next merge only steps may change them."""
         for number, group in enumerate(self._offloaded.groups):

@@ -27,7 +27,7 @@ class Boundary(NamedTuple):
 class ScheduleState(NamedTuple):
     """The facts that the schedule decides by: NumPy arrays and numbers, or traced ones.
 
-    `flush` leaves it alone: a flush ends a window's sum early and moves no boundary.
+    `flush` leaves it alone.
     """
 
     # Of adaptive windows, which are the same for all leaves.
