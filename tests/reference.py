@@ -167,9 +167,14 @@ class Reference:
         return self.params
 
     def flush(self) -> list[np.ndarray]:
-        """The parameters, copied, with the updates of all closed windows. Open ones stay open."""
+        """The parameters, copied, after what arrives without a loss of provisional steps.
+
+        Open windows stay open.
+        """
+        at_once = not self._settings.provisional_share or bool(self._hosted)
         for turn in self.turns:
-            turn.merge()
+            if at_once or not turn.open_steps:
+                turn.merge()
         return self.params
 
     @property

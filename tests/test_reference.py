@@ -147,6 +147,12 @@ BY_STEP = {
         + [((15, 3), (-59.0625, -6)), ((15, 3), (-119.0625, -6)), ((15, 5), (-239.0625, -6))]
         + [(None, (-239.0625, -102))],
     ),
+    "but not where provisional steps of the open one would be lost": (
+        1.0,
+        {"topk_ratio": 0.5, "update_interval": 2, "provisional_share": 0.5},
+        [((15, 1), (-0.9375, 0)), ((15, 5), (-1.875, -0.5)), ((15, 1), (-2.8125, -1))]
+        + [(None, (-2.8125, -1)), ((15, 5), (-3.75, -0.75)), (None, (-3.75, -1.5))],
+    ),
     "after it no provisional step is lost where the update was due": (
         1.0,
         {"topk_ratio": 0.5, "update_interval": 2, "staleness": 1, "provisional_share": 0.5},

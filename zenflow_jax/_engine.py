@@ -160,7 +160,7 @@ class HostEngine:
         self._masters = HostMasters(worker, offloaded)
         self._saver = Saver(state, weights, offloaded, host_kernel, self._mailbox, *host_side)
         self._all_groups = list(range(state.schedule.groups))
-        self._interrupted = False
+        self._interrupted = self._flushed = False
         # When nothing else can fail: who has no engine cannot end its thread.
         worker.start(peers)
         # A forgotten engine's thread ends by itself.
@@ -223,6 +223,7 @@ class HostEngine:
             self._masters.follow(taken.offloaded)
             self._updates.note_parameters(taken.offloaded, state.leaves)
         with self._all_or_nothing():
+            self._flushed = False
             weights = taken.offloaded
             if at_once != self._all_groups:  # else updates bring others before this returns
                 weights = self._hosted.hide(weights, self._worker.leaves())
@@ -261,7 +262,7 @@ class HostEngine:
 
     @_recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Brings the updates of all closed windows into the parameters.
+        """Brings updates in that are under way, where no provisional step is lost by it.
 
         Call it after the last exchange; go on only from what it returns. Open windows stay open,
         so a run that goes on has the same windows. Their gradients are in the parameters as
@@ -278,15 +279,21 @@ class HostEngine:
         """
         state, taken = self._between_steps(params, opt_state, "flush")
         self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=True))
+        # An update in mid-window would replace the provisional steps since the window began.
+        at_once = state.schedule.provisional_share is None or bool(self._hosted)
+        pending, open_steps = self._updates.pending, self._progress.open_steps
+        arriving = [group for group in pending if at_once or not open_steps[group]]
         if self._progress.step:
-            self._updates.compare(taken.offloaded, state)
-        if not self._updates.pending:
+            others = [group for group in self._all_groups if group not in arriving]
+            self._updates.compare(taken.offloaded, others, state)
+        self._flushed = True
+        if not arriving:
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
             return self._current(taken, taken.offloaded, state), opt_state
         with self._all_or_nothing():
             self._integrity.forget()
-            weights = self._updates.collect(taken.offloaded, self._all_groups, state)
+            weights = self._updates.collect(taken.offloaded, arriving, state)
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
             params = self._current(taken, weights, state)
@@ -371,7 +378,7 @@ class HostEngine:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         closed = self._worker.closed
-        behind = self._hosted.behind or bool(self._updates.pending)
+        behind = self._hosted.behind or bool(self._updates.pending and not self._flushed)
         self.close()
         if error is not None or closed or self._worker.told:
             return

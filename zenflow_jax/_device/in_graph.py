@@ -321,7 +321,7 @@ def _reselect(shard: Shard, leaf: LeafState, p: jax.Array, change: jax.Array) ->
 
 
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """Brings the updates of all closed windows into the parameters, as `HostEngine.flush` does.
+    """Brings updates in that are under way, as `HostEngine.flush` does.
 
     For `zenflow(..., offload=False)`; with an engine, use that one. Outside of jit, `flush` warns
     by `logging` if the last steps were all skipped. It is pure, so it also shows the parameters in
@@ -357,12 +357,20 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     weights, state = jax.tree.map(jnp.asarray, (weights, state))
     if not isinstance(state.skipped_in_a_row, Tracer):
         warn_of_skipped(int(state.skipped_in_a_row), int(state.step))
-    leaves = []
+    schedule, leaves = state.schedule, []
     for place, leaf in zip(places, state.leaves, strict=True):
         if leaf.deferred is not None:
             p = weights[place]
-            leaf, change = _per_leaf(_arrive, leaf, jnp.zeros_like(p, jnp.float32), p)
-            weights[place] = (p.astype(jnp.float32) + change).astype(p.dtype)
+            changes = jnp.zeros_like(p, jnp.float32)
+            for spec in leaf.spec.ranges:
+                piece, of_range = (cut_state(leaf, spec), cut(changes, spec)), cut(p, spec)
+                waits = schedule.provisional_share is not None and schedule.in_window(
+                    state.step, state.schedule_state, spec.group
+                )
+                arrived = _per_leaf(_arrive, *piece, of_range)
+                part, change = jax.tree.map(partial(jnp.where, waits), piece, arrived)
+                leaf, changes = put_state(leaf, part), put(changes, change, spec)
+            weights[place] = (p.astype(jnp.float32) + changes).astype(p.dtype)
         leaves.append(leaf)
     new = replace_state(opt_state, state._replace(leaves=tuple(leaves)))
     return jax.tree.unflatten(treedef, weights), new
