@@ -114,7 +114,7 @@ class AttachedStep:
         return put(params, opt_state)
 
     def flush(self, *carried: Any) -> Any:
-        """Brings the updates of all closed windows into the parameters, as `HostEngine.flush`.
+        """Brings updates that are under way into the parameters, as `HostEngine.flush`.
 
         Args:
             *carried: Parameters and optimizer state, or the train state, as the step returned them,
