@@ -85,11 +85,11 @@ class Reference:
     Attributes:
         step_count: Steps so far, skipped ones included.
         skipped: Steps whose gradient was not finite.
-        windows: Windows closed so far, also by a warm-up step or `flush`.
+        windows: Windows closed so far, also by a warm-up step.
         reselections: Times that channels were chosen, the first choice included.
         turns: The sets of leaves that take turns to close their windows; one is all at once.
-            `boundaries` of each are the steps after which a window closed, `flush` apart, and
-            `kept_share` the share of the best score that was selected, at each of these steps.
+            `boundaries` of each are the steps after which a window closed, and `kept_share` the
+            share of the best score that was selected, at each of these steps.
     """
 
     def __init__(
@@ -168,14 +168,13 @@ class Reference:
         return self.params
 
     def flush(self) -> list[np.ndarray]:
-        """The parameters, copied, after all that is on its way to them; each is its master's cast.
+        """The parameters, copied, after what arrives without a loss of provisional steps.
 
-        Open windows are closed early. Nothing is selected and the schedule stays where it was.
+        Open windows stay open.
         """
+        at_once = not self._settings.provisional_share or bool(self._hosted)
         for turn in self.turns:
-            if turn.open_steps:
-                self._close_window(turn, overlap=False)
-            else:
+            if at_once or not turn.open_steps:
                 turn.merge()
         return self.params
 

@@ -35,7 +35,7 @@ AGREEMENTS = {
             provisional_share=0.25,
         ),
         # A window of which everything was skipped; ends in mid-window, twice, at a boundary.
-        Plan(23, bad=(2, 6, 7, 8, 9, 13), flush_at=(11, 12, 16, 20)),
+        Plan(23, bad=(2, 6, 7, 8, 9, 14), flush_at=(11, 12, 16, 20)),
     ),
     "in turn, two steps stale, scaled, float32 that travels as bf16": (
         THIRD,

@@ -138,19 +138,28 @@ BY_STEP = {
         {"topk_ratio": 0.5, "update_interval": AutoWindow(6, 1.0)},
         [((3, 1), (-0.75 * t, 0)) for t in range(1, 8)] + [((3, 1), (-6, -0.5))],
     ),
-    # Mean 3, rate 2; then what is left of the window, with mean 7 and rate 8, stale like any other.
-    "a flush closes the open window early and leaves the schedule alone": (
+    # Of the first window mean 3, rate 8; of the second mean 3, rate 128.
+    "a flush brings the update of a closed window and leaves the open one alone": (
         DOUBLING,
         {"topk_ratio": 0.5, "update_interval": 4},
-        [((15, 1), (-0.9375, 0)), ((15, 5), (-2.8125, 0))]
-        + [(None, (-2.8125, -1.5))] * 2
-        + [((15, 6), (-6.5625, -1.5)), ((15, 8), (-14.0625, -1.5)), ((15, 1), (-29.0625, -1.5))]
-        + [((15, 1), (-59.0625, -1.5)), ((15, 1), (-119.0625, -1.5)), ((15, 1), (-239.0625, -8.5))],
+        [((15, 1), (-0.9375, 0)), ((15, 5), (-2.8125, 0)), (None, (-2.8125, 0))]
+        + [((15, 2), (-6.5625, 0)), ((15, 4), (-14.0625, 0)), ((15, 1), (-29.0625, 0))]
+        + [(None, (-29.0625, -6))] * 2
+        + [((15, 3), (-59.0625, -6)), ((15, 3), (-119.0625, -6)), ((15, 5), (-239.0625, -6))]
+        + [(None, (-239.0625, -102))],
     ),
-    "a flush brings home what is waiting and the open window": (
+    "but not where provisional steps of the open one would be lost": (
         1.0,
-        {"topk_ratio": 0.0, "update_interval": 2},
-        [((1, 3), (0, 0)), ((1, 3), (0, 0)), ((3, 7), (0, 0)), (None, (-1.25, -1.625))],
+        {"topk_ratio": 0.5, "update_interval": 2, "provisional_share": 0.5},
+        [((15, 1), (-0.9375, 0)), ((15, 5), (-1.875, -0.5)), ((15, 1), (-2.8125, -1))]
+        + [(None, (-2.8125, -1)), ((15, 5), (-3.75, -0.75)), (None, (-3.75, -1.5))],
+    ),
+    "after it no provisional step is lost where the update was due": (
+        1.0,
+        {"topk_ratio": 0.5, "update_interval": 2, "staleness": 1, "provisional_share": 0.5},
+        [((15, 1), (-0.9375, 0)), ((15, 5), (-1.875, -0.5)), ((15, 1), (-2.8125, -0.75))]
+        + [((15, 5), (-3.75, -1.25)), (None, (-3.75, -1.5))]
+        + [((15, 1), (-4.6875, -2)), (None, (-4.6875, -2))],
     ),
 }
 

@@ -210,8 +210,8 @@ class Run:
                 self._say(f"stopping after step {step}: no better validation in {patience}")
                 break
         if saved < self.steps:
-            # Before the last window is closed early, so that the run can go on with more steps as
-            # if it had had them from the start.
+            # Before updates arrive early, so that the run can go on with more steps as if it had
+            # had them from the start.
             self._save(self.steps)
         self.checkpoints.wait()
         if asked := self.stop.end(f"all {self.steps} steps are done and saved"):

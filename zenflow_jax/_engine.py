@@ -171,7 +171,7 @@ class HostEngine:
         self._masters = HostMasters(worker, offloaded)
         self._saver = Saver(state, weights, offloaded, host_kernel, self._mailbox, *host_side)
         self._all_groups = list(range(state.schedule.groups))
-        self._interrupted = False
+        self._interrupted = self._flushed = False
         # When nothing else can fail: who has no engine cannot end its thread.
         worker.start(peers)
         # A forgotten engine's thread ends by itself.
@@ -237,6 +237,7 @@ class HostEngine:
             self._masters.follow(taken.offloaded)
             self._updates.note_parameters(taken.offloaded, state.leaves)
         with self._all_or_nothing():
+            self._flushed = False
             weights = taken.offloaded
             if at_once != self._all_groups:  # else updates bring others before this returns
                 weights = self._hosted.hide(weights, self._worker.leaves())
@@ -274,10 +275,11 @@ class HostEngine:
 
     @_recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Brings every deferred update into the parameters, closing an open window early.
+        """Brings updates in that are under way, where no provisional step is lost by it.
 
-        Call it after the last exchange, or where a window shall end early; go on only from what it
-        returns. The schedule does not move: the next window has fewer steps.
+        Call it after the last exchange; go on only from what it returns. Open windows stay open,
+        so a run that goes on has the same windows. Their gradients are in the parameters as
+        provisional steps alone.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -290,20 +292,21 @@ class HostEngine:
         """
         state, taken = self._between_steps(params, opt_state, "flush")
         self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=True))
-        if not self._behind:
+        # An update in mid-window would replace the provisional steps since the window began.
+        at_once = state.schedule.provisional_share is None or bool(self._hosted)
+        pending, open_steps = self._updates.pending, self._progress.open_steps
+        arriving = [group for group in pending if at_once or not open_steps[group]]
+        if self._progress.step:
+            others = [group for group in self._all_groups if group not in arriving]
+            self._updates.compare(taken.offloaded, others, state)
+        self._flushed = True
+        if not arriving:
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
             return self._current(taken, taken.offloaded, state), opt_state
         with self._all_or_nothing():
             self._integrity.forget()
-            groups = self._all_groups
-            weights = self._updates.collect(taken.offloaded, groups, state)
-            for group in groups:
-                if self._progress.open_steps[group]:
-                    state = self._mailbox.send_sums(state, group)
-                    self._updates.close_window(group)
-                    self._progress.window_closed(group)
-            weights = self._updates.collect(weights, groups, state)
+            weights = self._updates.collect(taken.offloaded, arriving, state)
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
             moved = taken.with_offloaded(weights)
@@ -389,7 +392,8 @@ class HostEngine:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        closed, behind = self._worker.closed, self._behind or self._hosted.behind
+        closed = self._worker.closed
+        behind = self._hosted.behind or bool(self._updates.pending and not self._flushed)
         self.close()
         if error is not None or closed or self._worker.told:
             return
@@ -399,11 +403,6 @@ class HostEngine:
                 "the engine was left with updates that never reached the parameters. Call `params, "
                 "opt_state = engine.flush(params, opt_state)` before the `with` block ends."
             )
-
-    @property
-    def _behind(self) -> bool:
-        """Whether there are gradients or updates that have not reached the parameters."""
-        return any(self._progress.open_steps) or bool(self._updates.pending)
 
     def _check_open(self) -> None:
         if self._worker.closed:

@@ -16,11 +16,12 @@ from zenflow_jax._engine import HostEngine
 
 
 def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None) -> Any:
-    """The float32 masters of all parameters; low-precision parameters are their casts.
+    """The parameters in float32: the masters, of which low-precision parameters are the casts.
 
-    It waits for an update that is under way and includes it; it leaves out the gradients of an open
-    window. After a flush, result and parameters agree. Where the devices have no room for all
-    masters, take `iter_master_params`.
+    Where a parameter has moved by provisional steps, or lacks an update that is under way, the
+    result is the parameter itself; of layers in host memory it has every update. Call `flush`
+    first to have them all. Where the devices have no room for all masters, take
+    `iter_master_params`.
 
     Args:
         params: The parameters that the last `exchange` or `flush` returned.
@@ -98,33 +99,33 @@ def iter_master_params(
                 yield path, weight
                 continue
             leaf, number = leaf_at[place]
-            host = steps = None
+            host = None
             if leaf.deferred is not None:
-                host, steps = leaf.deferred.master, leaf.deferred.steps
+                host = leaf.deferred.master
             elif of_host is not None and number is not None:
                 host = of_host(number)
             if leaf.spec.hosted:
                 yield path, host
                 continue
             bare = leaf._replace(deferred=None, spec=leaf.spec.anonymous)
-            yield path, _master(weight, bare, host, steps)
+            yield path, _master(weight, bare, host)
 
     return pairs()
 
 
 @jax.jit
-def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | None) -> Array:
+def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
     """One leaf's masters: `host` on deferred channels; elsewhere the device's, or the parameter.
 
-    As in the step, a master follows its parameter before its first step. `steps` are those of
-    deferred channels; None where `host` follows the parameters by itself.
+    As in the step, a selected channel's master follows its parameter before its first step. A
+    deferred one counts where the parameter is its cast.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     if leaf.channels is None:
         wide = weight.astype(jnp.float32)
         return wide if leaf.master is None else jnp.where(leaf.steps == 0, wide, leaf.master)
 
-    def one(shard, weight, leaf, host, steps):
+    def one(shard, weight, leaf, host):
         place = positions(shard.to_local(leaf.channels), shard.block.n)
         wide = selected = weight.astype(jnp.float32)
         if leaf.master is not None:
@@ -132,10 +133,11 @@ def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | N
             of_weight = take(wide, shard.to_local(leaf.channels), shard.block)
             master = jnp.where(fresh, of_weight, shard.gather(leaf.master))
             selected = gather_to_channels(master, place, shard.block)
-        host = shard.gather(host)
-        if steps is not None:
-            host = jnp.where(broadcast_channels(steps == 0, shard.block), wide, host)
+        host, kind = shard.gather(host), jnp.finfo(weight.dtype)
+        # Not a cast, which a compiler may leave out before it compares.
+        is_cast = jax.lax.reduce_precision(host, kind.nexp, kind.nmant) == wide
+        host = jnp.where(is_cast, host, wide)
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
-    takes = [layout.block, leaf_layout(spec, deferred=False), layout.part, layout.channels]
-    return on_each_device(one, spec, takes, layout.block)(weight, leaf, host, steps)
+    takes = [layout.block, leaf_layout(spec, deferred=False), layout.part]
+    return on_each_device(one, spec, takes, layout.block)(weight, leaf, host)

@@ -41,9 +41,8 @@ def attach(
         step: The train step. Pass parameters and state first, by position.
         engine: The run's engine. None: the first call makes one from its arguments: a fresh state,
             or one that belongs to `engine_options["engine_state"]`.
-        flush_every: Flush after every so many steps of the run, counted from its very start:
-            windows end early, and the parameters lack nothing, as before an evaluation. None: only
-            where you call `flush`.
+        flush_every: Flush after every so many steps of the run, counted from its very start. None:
+            only where you call `flush`.
         fields: The names of parameters and optimizer state in a train state. By default
             `("params", "opt_state")`.
         engine_options: Arguments of the `HostEngine` that is made at the first call.
@@ -115,14 +114,14 @@ class AttachedStep:
         return put(params, opt_state)
 
     def flush(self, *carried: Any) -> Any:
-        """Brings every update into the parameters, as `HostEngine.flush`.
+        """Brings updates that are under way into the parameters, as `HostEngine.flush`.
 
         Args:
             *carried: Parameters and optimizer state, or the train state, as the step returned them,
                 or the model and its optimizer.
 
         Returns:
-            The same, with all updates; None for nnx, which is updated in place. Go on from it.
+            The same, with these updates; None for nnx, which is updated in place. Go on from it.
         """
         take, least = self._start(carried)
         params, opt_state, put = take(least)

@@ -159,7 +159,7 @@ def channels_are_handed_over_at_every_window(leaves: Leaves) -> None:
 
 
 def masters_asked_for_in_an_open_window_are_not_overwritten(leaves: Leaves) -> None:
-    """`flush` writes what the uploads of `master_params` just before it read."""
+    """The next windows write what the uploads of `master_params` just before them read."""
     ends = []
     for wait in (True, False):
         with large(leaves) as training:
@@ -167,7 +167,7 @@ def masters_asked_for_in_an_open_window_are_not_overwritten(leaves: Leaves) -> N
             live = zenflow_jax.master_params(training.params, training.state, training.engine)
             if wait:
                 live = jax.device_get(live)
-            training.flush()
+            training.go(4)
             ends.append((jax.device_get(live), training.values()))
     comparisons.assert_same_bits(*ends)
 
@@ -281,7 +281,7 @@ QUESTIONS: dict[str, Callable[[Leaves], None]] = {
     "mail that leaves later: same bits": mail_that_leaves_later_has_the_same_bits,
     "resume: same bits": a_resumed_run_goes_on_bit_for_bit,
     "hand-over at every window": channels_are_handed_over_at_every_window,
-    "master_params, then flush at once": masters_asked_for_in_an_open_window_are_not_overwritten,
+    "master_params, then steps at once": masters_asked_for_in_an_open_window_are_not_overwritten,
     "a step of NaN changes nothing": a_step_of_nan_changes_nothing,
     **{
         f"donated: arguments {donate}, {sending}": functools.partial(

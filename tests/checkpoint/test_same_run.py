@@ -76,13 +76,13 @@ def test_a_parameter_with_another_bit_is_refused_by_its_name(leaves, changes, ho
 
 def test_parameters_that_a_flush_has_not_reached_are_refused_and_those_it_has_with_the_old_state():
     with Training(FIRST, SETTINGS) as training:
-        training.go(11)
+        training.go(10)  # after which a window has closed
         params, state, engine_state = saved(training)
         training.flush()
         flushed = saved(training)
         refused(training, (params, *flushed[1:]), "got other values of")
         refused(training, (flushed[0], state, engine_state), "got other values of")
-        refused(training, (flushed[0], state, flushed[2]), "after step 11 of another run")
+        refused(training, (flushed[0], state, flushed[2]), "after step 10 of another run")
 
 
 def test_parameters_that_are_gone_have_no_fingerprint_and_are_not_compared():

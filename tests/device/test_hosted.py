@@ -132,12 +132,15 @@ def test_between_flushes_whoever_reads_them_without_the_selected_channels_sees_n
             assert np.isnan(loss_of(run.params))
             expected = loss_of(on_device.params)
             assert loss_of(streaming.stream(run.params, run.state)) == expected
-            masters = zenflow_jax.master_params(on_device.params, on_device.state, theirs)
-            masters = jax.tree.map(np.asarray, masters)
-            assert_same_bits(zenflow_jax.master_params(run.params, run.state, ours), masters)
+            before = zenflow_jax.master_params(run.params, run.state, ours)
             run.params, run.state = ours.flush(run.params, run.state)
             on_device.params, on_device.state = theirs.flush(on_device.params, on_device.state)
             assert loss_of(run.params) == loss_of(on_device.params)
+            masters = zenflow_jax.master_params(run.params, run.state, ours)
+            expected = zenflow_jax.master_params(on_device.params, on_device.state, theirs)
+            assert_same_bits(*(jax.tree.map(np.asarray, x) for x in (masters, expected)))
+            for name in ("up", "down"):  # which have every update at any time
+                assert_same_bits(before["layers"][name], masters["layers"][name])
             # Nothing is left to be brought in, and still they are up to date.
             again, run.state = ours.flush(run.params, run.state)
             assert_same_bits(again, run.params)

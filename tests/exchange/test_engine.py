@@ -116,7 +116,7 @@ def through_numpy(x):
 def test_flush_takes_a_copy_of_the_state_and_no_state_from_before_it(duplicate, sending):
     settings = dataclasses.replace(CALM, send_gradients=sending)
     with Training(FEW, settings) as run, Training(FEW, settings) as untouched:
-        run.go(6)
+        run.go(7)  # after which a window has closed, whose update is under way
         before = run.params, run.state
         run.state = jax.tree.map(duplicate, run.state)
         run.flush()
@@ -125,15 +125,15 @@ def test_flush_takes_a_copy_of_the_state_and_no_state_from_before_it(duplicate, 
         for call, args in (
             (run.engine.exchange, before),
             (run.engine.flush, before),
-            (run.engine.exchange, run.program(*before, runs.gradients(FEW, 7))),
+            (run.engine.exchange, run.program(*before, runs.gradients(FEW, 8))),
         ):
             with pytest.raises(
                 RuntimeError, match="lack the updates|that the last `flush` returned"
             ):
                 call(*args)
         # It does no harm.
-        (run.params, run.state), run.t = flushed, 6
-        untouched.go(6)
+        (run.params, run.state), run.t = flushed, 7
+        untouched.go(7)
         untouched.flush()
         for each in run, untouched:
             each.go(3)

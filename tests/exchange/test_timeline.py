@@ -44,10 +44,9 @@ def by_number(timeline: Timeline, kind: str) -> dict[int, Span]:
 
 
 def last_steps(rolling: bool) -> dict[int, int]:
-    """After which step each window closes, by its number; `flush` closes the last one."""
-    if rolling:  # with each step that of one leaf or of the other
-        return {n: min(n, STEPS) for n in range(1, STEPS + 2)}
-    return {n: min(INTERVAL * n, STEPS) for n in range(1, 1 + -(-STEPS // INTERVAL))}
+    """After which step each window closes, by its number."""
+    apart = 1 if rolling else INTERVAL  # with each step that of one leaf or of the other
+    return {n: apart * n for n in range(1, 1 + STEPS // apart)}
 
 
 def test_every_step_and_every_window_has_its_spans(recorded, rolling):
@@ -75,7 +74,7 @@ def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded, rollin
     for spans in (calls, *one_at_a_time):
         assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
     waits = of(recorded, "wait for device", "wait for host")
-    assert waits  # the flush at least, whose update begins in it
+    assert waits  # the hand-overs at least
     for wait in waits:
         around = [x.number for x in calls if x.start <= wait.start and wait.end <= x.end]
         assert around == [wait.number]

@@ -139,9 +139,9 @@ def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatc
     views = views_of_mail(monkeypatch)
     with Training(FEW, OPTIONS, send_gradients=sending) as training:
         training.go(5)
-        training.flush()  # until then the open window's mail is kept, which nobody else has
-        gc.collect()
         assert training.engine.stats.reselections == 4
+        training.engine.close()  # until then open windows' mail is kept, which nobody else has
+        gc.collect()
         assert len(views) > 5 * 2
         assert [v for v in views if v() is not None] == []
 

@@ -107,7 +107,7 @@ def test_evaluations_that_flush_see_what_training_does_not():
     seen = {}
     for evaluate in ("as_is", "flush"):
         recorder = Recorder()
-        options = zenflow(rolling=False, **LATE)
+        options = zenflow(rolling=False, provisional_share=None, **LATE)
         train(options, 6, evaluate=evaluate, others=[recorder])
         seen[evaluate] = recorder.evaluated
         assert recorder.calls.count("evaluation end") == 3  # before training, at steps 3 and 6

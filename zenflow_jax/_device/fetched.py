@@ -134,10 +134,10 @@ def _backward(one: Callable, residuals: Any, g: Any) -> tuple[Any, Any]:
     fetched, zeros = fetch_layer((hosted, fixed), number - 1), jax.tree.map(jnp.zeros_like, consts)
     stacks = jax.tree.map(lambda x: _in_memory_of(_empty(number, x[0]), x), (hosted, floats))
     state = g_moving, zeros, fetched, stacks
-    (*state, stacks), _ = jax.lax.scan(step, state, np.arange(1, number), reverse=True)
-    g_moving, g_consts, made = jax.lax.optimization_barrier(
-        run(*jax.lax.optimization_barrier(state), 0)
-    )
+    state, _ = jax.lax.scan(step, state, np.arange(1, number), reverse=True)
+    g_moving, g_consts, fetched, stacks = jax.lax.optimization_barrier(state)
+    made = run(g_moving, g_consts, fetched, 0)
+    g_moving, g_consts, made = jax.lax.optimization_barrier(made)
     g_hosted, g_floats = _put(stacks, made, 0)
     return (g_moving, g_hosted, g_floats, g_consts), None
 

@@ -240,15 +240,14 @@ def _close(
     half = _update(before, active, scalars, open_steps, scaling, spec)
     waits = active & ~jnp.asarray(boundary.synchronous)
     leaf = leaf._replace(deferred=half._replace(pending=waits))
-    if boundary.selects is not False:  # as `flush` says it, which so has no branch to compile
-        leaf = jax.lax.cond(
-            boundary.selects,
-            partial(_reselect, shard),
-            lambda leaf, p, change: leaf,
-            leaf,
-            p,
-            change,
-        )
+    leaf = jax.lax.cond(
+        boundary.selects,
+        partial(_reselect, shard),
+        lambda leaf, p, change: leaf,
+        leaf,
+        p,
+        change,
+    )
     half = leaf.deferred
     assert half is not None
     return leaf, _to_master(shard, half, active & ~half.pending, p, change)
@@ -322,10 +321,9 @@ def _reselect(shard: Shard, leaf: LeafState, p: jax.Array, change: jax.Array) ->
 
 
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """Brings every deferred update into the parameters and closes an open window early.
+    """Brings updates in that are under way, as `HostEngine.flush` does.
 
-    For `zenflow(..., offload=False)`; with an engine, use `HostEngine.flush`. The schedule goes on
-    as if nothing had happened: the next window just has fewer steps. Outside of jit, `flush` warns
+    For `zenflow(..., offload=False)`; with an engine, use that one. Outside of jit, `flush` warns
     by `logging` if the last steps were all skipped. It is pure, so it also shows the parameters in
     mid-run: `eval_params, _ = flush(params, opt_state)`.
 
@@ -359,22 +357,20 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     weights, state = jax.tree.map(jnp.asarray, (weights, state))
     if not isinstance(state.skipped_in_a_row, Tracer):
         warn_of_skipped(int(state.skipped_in_a_row), int(state.step))
-    boundary = Boundary(closes=True, selects=False, synchronous=True, arrives=True)
-    close_leaf = partial(_close, scaling=state.schedule.window_scaling)
-    leaves = []
+    schedule, leaves = state.schedule, []
     for place, leaf in zip(places, state.leaves, strict=True):
         if leaf.deferred is not None:
             p = weights[place]
             changes = jnp.zeros_like(p, jnp.float32)
             for spec in leaf.spec.ranges:
-                of_range = cut(p, spec)
-                piece = _per_leaf(_arrive, cut_state(leaf, spec), cut(changes, spec), of_range)
-                open_steps = state.open_steps[spec.group]
-                part, change = _per_leaf(
-                    close_leaf, *piece, of_range, state.scalars, open_steps, boundary
+                piece, of_range = (cut_state(leaf, spec), cut(changes, spec)), cut(p, spec)
+                waits = schedule.provisional_share is not None and schedule.in_window(
+                    state.step, state.schedule_state, spec.group
                 )
+                arrived = _per_leaf(_arrive, *piece, of_range)
+                part, change = jax.tree.map(partial(jnp.where, waits), piece, arrived)
                 leaf, changes = put_state(leaf, part), put(changes, change, spec)
             weights[place] = (p.astype(jnp.float32) + changes).astype(p.dtype)
         leaves.append(leaf)
-    new = state._replace(leaves=tuple(leaves), open_steps=jnp.zeros_like(state.open_steps))
-    return jax.tree.unflatten(treedef, weights), replace_state(opt_state, new)
+    new = replace_state(opt_state, state._replace(leaves=tuple(leaves)))
+    return jax.tree.unflatten(treedef, weights), new

@@ -18,8 +18,8 @@ class EngineStats:
 
     Attributes:
         steps: Exchanges.
-        window_lengths: Number of windows of each length in steps, skipped ones included. `flush`
-            closes windows, too; where leaves take turns, each group has windows of its own.
+        window_lengths: Number of windows of each length in steps, skipped ones included. Where
+            leaves take turns, each group has windows of its own.
         reselections: Selections of channels, the first ones included; of each group's.
         kept_share: The selected channels' share of the best k channels' score, at the last boundary
             but one of each group; their mean. None before the first one is read, and unless

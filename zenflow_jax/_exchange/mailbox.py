@@ -206,8 +206,9 @@ def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
     """A function that takes a group's sums out of a state's mail.
 
     It returns the sums, and the leaves' arrays with zeros in their places, by number; `specs` are
-    by number, too. Sums of whole leaves are not donated: a state that was flushed is to be refused
-    by name if it makes a step, and a donated array would end that step with an error of XLA's.
+    by number, too. Sums of whole leaves are not donated: a state that was exchanged is to be
+    refused by name if it makes a step, and a donated array would end that step with an error of
+    XLA's.
     """
     ranges = {i: spec for i, spec in specs.items() if spec.start is not None}
     # On a mesh the compiler would place zeros wherever it likes, as they depend on nothing. On one

@@ -25,7 +25,7 @@ from zenflow_jax._spec.schedule import Schedule
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
 #: Platforms on which jax has a pool of pinned memory for each device, with a limit of its own
-#: (`GetGpuHostAllocator` in XLA, the same in jax 0.10.2 and 0.11.2).
+#: (read in XLA's `GetGpuHostAllocator`, July 2026 or newer).
 _GPUS = ("gpu", "cuda", "rocm")
 
 

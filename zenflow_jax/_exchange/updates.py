@@ -144,6 +144,19 @@ class Updates:
             self._integrity.add([self._specs[i].name for i in group.leaves], changed)
         return weights
 
+    def compare(
+        self, weights: Sequence[jax.Array], groups: Sequence[int], state: ZenFlowState
+    ) -> None:
+        """Compares the parameters of some groups, as their next merge will."""
+        for number in groups:
+            group, pending = self._offloaded.groups[number], self.pending.get(number)
+            if group.hosted or not group.leaves:
+                continue
+            since = self._since(number, pending and pending.before, state)
+            static = {"specs": group.specs, "window": state.schedule.longest_window}
+            _, changed = compare(_on_device(group.pick(weights), group), since, **static)
+            self._integrity.add([self._specs[i].name for i in group.leaves], changed)
+
     def note_parameters(self, weights: Sequence[jax.Array], leaves: Sequence[LeafState]) -> None:
         """Samples the parameters: until the next merge only steps may change them."""
         for number, group in enumerate(self._offloaded.groups):

@@ -27,7 +27,7 @@ class Boundary(NamedTuple):
 class ScheduleState(NamedTuple):
     """The facts that the schedule decides by: NumPy arrays and numbers, or traced ones.
 
-    `flush` leaves it alone: a flush ends a window's sum early and moves no boundary.
+    `flush` leaves it alone.
     """
 
     # Of adaptive windows, which are the same for all leaves.
@@ -137,6 +137,13 @@ class Schedule:
     def between_boundaries(self) -> bool:
         """Whether updates arrive where no window of their group closes."""
         return self.staleness not in (None, 0, self.window)
+
+    def in_window(self, step: Any, schedule_state: ScheduleState | None, group: int) -> Any:
+        """Whether a window of `group` is open, with steps in it, after step `step`."""
+        if isinstance(self.window, AutoWindow):
+            assert schedule_state is not None
+            return schedule_state.length > 0
+        return (step - self.full_warm_up_rounds + group) % self.window != 0
 
     def boundary(self, step: Any, schedule_state: ScheduleState | None, group: int = 0) -> Boundary:
         """The boundary of `group` after step `step` (a Python int or a traced int32).

@@ -48,7 +48,7 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         """Exchanges what the step has sent, and saves if it is time to.
 
         The trainer calls this after every update. The last one is flushed, as training ends there:
-        its checkpoint has all updates.
+        its checkpoint has these parameters.
         """
         self._hooks.exchange()
         if step == self._trainer.config.max_steps and not self._trainer.is_managed_externally:

@@ -53,18 +53,18 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     """Trains with `zenflow` in a trainer of Tunix: make it after the trainer, before `train`.
 
     It adds itself to the trainer's hooks, and replaces the checkpoint manager with one that saves
-    the engine's state as well. It exchanges every update and flushes the last one, so that the
-    model has all updates after `train`. It serves `PeftTrainer` and trainers that inherit its
-    `train`. Accumulate gradients by `gradient_accumulation_steps` or an `optax.MultiSteps` of your
-    own. Where `train` is called repeatedly (`is_managed_externally`, as in Tunix's reinforcement
-    learning), call `flush` and `close` yourself.
+    the engine's state as well. It exchanges every update and flushes after the last one. It serves
+    `PeftTrainer` and trainers that inherit its `train`. Accumulate gradients by
+    `gradient_accumulation_steps` or an `optax.MultiSteps` of your own. Where `train` is called
+    repeatedly (`is_managed_externally`, as in Tunix's reinforcement learning), call `flush` and
+    `close` yourself.
 
     Args:
         trainer: Made with an optimizer that has `zenflow` in it. If it has restored a checkpoint,
             the engine goes on from the same one, bit for bit.
         hooks: Your own hooks, called after these. None: those that the trainer has.
         evaluate: The parameters that evaluations use. "as_is": those that train, which lack updates
-            that are under way. "flush": with all updates; ends the open windows early.
+            that are under way. "flush": with these, too.
         engine_options: Arguments of `HostEngine`: `host_kernel`, `threads`, `prefetch_bytes`, ...
 
     Raises:
@@ -132,7 +132,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             self._exchanged = made
 
     def flush(self) -> None:
-        """Brings every update into the trainer's model."""
+        """Brings updates that are under way into the trainer's model."""
         self.exchange()
         self.engine.flush_nnx(self._trainer.model, self._trainer.optimizer)
 
@@ -177,7 +177,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._evaluating = False
 
     def on_train_end(self, train_ctx: Any) -> None:
-        """Brings every update into the model, unless `train` is one of many calls."""
+        """Flushes, unless `train` is one of many calls."""
         self.exchange()
         if not self._trainer.is_managed_externally:
             self.flush()
