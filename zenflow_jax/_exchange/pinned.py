@@ -25,7 +25,7 @@ from zenflow_jax._spec.schedule import Schedule
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
 #: Platforms on which jax has a pool of pinned memory for each device, with a limit of its own
-#: (read in XLA's `GetGpuHostAllocator`, July 2026 or newer).
+#: (`GetStreamExecutorGpuDeviceAllocator` in XLA's source).
 _GPUS = ("gpu", "cuda", "rocm")
 
 
