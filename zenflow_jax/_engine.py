@@ -119,7 +119,7 @@ class HostEngine:
         ...         params, opt_state = engine.exchange(params, opt_state)
         ...     params, opt_state = engine.flush(params, opt_state)
         >>> engine.stats.windows
-        3
+        2
         >>> bool((params["w"] < 1).all())
         True
     """

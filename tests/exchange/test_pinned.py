@@ -49,7 +49,7 @@ def test_mail_is_taken_once_by_a_new_engine_and_given_back(sending, taken):
         assert 0 <= pinned.buffers(state) * mail - sum(taken) - blank < mail
         before = bytes_in_host_memory()
         training.renew()
-        assert bytes_in_host_memory() == before
+        assert bytes_in_host_memory() <= before  # of other tests, some may have been let go
         # Arrays of an engine's state have been pinned themselves.
         saved = training.engine.state()
         taken.clear()

@@ -156,7 +156,7 @@ def test_an_export_says_which_updates_it_lacks(runs, tmp_path, capsys):
     ("room", "expected"),
     [
         ("40k", "expected to write .*{disk}.*Make room"),
-        ("2m", "the last checkpoint is missing: see above. {disk}/.*model.safetensors is whole"),
+        ("1250k", "the last checkpoint is missing: see above. {disk}/.*model.safetensors is whole"),
     ],
     ids=["metrics", "checkpoints"],
 )

@@ -340,7 +340,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax
         >>> params = {"w": jnp.ones((8, 4))}
-        >>> tx = zenflow_jax.zenflow(1e-2, offload=False)
+        >>> tx = zenflow_jax.zenflow(1e-2, offload=False, update_interval=1)
         >>> updates, opt_state = tx.update(params, tx.init(params), params)
         >>> params, opt_state = zenflow_jax.flush(params, opt_state)
         >>> bool((params["w"] < 1).any())
