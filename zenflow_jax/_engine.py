@@ -279,7 +279,8 @@ class HostEngine:
 
         Call it after the last exchange; go on only from what it returns. Open windows stay open,
         so a run that goes on has the same windows. Their gradients are in the parameters as
-        provisional steps alone.
+        provisional steps alone, and with `provisional_share=None` not at all: end such a run where
+        a window ends. A layer in host memory brings in the updates of all groups.
 
         Args:
             params: The parameters that the last `exchange` returned.

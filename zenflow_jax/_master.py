@@ -12,6 +12,7 @@ from zenflow_jax._device.channels import broadcast_channels, gather_to_channels,
 from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.shards import Layout, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout
+from zenflow_jax._device.step import rounded
 from zenflow_jax._engine import HostEngine
 
 
@@ -133,10 +134,8 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
             of_weight = take(wide, shard.to_local(leaf.channels), shard.block)
             master = jnp.where(fresh, of_weight, shard.gather(leaf.master))
             selected = gather_to_channels(master, place, shard.block)
-        host, kind = shard.gather(host), jnp.finfo(weight.dtype)
-        # Not a cast, which a compiler may leave out before it compares.
-        is_cast = jax.lax.reduce_precision(host, kind.nexp, kind.nmant) == wide
-        host = jnp.where(is_cast, host, wide)
+        host = shard.gather(host)
+        host = jnp.where(rounded(host, weight.dtype) == wide, host, wide)
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
     takes = [layout.block, leaf_layout(spec, deferred=False), layout.part]

@@ -107,3 +107,9 @@ def test_vmap_around_the_scan_is_refused_where_it_would_add_up_gradients_in_host
     np.testing.assert_allclose(jax.jit(around)(hosted, x), expected, rtol=1e-6)
     with pytest.raises(ValueError, match=r"`jax.vmap` around .* Call it in the body"):
         jax.grad(around, allow_int=True)(hosted, x)
+
+
+def test_stacks_of_other_lengths_are_refused():
+    short = in_host_memory(layers(), "up") | {"scale": jnp.ones((LAYERS - 1, WIDTH))}
+    with pytest.raises(ValueError, match=r"stacks of \[4, 5\] entries"):
+        streaming.scan_layers(lambda x, w: (x, None), 1.0, short)

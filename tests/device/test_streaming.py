@@ -219,7 +219,11 @@ def test_a_program_for_a_gpu_is_refused_where_jax_slices_host_memory_wrongly(
         traced.lower()
         with pytest.raises(NotImplementedError, match=r"xla#46231.*0\.11\.1 .*Python 3\.12"):
             traced.lower(lowering_platforms=(platform,))
-        monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=a,dynamic-slice-annotator --b=1")
+        # Too late: XLA has read its flags.
+        monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dynamic-slice-annotator")
+        with pytest.raises(NotImplementedError, match="before Python starts"):
+            traced.lower(lowering_platforms=(platform,))
+        monkeypatch.setattr(host_slices, "_DISABLED", True)
         traced.lower(lowering_platforms=(platform,))
 
 

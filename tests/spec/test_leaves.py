@@ -15,7 +15,7 @@ import zenflow_jax
 from tests import comparisons
 
 DEVICE = jax.devices()[0]
-TX = zenflow_jax.zenflow(1e-2, topk_ratio=0.25, update_interval=2)
+TX = zenflow_jax.zenflow(1e-2, topk_ratio=0.25, update_interval=1)
 
 
 class Model(nnx.Module):
@@ -116,11 +116,10 @@ class Twins(list):
 
 
 def test_leaves_of_one_path_are_told_apart_by_their_order_or_refused():
-    tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.25, update_interval=1)
     made = jax.device_put(Twins([jnp.ones((8, 3)), jnp.zeros((8, 3)), 3 * jnp.ones(3)]), DEVICE)
-    state = tx.init(made)
+    state = TX.init(made)
     with zenflow_jax.HostEngine(made, state, host_kernel="numpy") as engine:
-        updates, state = tx.update(made, state, made)
+        updates, state = TX.update(made, state, made)
         params, state = engine.exchange(optax.apply_updates(made, updates), state)
         with pytest.raises(ValueError, match=r"expected 3 leaves at \.w,.*got 2: leaves of"):
             engine.flush(Twins(made[:2]), state)

@@ -34,6 +34,9 @@ def scan_fetched(
 
     By `still` there is no derivative. Probes are not fetched: nobody reads their values.
     """
+    lengths = {x.shape[0] for x in jax.tree.leaves((layers, still, probes))}
+    if len(lengths) > 1:
+        raise ValueError(f"Layers have stacks of {sorted(lengths)} entries. Stack as many of each.")
     hosted, layers = _divided(layers, is_hosted)
     hosted, whole = _divided(hosted, _is_float)
     fixed, still = _divided(still, is_hosted)

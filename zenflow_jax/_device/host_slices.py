@@ -14,8 +14,13 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-#: XLA does without the annotation where this is among the passes that XLA_FLAGS disables.
+#: XLA does without the annotation where this is among the passes that XLA_FLAGS disables. XLA reads
+#: the flags once, so what is set after this file is imported does not count.
 _PASS = "dynamic-slice-annotator"
+_DISABLED = any(
+    _PASS in passes.split(",")
+    for passes in re.findall(r"--xla_disable_hlo_passes=(\S*)", os.environ.get("XLA_FLAGS", ""))
+)
 _FIXED = (0, 11, 1)
 
 _sliced_p = Primitive("zenflow_jax_host_slices")
@@ -33,13 +38,12 @@ def check_slices(tree: Any) -> Any:
 
 
 def _refuse() -> None:
-    disabled = re.findall(r"--xla_disable_hlo_passes=(\S*)", os.environ.get("XLA_FLAGS", ""))
-    if any(_PASS in passes.split(",") for passes in disabled):
+    if _DISABLED:
         return
     raise NotImplementedError(
         f"jax {jax.__version__} reads and writes streamed layers in the wrong order on GPUs "
         "(openxla/xla#46231). Install jax 0.11.1 or newer, which needs Python 3.12; or set "
-        f"XLA_FLAGS=--xla_disable_hlo_passes={_PASS} before jax starts, at some cost of speed."
+        f"XLA_FLAGS=--xla_disable_hlo_passes={_PASS} before Python starts, at some cost of speed."
     )
 
 

@@ -302,14 +302,20 @@ def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
     """The float32 change of `p` where `step` is subtracted and the result rounded to its dtype."""
     if p.dtype == jnp.float32:
         return -step
-    kind, old = jnp.finfo(p.dtype), p.astype(jnp.float32)
-    # Not a pair of casts, which a compiler may leave out: the change is then not the difference of
-    # two numbers that `p` can be. It makes subnormal numbers zero, though.
-    new = old - step
-    normal = jnp.abs(new) >= float(kind.smallest_normal)
-    rounded = jax.lax.reduce_precision(new, kind.nexp, kind.nmant)
-    new = jnp.where(normal, rounded, new.astype(p.dtype).astype(jnp.float32))
-    return new - old
+    old = p.astype(jnp.float32)
+    return rounded(old - step, p.dtype) - old
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Float32 numbers that `dtype` has, each the nearest to that of `x`.
+
+    A compiler may leave out a pair of casts, but not this. `reduce_precision` alone makes subnormal
+    numbers zero.
+    """
+    kind = jnp.finfo(dtype)
+    normal = jnp.abs(x) >= float(kind.smallest_normal)
+    reduced = jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
+    return jnp.where(normal, reduced, x.astype(dtype).astype(jnp.float32))
 
 
 def _spread_out(
