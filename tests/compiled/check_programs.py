@@ -19,6 +19,8 @@ VERSION = ".".join(jax.__version__.split(".")[:2])
 FIGURES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())[VERSION]
 #: Schedulers differ that much in what they find between patch versions.
 TOLERANCE = 0.03
+#: Whose fetches of the next layer XLA gives no walk, as their index, `min(i + 1, n - 1)`, is no line.
+FETCHED_BY_KERNELS = ("hosted", "hosted, fsdp=4", "script, hosted")
 REFUSES = jax.__version_info__ < (0, 11, 1)
 
 pytestmark = pytest.mark.usefixtures("as_scripts_run", "annotations_are_not_checked")
@@ -29,7 +31,7 @@ def check(name, compiled):
     figures = compiled.figures
     line = f'"{name}" = {{ {", ".join(f"{k} = {v}" for k, v in figures._asdict().items())} }}'
     assert not compiled.wrong
-    assert not compiled.in_loops
+    assert not compiled.in_loops or name in FETCHED_BY_KERNELS
     expected = FIGURES.get(name, {})
     assert [*expected] == [*figures._asdict()], line
     expected = programs.Figures(**expected)

@@ -3,11 +3,6 @@
 Its backward pass computes each layer again, from what went into it. So neither other layers'
 weights nor what was inside of them are on the device. Gradients of layers in host memory leave for
 it one layer after the other, too.
-
-The last layer of either pass is behind the loop, so that each iteration of it fetches the next one.
-A copy engine then does (jax 0.11.1 and newer): XLA gives it an offset and a step in bytes, which no
-index such as `min(i + 1, n - 1)` is. The one layer that is fetched outside the loop needs a kernel.
-The barriers around the last layer keep it apart, so that it rounds as those in the loop do.
 """
 
 from collections.abc import Callable
@@ -65,31 +60,21 @@ def scan_fetched(
 
 
 def _forward(one: Callable, varied: Any, constant: Any) -> tuple[Any, Any]:
-    """Runs the layers; returns the results and what the backward pass needs: each layer's input."""
+    """The scan, and what its backward pass needs: what went into each layer."""
     (moving, hosted, floats, consts), (rest, fixed, others) = varied, constant
     hosted, fixed = check_slices((hosted, fixed))
-    last = _length((hosted, fixed)) - 1
+    order = _order((hosted, fixed))
 
-    def run(carry: Any, fetched: Any, i: Any) -> tuple[Any, Any]:
-        moving, rest = carry
-        layer, numbers = _entry((floats, others), i)
-        made = one((moving, fetched[0], layer), (rest, fetched[1], numbers), *consts)
+    def step(state: Any, layer: Any) -> Any:
+        (moving, rest), fetched = state
+        i, floats, others = layer
+        following = fetch_layer((hosted, fixed), jnp.minimum(i + 1, order[-1]))
+        made = one((moving, fetched[0], floats), (rest, fetched[1], others), *consts)
         (new, y), (new_rest, y_rest) = made
-        return (new, new_rest), (carry, (y, y_rest))
+        return ((new, new_rest), following), ((moving, rest), (y, y_rest))
 
-    def step(state: Any, i: Any) -> Any:
-        carry, fetched, stacks = state
-        following = fetch_layer((hosted, fixed), i + 1)
-        carry, made = run(carry, fetched, i)
-        return (carry, following, _put(stacks, made, i)), None
-
-    carry, fetched = (moving, rest), fetch_layer((hosted, fixed), 0)
-    _, made = jax.eval_shape(run, carry, fetched, 0)
-    state = carry, fetched, jax.tree.map(partial(_empty, last + 1), made)
-    (carry, fetched, stacks), _ = jax.lax.scan(step, state, np.arange(last))
-    carry, fetched = jax.lax.optimization_barrier((carry, fetched))
-    carry, made = jax.lax.optimization_barrier(run(carry, fetched, last))
-    carries, ys = _put(stacks, made, last)
+    state = (moving, rest), fetch_layer((hosted, fixed), 0)
+    (carry, _), (carries, ys) = jax.lax.scan(step, state, (order, floats, others))
     return (carry, ys), (carries, hosted, floats, consts, fixed, others)
 
 
@@ -116,55 +101,32 @@ def _refuse_vmap(*_: Any) -> Any:
 def _backward(one: Callable, residuals: Any, g: Any) -> tuple[Any, Any]:
     carries, hosted, floats, consts, fixed, others = residuals
     (g_moving, _), (g_ys, _) = g
-    number = _length((hosted, fixed))
+    order = _order((hosted, fixed))
 
-    def run(g_moving: Any, g_consts: Any, fetched: Any, i: Any) -> tuple[Any, Any, Any]:
-        (moving, rest), layer, numbers, g_y = _entry((carries, floats, others, g_ys), i)
+    def step(state: Any, layer: Any) -> Any:
+        g_moving, g_consts, fetched = state
+        i, (moving, rest), floats, others, g_y = layer
+        following = fetch_layer((hosted, fixed), jnp.maximum(i - 1, 0))
 
         def again(varied: Any, consts: Any) -> Any:
-            return one(varied, (rest, fetched[1], numbers), *consts)
+            return one(varied, (rest, fetched[1], others), *consts)
 
-        _, pull, _ = jax.vjp(again, (moving, fetched[0], layer), consts, has_aux=True)
+        _, pull, _ = jax.vjp(again, (moving, fetched[0], floats), consts, has_aux=True)
         (g_moving, g_layer, g_floats), more = pull((g_moving, g_y))
-        return g_moving, jax.tree.map(jnp.add, g_consts, more), (g_layer, g_floats)
+        # Mail is there; zeros in its place, of a layer that is not used, are not.
+        g_layer = jax.device_put(g_layer, jax.memory.Space.Host)
+        g_floats = jax.tree.map(_in_memory_of, g_floats, floats)
+        return (g_moving, jax.tree.map(jnp.add, g_consts, more), following), (g_layer, g_floats)
 
-    def step(state: Any, i: Any) -> Any:
-        g_moving, g_consts, fetched, stacks = state
-        following = fetch_layer((hosted, fixed), i - 1)
-        g_moving, g_consts, made = run(g_moving, g_consts, fetched, i)
-        return (g_moving, g_consts, following, _put(stacks, made, i)), None
-
-    fetched, zeros = fetch_layer((hosted, fixed), number - 1), jax.tree.map(jnp.zeros_like, consts)
-    stacks = jax.tree.map(lambda x: _in_memory_of(_empty(number, x[0]), x), (hosted, floats))
-    state = g_moving, zeros, fetched, stacks
-    state, _ = jax.lax.scan(step, state, np.arange(1, number), reverse=True)
-    g_moving, g_consts, fetched, stacks = jax.lax.optimization_barrier(state)
-    made = run(g_moving, g_consts, fetched, 0)
-    g_moving, g_consts, made = jax.lax.optimization_barrier(made)
-    g_hosted, g_floats = _put(stacks, made, 0)
-    return (g_moving, g_hosted, g_floats, g_consts), None
+    zeros = jax.tree.map(jnp.zeros_like, consts)
+    state = g_moving, zeros, fetch_layer((hosted, fixed), len(order) - 1)
+    scanned = order, carries, floats, others, g_ys
+    state, (g_hosted, g_floats) = jax.lax.scan(step, state, scanned, reverse=True)
+    return (state[0], g_hosted, g_floats, state[1]), None
 
 
-def _length(stacked: Any) -> int:
-    return len(jax.tree.leaves(stacked)[0])
-
-
-def _entry(stacked: Any, i: Any) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
-
-
-def _empty(number: int, like: Any) -> jax.Array:
-    """A stack for so many arrays, each written once."""
-    return jax.lax.full((number, *like.shape), 0, like.dtype)
-
-
-def _put(stacks: Any, made: Any, i: Any) -> Any:
-    """The stacks with an entry of each, in the memory of the stack."""
-
-    def one(stack: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack, _in_memory_of(x, stack), i, 0)
-
-    return jax.tree.map(one, stacks, made)
+def _order(stacked: Any) -> np.ndarray:
+    return np.arange(len(jax.tree.leaves(stacked)[0]))
 
 
 def _first(stacked: Any) -> Any:
