@@ -53,7 +53,7 @@ def test_where_slices_are_wrong_a_streaming_program_is_refused(name):
 
 
 #: How many slices of a program that is refused are in loops, and how many are not.
-SLICES = [("streamed", 2, 0), ("hosted", 6, 2)]
+SLICES = [("streamed", 2, 0), ("hosted", 6, 0)]
 
 
 @pytest.mark.parametrize(("name", "in_loops", "others"), SLICES if REFUSES else [])
