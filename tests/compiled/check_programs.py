@@ -19,7 +19,7 @@ VERSION = ".".join(jax.__version__.split(".")[:2])
 FIGURES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())[VERSION]
 #: Schedulers differ that much in what they find between patch versions.
 TOLERANCE = 0.03
-#: Whose fetches of the next layer XLA gives no walk, as their index, `min(i + 1, n - 1)`, is no line.
+#: XLA gives their fetches of the next layer no walk: the index, `min(i + 1, n - 1)`, is no line.
 FETCHED_BY_KERNELS = ("hosted", "hosted, fsdp=4", "script, hosted")
 REFUSES = jax.__version_info__ < (0, 11, 1)
 
