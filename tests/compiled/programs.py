@@ -33,7 +33,7 @@ class Figures(NamedTuple):
     to_host: int  # whole arrays that are copied
     to_device: int
     slices: int  # of host memory in loops, by the copy engine
-    kernels: int  # that read or write host memory; outside of loops alone
+    kernels: int  # that read or write host memory
     stacks: int  # of layers that are copied whole on the device: new weights into donated memory
 
 

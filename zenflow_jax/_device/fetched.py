@@ -33,18 +33,15 @@ def scan_fetched(
     if len(lengths) > 1:
         raise ValueError(f"Layers have stacks of {sorted(lengths)} entries. Stack as many of each.")
     hosted, layers = _divided(layers, is_hosted)
-    hosted, whole = _divided(hosted, _is_float)
     fixed, still = _divided(still, is_hosted)
-    fixed = whole, fixed
     floats, numbers = _divided((layers, probes), _is_float)
     moving, rest = _divided(carry, _is_float)
     others = numbers, still
 
     def one(varied: Any, constant: Any) -> Any:
-        (moving, hosted, floats), (rest, (whole, fixed), others) = varied, constant
-        numbers, still = others
+        (moving, hosted, floats), (rest, fixed, (numbers, still)) = varied, constant
         layers, probes = _joined(floats, numbers)
-        layer = _joined(hosted, whole, layers), _joined(fixed, still), probes
+        layer = _joined(hosted, layers), _joined(fixed, still), probes
         carry, y = body(_joined(moving, rest), layer)
         (moving, rest), (y, y_rest) = _divided(carry, _is_float), _divided(y, _is_float)
         return (moving, y), (rest, y_rest)
