@@ -17,14 +17,11 @@ from typing import Any, Literal
 
 from train import CONFIGS, Failure, command_of
 from train.arguments import did_you_mean, read_arguments
-from train.settings import File, Settings, SettingsError, flag_of, impossible, option_words
+from train.settings import File, Settings, SettingsError, impossible, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
 PROGRAM = command_of("finetune")
-
-# The endings of files.
-PICTURES, JSON = (".png", ".svg", ".pdf"), ".json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +74,12 @@ class Start:
             raise SettingsError(
                 f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}."
             )
-        _check_file("timeline", self.timeline, (*PICTURES, JSON))
+        if self.timeline is not None:
+            path, endings = Path(self.timeline), (".png", ".svg", ".pdf", ".json")
+            if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
+                raise SettingsError(
+                    f"`--timeline`: expected a file that ends in {', '.join(endings)}, got {path}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +88,6 @@ class Planning:
 
     plan: bool = False
     """Show what the run needs, and settings that fit."""
-    plan_json: File | None = None
-    """Also write the plan to this file."""
-    plan_picture: File | None = None
-    """Also draw its memory: .png, .svg or .pdf."""
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
     """GPU to plan for. If not given: this machine's, or else h100."""
     host_memory: float | None = None
@@ -105,10 +103,6 @@ class Planning:
             value = getattr(self, name)
             if isinstance(value, float) and not (math.isfinite(value) and value > 0):
                 raise SettingsError(impossible(name, "a finite number above 0", value))
-        for name, endings in (("plan_json", (JSON,)), ("plan_picture", PICTURES)):
-            if getattr(self, name) is not None and not self.plan:
-                raise SettingsError(f"`{flag_of(name)}`: expected --plan too, got it alone.")
-            _check_file(name, getattr(self, name), endings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +205,3 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(
             f"{path}: expected a config in TOML, got what cannot be read: {error}.{data}"
         ) from None
-
-
-def _check_file(name: str, file: str | None, endings: tuple[str, ...]) -> None:
-    if file is None:
-        return
-    path = Path(file)
-    if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
-        raise SettingsError(
-            f"`{flag_of(name)}`: expected a file that ends in {', '.join(endings)}, got {file}."
-        )

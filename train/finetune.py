@@ -178,12 +178,7 @@ def show_plan(
         console.print(
             "Compiling: minutes if the model is large. XLA's lines on memory are no error."
         )
-    run_plan = plan_run(settings, planning, deepspeed)
-    plan_report.show(run_plan, arguments, console)
-    if planning.plan_json:
-        plan_report.write_json(run_plan, arguments, Path(planning.plan_json))
-    if planning.plan_picture:
-        plan_report.write_picture(run_plan, Path(planning.plan_picture))
+    plan_report.show(plan_run(settings, planning, deepspeed), arguments, console)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,41 +33,27 @@ from zenflow_jax import find_state, planning
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
 OPTIMIZERS = ("adamw", "offload", "zenflow")
-#: Layers of the two models that are compiled in place of a deeper one that is written out, to
-#: compare a run with other optimizers.
-DEPTHS = (2, 4)
-#: How often the compiler may be asked for the largest batch, and a batch that nobody takes.
-COMPILATIONS, _MOST = 3, 2**20
-#: How many ways to make a run fit are named.
-WAYS = 3
+#: How many other settings that fit are named, and how many steps are compiled at most to find them.
+WAYS, COMPILATIONS = 3, 12
 # For a run whose steps and classes follow from its data: no size depends on the steps.
 STEPS, LABELS = 1000, 2
 
 
-class Memory(NamedTuple):
-    """The bytes that a run takes; without a compiler, gradients and activations are not in them."""
-
-    device: float
-    host: float
-    fits: bool
-
-
 class Way(NamedTuple):
-    """Settings with which a run fits."""
+    """Other settings with which a run fits."""
 
-    changes: Mapping[str, Any]  # by name, apart from the batch
+    changes: Mapping[str, Any]  # values by name, apart from the batch
     batch_size: int
-    memory: Memory
+    plan: planning.Plan
 
 
 class RunPlan(NamedTuple):
-    """The plan of a run, for all three optimizers."""
+    """The plan of a run, beside the same run with the other optimizers."""
 
     settings: StepSettings
     of_optimizers: Mapping[str, planning.Plan]
-    largest_batch: int | None  # of the settings' optimizer; None if not even the least fits
     measured: bool  # whether the host's bandwidth was
-    ways: tuple[Way, ...]  # that fit, the best first; () where the settings themselves do
+    ways: tuple[Way, ...]  # to make the run fit; for one that fits, the largest batch tried
 
     @property
     def chosen(self) -> planning.Plan:
@@ -77,29 +63,30 @@ class RunPlan(NamedTuple):
 class _Planner:
     """Plans runs of one model on one kind of device; caches shapes and compiled peaks."""
 
-    def __init__(self, settings: StepSettings, asked: Planning):
+    def __init__(self, settings: StepSettings, options: Planning):
         self.settings = settings
         self.origin = None if settings.model is None else folder_of_config(settings.model)
         local = planning.gpu_here()
         kinds = [name for name, gpu in planning.GPUS.items() if gpu is local]
-        self.device = asked.device or (kinds[0] if kinds else "h100")
-        is_here = local is planning.GPUS[self.device]
+        self.device = options.device or (kinds[0] if kinds else "h100")
+        is_local = local is planning.GPUS[self.device]
         self.by_compiler = planning.has_compiler()
         self.mesh = mesh_of(settings.mesh, self.device, described=self.by_compiler)
-        self.host = host_bytes() if is_here else None
-        if asked.host_memory is not None:
-            self.host = int(asked.host_memory * 1e9)
-        bandwidth = asked.host_bandwidth or ("here" if is_here else None)
+        self.host = host_bytes() if is_local else None
+        if options.host_memory is not None:
+            self.host = int(options.host_memory * 1e9)
+        bandwidth = options.host_bandwidth or ("here" if is_local else None)
         self.measured = bandwidth == "here"
         self.rate = self._rate(bandwidth)
-        options = {"origin": self.origin, "mesh": self.mesh, "placed": self.by_compiler}
-        self._step = functools.cache(functools.partial(planned_step, **options))
-        self._peak_at_depth = functools.cache(
-            lambda run, layers: compiled_peak(run, self.origin, self.mesh, layers)
+        self._step = functools.cache(
+            functools.partial(
+                planned_step, origin=self.origin, mesh=self.mesh, placed=self.by_compiler
+            )
         )
+        self._peak = functools.cache(lambda run: compiled_peak(run, self.origin, self.mesh))
 
     def _rate(self, bandwidth: float | str | None) -> float:
-        """Bytes a second of the host's memory."""
+        """Returns bytes a second of the host's memory."""
         if bandwidth is None:
             axes = mesh_axes(self.settings.mesh) if self.settings.mesh else {}
             return planning.GPUS[self.device].host_beside(math.prod(axes.values()))[0]
@@ -111,41 +98,43 @@ class _Planner:
         return planning.host_bandwidth(leaves, **options)
 
     def by_shapes(self, run: StepSettings) -> planning.Plan:
-        """The plan of a run without gradients and activations."""
+        """Plans a run without gradients and activations."""
         machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
         step = self._step(dataclasses.replace(run, host_state="float32", prefetch_bytes=None))
         machine |= {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
         return planning.plan(*step, **machine)
 
     def plan(self, run: StepSettings) -> planning.Plan:
-        """The plan of a run, with all that can be known here."""
+        """Plans a run, with the compiler if it is installed."""
         plan = self.by_shapes(run)
-        return plan.with_peak(self.peak(run, run.batch_size)) if self.by_compiler else plan
-
-    def peak(self, run: StepSettings, batch_size: int) -> int:
-        """Bytes of one device at the peak of a step with such batches, by the compiler."""
-        # No step's gradients and activations depend on the others.
+        if not self.by_compiler:
+            return plan
+        # No step's gradients and activations depend on these.
         same = {name: getattr(self.settings, name) for name in ("update_interval", "staleness")}
-        same |= {"host_state": "float32", "prefetch_bytes": None}
-        run = dataclasses.replace(run, batch_size=batch_size, **same)
-        layers = models.config_of(self.origin, run).layers
-        # Many layers written out take the compiler a minute. For comparing, a few will do.
-        if run.optimizer == self.settings.optimizer or run.scan_layers or layers <= DEPTHS[-1]:
-            return self._peak_at_depth(run, layers)
-        low, high = (self._peak_at_depth(run, few) for few in DEPTHS)
-        return extended(low, high, layers)
+        run = dataclasses.replace(run, **same, host_state="float32", prefetch_bytes=None)
+        return plan.with_peak(self._peak(run))
+
+    def plan_to_fit(self, run: StepSettings) -> planning.Plan | None:
+        """Plans a run, and compiles only if it fits by shapes; None if it cannot be planned."""
+        try:
+            plan = self.by_shapes(run)
+            if not plan.fits or not self.by_compiler:
+                return plan
+            return self.plan(run) if self._peak.cache_info().misses < COMPILATIONS else None
+        except SettingsError:
+            return None
 
 
 def plan_run(
-    settings: Settings, asked: Planning, deepspeed: DeepSpeedOptions | None = None
+    settings: Settings, options: Planning, deepspeed: DeepSpeedOptions | None = None
 ) -> RunPlan:
-    """Plans a run, with the values of its DeepSpeed config, on the machine that is `asked` for."""
+    """Plans a run, which has the values of its DeepSpeed config, for the machine of `options`."""
     if (settings.model is None) != (settings.task == "standard_library"):
         raise SettingsError(
             "`model`: expected a folder with a config.json, or none with the task standard_library,"
             f" got {settings.model or 'none'} with {settings.task}."
         )
-    planner = _Planner(settings, asked)
+    planner = _Planner(settings, options)
     if planner.origin is not None:
         check_length(settings.sequence_length, planner.origin)
     plans = {
@@ -156,51 +145,86 @@ def plan_run(
         )
         for name in OPTIMIZERS
     }
-    plan = plans[settings.optimizer]
-    parts = batch_parts(planner.mesh if settings.mesh else None)
-    unit = settings.micro_batches * parts
 
-    def device_bytes(batch: int) -> int:
-        """With another batch, on which nothing but the peak depends."""
-        return plan.with_peak(planner.peak(settings, batch)).device_bytes
+    def plan_of(other: StepSettings) -> planning.Plan | None:
+        if deepspeed is not None and with_values_of(deepspeed, other) != other:
+            return None  # the config overrides the change
+        return planner.plan_to_fit(other)
 
-    largest = None
-    if planner.by_compiler:
-        least = planner.by_shapes(settings).device_bytes
-        memory = plan.device_bytes_there
-        largest = largest_batch(settings.batch_size, unit, memory, least, device_bytes)
-
-    def memory_of(other: StepSettings) -> Memory | None:
-        try:
-            if deepspeed is not None and with_values_of(deepspeed, other) != other:
-                return None  # its config overrides what is changed here
-            # What is exact depends on neither; the trace of a deep model takes seconds.
-            exact = planner.by_shapes(
-                dataclasses.replace(other, batch_size=unit, remat=settings.remat)
-            )
-            if exact.fits and planner.by_compiler:
-                most = max(settings.batch_size, unit)
-                peak_of = functools.partial(planner.peak, other)
-                exact = exact.with_peak(between(unit, other.batch_size, most, peak_of))
-        except SettingsError:
-            return None
-        return Memory(exact.device_bytes, exact.host_bytes, exact.fits)
-
-    ways = [] if plan.fits else ways_that_fit(settings, unit, memory_of)
-    return RunPlan(settings, plans, largest, planner.measured, tuple(ways))
+    if not plans[settings.optimizer].fits:
+        unit = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
+        ways = ways_that_fit(settings, unit, plan_of)
+    else:
+        ways = larger_batches(settings, plan_of)[-1:] if planner.by_compiler else []
+    return RunPlan(settings, plans, planner.measured, tuple(ways))
 
 
-def extended(low: int, high: int, layers: int) -> int:
-    """The peak with so many layers, on the line through those of `DEPTHS`: layers are alike."""
-    few, many = DEPTHS
-    return high + math.ceil((layers - many) * (high - low) / (many - few))
+def larger_batches(
+    settings: StepSettings, plan_of: Callable[[StepSettings], planning.Plan | None]
+) -> list[Way]:
+    """Doubles the batch while it fits."""
+    ways: list[Way] = []
+    batch = 2 * settings.batch_size
+    while (plan := plan_of(dataclasses.replace(settings, batch_size=batch))) and plan.fits:
+        ways.append(Way({}, batch, plan))
+        batch *= 2
+    return ways
 
 
-def compiled_peak(
-    run: StepSettings, origin: Pretrained | None, mesh: Mesh | None, layers: int
-) -> int:
-    """Bytes of one device at the peak of a step of a model with so many layers, by the compiler."""
-    planned = planned_step(run, origin, mesh, placed=True, layers=layers)
+def ways_that_fit(
+    settings: StepSettings, unit: int, plan_of: Callable[[StepSettings], planning.Plan | None]
+) -> list[Way]:
+    """Returns at most `WAYS` ways to make a run fit, those with large batches first.
+
+    Each has few changes, and the first that fits of the batches, which are halved, in multiples of
+    `unit`. `plan_of` returns None for settings that cannot be planned.
+    """
+    ways: list[Way] = []
+    for changes in _changes(settings):
+        # More changes are worth it only for a larger batch.
+        fewer = [way.batch_size for way in ways if way.changes.items() <= changes.items()]
+        batch, least = settings.batch_size, max(fewer, default=0)
+        while batch > least:
+            plan = plan_of(dataclasses.replace(settings, batch_size=batch, **changes))
+            if plan is None or (plan.by == "shapes" and not plan.fits):
+                break  # nor does a smaller batch
+            if plan.fits:
+                ways.append(Way(changes, batch, plan))
+                break
+            batch = batch // 2 // unit * unit
+        if len(ways) == WAYS:
+            break
+    return sorted(ways, key=lambda way: -way.batch_size)
+
+
+def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
+    """Yields changes other than the batch, alone and combined: few changes first."""
+    offloads, interval = settings.optimizer != "adamw", settings.update_interval
+    in_host_memory = settings.stream == "weights"
+    choices: list[dict[str, Any]] = [{"remat": True}]
+    if offloads:
+        choices.append({"host_state": "compact"})
+    if settings.stream == "none":
+        choices.append({"scan_layers": False})
+    if not in_host_memory and may_stream(dataclasses.replace(settings, scan_layers=True)):
+        # Layers in host memory are scanned, and upload nothing.
+        weights = {"stream": "weights", "scan_layers": True, "update_interval": 1}
+        choices.append(weights | {"prefetch_bytes": settings.prefetch_bytes})
+    if settings.optimizer == "zenflow" and isinstance(interval, int):
+        choices.append({"update_interval": max(interval // 2, 1)})
+    if offloads and not in_host_memory and settings.prefetch_bytes is None:
+        choices.append({"prefetch_bytes": 0})
+    choices = [x for x in choices if any(getattr(settings, name) != x[name] for name in x)]
+    for count in range(len(choices) + 1):
+        for combined in itertools.combinations(choices, count):
+            changes = dict(item for choice in combined for item in choice.items())
+            if len(changes) == sum(map(len, combined)):  # else two change the same
+                yield {n: x for n, x in changes.items() if getattr(settings, n) != x}
+
+
+def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | None) -> int:
+    """Returns the bytes of one device at the peak of a step, by the compiler."""
+    planned = planned_step(run, origin, mesh, placed=True)
     peak = planning.peak_bytes(compiled_step(planned))
     return peak - (hosted.nbytes(planned.params) if run.stream == "weights" else 0)
 
@@ -217,89 +241,6 @@ def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
             return step.lower(*planned[1:]).compile(options)
         except NotImplementedError as error:  # layers that stream, with an older jax
             raise SettingsError(str(error)) from error
-
-
-def between(least: int, batch: int, most: int, peak_of: Callable[[int], int]) -> int:
-    """The peak with a batch between two others, on the line through theirs, which is above it."""
-    low, high = peak_of(least), peak_of(most)
-    return math.ceil(low + (high - low) * (batch - least) / max(most - least, 1))
-
-
-def ways_that_fit(
-    settings: StepSettings, unit: int, memory_of: Callable[[StepSettings], Memory | None]
-) -> list[Way]:
-    """At most `WAYS` ways to make a run fit: larger batches first, then fewer changes.
-
-    `memory_of` returns None for settings that cannot be followed.
-    """
-
-    def fitting(changes: dict[str, Any], batch: int) -> Way | None:
-        memory = memory_of(dataclasses.replace(settings, batch_size=batch, **changes))
-        return Way(changes, batch, memory) if memory and memory.fits else None
-
-    # What does not fit with the smallest batch fits with none.
-    combined = [changes for changes in _changes(settings) if fitting(changes, unit)]
-    ways: list[Way] = []
-    batch = settings.batch_size
-    while batch >= unit and len(ways) < WAYS:
-        for changes in combined:
-            is_more = any(way.changes.items() <= changes.items() for way in ways)
-            if not is_more and (way := fitting(changes, batch)):
-                ways.append(way)
-        batch = batch // 2 // unit * unit
-    return ways[:WAYS]
-
-
-def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
-    """Changes other than the batch, and combinations of them: few changes first."""
-    offloads, interval = settings.optimizer != "adamw", settings.update_interval
-    choices: list[dict[str, Any]] = []
-    choices += [{"host_state": "compact"}] * (offloads and settings.host_state != "compact")
-    choices += [{"scan_layers": False}] * (settings.scan_layers and settings.stream == "none")
-    if may_stream(dataclasses.replace(settings, scan_layers=True)):
-        hosted = {"stream": "weights", "scan_layers": True, "update_interval": 1}
-        hosted = {name: x for name, x in hosted.items() if getattr(settings, name) != x}
-        choices += [hosted] * bool(hosted)
-        choices += [{"staleness": 0}] * (settings.staleness != 0)  # one mail less
-    if settings.optimizer == "zenflow" and isinstance(interval, int):
-        choices.append({"update_interval": 2 * interval})
-        choices += [{"update_interval": interval // 2}] * (interval > 1)
-    choices += [{"remat": True}] * (not settings.remat)
-    choices += [{"prefetch_bytes": 0}] * (offloads and settings.prefetch_bytes is None)
-    for count in range(len(choices) + 1):
-        for chosen in itertools.combinations(choices, count):
-            changes = dict(item for choice in chosen for item in choice.items())
-            twice = len(changes) < sum(map(len, chosen))
-            hosts = changes.get("stream", settings.stream) == "weights"
-            # Layers in host memory cannot be written out, and upload nothing. Others have too many
-            # mails for one less to matter.
-            wrong = [("scan_layers", False), ("prefetch_bytes", 0)] if hosts else [("staleness", 0)]
-            if not twice and changes.items().isdisjoint(wrong):
-                yield changes
-
-
-def largest_batch(
-    start: int, unit: int, memory: int, least: int, needs: Callable[[int], int]
-) -> int | None:
-    """The largest batch, in multiples of `unit`, that fits, asking `needs` a few times; or None."""
-    if least > memory:
-        return None
-    begin = max(start // unit, 1)
-    asked = {0: least, begin: needs(begin * unit)}
-    for _ in range(COMPILATIONS):
-        good = max((x for x, size in asked.items() if size <= memory), default=0)
-        bad = min((x for x, size in asked.items() if size > memory), default=_MOST)
-        if bad - good <= max(good // 64, 1):
-            break
-        # On the line through the two that are next to the limit; if it leaves the range between
-        # what fits and what does not, in the middle of that.
-        one, other = sorted(asked, key=lambda x: abs(asked[x] - memory))[:2]
-        slope = (asked[one] - asked[other]) / (one - other)
-        guess = int(one + (memory - asked[one]) / slope) if slope > 0 else 0
-        if not good < guess < bad:
-            guess = (good + bad) // 2 if bad < _MOST else 2 * good
-        asked[guess] = needs(guess * unit)
-    return max((x for x, size in asked.items() if size <= memory), default=0) * unit or None
 
 
 def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
@@ -340,20 +281,16 @@ def planned_step(
     mesh: Mesh | None,
     *,
     placed: bool = False,
-    layers: int | None = None,
 ) -> PlannedStep:
-    """The step that a run would compile, its arguments `placed` also without a mesh.
-
-    `layers` replaces their number in the model.
-    """
+    """Returns the step that a run would compile, its arguments `placed` also without a mesh."""
     kind = "decoder" if origin is None else origin.architecture
     if not settings.steps:
         settings = dataclasses.replace(settings, steps=STEPS)
     divided = mesh if settings.mesh else None
     batches = divided and batch_sharding(divided, settings.batch_size, settings.micro_batches)
-    config = models.config_of(origin, settings)
-    config = config if layers is None else config._replace(layers=layers)
-    build = models.builder(config, settings, sharding=batches, labels=LABELS)
+    build = models.builder(
+        models.config_of(origin, settings), settings, sharding=batches, labels=LABELS
+    )
     graphdef, params = jax.eval_shape(lambda: models.split(build()))
     tx = make_optimizer(settings, steps_per_epoch=settings.steps)
     size, parts = settings.batch_size, settings.micro_batches

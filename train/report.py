@@ -27,7 +27,6 @@ from rich.table import Table
 import zenflow_jax
 from train import command_of
 from train.classes import is_of_pairs
-from train.command_line import JSON
 from train.meter import Row
 from train.whole import replace_text
 from zenflow_jax import planning
@@ -71,7 +70,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     try:
         figures = dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
         return figures if ENDS <= figures.keys() else None
-    except (FileNotFoundError, ValueError, TypeError):  # no UTF-8 or JSON, or no object
+    except (FileNotFoundError, ValueError, TypeError):  # not UTF-8, not JSON, or no object
         return None
 
 
@@ -111,7 +110,7 @@ def write_picture(
 
 def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
     """Writes the last steps as a picture or a trace; an error is said, and does not end the run."""
-    write = zenflow_jax.save_trace if path.suffix == JSON else zenflow_jax.plot_timeline
+    write = zenflow_jax.save_trace if path.suffix == ".json" else zenflow_jax.plot_timeline
     if timeline.steps:
         try:
             write(timeline, path)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from train import finetune
+from train.command_line import read_command_line
+from train.planning import plan_run
 from zenflow_jax import planning
 from zenflow_jax.planning import GPUS, HOST_RESERVE, USABLE
 
@@ -61,14 +62,13 @@ def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))
     words = shlex.split(command.replace(model, str(tmp_path)))
     machine = ["--device", DEVICES[gpu], "--host-memory", memory]
-    file = tmp_path / "plan.json"
-    assert finetune.main([*words, "--plan", *machine, "--plan-json", str(file)]) == 0
-    plan = json.loads(file.read_text())["plans"]["zenflow"]
+    run = read_command_line([*words, *machine], program="zenflow-plan")
+    plan = plan_run(run.settings, run.planning).of_optimizers["zenflow"]
     billions = float(re.search(r"([\d.]+)b", model.lower())[1])
-    assert plan["parameters"] / 1e9 == pytest.approx(billions, rel=0.06)
-    assert round(plan["host_bytes"] / 1e9) == int(on_host)
+    assert plan.parameters / 1e9 == pytest.approx(billions, rel=0.06)
+    assert round(plan.host_bytes / 1e9) == int(on_host)
     least, most = map(int, PER_PARAMETER.search(TEXT).groups())
-    assert least <= round(plan["host_bytes"] / plan["parameters"]) <= most
-    assert plan["host_bytes"] + HOST_RESERVE <= int(memory) * 1e9
+    assert least <= round(plan.host_bytes / plan.parameters) <= most
+    assert plan.host_bytes + HOST_RESERVE <= int(memory) * 1e9
     # The compiler adds gradients and activations.
-    assert plan["device_bytes"] / 1e9 < int(on_device) <= USABLE * GPUS[DEVICES[gpu]].memory / 1e9
+    assert plan.device_bytes / 1e9 < int(on_device) <= USABLE * GPUS[DEVICES[gpu]].memory / 1e9

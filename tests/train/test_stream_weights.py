@@ -101,7 +101,7 @@ def test_the_plan_has_the_weights_in_host_memory(monkeypatch):
     on_mesh = planned_step(dataclasses.replace(settings, mesh="data=1"), origin, mesh)
     assert planning.plan(*on_mesh).host["weights"] == hosted.nbytes(on_mesh.params) > 0
     least = plan.device["weights"] + plan.device["optimizer state"]
-    assert least < compiled_peak(settings, origin, mesh, origin.config.layers)
+    assert least < compiled_peak(settings, origin, mesh)
 
 
 def test_what_cannot_be_trained_from_host_memory_is_refused_by_name():

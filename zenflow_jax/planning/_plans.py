@@ -106,9 +106,33 @@ class Plan:
         return sum(self.host.get(name, 0) for name in PINNED)
 
     @property
+    def short(self) -> Mapping[str, str]:
+        """Says what "device", "host" and "bus" lack; only those that lack something are keys."""
+        short = {}
+        lack = self.device_bytes - self.device_bytes_there
+        if lack > 0:
+            without = _WITHOUT if self.by == "shapes" else ""
+            short["device"] = (
+                f"the device lacks {gb(lack)} (needs {gb(self.device_bytes)}{without}, has "
+                f"{gb(self.device_bytes_there)} for jax)"
+            )
+        lack = self.host_bytes + HOST_RESERVE - self.host_bytes_there
+        if self.host and lack > 0:
+            short["host"] = (
+                f"the host lacks {gb(lack)} (needs {gb(self.host_bytes)} and {gb(HOST_RESERVE)} "
+                f"for everything else, has {gb(self.host_bytes_there)})"
+            )
+        if self.hides is not None and self.bus > BUSY:
+            short["bus"] = (
+                f"the bus needs {self.bus:.0%} of a step, with any update_interval: a larger batch "
+                "gives it more time, send_gradients=per_window less to do"
+            )
+        return short
+
+    @property
     def fits(self) -> bool:
         """Whether neither device nor host lacks memory."""
-        return not self._lacks
+        return self.short.keys() <= {"bus"}
 
     @property
     def hidden(self) -> float:
@@ -117,34 +141,23 @@ class Plan:
 
     @property
     def advice(self) -> str:
-        """Advice in a sentence or two; for a run that does not fit, all that it lacks."""
-        if self._lacks:
-            return f"Does not fit: {' and '.join(self._lacks)}."
+        """Advice in a sentence or two; for a run that does not fit, everything that it lacks."""
+        short = dict(self.short)
+        bus = short.pop("bus", "")
+        if short:
+            return f"Does not fit: {' and '.join(short.values())}."
         spare = self.device_bytes_there - self.device_bytes
         text = f"Fits with {gb(spare)} of the device to spare"
         if self.device_bytes > UNASKED * self.gpu.memory:
             text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE} is set"
         if self.by == "shapes":
             text += f"{_WITHOUT}, which {INSTALL} adds to the plan"
-        return " ".join([f"{text}.", *self._of_time()])
-
-    @property
-    def _lacks(self) -> list[str]:
-        lacks = []
-        short = self.device_bytes - self.device_bytes_there
-        if short > 0:
-            without = _WITHOUT if self.by == "shapes" else ""
-            lacks.append(
-                f"the device lacks {gb(short)} (needs {gb(self.device_bytes)}{without}, has "
-                f"{gb(self.device_bytes_there)} for jax)"
-            )
-        short = self.host_bytes + HOST_RESERVE - self.host_bytes_there
-        if self.host and short > 0:
-            lacks.append(
-                f"the host lacks {gb(short)} (needs {gb(self.host_bytes)} and {gb(HOST_RESERVE)} "
-                f"for all else, has {gb(self.host_bytes_there)})"
-            )
-        return lacks
+        lines = [f"{text}."]
+        if self.hides is None and self.host:
+            lines.append(f"Every step waits {self.host_s:.2g} s for the host.")
+        if self.hides is not None and self.hides.interval is not None:
+            lines.append(self.hides.advice)
+        return " ".join([*lines, *([f"T{bus[1:]}."] if bus else [])])
 
     def with_peak(self, peak: int) -> "Plan":
         """The same plan with gradients and activations, by `peak_bytes` of the compiled step."""
@@ -154,17 +167,6 @@ class Plan:
         if self.late:
             device[LATE] = max(self.late - temporaries, 0)
         return dataclasses.replace(self, device=device)
-
-    def _of_time(self) -> list[str]:
-        if self.hides is None:
-            return [f"Every step waits {self.host_s:.2g} s for the host."] if self.host else []
-        if self.hides.interval is None:
-            return []
-        bus = (
-            f"The bus needs {self.bus:.0%} of a step, with any update_interval: a larger batch "
-            "gives it more time, send_gradients=per_window less to do."
-        )
-        return [self.hides.advice, *([bus] if self.bus > BUSY else [])]
 
 
 def plan(
