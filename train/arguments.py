@@ -1,18 +1,16 @@
 """Reads command lines into dataclasses, by argparse, and explains a mistake in one line.
 
-A field is an option, the text below it its help, and the class that declares it its group; a field
-that is a dataclass has all options of that. A type such as `Annotated[str, "DIR"]` names the value
-in the help; a field's metadata goes to `add_argument`.
+A field that is an `option` is declared in one place: its name, type, default, help and limits. The
+class that declares it is its group; a field that is a dataclass has all options of that class. A
+type such as `Annotated[str, "DIR"]` names the value in the help.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import difflib
 import inspect
-import itertools
 import re
 import shutil
 import sys
@@ -58,9 +56,32 @@ class ArgumentError(Failure):
     """A mistake in a command line."""
 
 
-def positional(**options: Any) -> Any:
-    """A field whose value stands alone on the command line, without the name of an option."""
-    return field(metadata={"positional": True}, **options)
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    positional: bool = False,
+    above: int | None = None,
+    least: int | None = None,
+    tasks: str = "",
+    **argparse_options: Any,
+) -> Any:
+    """Declares an option as a field of a dataclass.
+
+    Args:
+        default: Its value if it is not given; an option without a default is required.
+        help: The text in `--help`.
+        positional: Whether its value stands alone on the command line, without a name.
+        above: A number that the value must exceed, as `Settings` checks.
+        least: The smallest number that it may be, likewise.
+        tasks: The tasks that read it, separated by spaces, which the help names; "" for all.
+        argparse_options: Passed on to `add_argument`.
+    """
+    if tasks:
+        help = f"{tasks.replace(' ', ', ')}: {help}"
+    metadata = {"help": help, "positional": positional, "tasks": tasks}
+    metadata |= {"above": above, "least": least, "argparse": argparse_options}
+    return field(default=default, metadata=metadata)
 
 
 def read_arguments(
@@ -142,7 +163,7 @@ def _add_options(
     parser: argparse.ArgumentParser, kind: Any, default: Any, groups: dict[type, Any]
 ) -> None:
     """Adds the fields of a dataclass, each to the group of the class that declares it."""
-    hints, texts = get_type_hints(kind, include_extras=True), _texts(kind)
+    hints = get_type_hints(kind, include_extras=True)
     for one in fields(kind):
         hint, name = hints[one.name], one.name
         value = one.default if default is None else getattr(default, name)
@@ -153,7 +174,7 @@ def _add_options(
         if owner not in groups:
             groups[owner] = parser.add_argument_group((owner.__doc__ or "").rstrip("."))
         group = groups[owner]
-        text, kinds, flag = texts[name], _kinds(hint), name.replace("_", "-")
+        text, kinds, flag = one.metadata["help"], _kinds(hint), name.replace("_", "-")
         if hint is bool:
             text += f" (on; --no-{flag})" * value
             group.add_argument(f"--{flag}", action="store_true", default=value, help=text)
@@ -164,23 +185,12 @@ def _add_options(
             text += f" (default: {value})".replace("%", "%%")
         words = "|".join(_word(kind) for kind in kinds if kind is not NoneType)
         options = {"type": partial(_read, kinds), "metavar": words, "default": value, "help": text}
-        options |= one.metadata
-        if not options.pop("positional", False):
+        options |= one.metadata["argparse"]
+        if not one.metadata["positional"]:
             group.add_argument(f"--{flag}", required=value is MISSING, **options)
             continue
         nargs = None if value is MISSING else "?"
         group.add_argument(name, **options | {"nargs": nargs, "metavar": name.upper()})
-
-
-def _texts(kind: Any) -> dict[str, str]:
-    """The text below each field of a dataclass."""
-    texts = {}
-    for parent in kind.__mro__[:-1]:
-        tree: Any = ast.parse(inspect.getsource(parent)).body[0]
-        for one, text in itertools.pairwise(tree.body):
-            if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr):
-                texts[ast.unparse(one.target)] = " ".join(ast.literal_eval(text.value).split())
-    return texts
 
 
 def _kinds(hint: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train import CONFIGS, Failure, command_of
-from train.arguments import did_you_mean, read_arguments
+from train.arguments import did_you_mean, option, read_arguments
 from train.settings import File, Settings, SettingsError, impossible, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
@@ -28,12 +28,11 @@ PROGRAM = command_of("finetune")
 class Launch:
     """Several processes (docs/multi_host.md): all three options, or none under SLURM."""
 
-    coordinator: str | None = None
-    """HOST:PORT at which process 0 listens; the same for all processes."""
-    processes: int | None = None
-    """Number of processes."""
-    process: int | None = None
-    """Number of this process, from 0."""
+    coordinator: str | None = option(
+        None, "HOST:PORT at which process 0 listens; the same for all processes."
+    )
+    processes: int | None = option(None, "Number of processes.")
+    process: int | None = option(None, "Number of this process, from 0.")
 
     def __post_init__(self):
         values = dataclasses.asdict(self)
@@ -60,14 +59,17 @@ class Launch:
 class Start:
     """Start: options that are no keys of the TOML file."""
 
-    fresh: bool = False
-    """Fail instead of resuming a run."""
-    timeline: File | None = None
-    """Draw the last steps: .png, .svg, .pdf or .json (docs/timeline.md)."""
-    export: tuple[str, str] | None = field(
-        default=None, metadata={"nargs": 2, "metavar": ("STEP", "DIR"), "type": str}
+    fresh: bool = option(False, "Fail instead of resuming a run.")
+    timeline: File | None = option(
+        None, "Draw the last steps: .png, .svg, .pdf or .json (docs/timeline.md)."
     )
-    """Write the weights of a checkpoint of --run to DIR; STEP may be best."""
+    export: tuple[str, str] | None = option(
+        None,
+        "Write the weights of a checkpoint of --run to DIR; STEP may be best.",
+        nargs=2,
+        metavar=("STEP", "DIR"),
+        type=str,
+    )
 
     def __post_init__(self):
         if self.export is not None and self.export[0] != "best" and not self.export[0].isdecimal():
@@ -86,17 +88,17 @@ class Start:
 class Planning:
     """Planning: memory and speed of a run, without starting it (docs/planning.md)."""
 
-    plan: bool = False
-    """Show what the run needs, and settings that fit."""
-    device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
-    """GPU to plan for. If not given: this machine's, or else h100."""
-    host_memory: float | None = None
-    """Host memory in GB (10**9 bytes)."""
-    host_bandwidth: float | Literal["here"] | None = None
-    """Speed of host memory in GB/s; here: measured. If not given: measured if the GPU is here, or
-    usual for --device."""
-    force: bool = False
-    """Start a run even if its memory cannot suffice."""
+    plan: bool = option(False, "Show what the run needs, and settings that fit.")
+    device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = option(
+        None, "GPU to plan for. Default: this machine's, or else h100."
+    )
+    host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).")
+    host_bandwidth: float | Literal["here"] | None = option(
+        None,
+        "Speed of host memory in GB/s; here: measured. Default: measured if the GPU is "
+        "here, or usual for --device.",
+    )
+    force: bool = option(False, "Start a run even if its memory cannot suffice.")
 
     def __post_init__(self):
         for name in ("host_memory", "host_bandwidth"):

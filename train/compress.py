@@ -25,7 +25,7 @@ from elves.folders import Result, check_path, pack_path, restore_path
 from elves.header import ElvesError
 from elves.writing import Options
 from train import Failure, command_of
-from train.arguments import positional, read_arguments
+from train.arguments import option, read_arguments
 from train.checksums import CHECKSUMS, UNPACKED
 from train.whole import finished
 
@@ -36,24 +36,22 @@ PROGRAM = command_of("compress")
 class Command:
     """Makes the files of a model smaller, and back."""
 
-    source: Path = positional()
-    """A safetensors file, or a folder with some."""
-    target: Path | None = positional(default=None)
-    """New file or folder to write."""
-    bound: str | None = None
-    """Largest error of a float32 weight, such as 2^-24. If not given: none.
-    Tensors of other dtypes keep their bits."""
-    base: Path | None = None
-    """Model that this one was fine-tuned from: only the differences are kept, and reading them
-    needs the base."""
-    threads: int | None = None
-    """Number of threads. If not given: the number of cores."""
-    replace: bool = False
-    """Replace each file by the packed one. Without TARGET."""
-    restore: bool = False
-    """Restore a packed file or folder."""
-    check: bool = False
-    """Decode a packed file or folder, to see whether it is whole."""
+    source: Path = option(help="A safetensors file, or a folder with some.", positional=True)
+    target: Path | None = option(None, "New file or folder to write.", positional=True)
+    bound: str | None = option(
+        None,
+        "Largest error of a float32 weight, such as 2^-24. Default: none. Tensors of other "
+        "dtypes keep their bits.",
+    )
+    base: Path | None = option(
+        None,
+        "Model that this one was fine-tuned from: only the differences are kept, and reading "
+        "them needs the base.",
+    )
+    threads: int | None = option(None, "Number of threads. Default: the number of cores.")
+    replace: bool = option(False, "Replace each file by the packed one. Without TARGET.")
+    restore: bool = option(False, "Restore a packed file or folder.")
+    check: bool = option(False, "Decode a packed file or folder, to see whether it is whole.")
 
 
 def run(command: Command) -> None:

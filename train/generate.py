@@ -27,7 +27,7 @@ from flax import nnx
 from tokenizers.decoders import DecodeStream
 
 from train import Failure, command_of, models, pretrained
-from train.arguments import positional, read_arguments
+from train.arguments import option, read_arguments
 from train.chat_template import ASSISTANT, ConversationError, read_template
 from train.classes import check_classifier, classified
 from train.continuation import Sampling, continued
@@ -49,28 +49,34 @@ PROGRAM = command_of("generate")
 class Options:
     """Continues a prompt with a decoder in a Hugging Face folder, or classifies texts with BERT."""
 
-    prompt: str = positional()
-    """Text to continue, or an instruction: see --format. For BERT: text to classify, or - for a
-    text in each line of the standard input."""
-    model: Dir
-    """Folder of the model (of the run NAME: runs/NAME/model), or org/name on the Hub."""
-    format: Literal["auto", "text", "alpaca", "chat"] = "auto"
-    """text: the prompt as it is. alpaca: as an instruction. chat: as a user's message.
-    auto: as the run that wrote the folder was trained (its config.json says so), otherwise text."""
-    system: str | None = None
-    """chat: system message ahead of the prompt."""
-    max_tokens: int = 256
-    """Largest number of tokens to write."""
-    temperature: float | None = None
-    """Divides the logits; 0 is greedy decoding. If not given: 0, or 1 with --top-k or --top-p."""
-    top_k: int | None = None
-    """Sample from this many most likely tokens."""
-    top_p: float | None = None
-    """Sample from the fewest tokens whose probabilities add up to this."""
-    seed: int = 0
-    """Seed of the sampling."""
-    dtype: Literal["bfloat16", "float32"] | None = None
-    """Dtype of weights and products. If not given: the folder's."""
+    prompt: str = option(
+        help="Text to continue, or an instruction: see --format. For BERT: text to classify, or - "
+        "for a text in each line of the standard input.",
+        positional=True,
+    )
+    model: Dir = option(
+        help="Folder of the model (of the run NAME: runs/NAME/model), or org/name on the Hub."
+    )
+    format: Literal["auto", "text", "alpaca", "chat"] = option(
+        "auto",
+        "text: the prompt as it is. alpaca: as an instruction. chat: as a user's message. auto: "
+        "as the run that wrote the folder was trained (its config.json says so), otherwise "
+        "text.",
+    )
+    system: str | None = option(None, "chat: system message ahead of the prompt.")
+    max_tokens: int = option(256, "Largest number of tokens to write.")
+    temperature: float | None = option(
+        None,
+        "Divides the logits; 0 is greedy decoding. Default: 0, or 1 with --top-k or --top-p.",
+    )
+    top_k: int | None = option(None, "Sample from this many most likely tokens.")
+    top_p: float | None = option(
+        None, "Sample from the fewest tokens whose probabilities add up to this."
+    )
+    seed: int = option(0, "Seed of the sampling.")
+    dtype: Literal["bfloat16", "float32"] | None = option(
+        None, "Dtype of weights and products. Default: the folder's."
+    )
 
     def check_of_classifier(self) -> None:
         """Refuses what a classifier would ignore."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from train import Failure
+from train.arguments import option
 
 OwnTask = Literal["standard_library", "language", "alpaca", "chat", "classification"]
 GlueTask = Literal["cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte"]
@@ -43,196 +44,212 @@ class _Group:
 class ModelSettings(_Group):
     """Model: a Hugging Face folder, or with --task standard_library a small one of these sizes."""
 
-    model: Dir | None = None
-    """Model to fine-tune: a Hugging Face folder, or org/name on the Hub."""
-    width: int = 256
-    """standard_library: size of the residual stream."""
-    layers: int = 4
-    """standard_library: number of transformer blocks."""
-    heads: int = 4
-    """standard_library: attention heads; width / heads must be even."""
-    ffn: int = 640
-    """standard_library: inner size of the SwiGLU layers."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of matrix products, and except with adamw also of the matrices on the device."""
-    scan_layers: bool = False
-    """Loop over stacked layers: compiles faster, but without --stream gradients leave the
-    device only after the backward pass."""
-    remat: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    model: Dir | None = option(None, "Hugging Face folder, or org/name on the Hub.")
+    width: int = option(256, "Size of the residual stream.", above=0, tasks="standard_library")
+    layers: int = option(4, "Number of transformer blocks.", above=0, tasks="standard_library")
+    heads: int = option(
+        4, "Attention heads; width / heads must be even.", above=0, tasks="standard_library"
+    )
+    ffn: int = option(640, "Inner size of the SwiGLU layers.", above=0, tasks="standard_library")
+    dtype: Literal["bfloat16", "float32"] = option(
+        "bfloat16", "Dtype of matrix products; except with adamw also of matrices on the device."
+    )
+    scan_layers: bool = option(
+        False,
+        "Loop over stacked layers: compiles faster, but without --stream gradients leave the "
+        "device only after the backward pass.",
+    )
+    remat: bool = option(
+        False, "Recompute activations in the backward pass: less memory, more time."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(_Group):
-    """Data, and how examples are made of it (docs/finetuning.md)."""
+    """Data, and how to make examples of it (docs/finetuning.md)."""
 
-    task: OwnTask | GlueTask = "standard_library"
-    """standard_library: bytes of Python's source files. language: text. alpaca: instructions.
-    chat: conversations. classification: your own classes. Others: GLUE."""
-    data: Annotated[str, "PATH"] | None = None
-    """File or folder with the data; none for standard_library."""
-    test_data: File | None = None
-    """File to evaluate the trained weights on, once, after the training."""
-    length_buckets: int = 4
-    """Number of lengths that batches are padded to."""
-    text_column: str = "text"
-    """language, classification: column with the text."""
-    second_text_column: str | None = None
-    """classification: column with the second text of a pair."""
-    label_column: str = "label"
-    """classification: column with the label."""
-    chat_template: File | None = None
-    """chat: Jinja template. If not given: the one in the model's folder."""
-    token_cache: Dir | None = None
-    """language, alpaca, chat: folder that keeps the tokens of the data for later starts."""
-    packing: Literal["separate", "joined"] = "separate"
-    """language: whether texts in one sequence see each other (joined)."""
-    validation_share: float = 0.1
-    """Share of the data to validate on, if it is no folder with files val* or dev*."""
-    corpus_megabytes: float = 4.0
-    """standard_library: size of the text."""
+    task: OwnTask | GlueTask = option(
+        "standard_library",
+        "standard_library: bytes of Python's source files. language: text. alpaca: instructions. "
+        "chat: conversations. classification: your own classes. Others: GLUE.",
+    )
+    data: Annotated[str, "PATH"] | None = option(None, "File or folder; none for standard_library.")
+    test_data: File | None = option(
+        None,
+        "File to evaluate the trained weights on, once, after the training.",
+        tasks="language alpaca chat classification",
+    )
+    length_buckets: int = option(4, "Number of lengths that batches are padded to.", above=0)
+    text_column: str = option("text", "Column with the text.", tasks="language classification")
+    second_text_column: str | None = option(
+        None, "Column with the second text of a pair.", tasks="classification"
+    )
+    label_column: str = option("label", "Column with the label.", tasks="classification")
+    chat_template: File | None = option(
+        None, "Jinja template. Default: the one in the model's folder.", tasks="chat"
+    )
+    token_cache: Dir | None = option(
+        None, "Folder that caches the tokens of the data.", tasks="language alpaca chat"
+    )
+    packing: Literal["separate", "joined"] = option(
+        "separate", "Whether texts in one sequence attend to each other (joined).", tasks="language"
+    )
+    validation_share: float = option(
+        0.1,
+        "Share of the data to validate on, without validation files (val*, dev*).",
+        tasks="standard_library language alpaca chat classification",
+    )
+    corpus_megabytes: float = option(4.0, "Size of the text.", above=0, tasks="standard_library")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(_Group):
     """Training: batches, steps, devices."""
 
-    seed: int = 0
-    """Seed of split, initial weights and order of batches."""
-    steps: int | None = None
-    """Optimizer steps; 0 only evaluates. If not given: those of --epochs."""
-    epochs: float = 1.0
-    """Passes over the training data, without --steps."""
-    batch_size: int = 8
-    """Sequences in a step, on all devices together."""
-    sequence_length: int = 128
-    """Tokens in a sequence (bytes for standard_library)."""
-    micro_batches: int = 1
-    """Parts of a batch, computed in turn to save memory."""
-    optimizer: Literal["zenflow", "adamw", "offload"] = "zenflow"
-    """adamw: optax.adamw on the device. offload: Adam on the host, each step waits for it."""
-    deepspeed: File | None = None
-    """DeepSpeed config, which overrides settings (docs/deepspeed.md)."""
-    max_skipped: int = 10
-    """Stop after so many non-finite gradients in a row."""
-    mesh: str | None = None
-    """Several devices, such as data=2,fsdp=4 (docs/multi_host.md)."""
+    seed: int = option(0, "Seed of split, initial weights and order of batches.", least=0)
+    steps: int | None = option(
+        None, "Optimizer steps; 0: only evaluate. Default: as --epochs.", least=0
+    )
+    epochs: float = option(1.0, "Passes over the training data, without --steps.", above=0)
+    batch_size: int = option(8, "Sequences per step, over all devices.", above=0)
+    sequence_length: int = option(128, "Tokens per sequence (bytes for standard_library).", above=0)
+    micro_batches: int = option(1, "Parts of a batch, computed in turn to save memory.", above=0)
+    optimizer: Literal["zenflow", "adamw", "offload"] = option(
+        "zenflow",
+        "adamw: optax.adamw on the device. offload: Adam on the host; each step waits for it.",
+    )
+    deepspeed: File | None = option(
+        None, "DeepSpeed config, which overrides settings (docs/deepspeed.md)."
+    )
+    max_skipped: int = option(10, "Stop after this many non-finite gradients in a row.", above=0)
+    mesh: str | None = option(None, "Several devices, such as data=2,fsdp=4 (docs/multi_host.md).")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings(_Group):
     """Adam, of all three optimizers: learning rate, decay, clipping."""
 
-    learning_rate: float = 1e-3
-    """Peak of the learning rate, after the warm-up."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after the peak; cosine ends at a tenth of it, linear at zero."""
-    warmup_steps: int = 0
-    """Steps of the linear warm-up."""
-    warmup_share: float | None = None
-    """The same as a share of all steps."""
-    b1: float = 0.9
-    """Adam's decay of the first moment."""
-    b2: float = 0.999
-    """Adam's decay of the second moment."""
-    eps: float = 1e-8
-    """Adam's epsilon."""
-    weight_decay: float = 0.01
-    """Weight decay of matrices; biases and norms have none."""
-    max_grad_norm: float | None = None
-    """Clip the global gradient norm to this."""
+    learning_rate: float = option(1e-3, "Peak of the learning rate, after the warm-up.", above=0)
+    schedule: Literal["cosine", "linear", "constant"] = option(
+        "cosine",
+        "Learning rate after the peak; cosine ends at a tenth of the peak, linear at zero.",
+    )
+    warmup_steps: int = option(0, "Steps of the linear warm-up.", least=0)
+    warmup_share: float | None = option(None, "The same as a share of all steps.")
+    b1: float = option(0.9, "Adam's decay of the first moment.")
+    b2: float = option(0.999, "Adam's decay of the second moment.")
+    eps: float = option(1e-8, "Adam's epsilon.", above=0)
+    weight_decay: float = option(
+        0.01, "Weight decay of matrices; none for biases and norms.", least=0
+    )
+    max_grad_norm: float | None = option(None, "Clip the global gradient norm to this.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZenFlowSettings(_Group):
     """zenflow: what the device updates, and when the host updates the rest."""
 
-    topk_ratio: float = 0.1
-    """Share of channels that the device updates at each step."""
-    update_interval: int | Literal["auto"] = 4
-    """Steps in a window, after which the host updates the deferred channels. auto: adaptive."""
-    select_interval: int | Literal["auto", "epoch"] | None = None
-    """Steps between selections of channels. auto: adaptive. epoch: once per epoch. If not given: 16
-    windows."""
-    full_warm_up_rounds: int = 0
-    """First steps, each of which updates all channels."""
-    full_warm_up_share: float | None = None
-    """The same as a share of all steps."""
-    rolling: bool = True
-    """Let leaves take turns, for an even load."""
-    staleness: int | None = None
-    """Steps from a window's end to its update. If not given: 1, or without rolling a window."""
-    window_scaling: float | Literal["auto", "none"] = "auto"
-    """Exponent of a window's steps in its learning rate. auto: 0.5 if rolling, otherwise none."""
-    provisional_share: float = 0.5
-    """Step of deferred weights until their update arrives, as a share of the learning rate."""
+    topk_ratio: float = option(0.1, "Share of channels that the device updates at each step.")
+    update_interval: int | Literal["auto"] = option(
+        4, "Steps per window; at its end the host updates the deferred channels. auto: adaptive."
+    )
+    select_interval: int | Literal["auto", "epoch"] | None = option(
+        None,
+        "Steps between selections of channels. auto: adaptive. epoch: once per epoch. "
+        "Default: 16 windows.",
+    )
+    full_warm_up_rounds: int = option(0, "Initial steps that update all channels.")
+    full_warm_up_share: float | None = option(None, "The same as a share of all steps.")
+    rolling: bool = option(True, "Let leaves take turns, for an even load.")
+    staleness: int | None = option(
+        None, "Steps from a window's end to its update. Default: 1; without rolling, a window."
+    )
+    window_scaling: float | Literal["auto", "none"] = option(
+        "auto",
+        "Exponent of a window's steps in its learning rate. auto: 0.5 if rolling, else none.",
+    )
+    provisional_share: float = option(
+        0.5, "Step of deferred weights until their update arrives, in learning rates."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings(_Group):
-    """Host, with zenflow and offload: the way of gradients to it, and its update."""
+    """Host, with zenflow and offload: how gradients reach it, and its update."""
 
-    send_gradients: Literal["during_step", "after_step", "per_window"] = "during_step"
-    """When gradients leave the device; per_window sums them on the device first."""
-    stream: Literal["none", "gradients", "weights"] = "none"
-    """gradients: those of scanned layers leave one layer at a time, in the backward pass. weights:
-    so do their gradients, and their matrices lie in host memory; without provisional steps."""
-    transfer_dtype: Literal["bfloat16"] | None = None
-    """Round float32 gradients to this for their transfer. If not given: no rounding."""
-    host_kernel: Literal["numba", "numpy"] = "numba"
-    """Implementation of the host update."""
-    host_state: Literal["float32", "compact"] = "float32"
-    """Adam's moments on the host; compact: 8 bits, 2.2 bytes per parameter in place of 8."""
-    threads: int | None = None
-    """Threads of the host update. If not given: chosen by the library."""
-    prefetch_bytes: int | None = None
-    """Limit for updates that wait on the device."""
+    send_gradients: Literal["during_step", "after_step", "per_window"] = option(
+        "during_step", "When gradients leave the device; per_window: after summing them there."
+    )
+    stream: Literal["none", "gradients", "weights"] = option(
+        "none",
+        "gradients: scanned layers send theirs one layer at a time, in the backward pass. "
+        "weights: their matrices are in host memory as well; no provisional steps.",
+    )
+    transfer_dtype: Literal["bfloat16"] | None = option(
+        None, "Round float32 gradients to this for the transfer. Default: no rounding."
+    )
+    host_kernel: Literal["numba", "numpy"] = option("numba", "Implementation of the host update.")
+    host_state: Literal["float32", "compact"] = option(
+        "float32",
+        "Adam's moments on the host. compact: 8 bits, 2.2 bytes per parameter instead of 8.",
+    )
+    threads: int | None = option(
+        None, "Threads of the host update. Default: the library's choice.", above=0
+    )
+    prefetch_bytes: int | None = option(
+        None, "Limit for updates that wait on the device, in bytes."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings(_Group):
     """Output: metrics, validations, checkpoints."""
 
-    output_dir: Dir = "runs"
-    """Folder of all runs."""
-    run: str | None = None
-    """Folder of this run; if it has checkpoints, the run is resumed. If not given: a new one."""
-    log_every: int = 10
-    """Steps between rows of metrics.csv."""
-    evaluate_every: int = 0
-    """Steps between validations; 0: only before and after."""
-    eval_batches: int | None = None
-    """Batches in a validation. If not given: all."""
-    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
-    """Also send the metrics to this tool, whose package must be installed."""
-    progress: bool = True
-    """Show a progress bar on a terminal."""
-    save_every: int = 100
-    """Steps between checkpoints; 0: only at the end or when stopped."""
-    keep: int = 2
-    """Number of newest checkpoints to keep."""
-    keep_best: bool = False
-    """Validate at each checkpoint; keep the best, and write its weights."""
-    best: str | None = None
-    """Metric that says what is best, such as macro_f1. If not given: the task's."""
-    export_every: int = 0
-    """Steps between exports of the weights, as model-STEP in the run's folder; 0: none."""
-    early_stopping_patience: int | None = None
-    """Stop after so many validations in a row without a better one; needs --keep-best."""
+    output_dir: Dir = option("runs", "Folder of all runs.")
+    run: str | None = option(
+        None, "Folder of this run, resumed if it has checkpoints. Default: a new one."
+    )
+    log_every: int = option(10, "Steps between rows of metrics.csv.", above=0)
+    evaluate_every: int = option(0, "Steps between validations; 0: only before and after.", least=0)
+    eval_batches: int | None = option(None, "Batches per validation. Default: all.", above=0)
+    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = option(
+        "none", "Also send the metrics to this tool; needs its package."
+    )
+    progress: bool = option(True, "Show a progress bar on a terminal.")
+    save_every: int = option(
+        100, "Steps between checkpoints; 0: only at the end or when stopped.", least=0
+    )
+    keep: int = option(2, "Number of newest checkpoints to keep.", above=0)
+    keep_best: bool = option(
+        False, "Validate at each checkpoint; keep the best, and write its weights."
+    )
+    best: str | None = option(
+        None, "Metric that decides what is best, such as macro_f1. Default: the task's."
+    )
+    export_every: int = option(
+        0,
+        "Steps between exports of the weights to model-STEP in the run's folder; 0: none.",
+        least=0,
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        "Stop after this many validations in a row without a better one; needs --keep-best.",
+        above=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSettings):
-    """Everything that an optimizer is made of."""
+    """Everything that the optimizer depends on."""
 
     @property
     def warm_up_rounds(self) -> int:
-        """Steps of the full warm-up, however they were given; `steps` must be known."""
+        """Returns the steps of the full warm-up; `steps` must be known."""
         return self._steps(self.full_warm_up_share, self.full_warm_up_rounds)
 
     @property
     def learning_rate_warm_up(self) -> int:
-        """Steps of the learning rate's warm-up, likewise."""
+        """Returns the steps of the learning rate's warm-up, likewise."""
         return self._steps(self.warmup_share, self.warmup_steps)
 
     def _steps(self, share: float | None, count: int) -> int:
@@ -242,7 +259,7 @@ class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSet
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(OptimizerSettings, ModelSettings):
-    """Everything that a training step is made of."""
+    """Everything that a training step depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,10 +268,14 @@ class Settings(OutputSettings, StepSettings, DataSettings):
 
     def __post_init__(self):
         # zenflow itself checks its arguments of the same names.
-        for name in _ABOVE_ZERO + _AT_LEAST_ZERO:
-            value, above = getattr(self, name), name in _ABOVE_ZERO
-            fits = value is None or (math.isfinite(value) and (value > 0 if above else value >= 0))
-            self._check(name, fits, f"a finite number {'above' if above else 'of at least'} 0")
+        for one in fields(self):
+            value, bounds = getattr(self, one.name), one.metadata
+            if value is not None and bounds["above"] is not None:
+                fits = math.isfinite(value) and value > bounds["above"]
+                self._check(one.name, fits, f"a finite number above {bounds['above']}")
+            if value is not None and bounds["least"] is not None:
+                fits = math.isfinite(value) and value >= bounds["least"]
+                self._check(one.name, fits, f"a finite number of at least {bounds['least']}")
         for name, value in vars(self).items():
             # A command line has surrogates in place of bytes that are no UTF-8.
             is_text = not isinstance(value, str) or not re.search(r"[\ud800-\udfff]", value)
@@ -304,30 +325,12 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         for name in ("model", "data"):
             wanted = f"none for {self.task}" if own else f"a path, for {self.task}"
             self._check(name, own == (getattr(self, name) is None), wanted)
-        for names, tasks in _READ_BY.items():
-            for name in [] if self.task in tasks.split() else names.split():
-                default = getattr(Settings, name)
-                wanted = f"{default}, as {self.task} does not read it (read by: {tasks})"
-                self._check(name, getattr(self, name) == default, wanted)
+        for one in fields(self):
+            tasks = one.metadata["tasks"]
+            if tasks and self.task not in tasks.split():
+                wanted = f"{one.default}, as {self.task} does not read it (read by: {tasks})"
+                self._check(one.name, getattr(self, one.name) == one.default, wanted)
 
-
-_ABOVE_ZERO = (
-    "corpus_megabytes sequence_length length_buckets batch_size micro_batches width layers heads "
-    "ffn epochs learning_rate eps "
-    "max_grad_norm threads log_every eval_batches keep max_skipped early_stopping_patience"
-).split()
-
-# Options that not all tasks read, and the tasks that do.
-_READ_BY = {
-    "width layers heads ffn corpus_megabytes": "standard_library",
-    "text_column": "language classification",
-    "second_text_column label_column": "classification",
-    "chat_template": "chat",
-    "packing": "language",
-    "token_cache": "language alpaca chat",
-    "test_data": "language alpaca chat classification",
-    "validation_share": "standard_library language alpaca chat classification",
-}
 
 # Of runs whose layers stream.
 _OF_STREAMS = {
@@ -340,11 +343,6 @@ _OF_STREAMS = {
 
 def may_stream(settings: StepSettings) -> bool:
     return all(getattr(settings, name) == value for name, value in _OF_STREAMS.items())
-
-
-_AT_LEAST_ZERO = (
-    "seed steps warmup_steps weight_decay save_every evaluate_every export_every"
-).split()
 
 
 def impossible(name: str, expected: str, got: object) -> str:
