@@ -29,10 +29,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from benchmarks.program_report import COLUMNS, Report, report
-from train import hosted as host_memory
-from train import vocabulary
-from train.attention import attention
-from train.cross_entropy import token_losses
+from train.distributed import host_memory as host_memory
+from train.model import vocabulary
+from train.model.attention import attention
+from train.model.cross_entropy import token_losses
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
 from zenflow_jax._device.samples import samples

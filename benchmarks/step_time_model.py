@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from train.decoder import Decoder, DecoderConfig
+from train.model.decoder import Decoder, DecoderConfig
 
 
 class Preset(NamedTuple):

@@ -20,8 +20,8 @@ from flax import nnx
 
 import zenflow_jax
 from benchmarks.step_time_model import Model, committed
-from train import hosted
-from train.step import FETCHES
+from train.distributed import host_memory
+from train.run.step import FETCHES
 from zenflow_jax import streaming
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.01, 1.0
@@ -142,7 +142,7 @@ def zenflow(
     if in_host_memory:
         usual = FETCHES if jax.default_backend() == "gpu" else None
         optimizer = optimizer._replace(
-            place=lambda params: committed(hosted.put(params)),
+            place=lambda params: committed(host_memory.put(params)),
             compiler_options=compiler_options or usual,
         )
     return optimizer._replace(weights=streaming.stream) if stream else optimizer

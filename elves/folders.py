@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from elves.atomic import atomic_path, is_partial
 from elves.files import Info, PackedFile, PlainFile, open_tensors
 from elves.header import BYTES, ElvesError, Header, is_packed, read_header
 from elves.writing import Near, Options, Piece, check_bound, pack
-from train.whole import is_unfinished, made_whole
 
 SAFE = ".safetensors"
 # Behind the name of a packed file that was no safetensors: 0.2 wrote such ones of checkpoints.
@@ -80,7 +80,7 @@ def pack_path(
         for name, file in files.items():
             _check_bound(file.path, pieces[name], options)
         if target is not None and source.is_dir():
-            target = stack.enter_context(made_whole(target, folder=True))
+            target = stack.enter_context(atomic_path(target, folder=True))
         done = []
         for name, path in paths.items():
             out = path if target is None else target / name if source.is_dir() else target
@@ -115,7 +115,7 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
     if not source.is_dir():
         _restore_file(source, target, base, threads)
         return 1
-    with made_whole(target, folder=True) as part:
+    with atomic_path(target, folder=True) as part:
         for name, header in headers.items():
             out = part / name
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
 
 
 def _restore_file(path: Path, target: Path, base: Path | None, threads: int) -> None:
-    with made_whole(target) as part, PackedFile(path, base=base, threads=threads) as packed:
+    with atomic_path(target) as part, PackedFile(path, base=base, threads=threads) as packed:
         with open(part, "wb") as file:
             for piece in packed.whole():
                 file.write(piece)
@@ -229,7 +229,7 @@ def _files(source: Path) -> dict[Path, Path]:
         return {Path(source.name): source}
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
     # What is not whole is of a start that was killed.
-    return {name: source / name for name in sorted(names) if not is_unfinished(name)}
+    return {name: source / name for name in sorted(names) if not is_partial(name)}
 
 
 def _expect_new(source: Path, target: Path) -> None:

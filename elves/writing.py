@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from elves.atomic import atomic_path
 from elves.blocks import BLOCK, CODECS, Coder, Encoded, Words
 from elves.files import TensorFile
 from elves.header import (
@@ -34,7 +35,6 @@ from elves.header import (
     encoded,
     longest,
 )
-from train.whole import made_whole
 
 # A copy of a smaller tensor costs no more than a reference to it.
 _LEAST_DUPLICATE = 256
@@ -165,7 +165,7 @@ def pack(
         planned,
     )
     length = longest(header)
-    with made_whole(path) as part:
+    with atomic_path(path) as part:
         with open(part, "wb") as file, _Encoder(options) as encoder:
             file.seek(length)
             tensors, whole = {}, zlib.crc32(head)

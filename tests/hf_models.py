@@ -12,8 +12,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from tests.tiny_tokenizer import write_byte_level, write_wordpiece
-from train.hf_tensors import leaf_name
-from train.pretrained import load_weights, make_model, read_folder
+from train.huggingface.loading import load_weights, make_model, read_folder
+from train.huggingface.tensors import leaf_name
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DECODERS = ["llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3"]

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elves.atomic import finished
 from elves.folders import Result, check_path, pack_path, restore_path
 from elves.header import ElvesError
 from elves.writing import Options
 from train import Failure, command_of
-from train.arguments import option, read_arguments
-from train.checksums import CHECKSUMS, UNPACKED
-from train.whole import finished
+from train.checkpoints.checksums import CHECKSUMS, UNPACKED
+from train.cli.arguments import option, read_arguments
 
 PROGRAM = command_of("compress")
 

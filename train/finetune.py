@@ -27,26 +27,28 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from train import Failure, models, processes
-from train.chat_template import TEMPLATE
-from train.command_line import PROGRAM, Command, Planning, read_command_line
-from train.job import evaluate, prepare, read
-from train.memory import lack_behind, lack_of_memory
-from train.optimizers import with_deepspeed
-from train.peers import Peers
-from train.pretrained import read_folder
-from train.report import read_summary
-from train.run import Run
-from train.run_description import OF_THE_MODEL, description_of_model
-from train.run_folder import make_run_folder, run_lock
-from train.run_log import show
-from train.saved_checkpoints import CheckpointError, SavedCheckpoints, check_path
-from train.settings import Settings, SettingsError, trained_on
-from train.sharding import BATCH_AXES, mesh_axes
-from train.stopping import Stopped, StopRequest
+from elves.atomic import atomic_path
+from train import Failure
+from train.checkpoints.compatibility import OF_THE_MODEL, description_of_model
+from train.checkpoints.reading import CheckpointError, SavedCheckpoints, check_path
+from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
+from train.cli.settings import Settings, SettingsError, trained_on
+from train.distributed import processes
+from train.distributed.peers import Peers
+from train.distributed.sharding import BATCH_AXES, mesh_axes
+from train.distributed.stopping import Stopped, StopRequest
+from train.huggingface.chat_template import TEMPLATE
+from train.huggingface.loading import read_folder
+from train.log.run_log import show
+from train.log.summary import read_summary
+from train.run import models
+from train.run.folder import make_run_folder, run_lock
+from train.run.loop import Run
+from train.run.memory import lack_behind, lack_of_memory
+from train.run.optimizers import with_deepspeed
+from train.run.setup import evaluate, prepare, read
 from train.tasks import is_loss
 from train.tasks.chosen import labels_and_best
-from train.whole import made_whole
 
 # Errors of the file system that the user can remedy.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -151,7 +153,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
 def _copy(model: Path, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with made_whole(target, folder=True) as part:
+        with atomic_path(target, folder=True) as part:
             if model.is_dir():
                 shutil.copytree(model, part, dirs_exist_ok=True)
             else:
@@ -164,8 +166,8 @@ def show_plan(
     settings: Settings, planning: Planning, arguments: Sequence[str], console: Console
 ) -> None:
     """Shows what the run of these arguments would need, and trains nothing."""
-    from train import plan_report  # with imports that no training needs
-    from train.planning import plan_run
+    from train.plan import report
+    from train.plan.planning import plan_run
     from zenflow_jax.planning import has_compiler
 
     axes = mesh_axes(settings.mesh) if settings.mesh else {}
@@ -178,7 +180,7 @@ def show_plan(
         console.print(
             "Compiling: minutes if the model is large. XLA's lines on memory are no error."
         )
-    plan_report.show(plan_run(settings, planning, deepspeed), arguments, console)
+    report.show(plan_run(settings, planning, deepspeed), arguments, console)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,21 +26,23 @@ import numpy as np
 from flax import nnx
 from tokenizers.decoders import DecodeStream
 
-from train import Failure, command_of, models, pretrained
-from train.arguments import option, read_arguments
-from train.chat_template import ASSISTANT, ConversationError, read_template
-from train.classes import check_classifier, classified
-from train.continuation import Sampling, continued
-from train.hf_config import CONFIG, TASK, ModelError
-from train.hf_ends import answer_ends
-from train.hf_saving import dtype_of
-from train.hub import model_folder
-from train.json_files import read_object
-from train.pretrained import Pretrained, read_folder
-from train.settings import Dir, SettingsError
+from train import Failure, command_of
+from train.cli.arguments import option, read_arguments
+from train.cli.settings import Dir, SettingsError
+from train.huggingface import loading
+from train.huggingface.chat_template import ASSISTANT, ConversationError, read_template
+from train.huggingface.config import CONFIG, TASK, ModelError
+from train.huggingface.end_tokens import answer_ends
+from train.huggingface.hub import model_folder
+from train.huggingface.json_files import read_object
+from train.huggingface.loading import Pretrained, read_folder
+from train.huggingface.saving import dtype_of
+from train.huggingface.template_checks import Unwritten
+from train.huggingface.tokenizer import Tokenizer, all_end_tokens, read_tokenizer
+from train.model.sampling import Sampling, continued
+from train.run import models
 from train.tasks import answers
-from train.tokenizer import Tokenizer, all_end_tokens, read_tokenizer
-from train.unwritten import Unwritten
+from train.tasks.classify import check_classifier, classified
 
 PROGRAM = command_of("generate")
 
@@ -213,10 +215,10 @@ def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
     options |= {"scan_layers": True, "labels": origin.labels or 0}
 
     def build():
-        return pretrained.make_model(origin.config, rngs=nnx.Rngs(0), **options)
+        return loading.make_model(origin.config, rngs=nnx.Rngs(0), **options)
 
     graphdef, shapes = jax.eval_shape(lambda: models.split(build()))
-    return graphdef, pretrained.load_weights(origin, shapes)
+    return graphdef, loading.load_weights(origin, shapes)
 
 
 def _format_of(folder: Path) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from tests import comparisons, runs
 from tests.device import streamed_runs
 from tests.reference import Settings
 from tests.runs import SCANNED, SECOND, THIRD, Leaf, Leaves, Plan, Training
-from train.attention import attention
+from train.model.attention import attention
 from zenflow_jax import streaming
 
 #: Float32 of another machine, whose powers and roots round otherwise: twice what a CPU is allowed.

@@ -21,7 +21,7 @@ from benchmarks.gpu_stages.sizes import Machine
 from benchmarks.step_time_memory import compile_step, trace_step
 from benchmarks.step_time_model import make_model
 from benchmarks.step_time_peers import PEERS
-from train.decoder import DecoderConfig
+from train.model.decoder import DecoderConfig
 from zenflow_jax.planning._gpus import GPUS
 
 #: The share of a GPU's memory that `on_gpu.py` lets jax have. CUDA takes some of it before: 0.7 GB

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.step_time_model import MODELS, Preset, llama
-from train.decoder import DecoderConfig
+from train.model.decoder import DecoderConfig
 
 #: Bytes per parameter at the peak of a step, layers written out and scanned; infinite where there
 #: is no such step. `benchmarks/LOG.md`, "What do a loss by parts of the vocabulary and cuDNN's

@@ -12,7 +12,7 @@ import pytest
 
 from tests.compiled import programs
 from tests.compiled.programs import PLAIN, STREAMING
-from train.settings import SettingsError
+from train.cli.settings import SettingsError
 from zenflow_jax._device import host_slices
 
 VERSION = ".".join(jax.__version__.split(".")[:2])

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zenflow_jax
 from benchmarks import gpu_program, host_access, program_report
-from train import hosted as host_memory
-from train.settings import StepSettings
+from train.cli.settings import StepSettings
+from train.distributed import host_memory as host_memory
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
 
@@ -175,8 +175,8 @@ def hand_over(program: Callable) -> Compiled:
 
 def script_step(model: str | None = None, **settings: Any) -> Compiled:
     """The script's own step, of a decoder, or of the model in a folder."""
-    from train import planning as plans
-    from train.pretrained import read_folder
+    from train.huggingface.loading import read_folder
+    from train.plan import planning as plans
 
     run = StepSettings(
         optimizer="zenflow",

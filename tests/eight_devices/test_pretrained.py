@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.comparisons import assert_same_bits
 from tests.hf_models import FIXTURES, assert_close, expected_of, make, outputs
-from train import cross_entropy
-from train.hf_saving import save_folder
-from train.hf_tensors import Reader
-from train.pretrained import load_weights, read_folder
-from train.sharding import batch_sharding, make_mesh, weight_shardings
+from train.distributed.sharding import batch_sharding, make_mesh, weight_shardings
+from train.huggingface.loading import load_weights, read_folder
+from train.huggingface.saving import save_folder
+from train.huggingface.tensors import Reader
+from train.model import cross_entropy
 
 ATOL = 1e-6  # float32 gradients below 1, summed over devices and parts in another order
 

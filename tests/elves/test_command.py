@@ -12,9 +12,9 @@ from elves.files import PackedFile
 from tests.comparisons import assert_same_bits
 from tests.hf_models import FIXTURES, load
 from tests.processes import assert_ends, start
-from train import compress, hf_tensors
-from train.checksums import damage
-from train.pretrained import ModelError, read_folder
+from train import compress
+from train.checkpoints.checksums import damage
+from train.huggingface.loading import ModelError, read_folder
 
 
 @pytest.fixture
@@ -63,14 +63,6 @@ def test_replacing_keeps_what_is_packed_and_what_would_not_be_smaller(model, tmp
         content = (folder / "model.safetensors").read_bytes()
         assert expected.setdefault(folder, content) == content
     assert expected[small] == (FIXTURES / "llama2" / "model.safetensors").read_bytes()
-
-
-def test_without_elves_a_packed_model_is_refused_and_a_plain_one_read(packed_llama, monkeypatch):
-    monkeypatch.setattr(hf_tensors, "elves", None)
-    monkeypatch.setattr(hf_tensors, "_PACKED_ERROR", ())
-    load(FIXTURES / "llama2")
-    with pytest.raises(ModelError, match="that is not packed, got one that needs zstandard"):
-        load(packed_llama())
 
 
 def test_a_damaged_tensor_stops_the_reading_of_a_model(packed_llama, capsys):

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import pytest
 
 from tests.hf_models import FIXTURES
-from train import finetune, memory, planning
-from train.command_line import read_command_line
-from train.planning import folder_of_config, planned_step
+from train import finetune
+from train.cli.command_line import read_command_line
+from train.plan import planning
+from train.plan.planning import folder_of_config, planned_step
+from train.run import memory
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, HOST_RESERVE, INSTALL
 

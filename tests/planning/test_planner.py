@@ -11,8 +11,8 @@ import pytest
 import zenflow_jax
 from tests.hf_models import FIXTURES
 from tests.runs import FEW, Settings, Training
-from train import settings as of_train
-from train.planning import folder_of_config, planned_step
+from train.cli import settings as of_train
+from train.plan.planning import folder_of_config, planned_step
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, INSTALL, TEMPORARIES, gpu_of_kind, peak_bytes
 from zenflow_jax.planning._host_work import needs_of, with_interval

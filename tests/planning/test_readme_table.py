@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from train.command_line import read_command_line
-from train.planning import plan_run
+from train.cli.command_line import read_command_line
+from train.plan.planning import plan_run
 from zenflow_jax import planning
 from zenflow_jax.planning import GPUS, HOST_RESERVE, USABLE
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.tiny_tokenizer import write_byte_level, write_wordpiece
-from train.tokenizer import read_tokenizer
+from train.huggingface.tokenizer import read_tokenizer
 
 
 @pytest.fixture(scope="session")

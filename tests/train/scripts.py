@@ -8,8 +8,8 @@ from pathlib import Path
 from flax import nnx
 
 from benchmarks.kill_test import steps_of
-from train import job, models
-from train.settings import Settings
+from train.cli.settings import Settings
+from train.run import models, setup
 
 # A decoder of one layer on the text of Python's library.
 TINY = {
@@ -51,9 +51,9 @@ def small_model(**changed) -> nnx.Module:
     return models.builder(models.config_of(None, settings), settings)()
 
 
-def read(**settings) -> job.Sources:
+def read(**settings) -> setup.Sources:
     """Reads all that the script reads before it makes a model."""
-    return job.read(Settings(**settings), timeline=None, force=False, say=print)
+    return setup.read(Settings(**settings), timeline=None, force=False, say=print)
 
 
 def write(path: Path, content: str | bytes) -> Path:

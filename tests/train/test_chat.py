@@ -15,12 +15,12 @@ from tests.hf_models import write_model
 from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
 from tests.train.scripts import read, records, write_config
 from train import finetune, generate
-from train.chat_template import ConversationError, read_template
-from train.hf_ends import complete_folder
-from train.settings import SettingsError
+from train.cli.settings import SettingsError
+from train.huggingface.chat_template import ConversationError, read_template
+from train.huggingface.end_tokens import complete_folder
+from train.huggingface.tokenizer import TokenizerError, read_tokenizer
 from train.tasks import answers
 from train.tasks.conversations import Conversations
-from train.tokenizer import TokenizerError, read_tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "chat"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))

@@ -15,13 +15,13 @@ import pytest
 
 from benchmarks.kill_test import names_in, steps_of
 from tests.train.scripts import flip_a_bit, largest_file
-from train import checksums, saved_checkpoints
-from train.checkpoints import Checkpoints
-from train.decoder import DecoderConfig, LinearRope
-from train.hosted import KIND
-from train.run_description import description
-from train.saved_checkpoints import CheckpointError, SavedCheckpoints
-from train.settings import Settings, SettingsError
+from train.checkpoints import checksums, reading
+from train.checkpoints.compatibility import description
+from train.checkpoints.reading import CheckpointError, SavedCheckpoints
+from train.checkpoints.writing import Checkpoints
+from train.cli.settings import Settings, SettingsError
+from train.distributed.host_memory import KIND
+from train.model.decoder import DecoderConfig, LinearRope
 
 SMALL = 1000
 LARGE = 4_000_000  # 16 MB: orbax needs longer for it than for any step here
@@ -264,7 +264,7 @@ def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
 def test_a_checkpoint_that_cannot_be_read_ends_the_run_at_the_first_save(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(saved_checkpoints, "check_path", lambda _: None)
+    monkeypatch.setattr(reading, "check_path", lambda _: None)
     with Job(tmp_path / "a[1]") as job:
         job.save(1)
         job.checkpoints.wait()

@@ -11,10 +11,10 @@ import pytest
 
 from tests.hf_models import write_model
 from tests.train.scripts import read, records, write
-from train.data import DataError
-from train.pretrained import read_folder
-from train.settings import SettingsError
+from train.cli.settings import SettingsError
+from train.huggingface.loading import read_folder
 from train.tasks import classification
+from train.tasks.batches import DataError
 from train.tasks.chosen import class_names
 from train.tasks.classification import Columns
 

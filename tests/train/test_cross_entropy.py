@@ -6,8 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from train import cross_entropy, models, vocabulary
-from train.settings import Settings
+from train.cli.settings import Settings
+from train.model import cross_entropy, vocabulary
+from train.model.decoder import parts_that_stream
+from train.run import models
 
 WIDTH = 16
 
@@ -52,9 +54,9 @@ def test_a_vocabulary_is_in_equal_parts_if_they_are_neither_few_nor_large():
     assert [vocabulary.parts_of(words) for words in sizes] == [16, 1, 1, 1, 1]
     assert vocabulary.parts_of(128_259) == 9
     config = models.config_of(None, Settings())._replace(vocabulary=32_000)
-    streams = [models.parts_that_stream(config, x) for x in ("weights", "gradients", "none")]
+    streams = [parts_that_stream(config, x) for x in ("weights", "gradients", "none")]
     assert streams == [16, 16, 1]
-    assert models.parts_that_stream(config._replace(tied=True), "gradients") == 1
+    assert parts_that_stream(config._replace(tied=True), "gradients") == 1
 
 
 @pytest.mark.parametrize(

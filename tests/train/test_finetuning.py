@@ -15,11 +15,12 @@ from tests.deepspeed.configs import TUTORIAL
 from tests.hf_models import write_model
 from tests.train import scripts
 from tests.train.scripts import cut_short
-from train import finetune, job
-from train.command_line import load_settings
-from train.optimizers import in_force, make_optimizer, with_deepspeed
-from train.pretrained import read_folder
-from train.settings import Settings
+from train import finetune
+from train.cli.command_line import load_settings
+from train.cli.settings import Settings
+from train.huggingface.loading import read_folder
+from train.run import setup
+from train.run.optimizers import in_force, make_optimizer, with_deepspeed
 
 SHORT = {
     "batch_size": 4,
@@ -219,7 +220,7 @@ def test_a_head_is_kept_if_its_labels_are_those_of_the_task(tmp_path):
     ):
         config["id2label"] = dict(enumerate(names))
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        model = job.make_model(scripts.read(**settings))
+        model = setup.make_model(scripts.read(**settings))
         assert bool(np.all(model.params["classifier"]["kernel"] == 1)) == kept
         assert bool(model.drawn) != kept
 

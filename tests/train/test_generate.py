@@ -12,10 +12,10 @@ from flax import nnx
 
 from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, assert_close, change_config, change_tensors, load, write_model
-from train import Failure, classes, generate
-from train.continuation import Sampling, continued, narrowed
-from train.settings import trained_on
-from train.tokenizer import read_tokenizer
+from train import Failure, generate
+from train.cli.settings import trained_on
+from train.huggingface.tokenizer import read_tokenizer
+from train.model.sampling import Sampling, continued, narrowed
 
 PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
 
@@ -166,8 +166,8 @@ def test_the_class_of_each_text_is_that_of_the_text_alone(tmp_path, capsys, monk
         logits = classify(ids, np.zeros_like(ids), np.ones_like(ids))
         share = jax.nn.softmax(logits[0])
         expected.append((("no", "perhaps", "yes")[int(share.argmax())], float(share.max())))
-    monkeypatch.setattr(classes, "BATCH", 2)
-    monkeypatch.setattr(classes, "PART", 4)
+    monkeypatch.setattr(classify, "BATCH", 2)
+    monkeypatch.setattr(classify, "PART", 4)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
     code, out, _ = run(capsys, "--model", folder, "-")
     lines = [line.split("\t") for line in out.splitlines()]

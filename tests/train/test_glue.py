@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.train.scripts import write
-from train.data import DataError
 from train.tasks import glue
+from train.tasks.batches import DataError
 
 DTYPES = {"tokens": np.int32, "types": np.uint8, "mask": np.uint8, "label": np.int32}
 

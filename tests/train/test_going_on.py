@@ -22,8 +22,8 @@ from benchmarks.kill_test import differences, steps_of
 from tests.processes import output, start
 from tests.train.scripts import cut_short, flip_a_bit, largest_file
 from train import finetune
-from train.run_folder import LOCK, run_lock
-from train.settings import SettingsError
+from train.cli.settings import SettingsError
+from train.run.folder import LOCK, run_lock
 
 STEPS = 63
 
@@ -64,7 +64,7 @@ def run_here(config: Path, run: str) -> str:
         jax.numpy_dtype_promotion("standard"),
         contextlib.redirect_stdout(io.StringIO()) as shown,
     ):
-        patch.setattr("train.run.write_picture", lambda *_, **__: None)
+        patch.setattr("train.run.loop.write_picture", lambda *_, **__: None)
         assert finetune.main([str(config), "--run", run]) == 0
     return shown.getvalue()
 

@@ -13,10 +13,10 @@ from huggingface_hub import constants
 from tests.hf_models import write_model
 from tests.processes import assert_ends, start
 from tests.train.scripts import write
-from train.hf_config import ModelError
-from train.hub import model_folder
-from train.planning import folder_of_config
-from train.pretrained import read_folder
+from train.huggingface.config import ModelError
+from train.huggingface.hub import model_folder
+from train.huggingface.loading import read_folder
+from train.plan.planning import folder_of_config
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.meter import Meter, NotFiniteError
-from train.optimizers import make_optimizer, skipped_steps
-from train.settings import Settings
+from train.cli.settings import Settings
+from train.log.meter import Meter, NotFiniteError
+from train.run.optimizers import make_optimizer, skipped_steps
 from zenflow_jax import EngineStats
 
 

@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from elves import atomic
 from tests.comparisons import assert_same_bits
 from tests.hf_models import (
     FAMILIES,
@@ -32,13 +33,13 @@ from tests.hf_models import (
     names,
     outputs,
 )
-from train import hf_saving, whole
-from train.attention import attention
-from train.blocks import Stacked, linear
-from train.decoder import LinearRope, Llama3Rope
-from train.hf_saving import save_folder
-from train.hf_tensors import transpose
-from train.pretrained import ModelError, drawn_anew, load_weights, read_folder
+from train.huggingface import saving
+from train.huggingface.loading import ModelError, drawn_anew, load_weights, read_folder
+from train.huggingface.saving import save_folder
+from train.huggingface.tensors import transpose
+from train.model.attention import attention
+from train.model.blocks import Stacked, linear
+from train.model.decoder import LinearRope, Llama3Rope
 
 
 @pytest.mark.parametrize(
@@ -307,16 +308,16 @@ def test_a_failed_write_leaves_what_was_there_and_a_kill_one_of_both(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(whole.os, "fsync", full)
+        patch.setattr(atomic.os, "fsync", full)
         with pytest.raises(ModelError, match=r"to write the model to .*No space left"):
             save_folder(saved, pretrained, zeros)
     assert_same_bits(load(saved)[2], params)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
-    monkeypatch.setattr(hf_saving.shutil, "rmtree", killed)
+    monkeypatch.setattr(saving.shutil, "rmtree", killed)
     if not exchanges:
         library = SimpleNamespace(renameat2=lambda *_: -1)
-        monkeypatch.setattr(whole.ctypes, "CDLL", lambda _: library)
+        monkeypatch.setattr(atomic.ctypes, "CDLL", lambda _: library)
     with pytest.raises(KeyboardInterrupt):
         save_folder(saved, pretrained, zeros)
     assert_same_bits(load(saved)[2], zeros)

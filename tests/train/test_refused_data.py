@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.train.scripts import records, write
-from train.chat_template import read_template
-from train.data import DataError
+from train.huggingface.chat_template import read_template
 from train.tasks import answers, classification, fields, glue, language
+from train.tasks.batches import DataError
 
 DOCS = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text(encoding="utf-8")
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "chat" / "alternating.jinja"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.hf_models import LLAMA3, change_config, change_tensors, copied
-from train.pretrained import ModelError, read_folder
+from train.huggingface.loading import ModelError, read_folder
 
 
 def assert_refused(folder, *words):

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from train import reporting
-from train.meter import Row
-from train.reporting import check_reporter, reporter
-from train.run_log import RunLog
-from train.settings import SettingsError
+from train.cli.settings import SettingsError
+from train.log import trackers
+from train.log.meter import Row
+from train.log.run_log import RunLog
+from train.log.trackers import check_reporter, reporter
 
 
 def logged(folder, to):
@@ -72,7 +72,7 @@ def test_trackio_and_wandb_get_figures_by_step_and_go_on_with_the_same_run(
 def test_tensorboard_gets_figures_by_step_and_forgets_those_that_are_written_again(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(reporting, "BOARD_EVERY_S", -1.0)
+    monkeypatch.setattr(trackers, "BOARD_EVERY_S", -1.0)
     board = reporter("tensorboard", tmp_path, done=3, config={})
     with monkeypatch.context() as in_a_run:
         in_a_run.setattr(board, "finish", lambda: None)

@@ -11,9 +11,9 @@ import pytest
 import zenflow_jax
 from tests.train.scripts import TINY, write_config
 from train import finetune
-from train.command_line import load_settings, read_command_line, to_toml
-from train.optimizers import learning_rate, make_optimizer
-from train.settings import Settings, SettingsError
+from train.cli.command_line import load_settings, read_command_line, to_toml
+from train.cli.settings import Settings, SettingsError
+from train.run.optimizers import learning_rate, make_optimizer
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, find_state
 
 CONFIGS = Path(__file__).parents[2] / "configs"

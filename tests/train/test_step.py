@@ -11,13 +11,14 @@ import zenflow_jax
 from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, TOLERANCE, load
 from tests.train.scripts import small_model
-from train import hosted, models
-from train.data import ROWS, Batches, Sample
-from train.optimizers import make_optimizer, skip_if_not_finite, skipped_steps
-from train.settings import Settings, SettingsError
-from train.sharding import committed
-from train.step import make_train_step, make_validate, of_labels, of_tokens
+from train.cli.settings import Settings, SettingsError
+from train.distributed import host_memory
+from train.distributed.sharding import committed
+from train.run import models
+from train.run.optimizers import make_optimizer, skip_if_not_finite, skipped_steps
+from train.run.step import make_train_step, make_validate, of_labels, of_tokens
 from train.tasks import Task, language
+from train.tasks.batches import ROWS, Batches, Sample
 
 F32_RTOL = 1e-5  # float32 sums of tens of terms in two orders
 F32_ATOL = 1e-6  # gradients below 1, whose terms may cancel
@@ -185,7 +186,7 @@ def test_the_loss_of_weights_in_host_memory_is_that_of_weights_on_the_device():
         mean = jax.value_and_grad(
             lambda params: of_tokens(nnx.merge(graphdef, params), {"tokens": tokens}).losses.mean()
         )
-        return jax.jit(mean)(jax.jit(hosted.put)(params) if hosts else params)
+        return jax.jit(mean)(jax.jit(host_memory.put)(params) if hosts else params)
 
     expected, gradients = losses(False)
     for hosts in (False, True):

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from tests.processes import output, start
-from train.memory import check_memory, host_bytes, lack_behind, lack_of_memory
-from train.settings import Settings, SettingsError
-from train.stopping import Interrupted, StopRequest, how_to_go_on
+from train.cli.settings import Settings, SettingsError
+from train.distributed.stopping import Interrupted, StopRequest, how_to_go_on
+from train.run.memory import check_memory, host_bytes, lack_behind, lack_of_memory
 from zenflow_jax import _commands
 
 # The main thread is where no handler of Python's can run, and signals do not wake it: it waits for

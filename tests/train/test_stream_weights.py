@@ -10,12 +10,15 @@ from safetensors.numpy import load_file
 from tests.hf_models import FIXTURES, write_model
 from tests.train.scripts import TINY, cut_short, read
 from tests.train.test_finetuning import glue, language, validations, write_config
-from train import cross_entropy, finetune, hosted, job
-from train.checkpoints import Checkpoints
-from train.planning import compiled_peak, folder_of_config, planned_step
-from train.settings import Settings, SettingsError
-from train.sharding import mesh_over
-from train.step import FETCHES
+from train import finetune
+from train.checkpoints.writing import Checkpoints
+from train.cli.settings import Settings, SettingsError
+from train.distributed import host_memory
+from train.distributed.sharding import mesh_over
+from train.model import cross_entropy
+from train.plan.planning import compiled_peak, folder_of_config, planned_step
+from train.run import setup
+from train.run.step import FETCHES
 from zenflow_jax import planning
 
 IN_HOST_MEMORY = {"scan_layers": True, "stream": "weights"}
@@ -88,7 +91,7 @@ def test_the_plan_has_the_weights_in_host_memory(monkeypatch):
     settings = Settings(**options, remat=True, sequence_length=8)
     origin = folder_of_config(settings.model)
     planned = planned_step(settings, origin, None)
-    moved = hosted.nbytes(planned.params)
+    moved = host_memory.nbytes(planned.params)
     plan = planning.plan(*planned)
     stacks = [x for x in jax.tree.leaves(planned.params) if x.ndim == 3]
     assert len(stacks) == 9  # seven of a block, embedding and head
@@ -99,7 +102,7 @@ def test_the_plan_has_the_weights_in_host_memory(monkeypatch):
     assert plan.to_device == 2 * moved
     mesh = mesh_over({"data": 1}, jax.devices()[:1])
     on_mesh = planned_step(dataclasses.replace(settings, mesh="data=1"), origin, mesh)
-    assert planning.plan(*on_mesh).host["weights"] == hosted.nbytes(on_mesh.params) > 0
+    assert planning.plan(*on_mesh).host["weights"] == host_memory.nbytes(on_mesh.params) > 0
     least = plan.device["weights"] + plan.device["optimizer state"]
     assert least < compiled_peak(settings, origin, mesh)
 
@@ -110,7 +113,7 @@ def test_what_cannot_be_trained_from_host_memory_is_refused_by_name():
             Settings(**IN_HOST_MEMORY | {name: value})
     sources = read(**TINY | {"layers": 16}, **IN_HOST_MEMORY, staleness=2, update_interval=16)
     with pytest.raises(SettingsError, match="got staleness=2"):
-        job.prepare(sources, lambda: None)
+        setup.prepare(sources, lambda: None)
 
 
 def test_xla_knows_the_option_for_fetches():

@@ -7,8 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from train.data import DataError
 from train.tasks import language, tables
+from train.tasks.batches import DataError
 from train.tasks.files import find_files, records
 
 TEXTS = [f"the cat is in bin {i}" for i in range(9)]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.train.scripts import records, write
-from train.data import DataError
 from train.tasks import answers, files, language
+from train.tasks.batches import DataError
 
 
 def language_task(data, tokenizer, *, length=4, share=0.3, seed=0, **options):

@@ -9,11 +9,11 @@ import pytest
 
 from tests.tiny_tokenizer import write_byte_level
 from tests.train.scripts import records, write
-from train.chat_template import ChatTemplate
-from train.data import DataError
+from train.huggingface.chat_template import ChatTemplate
+from train.huggingface.tokenizer import read_tokenizer
 from train.tasks import answers, encoding, language, token_files
+from train.tasks.batches import DataError
 from train.tasks.token_files import stored
-from train.tokenizer import read_tokenizer
 
 CHAT = ChatTemplate("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", {}, (), "here")
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.make_tokenizer_fixtures import CASES, FILE, TEXT, template, write_case
 from tests.tiny_tokenizer import BEGIN, END, write_byte_level, write_wordpiece
-from train.tokenizer import TokenizerError, read_tokenizer
+from train.huggingface.tokenizer import TokenizerError, read_tokenizer
 
 
 def edit(path, **entries):

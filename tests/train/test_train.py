@@ -14,11 +14,12 @@ from safetensors.numpy import load_file
 from benchmarks import kill_test
 from tests.train import scripts
 from tests.train.scripts import rows, small_model, summary, write
-from train import finetune, job
-from train.command_line import load_settings
-from train.optimizers import decayed, make_optimizer
-from train.run_folder import WRITTEN, new_run_folder
-from train.settings import Settings
+from train import finetune
+from train.cli.command_line import load_settings
+from train.cli.settings import Settings
+from train.run import setup
+from train.run.folder import WRITTEN, new_run_folder
+from train.run.optimizers import decayed, make_optimizer
 from train.tasks import standard_library
 from zenflow_jax import find_state
 
@@ -133,7 +134,7 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
 ):
     losses = {0: 5.0, 3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0, 13: 2.0}
     figures = ({"loss": loss} for loss in losses.values())
-    monkeypatch.setattr(job, "make_validate", lambda *_: lambda _: next(figures))
+    monkeypatch.setattr(setup, "make_validate", lambda *_: lambda _: next(figures))
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
     precious = [folder / f"{name}.part" for name in WRITTEN] + [folder / "model.old"]
@@ -180,7 +181,7 @@ def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
 ):
     def start(run, losses, *options):
         figures = ({"loss": loss} for loss in losses)
-        monkeypatch.setattr(job, "make_validate", lambda *_: lambda _: next(figures))
+        monkeypatch.setattr(setup, "make_validate", lambda *_: lambda _: next(figures))
         config = tiny_command(tmp_path, steps=18, save_every=3, keep_best=True)
         return finetune.main([*config, "--run", run, *options])
 
@@ -205,7 +206,7 @@ def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_that_stops_early_keeps_the_best_of_all_validations(tmp_path, monkeypatch, capsys):
     figures = ({"loss": loss} for loss in [5.0, 1.0, 2.0, 3.0, 3.5])
-    monkeypatch.setattr(job, "make_validate", lambda *_: lambda _: next(figures))
+    monkeypatch.setattr(setup, "make_validate", lambda *_: lambda _: next(figures))
     saves = {"save_every": 100, "keep": 1, "keep_best": True}
     config = tiny_command(tmp_path, evaluate_every=2, log_every=2, **saves)
     options = ["--steps", "20", "--early-stopping-patience", "2", "--run", "a"]

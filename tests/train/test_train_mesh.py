@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from tests.processes import output, reserved_port, start
 from tests.train import scripts
 from tests.train.scripts import TINY_MESH, rows, summary
-from train import finetune, processes, sharding
-from train.command_line import Launch
-from train.settings import SettingsError
+from train import finetune
+from train.cli.command_line import Launch
+from train.cli.settings import SettingsError
+from train.distributed import processes, sharding
 
 # Losses in nats, of the same batches. Products and sums over devices are rounded to bfloat16 in
 # another order, and so are the weights of zenflow and adamw. Measured 4e-4; with a process that

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from train.chat_template import ChatTemplate, ConversationError
-from train.unwritten import Unwritten
+from train.huggingface.chat_template import ChatTemplate, ConversationError
+from train.huggingface.template_checks import Unwritten
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "chat"
 

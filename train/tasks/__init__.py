@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from train.data import Source
+from train.tasks.batches import Source
 
 # Predicted and true ids of classes, both (n,), to metrics.
 Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]

@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from train.chat_template import ChatTemplate, Conversation
-from train.data import DataError
+from train.huggingface.chat_template import ChatTemplate, Conversation
+from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, tables
+from train.tasks.batches import DataError
 from train.tasks.conversations import Conversations
 from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype
 from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
 from train.tasks.files import common_place, expect_examples, find_files, records, text_field
 from train.tasks.token_files import stored
-from train.tokenizer import Tokenizer
 
 SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
 

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.chat_template import read_template
-from train.pretrained import Pretrained
-from train.settings import DataSettings, SettingsError
+from train.cli.settings import DataSettings, SettingsError
+from train.huggingface.chat_template import read_template
+from train.huggingface.loading import Pretrained
+from train.huggingface.tokenizer import read_tokenizer
 from train.tasks import Task, answers, classification, glue, language, standard_library
 from train.tasks.token_files import stored
-from train.tokenizer import read_tokenizer
 
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 KINDS = {"decoder": "a decoder, such as a Llama or Qwen", "encoder": "an encoder, such as a BERT"}

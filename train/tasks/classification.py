@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data import DataError
+from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, glue, tables
+from train.tasks.batches import DataError
 from train.tasks.encoding import Text
 from train.tasks.examples import Examples, Sentences, check_room, task_of
 from train.tasks.files import find_files, first_30, lines, records, shorten, text_field
-from train.tokenizer import Tokenizer
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.chat_template import ChatTemplate, Conversation, ConversationError
-from train.data import DataError
-from train.json_files import loads_unique
+from train.huggingface.chat_template import ChatTemplate, Conversation, ConversationError
+from train.huggingface.json_files import loads_unique
+from train.huggingface.template_checks import Unwritten
 from train.tasks import fields
+from train.tasks.batches import DataError
 from train.tasks.files import records, shorten, text_field
-from train.unwritten import Unwritten
 
 MESSAGES, TOOLS = "messages", "tools"
 

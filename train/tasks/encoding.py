@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.tokenizer import Tokenizer
+from train.huggingface.tokenizer import Tokenizer
 
 # A chunk ends with the text that reaches one of these. It is encoded on all cores, a text on each,
 # so it should be of several texts; a million characters take about 150 MB in here.

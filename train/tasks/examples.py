@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from train.data import DataError, Padded, Source
+from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Score, Task
+from train.tasks.batches import DataError, Padded, Source
 from train.tasks.encoding import Encoded, Text, encode
 from train.tasks.files import split
 from train.tasks.token_files import stored
-from train.tokenizer import Tokenizer
 
 #: Of the example that is shown: how many parts, learned or not, and characters of each.
 PARTS, CHARACTERS = 8, 240

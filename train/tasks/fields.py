@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from train.chat_template import ASSISTANT, rename_roles
-from train.data import DataError
+from train.huggingface.chat_template import ASSISTANT, rename_roles
+from train.huggingface.template_checks import listed
+from train.tasks.batches import DataError
 from train.tasks.files import shorten
-from train.unwritten import listed
 
 _PAIRS = (
     "That is preference data (DPO, KTO), and there is no training on preferences. Keep the good "

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from train import json_files
-from train.data import DataError
+from train.huggingface import json_files
 from train.tasks import tables
+from train.tasks.batches import DataError
 
 # Words that say what the examples of a file are for, as the library `datasets` has them.
 _SIDES = {

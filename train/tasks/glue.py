@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data import DataError
+from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Score, Task
+from train.tasks.batches import DataError
 from train.tasks.encoding import Text
 from train.tasks.examples import Sentences, check_room, task_of
 from train.tasks.files import expect_examples, first_30, lines, shorten
-from train.tokenizer import Tokenizer
 
 # Of QQP's 363,870 lines some 20 are broken. A file with many more is not that file.
 BROKEN_SHARE = 1000

@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.data import DataError
+from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, tables
+from train.tasks.batches import DataError
 from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode
 from train.tasks.examples import describe_example
 from train.tasks.fields import Fields
 from train.tasks.files import common_place, find_files, lines, records, split, text_field
 from train.tasks.token_files import stored
-from train.tokenizer import Tokenizer
 
 # Four to a chunk, for four cores. With pieces of 2**20, four to a chunk, 20 MB of text took 430 MB
 # of memory on top of the tokens, now 150 MB, in no more time.

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data import DataError
 from train.tasks import Task
+from train.tasks.batches import DataError
 from train.tasks.language import Windows, as_one
 
 VOCABULARY = 256  # the values of a byte

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from train.data import DataError
-from train.json_files import read_object
+from train.huggingface.json_files import read_object
+from train.tasks.batches import DataError
 
 SUFFIXES = (".parquet", ".arrow")
 

@@ -25,10 +25,10 @@ import numpy as np
 import tokenizers
 
 import zenflow_jax
-from train.data import DataError
+from elves.atomic import atomic_path
+from train.huggingface.tokenizer import Tokenizer
+from train.tasks.batches import DataError
 from train.tasks.encoding import Encoded, smallest_dtype
-from train.tokenizer import Tokenizer
-from train.whole import made_whole
 
 NAMES = Encoded._fields[:-1]
 RECORD = "encoded.json"
@@ -85,7 +85,7 @@ def _write_folder(
         raise DataError(f"{wanted} ({error.strerror}).") from error
     notes: list[str] = []
     try:
-        with made_whole(folder, folder=True) as part, contextlib.ExitStack() as stack:
+        with atomic_path(folder, folder=True) as part, contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(part / name, "wb")) for name in NAMES]
             checksum = _write(encode_all(notes), files, dtypes, folder.parent, say)
             record = {"checksum": checksum, "notes": notes}

@@ -1,0 +1,134 @@
+"""Files and folders that get their names when they are whole.
+
+Until then they are beside their place, as `.NAME.`, 16 hexadecimal digits and `.part`. What a kill
+leaves behind, the next writer to that place removes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.part")
+
+
+@contextmanager
+def atomic_path(path: Path, *, folder: bool = False) -> Iterator[Path]:
+    """Yields a new, empty file or folder beside `path`, whose name it gets when the block ends.
+
+    It takes the place of a file or an empty folder. The block may remove it, or move it elsewhere.
+    """
+    path = path.absolute()
+    remove_leftovers(path)
+    with _part_of(path, folder) as part:
+        yield part
+        if part.exists():
+            sync_all(part)
+            part.replace(path)
+            _sync(path.parent)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Writes a file that is the old one or the new one, whenever the process is killed."""
+    with atomic_path(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Exchanges two folders at once; one after the other where the file system cannot."""
+    cwd, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    at_once = getattr(ctypes.CDLL(None), "renameat2", None)  # older C libraries lack it
+    if at_once is None or at_once(cwd, os.fsencode(new), cwd, os.fsencode(old), both):
+        aside = _new_name(old)
+        old.rename(aside)
+        new.rename(old)
+        aside.rename(new)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what killed processes have left of `path`."""
+    for left in list(path.parent.iterdir()):
+        match = _NAME.fullmatch(left.name)
+        if match is None or match[1] != path.name:
+            continue
+        # A reader that cannot lock it cannot know that its writer is gone.
+        with suppress(OSError):
+            file = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(left)
+            finally:
+                os.close(file)
+
+
+def is_partial(path: Path) -> bool:
+    """Whether a path is a temporary one of `atomic_path`, or in such a folder."""
+    return any(map(_NAME.fullmatch, path.parts))
+
+
+def finished(path: Path) -> Path:
+    """The path that something in `atomic_path`'s file or folder will have; any other as it is."""
+    return Path(*(m[1] if (m := _NAME.fullmatch(name)) else name for name in path.parts))
+
+
+@contextmanager
+def _part_of(path: Path, folder: bool) -> Iterator[Path]:
+    part, file = _locked_part(path, folder)
+    try:
+        yield part
+    finally:
+        _remove(part)
+        os.close(file)
+
+
+def _locked_part(path: Path, folder: bool) -> tuple[Path, int]:
+    """Makes a part and locks it; another one if `remove_leftovers` elsewhere was faster."""
+    flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
+    while True:
+        part = _new_name(path)
+        if folder:
+            part.mkdir()
+        try:
+            file = os.open(part, flags, 0o666)
+        except FileNotFoundError:
+            if folder:
+                continue
+            raise
+        with suppress(OSError):  # a file system without locks, where leftovers stay
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if part.exists():
+            return part, file
+        os.close(file)
+
+
+def _new_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def sync_all(path: Path) -> None:
+    """Returns when a file, or a folder with all that is in it, is on the disk."""
+    for written in [*path.rglob("*"), path]:
+        _sync(written)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,98 @@
+"""The description of a run, in each checkpoint as JSON: who goes on from it must share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from train.cli.settings import SettingsError, option_words
+from train.model.decoder import parts_that_stream
+
+# In the folder of a run, a copy of its DeepSpeed config.
+DEEPSPEED = "deepspeed.json"
+
+# Settings that a resumed run may change; the library says the same of its own. `eval_batches` is
+# not one: figures of other samples cannot tell which checkpoint is best.
+MAY_CHANGE = frozenset(
+    "model data test_data token_cache chat_template deepspeed steps epochs learning_rate schedule "
+    "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
+    "prefetch_bytes send_gradients mesh remat stream log_every evaluate_every save_every "
+    "export_every keep keep_best output_dir run progress report_to max_skipped b1 b2 eps "
+    "early_stopping_patience".split()
+)
+
+# Settings that decide what the weights are made for, how they are laid out, and which are best.
+OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers stream best".split()
+
+
+def description(
+    settings: Mapping[str, Any], data: int, config: Any = None, labels: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The facts that a run shares with the one it goes on from; `data` is a checksum.
+
+    The full warm-up is in rounds.
+    """
+    fixed = {k: v for k, v in settings.items() if k not in MAY_CHANGE | {"full_warm_up_share"}}
+    # The other two have the same bits, and may be exchanged.
+    sums = settings["send_gradients"] == "per_window"
+    fixed["send_gradients"] = "per_window" if sums else "during_step"
+    fixed["stream"] = _of_shapes(settings["stream"], config)
+    if settings["task"] != "language":
+        del fixed["packing"]
+    return {
+        "settings": fixed,
+        "labels": list(labels),  # not compared: the data says the same
+        "stream": settings["stream"],
+        "data": data,
+        "model": _as_strings(config),
+    }
+
+
+def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
+    """The part of a `description` that whoever reads the run's weights must share."""
+    stream = settings["stream"]
+    settings = {**settings, "stream": _of_shapes(stream, config)}
+    return {"settings": settings, "stream": stream, "model": _as_strings(config)}
+
+
+def _of_shapes(stream: str, config: Any) -> str:
+    # Between flushes parameters in host memory lack what others have.
+    return stream if stream == "weights" or parts_that_stream(config, stream) > 1 else "none"
+
+
+def _as_strings(config: Any) -> dict[str, str]:
+    # The shapes of the arrays do not show all of it: not the base of the rotations, say.
+    return {} if config is None else {name: str(x) for name, x in config._asdict().items()}
+
+
+def check_same_run(
+    folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], *, otherwise: str
+) -> None:
+    """Raises `SettingsError` if the description `saved` in the checkpoint is another run's."""
+    for name, value in wanted["settings"].items():
+        before = saved["settings"].get(name, value)
+        if before != value:
+            if name == "stream":  # as it was passed, not as it is compared
+                before, value = saved.get(name, before), wanted[name]
+            copy, also = folder.parents[1] / DEEPSPEED, ""
+            if copy.exists():
+                also = f"--deepspeed {copy}, which the run has gone by and which goes first, or "
+            if name == "full_warm_up_rounds":
+                also += "--full-warm-up-share None "
+            raise SettingsError(
+                f"`{name}`: expected {before}, as in the run that {folder} is of, got {value}. "
+                f"Pass {also}{' '.join(option_words(name, before))}, {otherwise}"
+            )
+    for name, value in wanted["model"].items():
+        before = saved.get("model", {}).get(name, value)
+        if before != value:
+            raise SettingsError(
+                f"`model`: expected a config.json with the {name} of the run that {folder} is of, "
+                f"{before}, got {value}: that is another model."
+            )
+    if saved["data"] != wanted.get("data", saved["data"]):
+        raise SettingsError(
+            f"expected the data that the run of {folder} has read, got other data: other files (of "
+            "standard_library: another Python), another tokenizer, or of chats another template."
+        )

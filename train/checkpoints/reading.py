@@ -1,0 +1,292 @@
+"""Reads the checkpoints of a run: which are whole, which is best, and what is in them.
+
+How they are written, and what is in one, is in `checkpoints.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+import zenflow_jax
+from train import Failure
+from train.checkpoints.checksums import damage
+from train.checkpoints.compatibility import check_same_run
+from train.cli.settings import SettingsError
+from train.distributed import host_memory, processes
+
+
+class CheckpointError(Failure):
+    """A checkpoint could not be written or read."""
+
+
+class Restored(NamedTuple):
+    params: Any
+    opt_state: Any
+    engine_state: Any  # None without an engine; an engine reads its arrays from the checkpoint
+    progress: dict[str, Any]  # as given to `save`
+
+
+def check_path(folder: Path) -> None:
+    """Raises if orbax could not read what it writes into `folder`: it takes paths for patterns."""
+    folder = folder.absolute()
+    if signs := re.findall(r"[][*?\\]", str(folder)):  # orbax 0.12.8
+        raise SettingsError(
+            f"`output_dir`: checkpoints cannot be read from the path {folder}, which has a "
+            f"{signs[0]} in it. Name another --output-dir, or rename the folder."
+        )
+
+
+class SavedCheckpoints:
+    """The checkpoints of one run. Every process must make the same calls."""
+
+    # The remedy if another setting than the run's is meant: the end of a sentence.
+    _otherwise = "or give the settings.toml of that run as the config file."
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        larger_is_better: bool = False,
+        describe: Mapping[str, Any],
+        say: Callable[[str], None],
+    ):
+        check_path(folder)
+        self._folder = folder.absolute()
+        self._sign = 1 if larger_is_better else -1
+        self._description = describe
+        self._say = say
+        self._damaged: list[int] = []  # steps, newer than the newest whole one
+        self._figures: dict[int, float] = {}  # of the validation after a step
+        for name in ("absl", "asyncio"):  # which orbax logs to
+            logging.getLogger(name).addFilter(_is_no_traceback)
+
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint; None if there are none at all.
+
+        Newer, damaged ones are named; `SettingsError` if all are damaged.
+        """
+        step = self._newest_whole() if processes.is_first() else None
+        text = processes.from_first("" if step is None else str(step))
+        return int(text) if text else None
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are fully written, damaged ones too: ascending."""
+        if not self._folder.is_dir():  # no checkpoint was begun
+            return []
+        return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
+
+    def labels(self) -> tuple[str, ...]:
+        """The names of the run's classes in its newest whole checkpoint; () if there are none."""
+        newest = self.newest()
+        return () if newest is None else tuple(self._read_run(newest)["labels"])
+
+    def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
+        """Restores the checkpoint of `step`; `SettingsError` if it is of another run.
+
+        `params` and `opt_state` are used up: each restored array goes where the fresh one was.
+        """
+        run = self._read_checked(step)
+        fresh = {"params": params, "opt_state": opt_state}
+        saved, others = split_arrays(fresh)
+        folder = self._folder / str(step)
+        check_arrays(folder, run["arrays"], described(saved), run["zenflow_jax"])
+        arrays = self._read_state(folder, saved)
+        engine_state = None
+        if run["settings"]["optimizer"] != "adamw":
+            with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
+                engine_state = reader.restore(folder / "engine")
+        trees = join_arrays(fresh, arrays, others)
+        return Restored(**trees, engine_state=engine_state, progress=run["progress"])
+
+    def find(self, wanted: str, *, rival: float = math.nan) -> int | None:
+        """Finds a checkpoint by its step, or the "best"; None if `rival` is no worse."""
+        newest, steps = self.newest(), self.steps()
+        step = None
+        if wanted != "best":
+            step = int(wanted)
+        elif newest is not None:
+            self._read_checked(newest)
+            step = self._best_of(steps)
+        if wanted == "best" and not math.isnan(rival):
+            if step is None or self._sign * self._figures[step] <= self._sign * rival:
+                return None
+        if step not in steps:
+            listed = ", ".join(map(str, steps)) or "none"
+            rated = ", ".join(str(s) for s in steps if s in self._figures) or "none"
+            remedy = " Train with --keep-best, or name a step." if wanted == "best" else ""
+            raise SettingsError(
+                f"`--export`: expected one of the checkpoints in {self._folder} ({listed}; "
+                f"validated: {rated}), got {wanted}.{remedy}"
+            )
+        self._read_checked(step)
+        return step
+
+    def weights(self, step: int, like: Any) -> Any:
+        """Restores the parameters alone into the place of those in `like`, which are used up."""
+        folder = self._folder / str(step)
+        if problem := processes.from_first(damage(folder) or ""):
+            raise CheckpointError(
+                f"expected a whole checkpoint {step} in {self._folder}, got one that is damaged: "
+                f"{problem}. Take another one, or at the end of a run --no-keep-best."
+            )
+        saved, others = split_arrays({"params": like, "opt_state": ()})
+        run = self._read_run(step)
+        arrays = {name: x for name, x in run["arrays"].items() if name.startswith("params.")}
+        check_arrays(folder, arrays, described(saved), run["zenflow_jax"])
+        of_rows = {name: host_memory.Selected(*of) for name, of in run.get("lacking", {}).items()}
+        rows = {name: _empty_rows(saved[name].shape, of) for name, of in of_rows.items()}
+        templates = dict(saved)
+        for arrays in rows.values():
+            templates |= arrays
+        restored = self._read_state(folder, templates, partial_restore=True)
+        for name, of in of_rows.items():
+            weights = restored[name]
+            channels, master = map(restored.pop, rows[name])
+            whole = host_memory.with_selected(weights, channels, master, of.axis)
+            if isinstance(weights, jax.Array):
+                whole = host_memory.placed(
+                    jax.make_array_from_callback(whole.shape, weights.sharding, whole.__getitem__)
+                )
+            restored[name] = whole
+        return join_arrays({"params": like}, restored, others)["params"]
+
+    def _read_run(self, step: int) -> dict[str, Any]:
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            return reader.restore(self._folder / str(step) / "run")
+
+    def _read_checked(self, step: int) -> dict[str, Any]:
+        """The record of a checkpoint, which must be of the same run, and knows all figures."""
+        run, folder = self._read_run(step), self._folder / str(step)
+        check_same_run(folder, run, self._description, otherwise=self._otherwise)
+        self._figures = dict(run["figures"])
+        return run
+
+    def _read_state(self, folder: Path, saved: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """Reads arrays into the place of `saved`, which are used up."""
+        templates = dict(saved)
+        for name, x in saved.items():
+            if isinstance(x, jax.Array):
+                templates[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+                x.delete()  # before the others come, so that the device need not hold both
+        restore_args = ocp.checkpoint_utils.construct_restore_args(templates)
+        args = ocp.args.PyTreeRestore(item=templates, restore_args=restore_args, **options)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            restored = reader.restore(folder / "state", args=args)
+        # One after the other, so that there are no two copies of all.
+        for name, x in restored.items():
+            restored[name] = host_memory.placed(x)
+        return restored
+
+    def _best_of(self, steps: Iterable[int]) -> int | None:
+        rated = [(self._sign * self._figures[s], s) for s in steps if s in self._figures]
+        # NaN is neither better nor worse. Of equals the later one.
+        return max((pair for pair in rated if not math.isnan(pair[0])), default=(0, None))[1]
+
+    def _newest_whole(self) -> int | None:
+        damaged: dict[int, str] = {}
+        try:
+            for step in reversed(self.steps()):
+                if (problem := damage(self._folder / str(step))) is None:
+                    self._damaged = list(damaged)
+                    for newer, what in damaged.items():
+                        self._say(f"checkpoint {newer} is damaged: {what}. {step} is whole.")
+                    return step
+                damaged[step] = problem
+        except OSError as error:
+            raise SettingsError(
+                f"expected checkpoints that can be read in {self._folder}, got: {error}."
+            ) from error
+        if damaged:
+            listed = "; ".join(f"{step}: {what}" for step, what in damaged.items())
+            raise SettingsError(
+                f"expected a whole checkpoint in {self._folder}, got damaged ones alone "
+                f"({listed}). Put a copy in their place, or name another --run to start again."
+            )
+        return None
+
+
+def _is_no_traceback(record: logging.LogRecord) -> bool:
+    """Returns whether a record of orbax is news: it raises each failure that it logs, too."""
+    return record.exc_info is None
+
+
+def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays that a checkpoint has, by name, and the others: blank mail and empty arrays."""
+    mail = set()
+    for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
+        if _is_zenflow(state):
+            blank = [] if state.send_gradients == "per_window" else state.mail
+            mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, blank))}
+    saved, others = {}, {}
+    for path, x in jax.tree_util.tree_leaves_with_path(trees):
+        place = others if id(x) in mail or x.size == 0 else saved
+        place[_name_of(path)] = x
+    return saved, others
+
+
+def _is_zenflow(x: Any) -> bool:
+    return isinstance(x, zenflow_jax.ZenFlowState)
+
+
+def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """`trees` with the arrays that `split_arrays` returned for trees like them."""
+
+    def one(path, _):
+        name = _name_of(path)
+        if name in saved:
+            return saved[name]
+        x = others[name]
+        if isinstance(x, jax.ShapeDtypeStruct):  # empty
+            blank = np.zeros(x.shape, x.dtype)
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: blank[index])
+        return x
+
+    return jax.tree_util.tree_map_with_path(one, trees)
+
+
+def lacking(params: Any, opt_state: Any) -> dict[str, host_memory.Selected]:
+    """By its name in a checkpoint, each parameter whose selected channels the state alone has."""
+    paths = jax.tree_util.tree_leaves_with_path({"params": params})
+    return {_name_of(paths[one.leaf][0]): one for one in host_memory.selected(opt_state)}
+
+
+def _empty_rows(shape: tuple[int, ...], of: host_memory.Selected) -> dict[str, np.ndarray]:
+    """Room for the numbers and masters of a parameter's selected channels, as a state has them."""
+    name, of_master = f"opt_state.leaves.{of.leaf}", list(shape)
+    of_master[of.axis] = of.k
+    return {
+        f"{name}.channels": np.empty((shape[0], of.k), np.int32),
+        f"{name}.master": np.empty(of_master, np.float32),
+    }
+
+
+def described(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
+
+
+def check_arrays(
+    folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str], version: str
+) -> None:
+    """Refuses the checkpoint in `folder` if it has other arrays, or a layout of another version."""
+    for name in [*wanted, *saved]:
+        if saved.get(name) != wanted.get(name):
+            raise SettingsError(
+                f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
+                f"got {wanted.get(name, 'none')}: that checkpoint is of another model, "
+                f"optimizer or mesh, or of another layout (zenflow_jax {version} wrote it, this is "
+                f"{zenflow_jax.__version__}). Take {folder.parent.parent / 'settings.toml'} as the "
+                "config, or name another --run to begin a new one."
+            )
+
+
+def _name_of(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

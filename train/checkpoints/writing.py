@@ -1,0 +1,286 @@
+"""Writes the checkpoints of a run beside the training.
+
+    checkpoints/300/state   parameters and optimizer state, by orbax, without mail; of parameters in
+                            host memory the state alone has the selected channels
+    checkpoints/300/engine  the engine's state, which is written from its own memory
+    checkpoints/300/run     step, settings, names of the arrays, open figures of the metrics (JSON)
+    checkpoints/300/checksums.json   size and CRC-32 of every file of these
+    checkpoints/damaged-400   a checkpoint that was found damaged, and is not read again
+
+The step is the position in the data (`data.py`). A checkpoint is renamed when it is whole. orbax
+decodes most flipped bits without complaint, so checksums are compared before anything is restored
+(`saved_checkpoints.py`). Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+import zenflow_jax
+from train.checkpoints.checksums import CHECKSUMS, checksums
+from train.checkpoints.reading import (
+    CheckpointError,
+    SavedCheckpoints,
+    described,
+    lacking,
+    split_arrays,
+)
+from train.distributed import host_memory, processes
+
+
+class Checkpoints(SavedCheckpoints):
+    """The checkpoints of the run that writes them; the newest `keep` stay."""
+
+    _otherwise = "or name another --run to begin a new one."
+
+    def __init__(self, folder: Path, *, keep: int, keep_best: bool, **reading: Any):
+        super().__init__(folder, **reading)
+        self._keep = keep
+        self._keep_best = keep_best
+        self._writing: int | None = None  # the step of the save that is under way
+        self._failed: str | None = None  # the error of the last save
+        self._is_read = False  # whether the first save was read back
+        self._unreadable: str | None = None  # the error of that
+        self._manager: ocp.CheckpointManager | None = None
+
+    def __enter__(self) -> Checkpoints:
+        self._unraisable = sys.unraisablehook
+        sys.unraisablehook = partial(_pass_over_late_writes, self._unraisable)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.wait()
+        if self._manager is not None:  # not so after a save that has failed
+            self._manager.close()
+        # Else writes, or reads, may come to their end later than this.
+        if self._failed is None and self._unreadable is None:
+            sys.unraisablehook = self._unraisable
+
+    def set_aside(self) -> None:
+        """Renames the damaged checkpoints that `newest` passed over."""
+        if processes.is_first():
+            for step in self._damaged:
+                old = self._folder / str(step)
+                # `_seal` would take a name that begins with the step for a new save.
+                new, number = old.with_name(f"damaged-{step}"), 1
+                while new.exists():
+                    number += 1
+                    new = old.with_name(f"damaged-{step}-{number}")
+                old.rename(new)
+                self._say(f"renamed the damaged checkpoint {old} to {new.name}; you can delete it")
+        processes.from_first("")  # renamed, before another process looks
+
+    def save(
+        self,
+        step: int,
+        params: Any,
+        opt_state: Any,
+        engine: zenflow_jax.HostEngine | None,
+        progress: Mapping[str, Any],
+        figure: float | None = None,
+    ) -> None:
+        """Starts to write a checkpoint; training may go on, and donate what was given, at once.
+
+        Waits for the save before, and until the device has done `step`; the writer then has its own
+        copies. On a CPU it reads the arrays themselves, which the runtime does not donate meanwhile
+        (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). With layers in host memory it waits
+        until all is written. A failure is said and not raised: the next save tries again.
+        `progress` is for JSON; `figure`, of a validation, decides what is best.
+        """
+        if figure is not None:
+            self.rate(step, figure)
+        self.wait()
+        self._failed = None
+        saved, _ = split_arrays({"params": params, "opt_state": opt_state})
+        run = {
+            **self._description,
+            "zenflow_jax": zenflow_jax.__version__,
+            "step": step,
+            "arrays": described(saved),
+            "lacking": lacking(params, opt_state),
+            "figures": list(self._figures.items()),
+            "progress": progress,
+        }
+        items: dict[str, Any] = {
+            # One file for each process, as orbax would copy what it has to divide among several.
+            "state": ocp.args.PyTreeSave(saved, ocdbt_target_data_file_size=0),
+            "run": ocp.args.JsonSave(run),
+        }
+        if engine is not None:
+            items["engine"] = zenflow_jax.EngineSave(engine)
+        self._writing = step
+        with self._failures():
+            # Forced, as orbax would pass over a step that is older than its newest.
+            self._opened().save(step, args=ocp.args.Composite(**items), force=True)
+        if host_memory.in_host_memory(params):
+            # orbax reads these where they are, which a GPU's next step must not donate meanwhile.
+            # An update of them would wait for the engine's state to be written, as well.
+            self.wait()
+
+    def poll(self) -> None:
+        """Says so if the save that was under way has failed, without waiting.
+
+        Raises `CheckpointError` if the first checkpoint of this start cannot be read.
+        """
+        if self._writing is not None and not self._opened().is_saving_in_progress():
+            self.wait()
+        if self._unreadable is not None:
+            raise CheckpointError(self._unreadable)
+
+    def wait(self) -> None:
+        """Waits for the save that is under way; says so if it has failed."""
+        if self._writing is None:
+            return
+        step = self._writing
+        with self._failures():
+            self._opened().wait_until_finished()
+        self._writing = None
+        if self._failed is None and not self._is_read:
+            self._is_read = True
+            if processes.is_first():
+                self._unreadable = self._read_back(step)
+
+    def finish(self) -> None:
+        """Waits for the last save; raises `CheckpointError` if it has failed."""
+        self.wait()
+        if error := self._failed or self._unreadable:
+            raise CheckpointError(error)
+
+    def _read_back(self, step: int) -> str | None:
+        """Returns why a checkpoint cannot be read, None if it can: its checksums do not show that.
+
+        It opens all that is in the checkpoint, and reads no large array. Other processes may be in
+        a step meanwhile, so no call here waits for them.
+        """
+        folder = self._folder / str(step)
+        try:
+            listed = ocp.JsonCheckpointHandler().restore(folder / "run")["arrays"]
+            opened = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
+            if (folder / "engine").exists():
+                zenflow_jax.EngineCheckpointHandler().restore(folder / "engine")
+            problem = None if described(opened) == listed else "it has other arrays than were saved"
+        except (OSError, ValueError) as error:
+            problem = _shortened(error)
+        return problem and (
+            f"checkpoint {step} in {self._folder} was written, but cannot be read: {problem}. Name "
+            "another --output-dir, and report this if that does not help."
+        )
+
+    def rate(self, step: int, figure: float) -> None:
+        self._figures[step] = figure
+
+    def best(self, *, or_step: int) -> int:
+        """The step of the best checkpoint; `or_step` if that is better, or without `keep_best`."""
+        if not self._keep_best:
+            return or_step
+        # Process 0 has also removed what was not to be kept.
+        step = self._best_of([*self.steps(), or_step]) if processes.is_first() else None
+        return int(processes.from_first(str(step or or_step)))
+
+    def _opened(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=_NewestAndBest(
+                    self._keep, self._best_of if self._keep_best else None
+                ),
+                cleanup_tmp_directories=True,  # of a run that was killed while it wrote
+                async_options=ocp.AsyncOptions(
+                    post_finalization_callback=self._seal,
+                    # So a folder that cannot be made is an error at once.
+                    create_directories_asynchronously=False,
+                    # 125 GB, a checkpoint of 7B, at 10 MB/s. By default a save fails after 20 min.
+                    timeout_secs=4 * 3600,
+                ),
+            )
+            # Compressed, all of it would be in memory once more (benchmarks/LOG.md, orbax 0.12.8).
+            handlers = {
+                "state": ocp.PyTreeCheckpointHandler(use_compression=False),
+                "run": ocp.JsonCheckpointHandler(),
+                "engine": zenflow_jax.EngineCheckpointHandler(),
+            }
+            self._manager = ocp.CheckpointManager(
+                self._folder, options=options, item_handlers=handlers
+            )
+        return self._manager
+
+    def _seal(self) -> None:
+        # Called by orbax's thread on process 0, when all processes have written their files and
+        # before the folder gets its name (checked on orbax 0.12.8, which has no other such hook).
+        (folder,) = self._unnamed(self._writing)
+        text = json.dumps(checksums(folder), indent=1)
+        (folder / CHECKSUMS).write_text(text, encoding="utf-8")
+
+    def _unnamed(self, step: int | None) -> list[Path]:
+        """The checkpoint of that step under the name that orbax gives it until it is whole."""
+        # Not all that begins with the number: that could be a user's copy.
+        return list(self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"))
+
+    @contextlib.contextmanager
+    def _failures(self):
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            # tensorstore makes a ValueError of an OSError, and gives its number (0.1.86). Any other
+            # one is a mistake in the code.
+            if isinstance(error, ValueError) and not re.search(r"(?i)\bos[ _]error", str(error)):
+                raise
+            self._failed = (
+                f"expected to write checkpoint {self._writing} to {self._folder}, got: "
+                f"{_shortened(error)}. Make room there or see to its permissions; older "
+                "checkpoints are as they were."
+            )
+            self._say(f"error: {self._failed}")
+            # Of writes that had not begun Python says at its end, behind the message that counts,
+            # that they were never awaited (orbax 0.12.8).
+            unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
+            warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
+            # It would keep the arrays that it has not written (orbax 0.12.8).
+            failed, self._manager = self._manager, None
+            if failed is not None:
+                # A save writes in several threads; here come the errors that were not the first.
+                with contextlib.suppress(OSError, ValueError):
+                    failed.close()
+            if processes.is_first():
+                for left in self._unnamed(self._writing):
+                    shutil.rmtree(left, ignore_errors=True)  # no more than room is lost by it
+            self._writing = None
+
+
+def _shortened(error: Exception) -> str:
+    """Returns the message of an error in one line, without its middle if it is long."""
+    text = " ".join(str(error).split())
+    return text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
+
+
+@dataclasses.dataclass
+class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
+    """Decides which checkpoints are kept; orbax's `BestN` keeps all without a figure."""
+
+    newest: int
+    best: Callable[[Iterable[int]], int | None] | None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept: set[int | None] = {*sorted(steps)[-self.newest :]}
+        if self.best is not None:
+            kept.add(self.best(steps))
+        return [step in kept for step in steps]
+
+
+def _pass_over_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:
+    """Passes over the event loop that orbax closes before its last writes (orbax 0.12.8)."""
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        report(unraisable)

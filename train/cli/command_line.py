@@ -1,0 +1,209 @@
+"""The settings of a run and the options of a start, read from a file and a command line.
+
+A TOML file without tables overrides the defaults of `Settings`, options override the file; those of
+`Launch`, `Start` and `Planning` are never in a file. A mistake is a `SettingsError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from train import CONFIGS, Failure, command_of
+from train.cli.arguments import did_you_mean, option, read_arguments
+from train.cli.settings import File, Settings, SettingsError, impossible, option_words
+
+SETTINGS = [field.name for field in dataclasses.fields(Settings)]
+
+PROGRAM = command_of("finetune")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Several processes (docs/multi_host.md): all three options, or none under SLURM."""
+
+    coordinator: str | None = option(
+        None, "HOST:PORT at which process 0 listens; the same for all processes."
+    )
+    processes: int | None = option(None, "Number of processes.")
+    process: int | None = option(None, "Number of this process, from 0.")
+
+    def __post_init__(self):
+        values = dataclasses.asdict(self)
+        named = " and ".join(f"--{name}" for name, value in values.items() if value is not None)
+        if not named:
+            return
+        if None in values.values():
+            every = ", ".join(f"--{name}" for name in values)
+            raise SettingsError(f"expected {every} together, got {named} alone.")
+        host, _, port = self.coordinator.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise SettingsError(
+                f"`--coordinator`: expected HOST:PORT, got {self.coordinator}. Name the machine of "
+                "process 0 and a free port, such as 10.0.0.1:29500."
+            )
+        if not 0 <= self.process < self.processes:
+            raise SettingsError(
+                f"`--process`: expected a number from 0 to one below --processes, got "
+                f"{self.process} with --processes {self.processes}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Start: options that are no keys of the TOML file."""
+
+    fresh: bool = option(False, "Fail instead of resuming a run.")
+    timeline: File | None = option(
+        None, "Draw the last steps: .png, .svg, .pdf or .json (docs/timeline.md)."
+    )
+    export: tuple[str, str] | None = option(
+        None,
+        "Write the weights of a checkpoint of --run to DIR; STEP may be best.",
+        nargs=2,
+        metavar=("STEP", "DIR"),
+        type=str,
+    )
+
+    def __post_init__(self):
+        if self.export is not None and self.export[0] != "best" and not self.export[0].isdecimal():
+            raise SettingsError(
+                f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}."
+            )
+        if self.timeline is not None:
+            path, endings = Path(self.timeline), (".png", ".svg", ".pdf", ".json")
+            if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
+                raise SettingsError(
+                    f"`--timeline`: expected a file that ends in {', '.join(endings)}, got {path}."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """Planning: memory and speed of a run, without starting it (docs/planning.md)."""
+
+    plan: bool = option(False, "Show what the run needs, and settings that fit.")
+    device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = option(
+        None, "GPU to plan for. Default: this machine's, or else h100."
+    )
+    host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).")
+    host_bandwidth: float | Literal["here"] | None = option(
+        None,
+        "Speed of host memory in GB/s; here: measured. Default: measured if the GPU is "
+        "here, or usual for --device.",
+    )
+    force: bool = option(False, "Start a run even if its memory cannot suffice.")
+
+    def __post_init__(self):
+        for name in ("host_memory", "host_bandwidth"):
+            value = getattr(self, name)
+            if isinstance(value, float) and not (math.isfinite(value) and value > 0):
+                raise SettingsError(impossible(name, "a finite number above 0", value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Fine-tunes a model with the settings of a TOML file and the options that override them."""
+
+    settings: Settings
+    start: Start = field(default_factory=Start)
+    planning: Planning = field(default_factory=Planning)
+    launch: Launch = field(default_factory=Launch)
+
+
+class PlanCommand(Command):
+    """Plans the memory and the speed of a run with the settings of a TOML file; trains nothing."""
+
+
+def shipped() -> list[str]:
+    """The names of the configs that come with the scripts."""
+    return sorted(path.stem for path in CONFIGS.glob("*.toml"))
+
+
+def load_settings(path: str | Path) -> Settings:
+    """Reads a TOML file of fields of `Settings`, or a shipped one by its name.
+
+    A whole number does for a float.
+    """
+    path = CONFIGS / f"{path}.toml" if path in shipped() else Path(path)
+    words = []
+    for key, value in _read_toml(path).items():
+        if key not in SETTINGS:
+            raise SettingsError(
+                f"{path}: unknown key `{key}`.{did_you_mean(key, SETTINGS)} All keys are in "
+                f"{PROGRAM} --help"
+            )
+        if not isinstance(value, str | int | float):
+            raise SettingsError(f"{path}: `{key}`: expected a single value, got {value}.")
+        words.append("=".join(option_words(key, value)))
+    try:
+        return read_arguments(Settings, words, program=PROGRAM)
+    except Failure as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def read_command_line(argv: Sequence[str], *, program: str) -> Command:
+    """Reads the command `program CONFIG.toml [--key value ...]` from its arguments `argv`."""
+    if argv and not argv[0].startswith("-"):
+        config, overrides, settings = argv[0], list(argv[1:]), load_settings(argv[0])
+    elif alone := [word for word in argv if word in ("-h", "--help", "--version")]:
+        config, overrides, settings = f"({' | '.join(shipped())} | FILE.toml)", alone, Settings()
+    else:
+        raise SettingsError(
+            f"expected a config file as the first argument, by its path or name, got "
+            f"{argv[0] if argv else 'nothing'}. For example: {program} quickstart. All names "
+            f"are {', '.join(shipped())}."
+        )
+    default = Command(settings=settings)
+    kind = PlanCommand if program == "zenflow-plan" else Command
+    command = read_arguments(kind, overrides, program=f"{program} {config}", default=default)
+    _check_place(Path(config), command.settings.output_dir, command.settings.run)
+    return command
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """The text of a file that `load_settings` reads back; values that are None are left out."""
+    # JSON writes strings, finite numbers and booleans just as TOML does, but it escapes what is
+    # beyond U+FFFF as two surrogates, which TOML forbids, and does not escape U+007F.
+    return "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f")
+        for key, value in values.items()
+        if value is not None
+    )
+
+
+def _check_place(config: Path, output_dir: str, run: str | None) -> None:
+    """Raises if the settings of a run that can go on would begin it again in another folder."""
+    folder = config.absolute().parent
+    if config.name != "settings.toml" or folder.name != run:
+        return
+    if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
+        raise SettingsError(
+            f"`--run`: expected the folder of {config} in {Path(output_dir).absolute()}, found "
+            "none. Paths in the settings of a run count from the folder where it was started: "
+            "start it there again."
+        )
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        near = did_you_mean(path.stem, [file.stem for file in path.parent.glob("*.toml")])
+        raise SettingsError(
+            f"{path}: expected a config file, got: {error.strerror}.{near} (Those that come with "
+            f"zenflow_jax have names: {', '.join(shipped())}.)"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = (
+            "" if path.suffix == ".toml" else " Data are passed by --data, behind a config's name."
+        )
+        raise SettingsError(
+            f"{path}: expected a config in TOML, got what cannot be read: {error}.{data}"
+        ) from None

@@ -1,0 +1,362 @@
+"""The settings of a training run, with defaults and limits; `command_line.py` reads them.
+
+A function that needs many takes one of the groups, which name what it may read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+from train import Failure
+from train.cli.arguments import option
+
+OwnTask = Literal["standard_library", "language", "alpaca", "chat", "classification"]
+GlueTask = Literal["cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte"]
+
+Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
+
+
+# The task of a model whose classes are those of pairs from one's own files.
+PAIRS = "classification of pairs"
+
+
+class SettingsError(Failure):
+    """A mistake in the settings."""
+
+
+def trained_on(settings: Mapping[str, Any]) -> str:
+    """The task, for the config of the trained model; of one's own classes also if of pairs."""
+    is_own = settings["task"] == "classification"
+    return PAIRS if is_own and settings.get("second_text_column") else settings["task"]
+
+
+class _Group:
+    def subset(self, names: Iterable[str]) -> dict[str, Any]:
+        """The settings of these names."""
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(_Group):
+    """Model: a Hugging Face folder, or with --task standard_library a small one of these sizes."""
+
+    model: Dir | None = option(None, "Hugging Face folder, or org/name on the Hub.")
+    width: int = option(256, "Size of the residual stream.", above=0, tasks="standard_library")
+    layers: int = option(4, "Number of transformer blocks.", above=0, tasks="standard_library")
+    heads: int = option(
+        4, "Attention heads; width / heads must be even.", above=0, tasks="standard_library"
+    )
+    ffn: int = option(640, "Inner size of the SwiGLU layers.", above=0, tasks="standard_library")
+    dtype: Literal["bfloat16", "float32"] = option(
+        "bfloat16", "Dtype of matrix products; except with adamw also of matrices on the device."
+    )
+    scan_layers: bool = option(
+        False,
+        "Loop over stacked layers: compiles faster, but without --stream gradients leave the "
+        "device only after the backward pass.",
+    )
+    remat: bool = option(
+        False, "Recompute activations in the backward pass: less memory, more time."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(_Group):
+    """Data, and how to make examples of it (docs/finetuning.md)."""
+
+    task: OwnTask | GlueTask = option(
+        "standard_library",
+        "standard_library: bytes of Python's source files. language: text. alpaca: instructions. "
+        "chat: conversations. classification: your own classes. Others: GLUE.",
+    )
+    data: Annotated[str, "PATH"] | None = option(None, "File or folder; none for standard_library.")
+    test_data: File | None = option(
+        None,
+        "File to evaluate the trained weights on, once, after the training.",
+        tasks="language alpaca chat classification",
+    )
+    length_buckets: int = option(4, "Number of lengths that batches are padded to.", above=0)
+    text_column: str = option("text", "Column with the text.", tasks="language classification")
+    second_text_column: str | None = option(
+        None, "Column with the second text of a pair.", tasks="classification"
+    )
+    label_column: str = option("label", "Column with the label.", tasks="classification")
+    chat_template: File | None = option(
+        None, "Jinja template. Default: the one in the model's folder.", tasks="chat"
+    )
+    token_cache: Dir | None = option(
+        None, "Folder that caches the tokens of the data.", tasks="language alpaca chat"
+    )
+    packing: Literal["separate", "joined"] = option(
+        "separate", "Whether texts in one sequence attend to each other (joined).", tasks="language"
+    )
+    validation_share: float = option(
+        0.1,
+        "Share of the data to validate on, without validation files (val*, dev*).",
+        tasks="standard_library language alpaca chat classification",
+    )
+    corpus_megabytes: float = option(4.0, "Size of the text.", above=0, tasks="standard_library")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(_Group):
+    """Training: batches, steps, devices."""
+
+    seed: int = option(0, "Seed of split, initial weights and order of batches.", least=0)
+    steps: int | None = option(
+        None, "Optimizer steps; 0: only evaluate. Default: as --epochs.", least=0
+    )
+    epochs: float = option(1.0, "Passes over the training data, without --steps.", above=0)
+    batch_size: int = option(8, "Sequences per step, over all devices.", above=0)
+    sequence_length: int = option(128, "Tokens per sequence (bytes for standard_library).", above=0)
+    micro_batches: int = option(1, "Parts of a batch, computed in turn to save memory.", above=0)
+    optimizer: Literal["zenflow", "adamw", "offload"] = option(
+        "zenflow",
+        "adamw: optax.adamw on the device. offload: Adam on the host; each step waits for it.",
+    )
+    deepspeed: File | None = option(
+        None, "DeepSpeed config, which overrides settings (docs/deepspeed.md)."
+    )
+    max_skipped: int = option(10, "Stop after this many non-finite gradients in a row.", above=0)
+    mesh: str | None = option(None, "Several devices, such as data=2,fsdp=4 (docs/multi_host.md).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSettings(_Group):
+    """Adam, of all three optimizers: learning rate, decay, clipping."""
+
+    learning_rate: float = option(1e-3, "Peak of the learning rate, after the warm-up.", above=0)
+    schedule: Literal["cosine", "linear", "constant"] = option(
+        "cosine",
+        "Learning rate after the peak; cosine ends at a tenth of the peak, linear at zero.",
+    )
+    warmup_steps: int = option(0, "Steps of the linear warm-up.", least=0)
+    warmup_share: float | None = option(None, "The same as a share of all steps.")
+    b1: float = option(0.9, "Adam's decay of the first moment.")
+    b2: float = option(0.999, "Adam's decay of the second moment.")
+    eps: float = option(1e-8, "Adam's epsilon.", above=0)
+    weight_decay: float = option(
+        0.01, "Weight decay of matrices; none for biases and norms.", least=0
+    )
+    max_grad_norm: float | None = option(None, "Clip the global gradient norm to this.", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZenFlowSettings(_Group):
+    """zenflow: what the device updates, and when the host updates the rest."""
+
+    topk_ratio: float = option(0.1, "Share of channels that the device updates at each step.")
+    update_interval: int | Literal["auto"] = option(
+        4, "Steps per window; at its end the host updates the deferred channels. auto: adaptive."
+    )
+    select_interval: int | Literal["auto", "epoch"] | None = option(
+        None,
+        "Steps between selections of channels. auto: adaptive. epoch: once per epoch. "
+        "Default: 16 windows.",
+    )
+    full_warm_up_rounds: int = option(0, "Initial steps that update all channels.")
+    full_warm_up_share: float | None = option(None, "The same as a share of all steps.")
+    rolling: bool = option(True, "Let leaves take turns, for an even load.")
+    staleness: int | None = option(
+        None, "Steps from a window's end to its update. Default: 1; without rolling, a window."
+    )
+    window_scaling: float | Literal["auto", "none"] = option(
+        "auto",
+        "Exponent of a window's steps in its learning rate. auto: 0.5 if rolling, else none.",
+    )
+    provisional_share: float = option(
+        0.5, "Step of deferred weights until their update arrives, in learning rates."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSettings(_Group):
+    """Host, with zenflow and offload: how gradients reach it, and its update."""
+
+    send_gradients: Literal["during_step", "after_step", "per_window"] = option(
+        "during_step", "When gradients leave the device; per_window: after summing them there."
+    )
+    stream: Literal["none", "gradients", "weights"] = option(
+        "none",
+        "gradients: scanned layers send theirs one layer at a time, in the backward pass. "
+        "weights: their matrices are in host memory as well; no provisional steps.",
+    )
+    transfer_dtype: Literal["bfloat16"] | None = option(
+        None, "Round float32 gradients to this for the transfer. Default: no rounding."
+    )
+    host_kernel: Literal["numba", "numpy"] = option("numba", "Implementation of the host update.")
+    host_state: Literal["float32", "compact"] = option(
+        "float32",
+        "Adam's moments on the host. compact: 8 bits, 2.2 bytes per parameter instead of 8.",
+    )
+    threads: int | None = option(
+        None, "Threads of the host update. Default: the library's choice.", above=0
+    )
+    prefetch_bytes: int | None = option(
+        None, "Limit for updates that wait on the device, in bytes."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings(_Group):
+    """Output: metrics, validations, checkpoints."""
+
+    output_dir: Dir = option("runs", "Folder of all runs.")
+    run: str | None = option(
+        None, "Folder of this run, resumed if it has checkpoints. Default: a new one."
+    )
+    log_every: int = option(10, "Steps between rows of metrics.csv.", above=0)
+    evaluate_every: int = option(0, "Steps between validations; 0: only before and after.", least=0)
+    eval_batches: int | None = option(None, "Batches per validation. Default: all.", above=0)
+    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = option(
+        "none", "Also send the metrics to this tool; needs its package."
+    )
+    progress: bool = option(True, "Show a progress bar on a terminal.")
+    save_every: int = option(
+        100, "Steps between checkpoints; 0: only at the end or when stopped.", least=0
+    )
+    keep: int = option(2, "Number of newest checkpoints to keep.", above=0)
+    keep_best: bool = option(
+        False, "Validate at each checkpoint; keep the best, and write its weights."
+    )
+    best: str | None = option(
+        None, "Metric that decides what is best, such as macro_f1. Default: the task's."
+    )
+    export_every: int = option(
+        0,
+        "Steps between exports of the weights to model-STEP in the run's folder; 0: none.",
+        least=0,
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        "Stop after this many validations in a row without a better one; needs --keep-best.",
+        above=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSettings):
+    """Everything that the optimizer depends on."""
+
+    @property
+    def warm_up_rounds(self) -> int:
+        """Returns the steps of the full warm-up; `steps` must be known."""
+        return self._steps(self.full_warm_up_share, self.full_warm_up_rounds)
+
+    @property
+    def learning_rate_warm_up(self) -> int:
+        """Returns the steps of the learning rate's warm-up, likewise."""
+        return self._steps(self.warmup_share, self.warmup_steps)
+
+    def _steps(self, share: float | None, count: int) -> int:
+        # Rounded first, as 0.07 * 100 is 7.000000000000001.
+        return count if share is None else math.ceil(round(share * self.steps, 6))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings(OptimizerSettings, ModelSettings):
+    """Everything that a training step depends on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(OutputSettings, StepSettings, DataSettings):
+    """All settings of `train.finetune`; each can be a key of the TOML file."""
+
+    def __post_init__(self):
+        # zenflow itself checks its arguments of the same names.
+        for one in fields(self):
+            value, bounds = getattr(self, one.name), one.metadata
+            if value is not None and bounds["above"] is not None:
+                fits = math.isfinite(value) and value > bounds["above"]
+                self._check(one.name, fits, f"a finite number above {bounds['above']}")
+            if value is not None and bounds["least"] is not None:
+                fits = math.isfinite(value) and value >= bounds["least"]
+                self._check(one.name, fits, f"a finite number of at least {bounds['least']}")
+        for name, value in vars(self).items():
+            # A command line has surrogates in place of bytes that are no UTF-8.
+            is_text = not isinstance(value, str) or not re.search(r"[\ud800-\udfff]", value)
+            self._check(name, is_text, "text in UTF-8, as settings.toml keeps it")
+        self._check("seed", self.seed < 2**32, "a number below 2**32")
+        is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
+        self._check(
+            "validation_share", is_share, "a share above 0 and below 1 (1 with --steps 0 alone)"
+        )
+        for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
+            self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
+        self._check_one("full_warm_up_share", "full_warm_up_rounds")
+        self._check_one("warmup_share", "warmup_steps")
+        is_name = self.run is None or (self.run.strip(".") and re.fullmatch(r"[\w.-]+", self.run))
+        folder = "the name of a folder in output_dir (letters, digits, . _ -)"
+        self._check("run", bool(is_name), folder)
+        divisor = f"a number that divides batch_size, {self.batch_size}"
+        self._check("micro_batches", self.batch_size % self.micro_batches == 0, divisor)
+        if self.early_stopping_patience is not None:
+            wanted = "{}, as early_stopping_patience is set"
+            self._check("keep_best", self.keep_best, wanted.format("True"))
+            self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
+        for name, expected in _OF_STREAMS.items() if self.stream != "none" else ():
+            allowed = f"{expected!r}, as stream is {self.stream!r}"
+            self._check(name, getattr(self, name) == expected, allowed)
+        # Each head turns pairs of numbers.
+        multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
+        self._check("width", self.width % (2 * self.heads) == 0, multiple)
+
+    def _check(self, name: str, fits: bool, expected: str) -> None:
+        if not fits:
+            raise SettingsError(impossible(name, expected, getattr(self, name)))
+
+    def _check_one(self, share: str, count: str) -> None:
+        values = getattr(self, share), getattr(self, count)
+        if values[0] is not None and values[1]:
+            raise SettingsError(
+                f"`{share}`: expected it or `{count}`, got both: {values[0]} and {values[1]}."
+            )
+
+    def check_task(self) -> None:
+        """Checks that the task has the paths that it needs, and no option that it does not read.
+
+        A config file alone need not have the paths.
+        """
+        own = self.task == "standard_library"
+        for name in ("model", "data"):
+            wanted = f"none for {self.task}" if own else f"a path, for {self.task}"
+            self._check(name, own == (getattr(self, name) is None), wanted)
+        for one in fields(self):
+            tasks = one.metadata["tasks"]
+            if tasks and self.task not in tasks.split():
+                wanted = f"{one.default}, as {self.task} does not read it (read by: {tasks})"
+                self._check(one.name, getattr(self, one.name) == one.default, wanted)
+
+
+# Of runs whose layers stream.
+_OF_STREAMS = {
+    "optimizer": "zenflow",
+    "scan_layers": True,
+    "micro_batches": 1,
+    "send_gradients": "during_step",
+}
+
+
+def may_stream(settings: StepSettings) -> bool:
+    return all(getattr(settings, name) == value for name, value in _OF_STREAMS.items())
+
+
+def impossible(name: str, expected: str, got: object) -> str:
+    got = repr(got) if got == "" else got
+    remedy = f"Change it in the config or pass {flag_of(name)}."
+    return f"`{name}`: expected {expected}, got {got}. {remedy}"
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def option_words(name: str, value: object) -> list[str]:
+    """The words of a command line that give a setting this value."""
+    if isinstance(value, bool):
+        return [flag_of(name if value else f"no_{name}")]
+    return [flag_of(name), str(value)]

@@ -1,0 +1,1 @@
+"""Several devices and processes: placement of arrays, start, end and failure of processes."""

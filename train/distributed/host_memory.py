@@ -1,0 +1,126 @@
+"""Stacks of matrices in pinned host memory: of blocks, or of parts of a vocabulary.
+
+A step fetches one of a stack at a time. Between flushes the library leaves their selected channels
+to the optimizer state, and NaN in the parameters. Whoever writes weights puts the masters in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+import zenflow_jax
+from train.distributed import processes
+
+KIND = "pinned_host"
+
+
+def is_stack_of_matrices(x: Any) -> bool:
+    return x.ndim > 2  # a bias or scale of stacked blocks has two axes
+
+
+def shardings_of(weights: Any, shardings: Any = None) -> Any:
+    """The place of each leaf of `weights`, or of shapes: on a device, or in its host's memory.
+
+    `shardings` are those on a mesh; without, all is on the first device.
+    """
+    if shardings is None:
+        first = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: first, weights)
+
+    def one(x: Any, where: Any) -> Any:
+        return where.with_memory_kind(KIND) if is_stack_of_matrices(x) else where
+
+    return jax.tree.map(one, weights, shardings)
+
+
+def put_shapes(shapes: Any) -> Any:
+    """Shapes on a mesh, those stacks' in host memory, of which a described device has none."""
+
+    def one(x: Any) -> Any:
+        if not is_stack_of_matrices(x):
+            return x
+        mesh, spec = x.sharding.mesh.abstract_mesh, x.sharding.spec
+        where = NamedSharding(mesh, spec, memory_kind=KIND)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return jax.tree.map(one, shapes)
+
+
+def put(params: Any) -> Any:
+    """The same parameters with those stacks in host memory, under jit as well."""
+
+    def one(x: Any) -> Any:
+        return jax.device_put(x, jax.memory.Space.Host) if is_stack_of_matrices(x) else x
+
+    return jax.tree.map(one, params)
+
+
+def on_device(params: Any) -> Any:
+    """The parameters that lie on the device, and None in the place of those that do not."""
+    return jax.tree.map(lambda x: None if is_stack_of_matrices(x) else x, params)
+
+
+def nbytes(params: Any) -> int:
+    """Bytes of those stacks next to one device."""
+    ours = [x for x in jax.tree.leaves(params) if is_stack_of_matrices(x)]
+    shapes = (x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in ours)
+    return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, ours, strict=True))
+
+
+def in_host_memory(params: Any) -> bool:
+    """Whether some arrays are there."""
+    leaves = jax.tree.leaves(params)
+    return any(isinstance(x, jax.Array) and x.sharding.memory_kind == KIND for x in leaves)
+
+
+def placed(x: Any) -> Any:
+    """An array that was put together of pieces, so that jax knows whether it is in host memory.
+
+    On a mesh it does (0.10.2).
+    """
+    if not isinstance(getattr(x, "sharding", None), SingleDeviceSharding):
+        return x
+    if x.sharding.memory_kind != KIND:
+        return x
+    return jax.device_put(np.asarray(x), x.sharding)
+
+
+class Selected(NamedTuple):
+    """The place of the channels that a parameter in host memory lacks."""
+
+    leaf: int  # number of its leaf in the optimizer state
+    axis: int  # of channels
+    k: int  # how many are selected
+
+
+def selected(opt_state: Any) -> list[Selected]:
+    """Those of all parameters in host memory."""
+    if not isinstance(opt_state, zenflow_jax.ZenFlowState):  # of another optimizer
+        return []
+    specs = enumerate(leaf.spec for leaf in opt_state.leaves)
+    return [Selected(i, x.axis, x.k) for i, x in specs if x.hosted and x.k]
+
+
+def with_selected(weights: Any, channels: Any, master: Any, axis: int) -> np.ndarray:
+    """A stack of matrices, copied, with the masters of selected channels in their rows."""
+    whole = np.array(processes.whole(weights))
+    channels, rows = processes.whole(channels), processes.whole(master).astype(whole.dtype)
+    np.put_along_axis(whole, np.expand_dims(channels, 3 - axis), rows, axis)
+    return whole
+
+
+def whole_weights(params: Any, opt_state: Any) -> Iterator[Any]:
+    """The parameters, one after the other: those in host memory with their selected channels."""
+    axes = {one.leaf: one.axis for one in selected(opt_state)}
+    for i, x in enumerate(jax.tree.leaves(params)):
+        if i not in axes:
+            yield x
+        else:
+            leaf = opt_state.leaves[i]
+            yield with_selected(x, leaf.channels, leaf.master, axes[i])

@@ -1,0 +1,147 @@
+"""Whether the other processes of a run are still there.
+
+A process that is killed leaves the others in a collective, until jax's time-out, with pages of
+traces. Here every process holds a connection to process 0, which the kernel closes, and whoever is
+left says in one line which one is gone, and ends. Where connections cannot be made, a line says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+import jax
+
+from train.distributed import processes
+from train.distributed.stopping import Stopped
+
+# How long process 0 waits for the connections, and the others for theirs.
+MEET_S = 10.0
+# How long a process has to end by itself after another has failed: its own error says more.
+GRACE_S = 5.0
+
+BYE, FAILED = b".", b"!"
+
+
+class Peers:
+    """Ends this process when another one of the run is gone. Use with `with`, in all of them.
+
+    `host` is where the others reach process 0; `go_on` says how to start again, and may be changed.
+    """
+
+    def __init__(self, host: str | None, *, go_on: str, say: Callable[[str], None]):
+        self._host = host
+        self.go_on = go_on
+        self._say = say
+        self._connections: dict[socket.socket, int] = {}  # to which process
+        self._has_failed = False  # this process, which shows why and ends by itself
+
+    def __enter__(self) -> Peers:
+        if jax.process_count() > 1:
+            # Not to be asked later: by then this process may have taken jax down.
+            self._is_first = processes.is_first()
+            self._meet()
+            threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        self._has_failed = not (kind is None or issubclass(kind, Stopped))
+        self._tell(FAILED if self._has_failed else BYE)
+
+    def _meet(self) -> None:
+        if processes.is_first():
+            with _listener() as listener:
+                token = secrets.token_hex(8)
+                host = self._host or socket.gethostname()
+                processes.from_first(f"{host} {listener.getsockname()[1]} {token}")
+                self._accept(listener, token)
+            missing = set(range(1, jax.process_count())) - set(self._connections.values())
+            if missing:
+                listed = ", ".join(map(str, sorted(missing)))
+                self._say(f"no connection to process {listed}: jax would notice its death late")
+            return
+        host, port, token = processes.from_first("").split()
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=MEET_S)
+        except OSError:
+            return  # process 0 says so
+        connection.sendall(f"{token} {jax.process_index()}\n".encode())
+        self._connections[_kept_alive(connection)] = 0
+
+    def _accept(self, listener: socket.socket, token: str) -> None:
+        listener.settimeout(MEET_S)
+        while len(self._connections) < jax.process_count() - 1:
+            try:
+                connection, _ = listener.accept()
+                connection.settimeout(MEET_S)
+                said, index = connection.makefile("r").readline().split()
+            except (OSError, ValueError):
+                return
+            if said == token:
+                self._connections[_kept_alive(connection)] = int(index)
+
+    def _watch(self) -> None:
+        selector = selectors.DefaultSelector()
+        for connection in self._connections:
+            selector.register(connection, selectors.EVENT_READ, connection)
+        while selector.get_map():
+            for key, _ in selector.select():
+                connection = key.data
+                try:
+                    # Two may come at once; the first one says it.
+                    heard = connection.recv(64).partition(b"\n")[0]
+                except OSError:
+                    heard = b""
+                index = self._connections[connection]
+                if heard.startswith((BYE, FAILED)):
+                    selector.unregister(connection)
+                if heard.startswith(FAILED):
+                    index = int(heard[1:] or index)
+                    self._pass_on(FAILED + str(index).encode())
+                    why = f"process {index} has ended with an error, which it shows"
+                    timer = threading.Timer(GRACE_S, self._end, [why])
+                    timer.daemon = True
+                    timer.start()
+                elif not heard.startswith(BYE):
+                    # Process 0 hears it from the kernel, and says which one to the others.
+                    index = int(heard) if heard.isdigit() else index
+                    self._pass_on(str(index).encode())
+                    self._end(f"process {index} is gone: it was killed, or its machine was")
+
+    def _pass_on(self, news: bytes) -> None:
+        if self._is_first:
+            self._tell(news)
+
+    def _tell(self, news: bytes) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it is gone, which the thread hears
+                connection.sendall(news + b"\n")
+
+    def _end(self, why: str) -> NoReturn:
+        if self._has_failed:
+            os._exit(2)  # it has shown its own error, and waits for the others to take jax down
+        # Past `sys.stderr`: the main thread may be stuck with its lock. jax and gloo say no more.
+        os.write(2, f"error: {why}. This one ends, too. {self.go_on}\n".encode())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os._exit(1)
+
+
+def _listener() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    """The connection, which now ends within 10 s of the other machine."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection

@@ -1,0 +1,110 @@
+"""The processes of one run: how they meet, agree, and end.
+
+jax makes them one: a jitted step on a mesh is one program that all must call. So whatever decides
+the next call must be the same in every process. Only process 0 shows and writes.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from train.cli.command_line import PROGRAM, Launch
+from train.cli.settings import SettingsError
+
+# How long a process may be silent until jax ends the others, and how long one that ends waits for
+# the others, which may hang in a step that it has left.
+TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
+
+
+def join(launch: Launch) -> None:
+    """Connects this process with those that `launch` or SLURM names, before jax is asked."""
+    if launch.processes is not None:
+        jax.distributed.initialize(
+            launch.coordinator,
+            launch.processes,
+            launch.process,
+            cluster_detection_method="deactivate",  # the flags hold inside a SLURM job, too
+            **TIMEOUTS,
+        )
+        return
+    _refuse_mpirun()
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        jax.distributed.initialize(
+            local_device_ids=_slurm_devices(), cluster_detection_method="slurm", **TIMEOUTS
+        )
+
+
+def leave() -> None:
+    """Waits for the other processes, so that all end at the same time."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("the end of the run")
+
+
+def is_first() -> bool:
+    """Whether this is the process that shows and writes."""
+    return jax.process_index() == 0
+
+
+def check_same(settings: str, data: int) -> None:
+    """Raises `SettingsError` in every process if settings (text) or data (checksum) differ."""
+    if jax.process_count() == 1:
+        return
+    checksum = zlib.crc32(f"{data} {settings}".encode())
+    checksums = multihost_utils.process_allgather(np.uint32(checksum))
+    others = np.flatnonzero(checksums != checksums[0])
+    if len(others):
+        raise SettingsError(
+            "expected the same settings and the same data in every process, got others than those "
+            f"of process 0 in: {', '.join(map(str, others))}."
+        )
+
+
+def sum_over(value: float) -> float:
+    """The sum of every process's `value`, to the precision of a float32."""
+    if jax.process_count() == 1:
+        return value
+    return float(np.sum(multihost_utils.process_allgather(np.float32(value))))
+
+
+def from_first(text: str) -> str:
+    """Sends the `text` of process 0, at most 4 KiB of UTF-8, to every process."""
+    if jax.process_count() == 1:
+        return text
+    padded = np.zeros(4096, np.uint8)
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    padded[: len(encoded)] = encoded
+    return multihost_utils.broadcast_one_to_all(padded).tobytes().rstrip(b"\0").decode()
+
+
+def whole(x: jax.Array | np.ndarray) -> np.ndarray:
+    """All of an array, whose shards may be on several processes, in the memory of each."""
+    if isinstance(x, np.ndarray) or x.is_fully_addressable:
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _refuse_mpirun() -> None:
+    """Otherwise each process would train alone, or with the number of SLURM's daemon."""
+    open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
+    size, rank = (f"{'OMPI_COMM_WORLD' if open_mpi else 'PMI'}_{name}" for name in ("SIZE", "RANK"))
+    # `srun --mpi=pmi2` sets PMI's variables as well, to SLURM's values.
+    slurms = {size: "SLURM_STEP_NUM_TASKS", rank: "SLURM_PROCID"}
+    is_srun = all(os.environ.get(name) == os.environ.get(its) for name, its in slurms.items())
+    if int(os.environ.get(size, 1)) > 1 and (open_mpi or not is_srun):
+        raise SettingsError(
+            "expected --coordinator, --processes and --process under mpirun, got none. Start: "
+            f"mpirun ... sh -c 'exec {PROGRAM} ... --coordinator HOST:PORT "
+            f"--processes ${size} --process ${rank}', with the machine of rank 0 as HOST."
+        )
+
+
+def _slurm_devices() -> list[int] | None:
+    """All GPUs of the node where it runs one process only; None for jax's default of one each."""
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE")
+    one_per_node = os.environ.get("SLURM_STEP_NUM_NODES") == os.environ["SLURM_STEP_NUM_TASKS"]
+    return list(range(int(gpus))) if gpus and one_per_node else None

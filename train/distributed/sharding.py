@@ -1,0 +1,182 @@
+"""Places the arrays of a run on a mesh of devices, by a table of rules.
+
+    --mesh data=2,fsdp=2,tensor=2     eight devices, numbered in this order, the last axis fastest
+
+    axis      weights                batch
+    data      a copy on each device  split
+    fsdp      split                  split
+    tensor    split                  a copy on each device
+
+Devices are counted node by node, so name the axis that may cross nodes first: `data`, which sends
+the least. To shard another model, or this one otherwise, change `RULES`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from train.cli.settings import SettingsError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+BATCH_AXES = ("data", "fsdp")  # the sequences of a batch are split over these
+
+# A pattern, searched in the path of a leaf (`blocks/0/gate/kernel`), and the mesh axis of each
+# dimension, None for one that is not split. The first that matches decides; axes that the mesh does
+# not have split nothing. Of a stack of blocks or of parts of a vocabulary its axis is not split.
+#
+# `tensor` cuts the inner side of a pair of matrices, columns of the first and rows of the second,
+# so that a block sums over devices once behind each pair. `fsdp` cuts the other side: its devices
+# gather a matrix before they use it.
+RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    # (vocabulary, width). Rows by `tensor` and columns by `fsdp`, as of a second matrix, would make
+    # the compiler split what is looked up by both, and then move all of it.
+    (r"^embed/embedding$", ("fsdp", "tensor")),
+    (r"^(positions|types)/embedding$", (None, None)),  # of an encoder: small
+    (r"/(query|key|value|gate|up)/kernel$", ("fsdp", "tensor")),  # (width, heads * d or ffn)
+    (r"/(query|key|value|up)/bias$", ("tensor",)),
+    (r"/(attention_out|down)/kernel$", ("tensor", "fsdp")),  # (heads * d or ffn, width)
+    (r"/(attention_out|down)/bias$", (None,)),
+    (r"^head/kernel$", ("fsdp", "tensor")),  # (width, vocabulary)
+    (r"^(pooler|classifier)/kernel$", ("fsdp", None)),  # (width, width or labels)
+    (r"^(pooler|classifier)/bias$", (None,)),
+    (r"norm/(scale|bias)$", (None,)),  # (width,) or (d,): small, so whole on every device
+)
+
+# Leaves that are whole where they do not divide: nobody can choose the vocabulary of a model that
+# was read from a folder, and BERT's, say, divides by 2 but not by 4.
+UNEVEN = r"^(embed/embedding|head/kernel)$"
+
+
+def make_mesh(text: str | None) -> Mesh | None:
+    """The mesh of `axis=size` pairs over all devices of all processes; None if `text` is."""
+    devices = jax.devices()
+    processes = jax.process_count()
+    all_devices = f"{len(devices)} {devices[0].device_kind} device(s) in {processes} process(es)"
+    if text is None:
+        if processes > 1:
+            raise _mesh_error(f"a mesh over {all_devices}, such as data={len(devices)}", "none")
+        return None
+    axes = mesh_axes(text)
+    product = math.prod(axes.values())
+    if product != len(devices):
+        expected = f"sizes that multiply to the number of devices, here {all_devices}"
+        raise _mesh_error(expected, f"{text}, which is {product}")
+    return mesh_over(axes)
+
+
+def mesh_over(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with axes of these sizes, over all devices or those."""
+    # Auto: the compiler derives placements inside the step from those of its arguments. jax's
+    # default is Explicit, where the model would have to name the placement of some results.
+    auto = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
+
+
+def weight_shardings(mesh: Mesh, weights: Any) -> Any:
+    """The sharding of each leaf of `weights`, which may be anything with a shape, by `RULES`."""
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return NamedSharding(mesh, _spec(mesh, name, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(one, weights)
+
+
+def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> NamedSharding:
+    """The sharding of a batch or micro-batch `(b, ...)`: its sequences over `BATCH_AXES`."""
+    axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
+    parts = micro_batches * batch_parts(mesh)
+    if batch_size % parts:
+        times = f", times {micro_batches} micro-batches" if micro_batches > 1 else ""
+        raise SettingsError(
+            f"`batch_size`: expected a multiple of {parts}, the devices along "
+            f"{' and '.join(axes)} of the mesh{times}, got {batch_size}. It counts the "
+            "sequences of all devices together: pass "
+            f"--batch-size {math.ceil(batch_size / parts) * parts}, or another --mesh."
+        )
+    return NamedSharding(mesh, PartitionSpec(axes))
+
+
+def batch_parts(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in BATCH_AXES)
+
+
+def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
+    """The numbers, ascending, of the rows of an array `(rows, ...)` that lie on this process."""
+    slices = {
+        (index[0].start or 0, rows if index[0].stop is None else index[0].stop)
+        for index in sharding.addressable_devices_indices_map((rows,)).values()
+    }
+    return np.concatenate([np.arange(start, stop) for start, stop in sorted(slices)])
+
+
+def committed(tree: Any, mesh: Mesh | None = None) -> Any:
+    """The same arrays, each bound to its place, as jit's results are: so the step compiles once.
+
+    What is bound to nothing yet goes to each device of the mesh.
+    """
+    if mesh is None:
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
+
+    def one(x: jax.Array) -> jax.Array:
+        if x.committed:
+            return x
+        everywhere = NamedSharding(mesh, PartitionSpec(), memory_kind=x.sharding.memory_kind)
+        # `device_put` would ask all other processes whether they have the same value.
+        value = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, everywhere, lambda index: value[index])
+
+    return jax.tree.map(one, tree)
+
+
+def mesh_axes(text: str) -> dict[str, int]:
+    """The sizes of the axes that `text` names, in its order; errors as of `make_mesh`."""
+    axes: dict[str, int] = {}
+    for pair in text.split(","):
+        name, _, size = (part.strip() for part in pair.partition("="))
+        if not (name and size.isdecimal() and int(size) > 0):
+            form = "`axis=size` pairs with commas between them, such as data=2,fsdp=4"
+            raise _mesh_error(form, repr(text))
+        if name not in MESH_AXES:
+            raise _mesh_error(f"axes of {', '.join(MESH_AXES)}", f"`{name}`")
+        if name in axes:
+            raise _mesh_error("every axis once", f"`{name}` twice")
+        axes[name] = int(size)
+    return axes
+
+
+def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    rule = next((axes for pattern, axes in RULES if re.search(pattern, name)), None)
+    stacks = r"blocks/(?!\d)|(embed|head)/"
+    if rule is not None and len(rule) < len(shape) and re.match(stacks, name):
+        rule = (None, *rule)
+    if rule is None or len(rule) != len(shape):
+        raise SettingsError(
+            f"expected a rule in train/sharding.py for `{name}` {shape}, got {rule or 'none'}."
+        )
+    axes = []
+    for dimension, (size, axis) in enumerate(zip(shape, rule, strict=True)):
+        if axis not in mesh.shape:
+            axis = None
+        elif size % mesh.shape[axis]:
+            if not re.search(UNEVEN, name):
+                raise _mesh_error(
+                    f"a size of `{axis}` that divides dimension {dimension} of the leaf `{name}`, "
+                    f"which is {size}",
+                    f"{axis}={mesh.shape[axis]}",
+                )
+            axis = None
+        axes.append(axis)
+    return PartitionSpec(*axes)
+
+
+def _mesh_error(expected: str, got: str) -> SettingsError:
+    return SettingsError(f"`mesh`: expected {expected}, got {got}.")

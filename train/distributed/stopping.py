@@ -1,0 +1,141 @@
+"""Signals that ask a run to stop: it saves at the end of its step, and says how to go on.
+
+Python runs a handler only when the main thread is out of the compiler or of a wait for the device.
+To answer at once, a thread of its own hears of signals, through the pipe of `signal.set_wakeup_fd`.
+
+When there is nothing to save, a signal ends the process at once, and so does a second signal. Of
+several processes one may be asked, or all; jax then finds a step at which all can stop. SIGUSR1
+counts as SIGTERM: many batch scripts of clusters send it ahead of a time limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import jax
+from jax.experimental import multihost_utils
+
+from train.cli.command_line import PROGRAM
+
+
+class Stopped(Exception):
+    """The run has saved itself because a signal asked it to stop; the message says how to go on."""
+
+    def __init__(self, message: str, *, signal_number: int):
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+class Interrupted(Exception):
+    """A validation was not finished, as a signal has asked the run to stop."""
+
+
+class StopRequest:
+    """Notes SIGTERM, SIGUSR1 and SIGINT, and says so. Use with `with`, on the main thread."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._number: int | None = None
+        self._nothing_to_save: str | None = "no step of this start was done"
+        self._lock = threading.Lock()  # of the two above
+        self._before = {}
+
+    def __enter__(self) -> StopRequest:
+        self._alone = jax.process_count() == 1
+        self._pipe, self._end = os.pipe()
+        os.set_blocking(self._end, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
+        # With several processes SIGTERM's handler is jax's, whose service tells the others.
+        self._of_sigterm = _swapped_handler(signal.SIGTERM)
+        for number in self.SIGNALS:
+            self._before[number] = signal.signal(number, _do_nothing)
+        threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._before.items():
+            if handler is not None:  # None: it was not set from Python
+                signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._end)  # which ends the thread
+
+    def begin(self) -> None:
+        """From now on there is something to save."""
+        with self._lock:
+            self._nothing_to_save = None
+
+    def end(self, why: str) -> int | None:
+        """From now on there is nothing to save, and why; returns the signal that came before."""
+        with self._lock:
+            self._nothing_to_save = why
+            return self._number if self._alone else None
+
+    def after(self, step: int) -> int | None:
+        """The number of the signal for which the run is to stop after `step`; alike everywhere."""
+        if self._alone:
+            return self._number
+        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
+
+    def check(self) -> None:
+        """Raises `Interrupted` if the run is to stop; several processes agree at a step instead."""
+        if self._alone and self._number is not None and self._nothing_to_save is None:
+            raise Interrupted
+
+    def _listen(self) -> None:
+        while heard := os.read(self._pipe, 1):
+            if heard[0] in self.SIGNALS:
+                self._take(heard[0])
+        os.close(self._pipe)
+
+    def _take(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR1:
+            number = signal.SIGTERM
+        with self._lock:
+            first, self._number = self._number is None, self._number or number
+            why = self._nothing_to_save
+        if not first:
+            _leave(number, f"aborted by {name}; the last whole checkpoint is as it was")
+        if why is not None:
+            _leave(number, f"stopped by {name}: {why}")
+        self._say(f"{name}: stopping after this step, saving; again to abort")
+        if not self._alone:
+            ours = _swapped_handler(signal.SIGTERM, self._of_sigterm)
+            signal.raise_signal(signal.SIGTERM)  # on this thread, so it is over when this returns
+            _swapped_handler(signal.SIGTERM, ours)
+
+
+def _swapped_handler(number: int, new: ctypes.Array | None = None) -> ctypes.Array:
+    """A signal's handler, which `new` replaces if given; `signal` cannot put back one in C."""
+    old = ctypes.create_string_buffer(256)  # a `struct sigaction`, of 152 bytes in the GNU library
+    ctypes.CDLL(None).sigaction(number, new, old)
+    return old
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Without a handler in Python the pipe would not be written to."""
+
+
+def _leave(number: int, line: str) -> None:
+    # Past `sys.stderr` and the interpreter's end: the main thread may be stuck with either's locks.
+    os.write(2, f"{line}\n".encode())
+    os._exit(128 + number)
+
+
+def how_to_go_on(signal_number: int, step: int, folder: Path) -> str:
+    saved = f"stopped by {signal.Signals(signal_number).name} after step {step}, which is saved."
+    run = f"--run {shlex.quote(folder.name)}"
+    if "SLURM_JOB_ID" in os.environ:
+        return f"{saved} Go on with the same sbatch or srun and {run}"
+    command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} {run}"
+    also = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
+    return f"{saved} Go on with:\n{command}{also}"

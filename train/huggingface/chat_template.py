@@ -1,0 +1,289 @@
+"""Chat templates: how the messages of a conversation become one text, and which of it is answers.
+
+A template is a program in Jinja, run here as `transformers` runs it, in a sandbox; but the date is
+always `DATE`, as examples must stay the same. Which part an assistant has written, some say with
+`{% generation %}`. Of the others it is found by rendering less: the conversation up to an answer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import tokenizers
+
+from train.huggingface.json_files import read_object
+from train.huggingface.tokenizer import TokenizerError
+
+TEMPLATE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
+
+DATE = datetime.datetime(2024, 7, 26)
+
+ASSISTANT = "assistant"
+
+#: What the roles of other formats are in templates.
+ROLES = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bot": ASSISTANT,
+    "model": ASSISTANT,
+    "observation": "tool",
+    "function": "tool",
+    "developer": "system",
+}
+
+# Around what an assistant has written, while a template is rendered. They are no characters, and
+# never will be.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+# Stands in place of an answer, to find its place. Its text may occur anywhere.
+_PLACE = "\ufdd2"
+
+Message = Mapping[str, Any]  # "role", mostly "content", and what a template wants besides
+
+
+class ConversationError(ValueError):
+    """A template cannot do with a conversation; the message goes behind the name of its place."""
+
+
+class Conversation(NamedTuple):
+    text: str
+    answers: list[tuple[int, int]]  # where in it each answer begins and ends; ascending
+
+
+class ChatTemplate:
+    """A template; `special` are texts of special tokens by name, `marks` those of all of them."""
+
+    def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
+        self.text = text
+        self.where = where
+        self.special = dict(special)
+        self._marks = tuple(marks)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        # The filter of Jinja is for HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = DATE.strftime
+        try:
+            self._template = environment.from_string(text)
+            blocks = environment.parse(text).find_all(jinja2.nodes.CallBlock)
+            self._says_what = any(
+                isinstance(block.call.node, jinja2.nodes.ExtensionAttribute) for block in blocks
+            )
+        except jinja2.TemplateError as error:
+            raise TokenizerError(
+                f"expected a chat template in {where}, got what Jinja cannot read: {error}."
+            ) from error
+
+    def render(
+        self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
+    ) -> str:
+        """The messages, at least one, as text; if `ask`, with what asks for the next answer."""
+        marked = self._render(messages, ask, tools)
+        return marked.replace(_BEGIN, "").replace(_END, "")
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        skipped: Collection[int] = (),
+    ) -> Conversation:
+        """The messages as text, and where the assistant's answers are in it, with their ends.
+
+        Messages whose index is in `skipped` are no answers.
+        """
+        roles = [message["role"] for message in messages]
+        if ASSISTANT not in roles:
+            got = ", ".join(map(repr, dict.fromkeys(roles)))
+            remedy = rename_roles(*roles)
+            raise ConversationError(
+                f"expected a message of the role {ASSISTANT!r}, got only those of {got}"
+                + (f". {remedy}" if remedy else "")
+            )
+        whole = self._render(messages, False, tools)
+        if _PLACE in whole:
+            raise ConversationError("expected text, got U+FDD2, which is none")
+        of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
+        learned = [i for i in of_assistant if i not in skipped]
+        if self._says_what:
+            text, spans = _unmarked(whole)
+            if not any(start < stop for start, stop in spans):
+                raise ConversationError(
+                    f"expected text in `{{% generation %}}` of {self.where}, got none"
+                )
+            if learned != of_assistant:
+                if len(spans) != len(of_assistant):
+                    raise ConversationError(
+                        f"expected `{{% generation %}}` of {self.where} once for each answer, as "
+                        f"some are not learned, got {len(spans)} for {len(of_assistant)}"
+                    )
+                spans = [spans[of_assistant.index(i)] for i in learned]
+            return Conversation(text, [(start, stop) for start, stop in spans if start < stop])
+        answers = [self._answer(whole, messages, i, tools) for i in learned]
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(answers)), answers
+        return Conversation(whole, answers)
+
+    def _answer(self, whole, messages, i, tools) -> tuple[int, int]:
+        said = str(messages[i].get("content") or "")
+        # Templates of models that think leave out the thoughts of all answers but the last.
+        said = said.rpartition("</think>")[2].strip()
+        placed = [*messages[:i], {**messages[i], "content": _PLACE}, *messages[i + 1 :]]
+
+        def rendered(count: int, ask: bool = False) -> str:
+            return self._render(messages[:count], ask, tools)
+
+        def with_place(count: int) -> str:
+            return self._render(placed[:count], False, tools)
+
+        start = _start(whole, rendered, with_place, i, len(messages))
+        stop = len(whole)
+        if start is not None and i < len(messages) - 1:
+            ended = rendered(i + 1)
+            stop = len(ended) if whole.startswith(ended) else None
+            if stop is None:
+                stop = self._stop(whole, with_place(i + 1), with_place(len(messages)))
+        if start is None or stop is None or said not in whole[start:stop]:
+            raise ConversationError(
+                f"expected to find the answer in message {i + 1}, which the template in "
+                f"{self.where} hides. Put `{{% generation %}}` and `{{% endgeneration %}}` around "
+                "what the assistant writes, and pass it with --chat-template"
+            )
+        answer = whole[start:stop].rstrip()
+        return start, start + len(answer) if answer.endswith(self._marks) else stop
+
+    def _stop(self, whole: str, ended: str, placed: str) -> int | None:
+        """The end of an answer, by texts with a mark in its place: up to it, and of all messages.
+
+        A last message can be written otherwise: with a thought in front, or with what ends a text
+        behind what ends the answer. What is the same behind the answer ends it.
+        """
+        behind, rest = (text.rpartition(_PLACE)[2] for text in (ended, placed))
+        if _PLACE not in ended or _PLACE not in placed or not whole.endswith(rest):
+            return None
+        shared = os.path.commonprefix([behind, rest])
+        marks = [shared.rfind(mark) + len(mark) for mark in self._marks if mark in shared]
+        return len(whole) - len(rest) + max(marks) if marks else None
+
+    def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
+        text = json.dumps(messages, ensure_ascii=False, default=str) if self._says_what else ""
+        if _BEGIN in text or _END in text:
+            raise ConversationError("expected text, got U+FDD0 or U+FDD1, which is none")
+        try:
+            options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
+            return self._template.render(**self.special, messages=list(messages), **options)
+        # A template can fail as any program can.
+        except Exception as error:
+            raise ConversationError(
+                f"expected messages that the template in {self.where} takes, got: {error}"
+            ) from error
+
+
+def read_template(
+    folder: Path, tokens: tokenizers.Tokenizer, file: Path | None = None
+) -> ChatTemplate:
+    """The chat template of a model's folder, or that in `file`."""
+    config = _read_json(folder / CONFIG)
+    special = {
+        name: token["content"] if isinstance(token, dict) else token
+        for source in (_read_json(folder / "special_tokens_map.json"), config)
+        for name, token in source.items()
+        if name.endswith("_token") and isinstance(token, str | dict)
+    }
+    marks = [t.content for t in tokens.get_added_tokens_decoder().values() if t.special]
+    file = file or (folder / TEMPLATE if (folder / TEMPLATE).is_file() else None)
+    if file is not None:
+        return ChatTemplate(text_of(file), special, marks, str(file))
+    for path in (folder / CONFIG, folder / "chat_template.json"):
+        text = _read_json(path).get("chat_template")
+        if isinstance(text, list):  # several, with names
+            text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
+        if isinstance(text, str):
+            return ChatTemplate(text, special, marks, str(path))
+    raise TokenizerError(
+        f"expected a chat template in {folder}, found neither {TEMPLATE} nor `chat_template` in "
+        f"{CONFIG}. Put one there as {TEMPLATE}, or train with --chat-template FILE."
+    )
+
+
+def rename_roles(*roles: str) -> str | None:
+    """The sentence that renames roles of other formats; None if there are none."""
+    names = {role: ROLES.get(role.lower(), role.lower()) for role in roles}
+    pairs = [f"{role!r} to {name!r}" for role, name in names.items() if role != name]
+    return f"Rename the role {', '.join(pairs)}" if pairs else None
+
+
+def text_of(file: Path) -> str:
+    """The text of a chat template."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(
+            f"expected a chat template in {file}, got what cannot be read: {error}."
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return read_object(path, TokenizerError) if path.is_file() else {}
+
+
+def _start(
+    whole: str,
+    rendered: Callable[..., str],
+    with_place: Callable[[int], str],
+    i: int,
+    messages: int,
+) -> int | None:
+    """The begin of the answer in message `i`."""
+    if i == 0:  # many templates want a message
+        placed = with_place(messages)
+        return len(os.path.commonprefix([placed, whole])) if _PLACE in placed else None
+    asked = rendered(i, ask=True)
+    if whole.startswith(asked):
+        return len(asked)
+    # It may ask for a thought, which is not in what was answered.
+    before = rendered(i)
+    shared = len(os.path.commonprefix([asked, whole]))
+    if not whole.startswith(before) or shared < len(before):
+        return None
+    # What was answered may begin as the thought does.
+    return min(shared, len(os.path.commonprefix([with_place(messages), whole])))
+
+
+def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without marks, and where each marked part, maybe empty, is in it."""
+    parts = re.split(f"[{_BEGIN}{_END}]", marked)  # every second one is marked
+    ends = [*itertools.accumulate(map(len, parts))]
+    return "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: what the assistant writes."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

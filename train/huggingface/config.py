@@ -1,0 +1,226 @@
+"""Reads the config.json of a Hugging Face folder: which model, and its sizes.
+
+What would make another function of the model than the one built here is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from train import Failure
+from train.huggingface.json_files import read_object
+from train.model.decoder import DecoderConfig, LinearRope, Llama3Rope
+from train.model.encoder import EncoderConfig
+
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+TASK = "zenflow_task"  # the key for what a run has trained the model on
+
+# The models that are built here: `model_type` of the config, and the class of `transformers`.
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "bert": "BertForSequenceClassification",
+}
+ARCHITECTURES: Mapping[str, Literal["decoder", "encoder"]] = {
+    kind: "decoder" if name.endswith("CausalLM") else "encoder" for kind, name in CLASSES.items()
+}
+
+# The sizes that both architectures have.
+SIZES = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "positions": "max_position_embeddings",
+}
+
+# Only these may ask for windows of attention in some of the layers.
+QWEN = ("qwen2", "qwen3")
+
+# Values that a key must have if it is present, because the models here know no other.
+FIXED: Mapping[str, Mapping[str, Any]] = {
+    "decoder": {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 1.0,
+        "quantization_config": None,
+    },
+    "encoder": {
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "quantization_config": None,
+    },
+}
+
+# The defaults of the classes of `transformers`.
+ROPE_BASE = 10_000.0
+QWEN3_HEAD_WIDTH = 128
+
+
+class ModelError(Failure):
+    """A folder does not hold the model that was asked for."""
+
+
+def read_raw(folder: Path) -> dict[str, Any]:
+    """Reads the config.json of a folder as it is; of other kinds of folders, says what to do."""
+    if folder.is_dir() and not (folder / CONFIG).exists():
+        names = sorted(path.name for path in folder.iterdir())
+        quantized = [name for name in names if name.lower().endswith(".gguf")]
+        if ADAPTER in names:
+            base = read_object(folder / ADAPTER, ModelError).get("base_model_name_or_path")
+            raise ModelError(
+                f"`model`: {folder} has a LoRA adapter and no model. Merge it first with peft: "
+                f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+                f".save_pretrained(DIR), and copy the tokenizer; or train its base model, {base}."
+            )
+        if quantized:
+            raise ModelError(
+                f"`model`: {folder} has the GGUF file {quantized[0]}, from which no model can be "
+                "trained or read here. Take the folder of safetensors that it was made from."
+            )
+    return read_object(folder / CONFIG, ModelError)
+
+
+def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
+    """The sizes and options of the model, from the content `raw` of the file `path`."""
+    kind = raw.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ModelError(
+            f"`model_type` in {path}: expected one of {', '.join(ARCHITECTURES)}, got {kind!r}."
+        )
+    keys = _Keys(path, raw)
+    for key, value in FIXED[ARCHITECTURES[kind]].items():
+        keys.check(key, raw.get(key) in (None, value), f"{value!r}, as the models here have it")
+    sizes = {name: keys.count(key) for name, key in SIZES.items()}
+    if ARCHITECTURES[kind] == "decoder":
+        return _decoder(keys, kind, **sizes)
+    width, heads = sizes["width"], sizes["heads"]
+    keys.check("num_attention_heads", width % heads == 0, f"a divisor of `hidden_size`, {width}")
+    types, norm_eps = keys.count("type_vocab_size", 2), keys.positive("layer_norm_eps", 1e-12)
+    return EncoderConfig(**sizes, types=types, norm_eps=norm_eps)
+
+
+def _decoder(keys: _Keys, kind: str, **sizes: int) -> DecoderConfig:
+    width, heads = sizes["width"], sizes["heads"]
+    kv_heads = keys.count("num_key_value_heads", heads)
+    divisor = f"a divisor of `num_attention_heads`, {heads}"
+    keys.check("num_key_value_heads", heads % kv_heads == 0, divisor)
+    if kind == "qwen3":
+        head_width = keys.count("head_dim", QWEN3_HEAD_WIDTH)
+    else:
+        divides = keys.raw.get("head_dim") is not None or width % heads == 0
+        keys.check("num_attention_heads", divides, f"a divisor of `hidden_size`, {width}")
+        head_width = keys.count("head_dim", width // heads)
+    keys.check("head_dim", head_width % 2 == 0, "an even number, for rotary positions")
+    rope_base, rope_scaling = _rope(keys)
+    return DecoderConfig(
+        **sizes,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        norm_eps=keys.positive("rms_norm_eps", 1e-6),
+        rope_base=rope_base,
+        rope_scaling=rope_scaling,
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        tied=keys.flag("tie_word_embeddings", False),
+        window=_window(keys, kind, sizes["layers"]),
+    )
+
+
+def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
+    """Base and scaling of the rotations, from the keys of old configs and of new ones."""
+    # From transformers 5 on `rope_parameters`, with the base inside; before it `rope_scaling`
+    # and `rope_theta`. Of both, all versions take `rope_scaling`; it is null for none.
+    name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
+    scaling = keys.raw.get(name)
+    outer_base = keys.positive("rope_theta", ROPE_BASE)
+    if scaling is None:
+        return outer_base, None
+    keys.check(name, isinstance(scaling, dict), "an object")
+    inner = _Keys(keys.path, scaling, name + ".")
+    base = inner.positive("rope_theta", outer_base)
+    # Of two bases each version takes another one.
+    beside = keys.raw.get("rope_parameters") or {}
+    keys.check("rope_parameters", isinstance(beside, dict), "an object")
+    for other in (keys, _Keys(keys.path, beside, "rope_parameters.")):
+        fits = other.raw.get("rope_theta") in (None, base)
+        other.check("rope_theta", fits, f"{base}, the base of `{name}`, or none")
+    inner.check("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0) == 1.0, "1.0")
+    kind_key = "type" if "rope_type" not in scaling and "type" in scaling else "rope_type"
+    match scaling.get(kind_key):
+        case "default":
+            return base, None
+        case "linear":
+            return base, LinearRope(inner.positive("factor"))
+        case "llama3":
+            low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
+            inner.check("high_freq_factor", low < high, f"more than {low}, the low one")
+            positions = inner.count("original_max_position_embeddings")
+            return base, Llama3Rope(inner.positive("factor"), low, high, positions)
+    raise inner.error(kind_key, "'default', 'linear' or 'llama3'")
+
+
+def _window(keys: _Keys, kind: str, layers: int) -> int | None:
+    raw, types, window = keys.raw, keys.raw.get("layer_types"), None
+    reads = keys.flag("use_sliding_window", False) if kind in QWEN else kind != "llama"
+    if reads and raw.get("sliding_window") is not None:
+        window = keys.count("sliding_window")
+    first = raw.get("max_window_layers", 28) if kind in QWEN else 0
+    sliding = [window is not None and layer >= first for layer in range(layers)]
+    if isinstance(types, list):
+        named = [name == "sliding_attention" for name in types]
+        # Qwen's classes have the window in these layers. The others' do not read the key, but other
+        # programs do.
+        same = named == sliding or (kind in QWEN and window is not None)
+        keys.check("layer_types", same, f"the attention of `sliding_window`, {window}")
+        sliding = named
+    # All must be alike here, because they may be scanned.
+    alike = all(sliding) or not any(sliding)
+    keys.check("use_sliding_window", alike, "the same attention in all layers")
+    return window if any(sliding) else None
+
+
+class _Keys:
+    """Reads keys of a config by type; errors name the key and the file."""
+
+    def __init__(self, path: Path, raw: Mapping[str, Any], prefix: str = ""):
+        self.path, self.raw, self.prefix = path, raw, prefix
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        self.check(key, is_count, "a whole number above 0")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        self.check(key, is_number and 0 < value < math.inf, "a number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        self.check(key, isinstance(value, bool), "true or false")
+        return value
+
+    def check(self, key: str, fits: bool, expected: str) -> None:
+        if not fits:
+            raise self.error(key, expected)
+
+    def error(self, key: str, expected: str) -> ModelError:
+        got = repr(self.raw[key]) if key in self.raw else "nothing"
+        return ModelError(f"`{self.prefix}{key}` in {self.path}: expected {expected}, got {got}.")
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        return default if value is None else value

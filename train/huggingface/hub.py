@@ -1,0 +1,46 @@
+"""Models of the Hugging Face Hub: `org/name` is a folder in the Hub's cache on this machine.
+
+Where the cache is, which token is sent and when nothing is fetched is up to `huggingface_hub`:
+HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.huggingface.config import CONFIG, ModelError
+
+# In the folder of a run, the folder of the trained model.
+OF_RUN = "model"
+
+# All that a model may consist of; no pickles, and no second copy of the weights, which some have.
+FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+NO_FILES = ("*/*", "consolidated*")
+
+
+def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
+    """The folder of this name, or the one with the `files` of the model `org/name` on the Hub."""
+    folder, name = Path(model), str(model)
+    if (below := folder / OF_RUN).is_dir() and not (folder / CONFIG).exists():
+        raise ModelError(
+            f"`model`: expected a folder with a {CONFIG}, got {folder}, a run whose model is in a "
+            f"folder below. Pass --model {below}"
+        )
+    # A mistake in the name of a folder that is beside others is not asked for on the Hub.
+    if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return folder
+    from huggingface_hub import snapshot_download  # which folders need not wait for
+
+    try:
+        options = {"allow_patterns": list(files), "ignore_patterns": list(NO_FILES)}
+        return Path(snapshot_download(name, **options))
+    except (OSError, ValueError) as error:  # all of the Hub's own errors, and those of the network
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"`model`: {name} is no folder, and the Hub does not give it: {reason} "
+            f"({type(error).__name__}). Check the name and the network, log in with `hf auth "
+            f"login` for a gated model, or copy a folder that `hf download {name} --local-dir DIR` "
+            "has made elsewhere."
+        ) from error

@@ -1,0 +1,212 @@
+"""Models from Hugging Face folders: `config.json` and safetensors, without torch."""
+
+from __future__ import annotations
+
+import functools
+import re
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from train.distributed import host_memory
+from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config, read_raw
+from train.huggingface.hub import model_folder
+from train.huggingface.tensors import (
+    DTYPES,
+    Reader,
+    Tensor,
+    first_of,
+    leaf_name,
+    read_headers,
+    source,
+)
+from train.model.blocks import INIT_STD
+from train.model.decoder import Decoder, DecoderConfig
+from train.model.encoder import BertClassifier, EncoderConfig
+
+# Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
+OPTIONAL = ("pooler", "classifier")
+
+# Tensors that are not loaded, and why that is right.
+UNUSED = {
+    "decoder": r"(^|\.)rotary_emb\.inv_freq$",  # follows from the config
+    # Positions, which are counted; heads for other purposes.
+    "encoder": r"(^|\.)position_ids$|^cls\.|^qa_outputs\.",
+}
+
+
+class Pretrained(NamedTuple):
+    """A folder whose config and headers fit each other."""
+
+    folder: Path
+    architecture: Literal["decoder", "encoder"]
+    config: DecoderConfig | EncoderConfig
+    tensors: Mapping[str, Tensor]  # by name without prefix; only those that can be loaded
+    labels: int | None  # of the folder's head that classifies; None if it has none
+    raw: Mapping[str, Any]  # config.json as it is
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Of the head that classifies; LABEL_0 and so on where it does not name them."""
+        named = self.raw.get("id2label")
+        named = named if isinstance(named, dict) else {}
+        return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(self.labels or 0))
+
+
+def read_folder(model: str | Path) -> Pretrained:
+    """Reads and checks `config.json` and the headers of the safetensors files, no weights."""
+    folder = model_folder(model)
+    if not folder.is_dir():
+        got = "which is a file" if folder.is_file() else f"where there is none (in {Path.cwd()})"
+        raise ModelError(
+            f"expected a Hugging Face folder, or org/name on the Hub, got {folder}, {got}."
+        )
+    raw = read_raw(folder)
+    config = read_config(folder / CONFIG, raw)
+    architecture = ARCHITECTURES[raw["model_type"]]
+    headers = read_headers(folder, architecture)
+    unused = UNUSED[architecture]
+    if isinstance(config, DecoderConfig) and config.tied:
+        if _has_own_head(headers):
+            config = config._replace(tied=False)  # as transformers 5 and vLLM
+        else:
+            unused += r"|^lm_head\.weight$"  # the embedding once more
+    classes = raw.get("architectures") or ["BertForSequenceClassification"]
+    if architecture == "encoder" and "BertForSequenceClassification" not in classes:
+        unused += r"|^classifier\."  # of tokens, or of choices
+    tensors = {name: tensor for name, tensor in headers.items() if not re.search(unused, name)}
+    head = tensors.get("classifier.bias")
+    labels = head.shape[0] if head and len(head.shape) == 1 else None
+    pretrained = Pretrained(folder, architecture, config, tensors, labels, raw)
+    _check_tensors(pretrained)
+    return pretrained
+
+
+def _has_own_head(headers: Mapping[str, Tensor]) -> bool:
+    """Returns whether there is a head that differs from the embedding, whatever the config says."""
+    both = [headers.get(name) for name in ("lm_head.weight", "embed_tokens.weight")]
+    if None in both:
+        return False
+    with Reader() as reader:
+        return not reader.same(*both)
+
+
+def make_model(
+    config: DecoderConfig | EncoderConfig, *, labels: int, **options: Any
+) -> Decoder | BertClassifier:
+    """The model of a config, with weights drawn at random; an encoder's head has `labels`."""
+    if isinstance(config, DecoderConfig):
+        return Decoder(config, **options)
+    return BertClassifier(config, labels=labels, **options)
+
+
+def load_weights(
+    pretrained: Pretrained,
+    shapes: Any,
+    shardings: Any = None,
+    *,
+    anew: Collection[str] = (),
+    seed: int = 0,
+) -> Any:
+    """Reads the weights of the folder as the tree of a model's parameters, of these `shapes`.
+
+    Leaf by leaf, and only the shards on the devices of this process: host memory needs room for the
+    largest leaf. `shardings` None puts all on the first device. `anew` are those of `pooler` and
+    `classifier` that are drawn although the folder has them. The draws depend on `seed` alone.
+    """
+    if shardings is None:
+        first = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: first, shapes)
+    drawn = set(drawn_anew(pretrained, shapes, anew=anew))
+
+    with Reader() as reader:
+
+        def load(path, leaf, sharding):
+            name, dtype = leaf_name(path), np.dtype(leaf.dtype)
+            if name in drawn:
+                value = _draw(name, leaf.shape, dtype, seed)
+                return jax.make_array_from_callback(leaf.shape, sharding, lambda i: value[i])
+            of = source(pretrained.architecture, name, leaf.shape)
+            tensors = [pretrained.tensors[name] for name in of.names]
+            _check_shapes(tensors, of.shape)
+            # Leaf by leaf, so that there are no two copies of all.
+            return host_memory.placed(
+                jax.make_array_from_callback(
+                    leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
+                )
+            )
+
+        return jax.tree_util.tree_map_with_path(load, shapes, shardings)
+
+
+def drawn_anew(
+    pretrained: Pretrained, shapes: Any, *, anew: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The names of the leaves that `load_weights` draws instead of reading them."""
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    modules = {name.rpartition("/")[0] for name in names} & set(OPTIONAL)
+    missing = {m for m in modules if not _has(pretrained, m)} | (modules & set(anew))
+    return tuple(name for name in names if name.rpartition("/")[0] in missing)
+
+
+def _has(pretrained: Pretrained, module: str) -> bool:
+    kernel = source(pretrained.architecture, f"{module}/kernel", (1, 1)).names[0]
+    return kernel in pretrained.tensors
+
+
+def _draw(name: str, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
+    if name.endswith("/bias"):
+        return np.zeros(shape, dtype)
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    return rng.normal(scale=INIT_STD, size=shape).astype(np.float32).astype(dtype)
+
+
+def _check_tensors(pretrained: Pretrained) -> None:
+    """Compares the headers with what the model of the config consists of."""
+    expected = {}
+    shapes = shapes_of(pretrained.config, pretrained.labels or 1)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        name = leaf_name(path)
+        of = source(pretrained.architecture, name, leaf.shape)
+        if name.split("/")[0] not in OPTIONAL or _has(pretrained, name.split("/")[0]):
+            expected |= dict.fromkeys(of.names, of.shape)
+    folder, tensors = pretrained.folder, pretrained.tensors
+    if missing := expected.keys() - tensors.keys():
+        raise ModelError(
+            f"expected {first_of(missing)} in {folder}, as the config.json says, got none."
+        )
+    if extra := tensors.keys() - expected.keys():
+        raise ModelError(
+            f"expected {tensors[min(extra)].file} to hold the tensors of the model of config.json "
+            f"alone, got {first_of(tensors[name].name for name in extra)} besides."
+        )
+    for name, shape in expected.items():
+        _check_shapes([tensors[name]], shape)
+
+
+def _check_shapes(tensors: list[Tensor], shape: tuple[int, ...]) -> None:
+    for tensor in tensors:
+        if tensor.shape != shape or tensor.dtype not in DTYPES:
+            raise ModelError(
+                f"`{tensor.name}` in {tensor.file}: expected the shape {shape} and one of the "
+                f"dtypes {', '.join(DTYPES)}, got {tensor.shape} {tensor.dtype}."
+            )
+
+
+@functools.lru_cache(maxsize=16)
+def shapes_of(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
+    """The parameters of a model; scanned, because one block is traced faster than many."""
+
+    def params():
+        dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}
+        model = make_model(config, labels=labels, scan_layers=True, rngs=nnx.Rngs(0), **dtypes)
+        return nnx.as_pure(nnx.split(model)[1])
+
+    return jax.eval_shape(params)

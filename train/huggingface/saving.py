@@ -1,0 +1,229 @@
+"""Writes a trained model as a Hugging Face folder, in the layout that it was read from.
+
+Tensors are written one by one as they are gathered, so that host memory holds one leaf.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from elves.atomic import atomic_path, exchange, sync_all
+from train.distributed import processes
+from train.huggingface.config import CLASSES, CONFIG, TASK, ModelError
+from train.huggingface.end_tokens import complete_folder
+from train.huggingface.loading import Pretrained
+from train.huggingface.tensors import (
+    DTYPES,
+    HEADS,
+    INDEX,
+    PREFIXES,
+    SINGLE,
+    Source,
+    leaf_name,
+    source,
+    transpose,
+)
+from train.model.decoder import DecoderConfig
+
+# Copied as they are: all that a tokenizer may consist of, and how text is generated.
+COPIED = tuple(
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
+    "added_tokens.json vocab.txt vocab.json merges.txt chat_template.jinja chat_template.json "
+    "generation_config.json".split()
+)
+
+
+class Entry(NamedTuple):
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarray]) -> None:
+    """Writes a file of safetensors, one tensor after the other, so that memory holds one.
+
+    That is the length of the header (8 bytes, little-endian), the header (JSON), and all bytes.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    # `transformers` loads no file without this.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.bytes
+        place = {"shape": entry.shape, "data_offsets": [start, end]}
+        header[entry.name] = {"dtype": names[entry.dtype], **place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for entry in entries:
+            value = next(tensors)
+            assert (value.dtype, value.shape) == (entry.dtype, entry.shape)
+            file.write(value.reshape(-1).view(np.uint8).data)
+
+
+def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.ndarray]) -> None:
+    """Calls `write` in the first process, which takes the tensors, and gathers them in all."""
+    try:
+        if processes.is_first():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write()
+    except OSError as error:
+        raise ModelError(
+            f"expected to write the model to {path}, got: {error}. Make room there or see to its "
+            "permissions, and start the run again: it goes on from its last checkpoint."
+        ) from error
+    finally:
+        # All processes gather: they would wait for one that has failed.
+        for _ in tensors:
+            pass
+
+
+def save_folder(
+    path: Path,
+    pretrained: Pretrained,
+    params: Any,
+    *,
+    as_read: bool = False,
+    labels: Sequence[str] = (),
+    values: Iterator[Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+    task: str | None = None,
+) -> None:
+    """Writes a folder that `read_folder` and `transformers` load.
+
+    All processes must call it; the first writes, under another name until the folder is whole.
+
+    Args:
+        path: A new folder, or one with nothing but a model, which is replaced.
+        pretrained: The folder that the model was loaded from.
+        params: Its parameters, scanned or not: jax arrays, or NumPy arrays that are whole.
+        as_read: Each tensor has the dtype that it has in `pretrained`, and a new one the most
+            frequent of these; otherwise that of its leaf, which keeps the bits.
+        labels: Names of the classes by id. () for those of the folder if there are as many, else
+            LABEL_0 and so on.
+        values: Arrays in place of the leaves of `params`; each is asked for when it is written.
+        texts: Files of the folder, by name, that are not copied from the one that was read.
+        task: The task that the parameters were trained on; the config keeps it.
+    """
+    leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
+    sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
+    dtypes = [
+        [_dtype_in(pretrained, name) if as_read else np.dtype(x.dtype) for name in of.names]
+        for of, (_, x) in zip(sources, leaves, strict=True)
+    ]
+    tensors = _gathered(iter([x for _, x in leaves]) if values is None else values, sources, dtypes)
+
+    def write() -> None:
+        _check_replaceable(path, pretrained.folder)
+        head, prefix = HEADS[pretrained.architecture], PREFIXES[pretrained.architecture]
+        entries = [
+            Entry(name if name.startswith(head) else prefix + name, dtype, of.shape)
+            for of, each in zip(sources, dtypes, strict=True)
+            for name, dtype in zip(of.names, each, strict=True)
+        ]
+        content = _config(pretrained, dict(leaves), entries, labels)
+        content |= {} if task is None else {TASK: task}
+        config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        with atomic_path(path, folder=True) as part:
+            write_file(part / SINGLE, entries, tensors)
+            for name in COPIED:
+                if (pretrained.folder / name).is_file():
+                    shutil.copyfile(pretrained.folder / name, part / name)
+            for name, text in {CONFIG: config, **(texts or {})}.items():
+                (part / name).write_text(text, encoding="utf-8")
+            if task is not None and isinstance(pretrained.config, DecoderConfig):
+                complete_folder(part, pretrained.config.vocabulary, task)
+            if path.exists():
+                sync_all(part)  # if that fails, the old model stays
+                exchange(part, path)
+                shutil.rmtree(part)
+
+    write_by_first(path, write, tensors)
+
+
+def dtype_of(pretrained: Pretrained) -> np.dtype:
+    """Returns the most frequent dtype of a folder's tensors."""
+    dtypes = Counter(tensor.dtype for tensor in pretrained.tensors.values())
+    return DTYPES[dtypes.most_common(1)[0][0]]
+
+
+def _dtype_in(pretrained: Pretrained, name: str) -> np.dtype:
+    tensor = pretrained.tensors.get(name)
+    return dtype_of(pretrained) if tensor is None else DTYPES[tensor.dtype]
+
+
+def _gathered(
+    leaves: Iterable[jax.Array | np.ndarray],
+    sources: Iterable[Source],
+    dtypes: Iterable[Sequence[np.dtype]],
+) -> Iterator[np.ndarray]:
+    for x, of, each in zip(leaves, sources, dtypes, strict=True):
+        value = processes.whole(x)
+        value = value if of.stacked else value[None]
+        entries = value.reshape(-1, of.parts, *value.shape[1:])
+        for parts, dtype in zip(entries, each, strict=True):
+            parts = np.ascontiguousarray(parts, dtype)
+            if of.transposed:
+                saved = np.empty((of.parts, *of.entry), dtype)
+                for part, place in zip(parts, saved, strict=True):
+                    transpose(part, place)
+                parts = saved
+            yield parts.reshape(of.shape)
+
+
+def _config(
+    pretrained: Pretrained,
+    leaves: Mapping[str, Any],
+    entries: Sequence[Entry],
+    labels: Sequence[str],
+) -> dict[str, Any]:
+    """The config of the folder that was read, brought up to date."""
+    config = dict(pretrained.raw)
+    config["architectures"] = [CLASSES[config["model_type"]]]
+    widest = max(entries, key=lambda entry: entry.bytes)
+    # The old key, which all versions of `transformers` read, unless the folder has the new one.
+    config["dtype" if "dtype" in config else "torch_dtype"] = widest.dtype.name
+    if config.get("tie_word_embeddings") and "lm_head.weight" in pretrained.tensors:
+        config["tie_word_embeddings"] = False
+    if pretrained.architecture == "encoder":
+        count = leaves["classifier/bias"].shape[0]
+        if not labels and count != pretrained.labels:
+            labels = [f"LABEL_{i}" for i in range(count)]
+        if labels:
+            assert len(labels) == count, f"{count} labels and the names {labels}"
+            config["id2label"] = {str(i): name for i, name in enumerate(labels)}
+            config["label2id"] = {name: i for i, name in enumerate(labels)}
+        # Of the head that was there before; without it, it follows from the number of labels.
+        config.pop("problem_type", None)
+    return config
+
+
+def _check_replaceable(path: Path, origin: Path) -> None:
+    """Refuses to replace a folder that is not of a model, or the one that the model is from."""
+    if path.resolve() == origin.resolve():
+        raise ModelError(
+            f"expected another folder than {origin}, from which the model was read, got that one."
+        )
+    names = {file.name for file in path.iterdir()} if path.exists() else set()
+    others = names - {*COPIED, CONFIG, SINGLE, INDEX}
+    others = [x for x in others if not re.fullmatch(r"model-.*\.safetensors", x)]
+    if others:
+        raise ModelError(
+            f"expected a new folder or one with nothing but a model to write to, got {path}, which "
+            f"holds {', '.join(sorted(others)[:3])}."
+        )

@@ -1,0 +1,130 @@
+"""What a chat template leaves out of a conversation.
+
+A template is a program that skips what it does not know: the turn of another role, tools and their
+calls, thoughts. So the conversation is rendered once more, with a mark in place of each text. A
+mark that the result lacks stands for a part that the template skips. As the marks replace all
+texts, one rendering holds for each conversation of the same form: the same roles, fields, calls and
+tools.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from train.huggingface.chat_template import ChatTemplate, ConversationError, Message, rename_roles
+
+USUAL = ("system", "user", "assistant", "tool")
+
+# Around the name of what a mark stands for. Python prints them as they are, in dicts as well.
+_LEFT, _RIGHT = "\u29fc", "\u29fd"
+_MARK = re.compile(f"{_LEFT}([0-9.]+) ([^{_RIGHT}]*){_RIGHT}")
+
+# An id of a call is no text, and some templates want exactly nine letters and digits.
+_ID = "call00000"
+
+#: Forms that are remembered.
+FORMS = 1024
+
+_REMEDY = "which skips it. Pass another with --chat-template, or leave that out"
+
+
+class Unwritten:
+    """Refuses conversations of which a template skips a part, and counts other fields and roles."""
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+        self._fields: Counter[str] = Counter()
+        self._roles: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._of_form = functools.lru_cache(FORMS)(self._render)
+
+    def check(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
+        """Raises a `ConversationError` if content, calls or tools are not in the text."""
+        self._roles.update(m["role"] for m in messages if m["role"] not in USUAL)
+        form = [[_marked(i, m) for i, m in enumerate(messages)], _named("0", "tools", tools or [])]
+        missing, failure = self._of_form(json.dumps(form, ensure_ascii=False, default=str))
+        self._failures.update(failure)
+        for number, name in missing:
+            i, where = int(number.partition(".")[0]), self._template.where
+            wanted = f"expected a template that writes `{name}`"
+            if name == "tools":
+                raise ConversationError(f"{wanted}, got {where}, {_REMEDY}")
+            if name in ("content", "tool_calls", "arguments"):
+                role = messages[i]["role"]
+                renamed = rename_roles(role)
+                remedy = f"which skips that role. {renamed}" if renamed else _REMEDY
+                raise ConversationError(
+                    f"{wanted} of message {i + 1} (role {role!r}), got {where}, {remedy}"
+                )
+            self._fields[name] += 1
+
+    def notes(self) -> list[str]:
+        """Sentences about what was counted."""
+        where = self._template.where
+        counts = {
+            "fields of messages that it does not write": self._fields,
+            f"roles besides {', '.join(USUAL)}, which zenflow-generate does not use": self._roles,
+            "conversations that it does not write with other texts in them, so that no check shows "
+            "what it skips": self._failures,
+        }
+        return [f"{where}: {what}: {listed(count)}" for what, count in counts.items() if count]
+
+    def _render(self, form: str) -> tuple[list[tuple[str, str]], list[str]]:
+        """The numbers of messages and the names of fields that are not written, and failures."""
+        messages, tools = json.loads(form)
+        try:
+            text = self._template.render(messages, tools=tools or None).lower()
+        except ConversationError as error:
+            return [], [str(error)]
+        marks = {mark.group(): mark.groups() for mark in _MARK.finditer(form)}
+        return [place for mark, place in marks.items() if mark.lower() not in text], []
+
+
+def listed(counts: Counter[str]) -> str:
+    """The 12 commonest names with their counts."""
+    common = [f"{name!r} {count}" for name, count in counts.most_common(12)]
+    return ", ".join(common + ["..."] * (len(counts) > 12))
+
+
+def _mark(number: int | str, name: str) -> str:
+    return f"{_LEFT}{number} {name}{_RIGHT}"
+
+
+def _marked(number: int, message: Message) -> dict[str, Any]:
+    marked: dict[str, Any] = {}
+    for name, value in message.items():
+        if name == "tool_calls":
+            marked[name] = _named(f"{number}", name, value)
+        elif name == "tool_call_id":
+            marked[name] = _ID
+        else:
+            marked[name] = value if name == "role" else _replaced(value, _mark(number, name))
+    return marked
+
+
+def _named(number: str, name: str, items: Sequence[Any]) -> list[Any]:
+    """Tools, or calls with their arguments, with marks in place of their names."""
+    named = []
+    for k, item in enumerate(items):
+        function = item.get("function", item) | {"name": _mark(f"{number}.{k}", name)}
+        if arguments := function.get("arguments"):
+            mark = _mark(f"{number}.{k}", "arguments")
+            function["arguments"] = {mark: mark} if isinstance(arguments, dict) else mark
+        whole = item | {"function": function} if "function" in item else function
+        named.append(whole | {"id": _ID} if "id" in item else whole)
+    return named
+
+
+def _replaced(value: Any, mark: str) -> Any:
+    """The value with the mark in place of its texts and numbers, in one entry of each list."""
+    if isinstance(value, dict):
+        return {name: _replaced(part, mark) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_replaced(part, mark) for part in value[:1]]
+    blank = value is None or isinstance(value, bool) or not str(value).strip()
+    return value if blank else mark

@@ -1,0 +1,283 @@
+"""The tensors of a Hugging Face folder: their names, their files, and how parts of them are read.
+
+    leaf of the model                tensor, behind its prefix `model.` or `bert.`
+    blocks/3/query/kernel (in, out)  layers.3.self_attn.q_proj.weight (out, in)
+    blocks/query/kernel (n, in, out) the same of all n layers
+    head/kernel (n, in, words)       lm_head.weight (n words, in), part by part; `embed` likewise
+
+Only safetensors, no pickle. Files are mapped into memory, so what is read is what was asked for.
+What `train.compress` has packed is decoded on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+import elves
+from train.huggingface.config import CONFIG, ModelError
+from train.huggingface.json_files import read_object
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# What can be read and written, by the names of the format.
+DTYPES: Mapping[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+# Modules of the models here, and there. `{}` is the number of the layer.
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "decoder": {
+        "embed": "embed_tokens",
+        "blocks/attention_norm": "layers.{}.input_layernorm",
+        "blocks/query": "layers.{}.self_attn.q_proj",
+        "blocks/key": "layers.{}.self_attn.k_proj",
+        "blocks/value": "layers.{}.self_attn.v_proj",
+        "blocks/query_norm": "layers.{}.self_attn.q_norm",
+        "blocks/key_norm": "layers.{}.self_attn.k_norm",
+        "blocks/attention_out": "layers.{}.self_attn.o_proj",
+        "blocks/ffn_norm": "layers.{}.post_attention_layernorm",
+        "blocks/gate": "layers.{}.mlp.gate_proj",
+        "blocks/up": "layers.{}.mlp.up_proj",
+        "blocks/down": "layers.{}.mlp.down_proj",
+        "norm": "norm",
+        "head": "lm_head",
+    },
+    "encoder": {
+        "embed": "embeddings.word_embeddings",
+        "positions": "embeddings.position_embeddings",
+        "types": "embeddings.token_type_embeddings",
+        "embed_norm": "embeddings.LayerNorm",
+        "blocks/query": "encoder.layer.{}.attention.self.query",
+        "blocks/key": "encoder.layer.{}.attention.self.key",
+        "blocks/value": "encoder.layer.{}.attention.self.value",
+        "blocks/attention_out": "encoder.layer.{}.attention.output.dense",
+        "blocks/attention_norm": "encoder.layer.{}.attention.output.LayerNorm",
+        "blocks/up": "encoder.layer.{}.intermediate.dense",
+        "blocks/down": "encoder.layer.{}.output.dense",
+        "blocks/ffn_norm": "encoder.layer.{}.output.LayerNorm",
+        "pooler": "pooler.dense",
+        "classifier": "classifier",
+    },
+}
+
+# In front of the names of all tensors but those of a head, if the folder is of a model with a head.
+PREFIXES = {"decoder": "model.", "encoder": "bert."}
+HEADS = {"decoder": "lm_head.", "encoder": "classifier."}
+
+# Rows of a matrix that are compared at a time.
+_ROWS = 4096
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies, from the header of its file."""
+
+    file: Path
+    name: str  # in the file
+    dtype: str  # a key of DTYPES, or another name of the format
+    shape: tuple[int, ...]
+
+
+class Source(NamedTuple):
+    """The tensors that a leaf is made of."""
+
+    names: tuple[str, ...]  # without prefix; one, or one per layer
+    shape: tuple[int, ...]  # of each
+    stacked: bool  # whether the leaf has an axis over them, or over the parts of one
+    transposed: bool
+    parts: int = 1  # of a vocabulary, whose rows are divided
+
+    @property
+    def entry(self) -> tuple[int, ...]:
+        """The shape of one of a stack, of a tensor or a part of it."""
+        return (self.shape[0] // self.parts, *self.shape[1:])
+
+
+def leaf_name(path: Any) -> str:
+    """The path of a leaf in a tree, such as `blocks/3/query/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
+    """Names the tensors that a leaf of this name (see `leaf_name`) and shape is made of.
+
+    Examples:
+        >>> source("decoder", "blocks/gate/kernel", (2, 4, 8))[:2]
+        (('layers.0.mlp.gate_proj.weight', 'layers.1.mlp.gate_proj.weight'), (8, 4))
+    """
+    layer = re.match(r"blocks/(\d+)/", leaf)
+    module, _, part = re.sub(r"^blocks/\d+/", "blocks/", leaf).rpartition("/")
+    name = f"{MODULES[architecture][module]}.{'bias' if part == 'bias' else 'weight'}"
+    of_layers = module.startswith("blocks/") and layer is None
+    rank = len(shape)
+    stacked = of_layers or rank > 2
+    one = shape[1:] if stacked else shape
+    layers: Iterable[Any] = range(shape[0]) if of_layers else [layer and layer[1]]
+    transposed = part == "kernel"
+    names = tuple(name.format(i) for i in layers)
+    parts = shape[0] if stacked and not of_layers else 1
+    one = one[::-1] if transposed else one
+    return Source(names, (parts * one[0], *one[1:]), stacked, transposed, parts)
+
+
+def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
+    """All tensors of a folder, by their name without prefix, from the headers of its files."""
+    single, index = folder / SINGLE, folder / INDEX
+    tensors = _read_header(single) if single.exists() else _read_index(folder, index)
+    named: dict[str, Tensor] = {}
+    for tensor in tensors:
+        name = tensor.name.removeprefix(PREFIXES[architecture])
+        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
+        if name in named:
+            raise ModelError(
+                f"expected one tensor for `{name}` in {folder}, got `{named[name].name}` in "
+                f"{named[name].file.name} and `{tensor.name}` in {tensor.file.name}. Remove one."
+            )
+        named[name] = tensor
+    return named
+
+
+def transpose(x: np.ndarray, out: np.ndarray) -> None:
+    """Writes `x` to `out` transposed, in tiles: NumPy alone takes about five times as long."""
+    # As whole numbers, because NumPy is slower with the dtypes of others, such as bfloat16.
+    kind = f"u{x.dtype.itemsize}"
+    rows, columns = out.view(kind), x.view(kind)
+    for i in range(0, rows.shape[0], 64):
+        for j in range(0, rows.shape[1], 256):
+            rows[i : i + 64, j : j + 256] = columns[j : j + 256, i : i + 64].T
+
+
+class Reader(contextlib.ExitStack):
+    """Reads parts of leaves. To be used with `with`; files are open until its end."""
+
+    def __init__(self):
+        super().__init__()
+        self._files: dict[Path, Any] = {}
+
+    def read(
+        self, tensors: Sequence[Tensor], of: Source, dtype: np.dtype, index: tuple[slice, ...]
+    ) -> np.ndarray:
+        """The part `index` (no strides) of a leaf in `dtype`, rounded to the nearest."""
+        entries = [(tensor, i * of.entry[0]) for tensor in tensors for i in range(of.parts)]
+        if of.stacked:
+            entries, index = entries[index[0]], index[1:]
+        index = index[::-1] if of.transposed else index
+        rows, *others = (slice(*s.indices(n)) for s, n in zip(index, of.entry, strict=True))
+        shape = [s.stop - s.start for s in (rows, *others)]
+        out = np.empty((len(entries), *(shape[::-1] if of.transposed else shape)), dtype)
+        for row, (tensor, start) in zip(out, entries, strict=True):
+            value = self._cut(tensor, (slice(start + rows.start, start + rows.stop), *others))
+            value = value.astype(dtype, copy=False)
+            if of.transposed:
+                transpose(value, row)
+            else:
+                row[...] = value
+        return out if of.stacked else out[0]
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Returns whether two matrices have the same numbers; reads some rows at a time."""
+        if one.shape != other.shape:
+            return False
+        rows = one.shape[0]
+        parts = (slice(i, min(i + _ROWS, rows)) for i in range(0, rows, _ROWS))
+        pairs = ([self._cut(x, (part,)).astype(np.float32) for x in (one, other)] for part in parts)
+        return all(np.array_equal(*pair) for pair in pairs)
+
+    def _cut(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+        try:
+            return self._file(tensor.file).get_slice(tensor.name)[index]
+        except elves.ElvesError as error:
+            raise ModelError(str(error)) from error
+
+    def _file(self, path: Path):
+        if path not in self._files:
+            self._files[path] = self.enter_context(_opened(path))
+        return self._files[path]
+
+
+def _opened(path: Path) -> Any:
+    """A file of tensors, plain or made by `train.compress`; to be used with `with`."""
+    if elves.is_packed(path):
+        return elves.open(path, threads=len(os.sched_getaffinity(0)))
+    return safe_open(path, "numpy")
+
+
+def _read_header(path: Path) -> list[Tensor]:
+    try:
+        with _opened(path) as file:
+            cuts = {name: file.get_slice(name) for name in file.keys()}
+            return [
+                Tensor(path, name, cut.get_dtype(), tuple(cut.get_shape()))
+                for name, cut in cuts.items()
+            ]
+    except elves.ElvesError as error:
+        raise ModelError(str(error)) from error
+    except (OSError, SafetensorError) as error:
+        size = f"{path.stat().st_size} bytes" if path.exists() else "none"
+        raise ModelError(
+            f"expected a whole safetensors file {path}, got {size} that cannot be read "
+            f"({error}). Copy the file again."
+        ) from error
+
+
+def _read_index(folder: Path, index: Path) -> list[Tensor]:
+    if not index.exists():
+        raise _no_safetensors(folder)
+    files = read_object(index, ModelError).get("weight_map")
+    if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
+        raise ModelError(
+            f"`weight_map` in {index}: expected the name of a file for each tensor, got others."
+        )
+    tensors = []
+    for file in sorted(set(files.values())):
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ModelError(
+                f"`weight_map` in {index}: expected names of files in that folder, got {file!r}."
+            )
+        if not (folder / file).exists():
+            raise ModelError(
+                f"expected the file {folder / file}, which {index.name} names, got none."
+            )
+        held = _read_header(folder / file)
+        lost = {name for name, its in files.items() if its == file} - {t.name for t in held}
+        if lost:
+            raise ModelError(
+                f"expected {first_of(lost)} in {folder / file}, as {index.name} says, got none."
+            )
+        tensors += [tensor for tensor in held if tensor.name in files]
+    return tensors
+
+
+def _no_safetensors(folder: Path) -> ModelError:
+    expected = f"expected {SINGLE} or {INDEX} in {folder}, got"
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
+    if not pickles:
+        others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
+        return ModelError(f"{expected} {others or 'neither'}.")
+    # The class decides which head is kept.
+    name = (read_object(folder / CONFIG, ModelError).get("architectures") or ["AutoModel"])[0]
+    return ModelError(
+        f"{expected} {pickles[0]}: a pickle, which can run any program when it is read. Convert it "
+        f"with torch and transformers' {name}: from_pretrained, save_pretrained."
+    )
+
+
+def first_of(names: Iterable[str]) -> str:
+    """The first of some tensors, and how many there are besides."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 1} more" if len(ordered) > 1 else ""
+    return f"the tensor `{ordered[0]}`{more}"

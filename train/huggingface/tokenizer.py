@@ -1,0 +1,149 @@
+"""The tokenizer of a Hugging Face folder, and the few ids that a task must know by name.
+
+The begin token is the one that the post-processor in tokenizer.json puts in front of a text, as in
+`transformers`; if it puts none there, `bos_token` where tokenizer_config.json has `"add_bos_token":
+true`. `bos_token` alone only names a token.
+
+Which tokens end and pad a text, the first of these files decides that names one:
+
+1. `tokenizer_config.json`, `special_tokens_map.json` (`eos_token`, `pad_token`); 2. `config.json`,
+`generation_config.json` (`eos_token_id`, `pad_token_id`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from train import Failure
+from train.huggingface.json_files import read_object
+
+TOKENIZER = "tokenizer.json"
+
+_NAMED = ("tokenizer_config.json", "special_tokens_map.json")
+_NUMBERED = ("config.json", "generation_config.json")
+
+
+class TokenizerError(Failure):
+    """A folder has not the tokenizer that is needed."""
+
+
+class Tokenizer(NamedTuple):
+    tokens: tokenizers.Tokenizer  # as in tokenizer.json, with truncation and padding switched off
+    begin: int | None  # put before a text; None where the tokenizer puts none there
+    end: int | None  # put after a text; None where there is none, as in most encoders
+    pad: int  # fills up short examples; where there is no token for it, `end`
+    vocabulary: int  # ids are smaller than this
+
+
+def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, for a model whose embedding has `vocabulary` rows."""
+    tokens = _read_tokens(folder)
+    last = max(tokens.get_vocab(with_added_tokens=True).values(), default=-1)
+    if last >= vocabulary:
+        raise TokenizerError(
+            f"{folder / TOKENIZER}: expected ids below {vocabulary}, the model's `vocab_size`, but "
+            f"the last one is {last}. Take the tokenizer that the model came with."
+        )
+    entries = {
+        name: read_object(folder / name, TokenizerError)
+        for name in _NAMED + _NUMBERED
+        if (folder / name).is_file()
+    }
+    begin, adds = _front(folder, tokens), entries.get(_NAMED[0], {}).get("add_bos_token")
+    if begin is None and adds is True:
+        begin = _special("bos", folder, entries, tokens, vocabulary)
+    end, pad = (_special(kind, folder, entries, tokens, vocabulary) for kind in ("eos", "pad"))
+    pad = end if pad is None else pad
+    lacks = "eos_token" if end is None and needs_end else "pad_token" if pad is None else None
+    if lacks:
+        raise TokenizerError(
+            f"{folder}: expected a token to {'pad with' if lacks == 'pad_token' else 'end with'}, "
+            f"found no `{lacks}` in {' or '.join(_NAMED)}, nor its id in {' or '.join(_NUMBERED)}. "
+            f"Add `{lacks}` to tokenizer_config.json."
+        )
+    # A model may have an id for padding that its tokenizer knows nothing of.
+    named = [number for number in (begin, end, pad) if number is not None]
+    return Tokenizer(tokens, begin, end, pad, vocabulary=max(last, *named) + 1)
+
+
+def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids of all tokens that end what a model of the folder writes, a turn or a text."""
+    ends = {tokenizer.end} - {None}
+    for name in _NUMBERED:
+        if (folder / name).is_file():
+            numbers = read_object(folder / name, TokenizerError).get("eos_token_id")
+            numbers = numbers if isinstance(numbers, list) else [numbers]
+            ends |= {n for n in numbers if type(n) is int}
+    return frozenset(ends)
+
+
+def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise TokenizerError(
+            f"expected {path}, found none. Create one with transformers: "
+            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    try:
+        tokens = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no class of its own
+        raise TokenizerError(
+            f"expected a tokenizer in {path}, but `tokenizers` {tokenizers.__version__} cannot "
+            f"read it: {error}."
+        ) from error
+    # Lengths are a matter of the task, and some files carry those of another use.
+    tokens.no_truncation()
+    tokens.no_padding()
+    return tokens
+
+
+def _front(folder: Path, tokens: tokenizers.Tokenizer) -> int | None:
+    """Returns the token that the post-processor puts in front of a text, None if there is none."""
+    encoded = tokens.encode("a")
+    pairs = zip(encoded.ids, encoded.sequence_ids, strict=True)
+    front = [number for number, _ in itertools.takewhile(lambda pair: pair[1] is None, pairs)]
+    if len(front) > 1:
+        raise TokenizerError(
+            f"{folder / TOKENIZER}: `post_processor` puts the {len(front)} tokens "
+            f"{', '.join(map(str, map(tokens.id_to_token, front)))} in front of a text; at most "
+            "one is supported. Remove the others from it."
+        )
+    return front[0] if front else None
+
+
+def _special(
+    kind: str,
+    folder: Path,
+    entries: dict[str, dict[str, Any]],
+    tokens: tokenizers.Tokenizer,
+    vocabulary: int,
+) -> int | None:
+    """The id of the `bos`, `eos` or `pad` token, None if there is none."""
+    for name in _NAMED:
+        token = entries.get(name, {}).get(f"{kind}_token")
+        if isinstance(token, dict):  # a token with its flags
+            token = token.get("content")
+        if token is not None:
+            number = tokens.token_to_id(token) if isinstance(token, str) else None
+            if number is None:
+                raise TokenizerError(
+                    f"{folder / name}: expected `{kind}_token` to be one of the tokens of "
+                    f"{TOKENIZER}, got {token!r}."
+                )
+            return number
+    for name in _NUMBERED:
+        number = entries.get(name, {}).get(f"{kind}_token_id")
+        if isinstance(number, list) and number:  # of several that end a text, the usual one
+            number = number[0]
+        if number is not None and number != -1:  # some configurations write -1 for none
+            if type(number) is not int or not 0 <= number < vocabulary:
+                raise TokenizerError(
+                    f"{folder / name}: expected `{kind}_token_id` to be an id from 0 to "
+                    f"{vocabulary - 1}, got {number!r}."
+                )
+            return number
+    return None

@@ -1,0 +1,1 @@
+"""Metrics of a run: measured, logged, sent to trackers, and summed up at the end."""

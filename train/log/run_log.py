@@ -1,0 +1,193 @@
+"""Shows and writes the metrics of a run while it goes on.
+
+    metrics.csv           one row for every `log_every` steps, written as they come; unknown
+                          figures, such as adamw's of windows, are blank
+    validation.csv        the figures of every validation
+
+Both also go to `--report-to`.
+
+A run that goes on from a checkpoint drops the rows that came after it, and writes them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
+
+from elves.atomic import atomic_path
+from train.log.meter import Row
+from train.log.trackers import Reporter, finite
+
+# A bar and a percentage have room beside time, steps and figures in terminals of more columns.
+WIDE = 110
+
+
+class RunLog:
+    """Metrics of a run, to the screen, the CSV files and a reporter. Use with `with`.
+
+    `rows`, as `read_rows` returned them, and `validations` are those of earlier starts.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        console: Console,
+        progress: bool,
+        reporter: Reporter | None = None,
+        rows: Sequence[Row] = (),
+        validations: Sequence[tuple[int, Mapping[str, float]]] = (),
+    ):
+        self.rows = list(rows)
+        done = rows[-1].step if rows else 0
+        self._console = console
+        self._as_lines = not (progress and console.is_terminal)
+        self._csv_file = _begin(folder / "metrics.csv", [Row._fields, *rows])
+        lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
+        self._validation_file = _begin(folder / "validation.csv", lines)
+        self._reporter = reporter
+        name, *drawn, left = Progress.get_default_columns()
+        self._bar = Progress(
+            name,
+            *(drawn if console.width > WIDE else []),
+            left,
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", table_column=Column()),  # the others are not cut
+            console=console,
+            disable=self._as_lines,
+        )
+        self._task = self._bar.add_task("train", total=steps, completed=done, figures="compiling")
+        self._steps = steps
+        self._made = time.monotonic()
+        self._begun = (done, self._made)  # a step, and when it was done
+
+    def __enter__(self) -> RunLog:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        self._bar.stop()
+        with contextlib.ExitStack() as closing:
+            if kind is not None:
+                # A full disk fails here again, which would hide the error that says so.
+                closing.enter_context(contextlib.suppress(OSError))
+            for file in (self._csv_file, self._validation_file):
+                closing.callback(file.close)
+            if self._reporter is not None:
+                closing.callback(self._reporter.finish)
+
+    def begin(self, step: int) -> None:
+        """To be called when the first step of this start is compiled and done."""
+        self._begun = step, time.monotonic()
+        self.say(f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s")
+
+    def say(self, line: str) -> None:
+        """Shows a line where no bar moves."""
+        if self._as_lines:
+            show(self._console, line)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        # At once, so that a run can be followed, and one that dies leaves a record.
+        _write(self._csv_file, [row])
+        self._report("train", row._asdict(), row.step)
+        figures = f"loss {row.loss:.3f}"
+        if row.tokens_per_s:
+            figures += f"  {row.tokens_per_s:,.0f} tokens/s  waited for host {row.wait_share:.1%}"
+        if row.skipped:
+            figures += f"  {row.skipped} skipped"
+        self._bar.update(self._task, completed=row.step, figures=figures)
+        self.say(f"{self._counted(row.step)}  {figures}{self._time_left(row.step)}")
+
+    def validation(
+        self, step: int, figures: Mapping[str, float], label: str = "validation"
+    ) -> None:
+        if label == "validation":
+            _write(self._validation_file, _lines(step, figures))
+        self._report(label, figures, step)
+        values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        show(self._console, f"{label} after {step} steps: {values}")
+
+    def _report(self, label: str, figures: Mapping[str, float | None], step: int) -> None:
+        if self._reporter is not None and (drawn := finite(label, figures)):
+            self._reporter.log(drawn, step=step)
+
+    def _counted(self, step: int) -> str:
+        return f"step {step:>{len(str(self._steps))}}/{self._steps}"
+
+    def _time_left(self, step: int) -> str:
+        """Judged by the steps of this start, with their validations and checkpoints."""
+        first, since = self._begun
+        if not first < step < self._steps:
+            return ""
+        seconds = (time.monotonic() - since) * (self._steps - step) / (step - first)
+        return f"  {datetime.timedelta(seconds=round(seconds))} left"
+
+
+class NoLog(contextlib.nullcontext):
+    """Replaces `RunLog` in a process that does not report."""
+
+    rows: Sequence[Row] = ()
+
+    def say(self, *_: Any) -> None:
+        pass
+
+    begin = add = validation = say
+
+
+def show(console: Console, line: str) -> None:
+    """Shows a line that may have brackets, and characters unknown to the terminal."""
+    line = line.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[Row]:
+    """The rows of `metrics.csv` up to the step `until`; of a damaged file, those before that."""
+    path = folder / "metrics.csv"
+    rows: list[Row] = []
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                # A run that was killed can have left the beginning of its last line.
+                if None in line.values() or int(line["step"]) > until:
+                    break
+                rows.append(_read(line))
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, csv.Error):
+        last = rows[-1].step if rows else 0
+        say(f"{path} is damaged: its rows of the steps from {last + 1} to {until} are lost")
+    return rows
+
+
+def _read(line: Mapping[str, str]) -> Row:
+    counts = ("step", "skipped", "reselections")
+    values = {n: (int if n in counts else float)(line[n]) if line[n] else None for n in Row._fields}
+    return Row(**values)
+
+
+def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, float]]:
+    return [(step, name, value) for name, value in figures.items()]
+
+
+def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
+    """Writes a CSV file with these lines, and opens it for the next ones."""
+    # Under another name until it is whole: a run that is killed here still has the old one.
+    with atomic_path(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(lines)
+    return open(path, "a", newline="", encoding="utf-8")
+
+
+def _write(file: TextIO, lines: Iterable[Sequence[Any]]) -> None:
+    csv.writer(file).writerows(lines)
+    file.flush()

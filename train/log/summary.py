@@ -1,0 +1,164 @@
+"""The results of a run, in its folder and on the screen.
+
+settings.toml         all settings, as a config file, with copies of the files that it names
+                      (deepspeed.json, chat_template.jinja)
+metrics.csv, validation.csv   (`run_log.py`)
+loss.png              curves of the loss and of the task's metrics
+summary.json          figures of the summary table; `best_step` is the step whose weights the
+                      model has, null without keep_best; `test` has the figures of these weights
+checkpoints/          what the run can go on from (`checkpoints.py`)
+model.safetensors     trained weights in float32; or model/, a folder like the one that was read
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+import zenflow_jax
+from elves.atomic import write_text_atomically
+from train import command_of
+from train.log.meter import Row
+from train.tasks.classify import is_of_pairs
+from zenflow_jax import planning
+
+# Steps that a start must have made for its timings to be worth advice.
+LEAST_STEPS = 100
+
+# The figures of a summary that tell how a run has ended.
+ENDS = {"steps", "best_step", "validation_after"}
+
+Validations = Sequence[tuple[int, Mapping[str, float]]]
+
+
+# The figures of `summary.json` that the table shows: name, words, format. All but those of steps,
+# parameters and bytes are of this start alone; with several processes, times are of process 0.
+SHOWN = (
+    ("parameters", "parameters", ","),
+    ("steps", "steps", ","),
+    ("resumed_at", "of them before this start", ","),
+    ("skipped", "steps skipped, gradient not finite", ","),
+    ("tokens_per_s", "tokens/s", ",.0f"),
+    ("bytes_per_parameter_and_step", "bytes moved per parameter and step", ".2f"),
+    ("wait_share", "share of time waiting for the host", ".1%"),
+    ("host_s", "host seconds", ".1f"),
+    ("windows", "windows", ","),
+    ("mean_window_length", "mean window length, steps", ".2f"),
+    ("reselections", "times that channels were selected", ","),
+    ("kept_share", "share of the best channels' score kept", ".1%"),
+    ("train_s", "training seconds", ".1f"),
+    ("total_s", "seconds in all", ".1f"),
+)
+
+
+def write_summary(folder: Path, figures: Mapping[str, Any]) -> None:
+    """Writes `summary.json`, the last of a run's files: it says that all of them are written."""
+    write_text_atomically(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Reads `summary.json`; None if there is none, or if it is damaged."""
+    try:
+        figures = dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+        return figures if ENDS <= figures.keys() else None
+    except (FileNotFoundError, ValueError, TypeError):  # not UTF-8, not JSON, or no object
+        return None
+
+
+def write_picture(
+    folder: Path, rows: Sequence[Row], validations: Validations, *, title: str, target: str
+) -> None:
+    """Writes `loss.png`: the loss over the steps, below it the task's metrics.
+
+    A loss is in nats per `target`.
+    """
+    from matplotlib.figure import Figure  # takes a third of a start
+    from matplotlib.ticker import MaxNLocator
+
+    # With several sets of data `matched/loss`.
+    panel_of = {name: int(not name.endswith("loss")) for name in validations[-1][1]}
+    count = 1 + max(panel_of.values())
+    # A Figure without pyplot needs no display and leaves no global state.
+    figure = Figure(figsize=(8, 2.5 + 1.5 * count), layout="constrained")
+    panels = figure.subplots(count, sharex=True, squeeze=False, height_ratios=[2, 1][:count])[:, 0]
+    # A row is the mean of its steps, and is drawn in their middle.
+    steps = [0, *(row.step for row in rows)]
+    middles = [(before + step + 1) / 2 for before, step in itertools.pairwise(steps)]
+    panels[0].plot(middles, [row.loss for row in rows], ".-", label="training")
+    for name, panel in panel_of.items():
+        values = [figures[name] for _, figures in validations]
+        label = f"validation {name}".replace("/", " ")
+        # Points, as nobody knows the figures between them.
+        panels[panel].plot([step for step, _ in validations], values, "o", label=label)
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    panels[0].set(title=title, ylabel=f"loss, nats per {target}")
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(folder / "loss.png", dpi=120)
+
+
+def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
+    """Writes the last steps as a picture or a trace; an error is said, and does not end the run."""
+    write = zenflow_jax.save_trace if path.suffix == ".json" else zenflow_jax.plot_timeline
+    if timeline.steps:
+        try:
+            write(timeline, path)
+            line = f"timeline of the last steps: {path}"
+        except OSError as error:
+            line = f"expected to write the timeline to {path}, got: {error}"
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def command_of_use(model: Path, task: str) -> str | None:
+    """Returns the command that uses the model in this folder; None if no command does."""
+    if is_of_pairs(task):
+        return None
+    path = Path(os.path.abspath(model))
+    if path.is_relative_to(here := Path.cwd()):
+        path = path.relative_to(here)
+    prompts = {"language": "The beginning of a text", "alpaca": "An instruction"}
+    prompt = {**prompts, "chat": "A question"}.get(task, "A text")
+    return f'{command_of("generate")} --model {shlex.quote(str(path))} "{prompt}"'
+
+
+def summary_table(figures: Mapping[str, Any]) -> Table:
+    """The figures of a run as a table for the terminal."""
+    device, first = figures["device"], ""
+    if figures["devices"] > 1:
+        device = f"{figures['devices']} x {device}"
+    if figures["processes"] > 1:
+        device, first = f"{device}, {figures['processes']} processes", ", process 0"
+    table = Table("figure", "value", title=f"{figures['optimizer']} on {device}")
+    table.columns[1].justify = "right"
+    for name, words, form in SHOWN:
+        value = figures[name]
+        if value is not None and (value or name != "resumed_at"):
+            of = first if name in ("wait_share", "host_s") else ""
+            table.add_row(words + of, format(value, form))
+    for when in ("before", "after"):
+        for name, value in figures[f"validation_{when}"].items():
+            table.add_row(f"validation {name} {when}", format(value, ".3f"))
+    for name, value in (figures["test"] or {}).items():
+        table.add_row(f"test {name}", format(value, ".3f"))
+    return table
+
+
+def hidden_share(
+    opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
+) -> planning.Hiding | None:
+    """The host's load in the timed steps; None after few, and on a CPU, which shares its cores."""
+    if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
+        return None
+    of_all = seconds * stats.steps / (stats.steps - 1)
+    return planning.hiding(opt_state, stats, of_all, host_state=host_state)

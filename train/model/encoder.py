@@ -1,0 +1,108 @@
+"""BERT with a head that classifies, without dropout: https://arxiv.org/abs/1810.04805.
+
+Shapes, dtypes and letters are those of `decoder.py`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from train.model.attention import attention
+from train.model.blocks import Stacked, embedding, linear
+
+
+class EncoderConfig(NamedTuple):
+    vocabulary: int
+    width: int  # of the residual stream
+    layers: int
+    heads: int  # their number divides `width`
+    ffn: int  # inner width of the feed-forward layer
+    positions: int  # the longest sequence
+    types: int  # kinds of segments
+    norm_eps: float  # added to the variance
+
+
+class BertClassifier(Stacked):
+    """Logits of the labels of a sequence, or of a pair of sequences; arguments as of `Decoder`."""
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        *,
+        labels: int,
+        weight_dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        dtypes = {"param_dtype": weight_dtype, "dtype": compute_dtype}
+        width = config.width
+        self.embed = embedding(config.vocabulary, width, rngs=rngs, **dtypes)
+        self.positions = embedding(config.positions, width, rngs=rngs, **dtypes)
+        self.types = embedding(config.types, width, rngs=rngs, **dtypes)
+        self.embed_norm = _norm(config, rngs)
+        super().__init__(config, partial(EncoderBlock, config, **dtypes), rngs=rngs, **options)
+        self.pooler = linear(width, width, bias=True, rngs=rngs, **dtypes)
+        # One row per sequence, so float32 costs nothing.
+        self.classifier = linear(
+            width, labels, bias=True, rngs=rngs, param_dtype=weight_dtype, dtype=jnp.float32
+        )
+
+    def __call__(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
+        """Float32 logits `(b, labels)`, of integers `(b, t)`; `mask` is 0 for padding."""
+        x = self.stream(tokens, types, mask)
+        return self.classifier(jnp.tanh(self.pooler(x[:, 0])))
+
+    def stream(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
+        """The output of the last block, `(b, t, width)` in `compute_dtype`."""
+        x = self.embed(tokens.astype(jnp.int32)) + self.types(types.astype(jnp.int32))
+        x = x + self.positions(jnp.arange(tokens.shape[1]))[None]
+        x = self.embed_norm(x).astype(x.dtype)
+        attends = mask.astype(bool)[:, None, None, :]  # each query of each head to the same keys
+        return self.run_blocks(x, attends)
+
+
+class EncoderBlock(nnx.Module):
+    """Attention, then a feed-forward layer; each is added to its input, and the sum normalized."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs, **options):
+        def square() -> nnx.Linear:
+            return linear(config.width, config.width, bias=True, rngs=rngs, **options)
+
+        self.heads = config.heads
+        self.query, self.key, self.value = square(), square(), square()
+        self.attention_out = square()
+        self.attention_norm = _norm(config, rngs)
+        self.up = linear(config.width, config.ffn, bias=True, rngs=rngs, **options)
+        self.down = linear(config.ffn, config.width, bias=True, rngs=rngs, **options)
+        self.ffn_norm = _norm(config, rngs)
+
+    def __call__(self, x: jax.Array, attends: jax.Array) -> jax.Array:
+        """Maps `(b, t, width)` to the same shape and dtype; `attends` is a mask `(b, 1, 1, t)`."""
+        x = self.attention_norm(x + self._attention(x, attends)).astype(x.dtype)
+        inner = jax.nn.gelu(self.up(x), approximate=False)
+        return self.ffn_norm(x + self.down(inner)).astype(x.dtype)
+
+    def _attention(self, x, attends):
+        b, t, width = x.shape
+        split = (b, t, self.heads, width // self.heads)
+        q, k, v = (project(x).reshape(split) for project in (self.query, self.key, self.value))
+        mixed = attention(q, k, v, mask=attends)
+        return self.attention_out(mixed.reshape(b, t, width))
+
+
+def _norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.width,
+        epsilon=config.norm_eps,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        use_fast_variance=False,  # it would subtract two nearly equal numbers
+        rngs=rngs,
+    )

@@ -1,0 +1,91 @@
+"""Embedding and head in parts of the vocabulary, which are scanned as layers are.
+
+So they may lie in host memory, too: two parts at a time are on the device, and gradients leave it
+part by part. Both are stacks of parts, which `streaming.stream` may have been given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from train.model import cross_entropy
+from train.model.blocks import stack
+from zenflow_jax import streaming
+
+#: The most parts of a vocabulary, and the most words of one in `cross_entropy.PART`.
+MOST, LARGEST = 16, 4
+
+T = TypeVar("T")
+
+
+def parts_of(words: int) -> int:
+    """In how many equal parts to take a vocabulary; in one if it is small, or its parts large."""
+    parts = max(i for i in range(1, MOST + 1) if words % i == 0)
+    return parts if cross_entropy.PART < words <= parts * LARGEST * cross_entropy.PART else 1
+
+
+def make_parts(make: Callable[..., nnx.Module], words: int, parts: int, rngs: nnx.Rngs) -> Any:
+    """What `make` makes for so many words; if in parts, a stack of what it makes for each."""
+    if parts == 1:
+        return make(words, rngs=rngs)
+    return stack(partial(make, words // parts), parts, rngs)
+
+
+def embedded(table: Any, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The rows `(b, t, width)` of a table `(parts, words, width)`; NaN for what is no word."""
+    _, words, width = table.shape
+
+    def add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+        place = tokens - start
+        rows = _rows(part.astype(dtype), place)
+        return jnp.where(((place >= 0) & (place < words))[..., None], rows, x)
+
+    return _over_parts(add, jnp.full((*tokens.shape, width), jnp.nan, dtype), table, words)
+
+
+@jax.custom_vjp
+def _rows(part: jax.Array, place: jax.Array) -> jax.Array:
+    return jnp.take(part, place, axis=0, mode="clip")
+
+
+def _rows_backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> Any:
+    # A scatter would sort all numbers of `g` on a GPU, for each part, to add them up in order.
+    place, part = residuals
+    of_words = jax.nn.one_hot(place, len(part), dtype=g.dtype)
+    of_part = jnp.einsum("btv,btw->vw", of_words, g, preferred_element_type=jnp.float32)
+    return of_part.astype(part.dtype), None
+
+
+_rows.defvjp(lambda part, place: (_rows(part, place), (place, part)), _rows_backward)
+
+
+def token_losses(x: jax.Array, head: Any, targets: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """As `cross_entropy.token_losses`, by a head `(parts, width, words)`; `x` is float32.
+
+    Products are in `dtype`, gradients of `x` are added up in float32.
+    """
+
+    def add(sums: Any, part: jax.Array, start: jax.Array) -> Any:
+        logits = cross_entropy.logits_of(x, part.astype(dtype))
+        return cross_entropy.add_words(sums, logits, targets - start)
+
+    sums = cross_entropy.no_words(targets)
+    top, total, of_target = _over_parts(add, sums, head, head.shape[2])
+    return top + jnp.log(total) - of_target
+
+
+def _over_parts(step: Callable[[T, Any, jax.Array], T], carry: T, stack: Any, words: int) -> T:
+    """The carry after `step(carry, part, start)` of each part, one after the other."""
+
+    def body(carry: T, one: tuple[Any, jax.Array]) -> tuple[T, None]:
+        return step(carry, *one), None
+
+    starts = words * jnp.arange(stack.shape[0])
+    return streaming.scan_layers(jax.checkpoint(body, prevent_cse=False), carry, (stack, starts))[0]

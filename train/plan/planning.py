@@ -1,0 +1,353 @@
+"""Plans whether a run fits and hides its host work, for the three optimizers side by side.
+
+No weights are read, and no device is needed. The arithmetic is `zenflow_jax.planning`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from train.cli.command_line import Planning
+from train.cli.settings import Settings, SettingsError, StepSettings, may_stream
+from train.distributed import host_memory
+from train.distributed.sharding import (
+    batch_parts,
+    batch_sharding,
+    mesh_axes,
+    mesh_over,
+    weight_shardings,
+)
+from train.huggingface.config import ARCHITECTURES, CONFIG, read_config, read_raw
+from train.huggingface.hub import model_folder
+from train.huggingface.loading import Pretrained
+from train.run import models
+from train.run.memory import host_bytes
+from train.run.optimizers import initial_state, make_optimizer, with_values_of
+from train.run.step import PER_EXAMPLE, make_train_step
+from train.tasks.chosen import check_length
+from zenflow_jax import find_state, planning
+from zenflow_jax.deepspeed import DeepSpeedOptions
+
+OPTIMIZERS = ("adamw", "offload", "zenflow")
+#: How many other settings that fit are named, and how many steps are compiled at most to find them.
+WAYS, COMPILATIONS = 3, 12
+# For a run whose steps and classes follow from its data: no size depends on the steps.
+STEPS, LABELS = 1000, 2
+
+
+class Way(NamedTuple):
+    """Other settings with which a run fits."""
+
+    changes: Mapping[str, Any]  # values by name, apart from the batch
+    batch_size: int
+    plan: planning.Plan
+
+
+class RunPlan(NamedTuple):
+    """The plan of a run, beside the same run with the other optimizers."""
+
+    settings: StepSettings
+    of_optimizers: Mapping[str, planning.Plan]
+    measured: bool  # whether the host's bandwidth was
+    ways: tuple[Way, ...]  # to make the run fit; for one that fits, the largest batch tried
+
+    @property
+    def chosen(self) -> planning.Plan:
+        return self.of_optimizers[self.settings.optimizer]
+
+
+class _Planner:
+    """Plans runs of one model on one kind of device; caches shapes and compiled peaks."""
+
+    def __init__(self, settings: StepSettings, options: Planning):
+        self.settings = settings
+        self.origin = None if settings.model is None else folder_of_config(settings.model)
+        local = planning.gpu_here()
+        kinds = [name for name, gpu in planning.GPUS.items() if gpu is local]
+        self.device = options.device or (kinds[0] if kinds else "h100")
+        is_local = local is planning.GPUS[self.device]
+        self.by_compiler = planning.has_compiler()
+        self.mesh = mesh_of(settings.mesh, self.device, described=self.by_compiler)
+        self.host = host_bytes() if is_local else None
+        if options.host_memory is not None:
+            self.host = int(options.host_memory * 1e9)
+        bandwidth = options.host_bandwidth or ("here" if is_local else None)
+        self.measured = bandwidth == "here"
+        self.rate = self._rate(bandwidth)
+        self._step = functools.cache(
+            functools.partial(
+                planned_step, origin=self.origin, mesh=self.mesh, placed=self.by_compiler
+            )
+        )
+        self._peak = functools.cache(lambda run: compiled_peak(run, self.origin, self.mesh))
+
+    def _rate(self, bandwidth: float | str | None) -> float:
+        """Returns bytes a second of the host's memory."""
+        if bandwidth is None:
+            axes = mesh_axes(self.settings.mesh) if self.settings.mesh else {}
+            return planning.GPUS[self.device].host_beside(math.prod(axes.values()))[0]
+        if bandwidth != "here":
+            return float(bandwidth) * 1e9
+        zenflow = dataclasses.replace(self.settings, optimizer="zenflow")
+        leaves = find_state(planned_step(zenflow, self.origin, None).opt_state).leaves
+        options = {"threads": self.settings.threads, "host_state": self.settings.host_state}
+        return planning.host_bandwidth(leaves, **options)
+
+    def by_shapes(self, run: StepSettings) -> planning.Plan:
+        """Plans a run without gradients and activations."""
+        machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
+        step = self._step(dataclasses.replace(run, host_state="float32", prefetch_bytes=None))
+        machine |= {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
+        return planning.plan(*step, **machine)
+
+    def plan(self, run: StepSettings) -> planning.Plan:
+        """Plans a run, with the compiler if it is installed."""
+        plan = self.by_shapes(run)
+        if not self.by_compiler:
+            return plan
+        # No step's gradients and activations depend on these.
+        same = {name: getattr(self.settings, name) for name in ("update_interval", "staleness")}
+        run = dataclasses.replace(run, **same, host_state="float32", prefetch_bytes=None)
+        return plan.with_peak(self._peak(run))
+
+    def plan_to_fit(self, run: StepSettings) -> planning.Plan | None:
+        """Plans a run, and compiles only if it fits by shapes; None if it cannot be planned."""
+        try:
+            plan = self.by_shapes(run)
+            if not plan.fits or not self.by_compiler:
+                return plan
+            return self.plan(run) if self._peak.cache_info().misses < COMPILATIONS else None
+        except SettingsError:
+            return None
+
+
+def plan_run(
+    settings: Settings, options: Planning, deepspeed: DeepSpeedOptions | None = None
+) -> RunPlan:
+    """Plans a run, which has the values of its DeepSpeed config, for the machine of `options`."""
+    if (settings.model is None) != (settings.task == "standard_library"):
+        raise SettingsError(
+            "`model`: expected a folder with a config.json, or none with the task standard_library,"
+            f" got {settings.model or 'none'} with {settings.task}."
+        )
+    planner = _Planner(settings, options)
+    if planner.origin is not None:
+        check_length(settings.sequence_length, planner.origin)
+    plans = {
+        name: planner.plan(
+            settings
+            if name == settings.optimizer
+            else dataclasses.replace(settings, optimizer=name, stream="none")
+        )
+        for name in OPTIMIZERS
+    }
+
+    def plan_of(other: StepSettings) -> planning.Plan | None:
+        if deepspeed is not None and with_values_of(deepspeed, other) != other:
+            return None  # the config overrides the change
+        return planner.plan_to_fit(other)
+
+    if not plans[settings.optimizer].fits:
+        unit = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
+        ways = ways_that_fit(settings, unit, plan_of)
+    else:
+        ways = larger_batches(settings, plan_of)[-1:] if planner.by_compiler else []
+    return RunPlan(settings, plans, planner.measured, tuple(ways))
+
+
+def larger_batches(
+    settings: StepSettings, plan_of: Callable[[StepSettings], planning.Plan | None]
+) -> list[Way]:
+    """Doubles the batch while it fits."""
+    ways: list[Way] = []
+    batch = 2 * settings.batch_size
+    while (plan := plan_of(dataclasses.replace(settings, batch_size=batch))) and plan.fits:
+        ways.append(Way({}, batch, plan))
+        batch *= 2
+    return ways
+
+
+def ways_that_fit(
+    settings: StepSettings, unit: int, plan_of: Callable[[StepSettings], planning.Plan | None]
+) -> list[Way]:
+    """Returns at most `WAYS` ways to make a run fit, those with large batches first.
+
+    Each has few changes, and the first that fits of the batches, which are halved, in multiples of
+    `unit`. `plan_of` returns None for settings that cannot be planned.
+    """
+    ways: list[Way] = []
+    for changes in _changes(settings):
+        # More changes are worth it only for a larger batch.
+        fewer = [way.batch_size for way in ways if way.changes.items() <= changes.items()]
+        batch, least = settings.batch_size, max(fewer, default=0)
+        while batch > least:
+            plan = plan_of(dataclasses.replace(settings, batch_size=batch, **changes))
+            if plan is None or (plan.by == "shapes" and not plan.fits):
+                break  # nor does a smaller batch
+            if plan.fits:
+                ways.append(Way(changes, batch, plan))
+                break
+            batch = batch // 2 // unit * unit
+        if len(ways) == WAYS:
+            break
+    return sorted(ways, key=lambda way: -way.batch_size)
+
+
+def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
+    """Yields changes other than the batch, alone and combined: few changes first."""
+    offloads, interval = settings.optimizer != "adamw", settings.update_interval
+    in_host_memory = settings.stream == "weights"
+    choices: list[dict[str, Any]] = [{"remat": True}]
+    if offloads:
+        choices.append({"host_state": "compact"})
+    if settings.stream == "none":
+        choices.append({"scan_layers": False})
+    if not in_host_memory and may_stream(dataclasses.replace(settings, scan_layers=True)):
+        # Layers in host memory are scanned, and upload nothing.
+        weights = {"stream": "weights", "scan_layers": True, "update_interval": 1}
+        choices.append(weights | {"prefetch_bytes": settings.prefetch_bytes})
+    if settings.optimizer == "zenflow" and isinstance(interval, int):
+        choices.append({"update_interval": max(interval // 2, 1)})
+    if offloads and not in_host_memory and settings.prefetch_bytes is None:
+        choices.append({"prefetch_bytes": 0})
+    choices = [x for x in choices if any(getattr(settings, name) != x[name] for name in x)]
+    for count in range(len(choices) + 1):
+        for combined in itertools.combinations(choices, count):
+            changes = dict(item for choice in combined for item in choice.items())
+            if len(changes) == sum(map(len, combined)):  # else two change the same
+                yield {n: x for n, x in changes.items() if getattr(settings, n) != x}
+
+
+def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | None) -> int:
+    """Returns the bytes of one device at the peak of a step, by the compiler."""
+    planned = planned_step(run, origin, mesh, placed=True)
+    peak = planning.peak_bytes(compiled_step(planned))
+    return peak - (host_memory.nbytes(planned.params) if run.stream == "weights" else 0)
+
+
+def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
+    """Compiles a planned step for the described device on which its arguments are."""
+    step: Any = planned.step
+    # Without a device to try them on, jax 0.11.2 finds no deterministic matrix product.
+    options = {"xla_gpu_exclude_nondeterministic_ops": False}
+    with warnings.catch_warnings():
+        # Of weights that the step moves to host memory.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        try:
+            return step.lower(*planned[1:]).compile(options)
+        except NotImplementedError as error:  # layers that stream, with an older jax
+            raise SettingsError(str(error)) from error
+
+
+def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
+    """The mesh of a setting: of GPUs that need not exist, or of this machine's CPU devices."""
+    sizes = mesh_axes(text) if text else {"data": 1}
+    if described:
+        return planning.described_mesh(device, sizes)
+    if text is None:
+        return None
+    count = math.prod(sizes.values())
+    devices = jax.devices("cpu")
+    if count > len(devices):
+        raise SettingsError(
+            f"`--plan`: expected {count} devices of the CPU to lay the model out on, for --mesh "
+            f"{text}, got {len(devices)}. Set JAX_NUM_CPU_DEVICES={count} in the environment."
+        )
+    return mesh_over(sizes, devices[:count])
+
+
+class PlannedStep(NamedTuple):
+    step: Callable
+    params: Any
+    opt_state: Any
+    batch: Any
+
+
+def folder_of_config(model: str) -> Pretrained:
+    """A model's folder, whose `config.json` alone is read."""
+    folder = model_folder(model, [CONFIG])
+    raw = read_raw(folder)
+    config = read_config(folder / CONFIG, raw)
+    return Pretrained(folder, ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
+
+
+def planned_step(
+    settings: StepSettings,
+    origin: Pretrained | None,
+    mesh: Mesh | None,
+    *,
+    placed: bool = False,
+) -> PlannedStep:
+    """Returns the step that a run would compile, its arguments `placed` also without a mesh."""
+    kind = "decoder" if origin is None else origin.architecture
+    if not settings.steps:
+        settings = dataclasses.replace(settings, steps=STEPS)
+    divided = mesh if settings.mesh else None
+    batches = divided and batch_sharding(divided, settings.batch_size, settings.micro_batches)
+    build = models.builder(
+        models.config_of(origin, settings), settings, sharding=batches, labels=LABELS
+    )
+    graphdef, params = jax.eval_shape(lambda: models.split(build()))
+    tx = make_optimizer(settings, steps_per_epoch=settings.steps)
+    size, parts = settings.batch_size, settings.micro_batches
+    sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
+    in_host_memory = settings.stream == "weights"
+    if divided is None:
+        put = host_memory.put if in_host_memory else lambda params: params
+        opt_state = jax.eval_shape(lambda params: initial_state(tx, put(params)), params)
+    else:
+        params = jax.tree.map(_at, params, weight_shardings(divided, params))
+        is_adamw = settings.optimizer == "adamw"
+        everywhere = NamedSharding(divided, PartitionSpec())
+        shapes = host_memory.put_shapes(params) if in_host_memory else params
+        opt_state = _beside(tx, params, everywhere) if is_adamw else tx.init(shapes)
+        sharding = batches
+    if sharding is not None:
+        params, opt_state = planning.placed((params, opt_state), mesh)
+    returned = (host_memory.on_device(params) if in_host_memory else params), opt_state
+    placement = divided and jax.tree.map(lambda x: x.sharding, returned)
+    step = make_train_step(
+        graphdef,
+        tx,
+        PER_EXAMPLE[kind],
+        micro_batches=parts,
+        stream=settings.stream != "none",
+        placement=placement,
+        on_gpu=placed,
+        described=in_host_memory,
+    )
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, *shape), jnp.int32, sharding=sharding)
+
+    length = settings.sequence_length
+    if kind == "decoder":
+        return PlannedStep(step, params, opt_state, {"tokens": array(length + 1)})
+    batch = {name: array(length) for name in ("tokens", "types", "mask")}
+    return PlannedStep(step, params, opt_state, batch | {"label": array()})
+
+
+def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _beside(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
+    """A state whose moments lie as their parameters do, and all else `everywhere`."""
+    return optax.tree.map_params(
+        tx,
+        lambda x, p: _at(x, p.sharding),
+        jax.eval_shape(tx.init, params),
+        params,
+        transform_non_params=lambda x: _at(x, everywhere),
+    )

@@ -1,0 +1,118 @@
+"""The folder of a run: its name, its lock, and the record of its settings."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from elves.atomic import write_text_atomically
+from train.checkpoints.compatibility import DEEPSPEED
+from train.cli.command_line import to_toml
+from train.cli.settings import SettingsError
+from train.distributed import processes
+from train.huggingface.chat_template import TEMPLATE
+from train.run import models
+
+# In the run's folder; names the process that has the lock. It stays when the run ends.
+LOCK = "lock"
+
+# Errors of file systems that have no locks.
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
+
+# The files that a run writes over.
+WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
+WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
+
+
+def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
+    """The folder of the run below `output_dir`, the same for every process.
+
+    `run` names it, and may hold an earlier start unless `fresh`; None makes one with this `label`.
+    """
+    if not processes.is_first():
+        return Path(processes.from_first(""))
+    parent = Path(output_dir)
+    try:
+        folder = new_run_folder(parent, label) if run is None else parent / run
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {p.name for p in folder.iterdir()}
+    except OSError as error:
+        got = f"{output_dir} ({error.strerror}). Name another --output-dir"
+        raise SettingsError(f"`output_dir`: expected a folder to write to, got {got}.") from error
+    # Every start has made a lock, which a copy of a run may lack.
+    is_run = bool(names & {LOCK, "checkpoints"})
+    names.discard(LOCK)
+    if not is_run and names & WRITTEN:
+        raise SettingsError(
+            f"`run`: expected a new folder or a run's, got {folder} with a {min(names & WRITTEN)}."
+        )
+    if fresh and names:
+        raise SettingsError(
+            f"`--fresh`: expected {folder} to be new or empty, got a folder with {min(names)}."
+        )
+    written = names & {models.WEIGHTS, models.FOLDER}
+    if written and "checkpoints" not in names:
+        raise SettingsError(
+            f"`run`: expected a folder with checkpoints to go on from, or a new one, got {folder} "
+            f"with a {written.pop()} and no checkpoints."
+        )
+    processes.from_first(str(folder))
+    return folder
+
+
+def new_run_folder(parent: Path, label: str) -> Path:
+    """Makes the folder `parent/NNN-label`, whose number follows the highest one in `parent`."""
+    parent.mkdir(parents=True, exist_ok=True)
+    numbers = [int(n) for p in parent.iterdir() if (n := p.name.partition("-")[0]).isdecimal()]
+    number = max(numbers, default=0) + 1
+    while True:
+        folder = parent / f"{number:03d}-{label}"
+        with contextlib.suppress(FileExistsError):  # of a run that started at the same moment
+            folder.mkdir()
+            return folder
+        number += 1
+
+
+def write_settings(folder: Path, values: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    """Writes `settings.toml`, and copies of a DeepSpeed config and of the `texts`."""
+    copies: dict[str, str] = {}
+    if values["deepspeed"] is not None:
+        copies["deepspeed"] = str(folder / DEEPSPEED)
+        text = Path(values["deepspeed"]).read_text(encoding="utf-8")
+        write_text_atomically(folder / DEEPSPEED, text)
+    for name, text in texts.items():
+        write_text_atomically(folder / name, text)
+        copies["chat_template"] = str(folder / name)
+    write_text_atomically(folder / "settings.toml", to_toml({**values, **copies}))
+
+
+@contextlib.contextmanager
+def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Keeps a second start out of the run's folder; the kernel ends the lock with the process."""
+    if not processes.is_first():
+        yield
+        return
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise SettingsError(
+                f"`run`: expected {folder} to be used by one process, got another that trains in "
+                f"it: {file.read().strip() or 'unknown'}. Stop it (on SIGTERM it saves), or name "
+                "another --run."
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            say(f"the file system of {folder} has no locks: start no second process with this run")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield

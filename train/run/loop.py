@@ -1,0 +1,398 @@
+"""A run that is under way: `resume`, `loop`, `finish`, `report`, in this order."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+
+import zenflow_jax
+from train.checkpoints.compatibility import description
+from train.checkpoints.reading import CheckpointError
+from train.checkpoints.writing import Checkpoints
+from train.cli.settings import SettingsError, trained_on
+from train.distributed import host_memory, processes
+from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
+from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
+from train.log.run_log import NoLog, RunLog, read_rows, show
+from train.log.summary import (
+    command_of_use,
+    hidden_share,
+    read_summary,
+    summary_table,
+    write_picture,
+    write_summary,
+    write_timeline,
+)
+from train.log.trackers import reporter
+from train.run import models
+from train.run.folder import write_settings
+from train.run.setup import Job
+from train.tasks import is_loss
+
+
+class Ended(NamedTuple):
+    totals: Totals
+    best: int  # the step whose weights the model has
+    written: str  # name of the model's file or folder
+    test: dict[str, float] | None  # the figures of these weights on the test data
+
+
+class Run:
+    """Trains a job in a folder that this process has locked; `stack` closes what the run opens."""
+
+    def __init__(
+        self,
+        job: Job,
+        opt_state: Any,
+        folder: Path,
+        console: Console,
+        stop: StopRequest,
+        stack: contextlib.ExitStack,
+    ):
+        self.job, self.folder, self.console = job, folder, console
+        self.stop, self.stack = stop, stack
+        self.params, self.opt_state = job.model.params, opt_state
+        self.engine: zenflow_jax.HostEngine | None = None
+        self.validations: list[tuple[int, dict[str, float]]] = []  # steps before each, figures
+        self.done = 0  # steps of earlier starts
+        self.steps = job.training.steps
+        task, config = job.task, job.model.origin and job.model.origin.config
+        self.checkpoints = stack.enter_context(
+            Checkpoints(
+                folder / "checkpoints",
+                keep=job.output.keep,
+                keep_best=job.output.keep_best,
+                larger_is_better=not is_loss(task.best),
+                describe=description(job.settings, task.checksum, config, task.labels),
+                say=self._say,
+            )
+        )
+
+    def resume(self, timeline: Path | None) -> bool:
+        """Restores the newest checkpoint, if any; returns whether there are steps to do."""
+        engine_state, progress = None, {}
+        if (newest := self.checkpoints.newest()) is not None:
+            self.params, self.opt_state, engine_state, progress = self.checkpoints.restore(
+                newest, self.params, self.opt_state
+            )
+            self.done = newest
+            self.validations = [(step, figures) for step, figures in progress["validations"]]
+            if self._has_ended():
+                return False
+        elif (self.folder / "settings.toml").is_file():  # of a start that ended before it saved
+            self._say(f"no checkpoint to resume from in {self.folder}: the run starts again")
+        drawn = models.described_as_drawn(self.job.model, self.job.task.labels)
+        if drawn and not self.done:
+            self._say(drawn)
+        if self.job.training.optimizer != "adamw":
+            self._open_engine(engine_state, timeline)
+        self.checkpoints.set_aside()  # this start is a valid one
+        self._open_log(progress)
+        if not self.done:
+            check_finite(self._validated(0), self.job.causes_of_infinity)
+        elif self._is_validated(self.done):
+            # The last start was stopped before it, or that step was its last one.
+            self.checkpoints.rate(self.done, self._validated(self.done)[self.job.task.best])
+        return True
+
+    def _has_ended(self) -> bool:
+        """Whether all of the run is done; refuses one that has done too many steps."""
+        if self._has_stopped_early():
+            self.steps = self.done
+        done, steps = self.done, self.steps
+        summary = read_summary(self.folder)
+        if done == steps and summary and summary["steps"] == done:
+            larger = "--steps" if steps == self.job.training.steps else "--early-stopping-patience"
+            self._say(
+                f"{self.folder} has done all its {done} steps. Pass a larger {larger} to go on "
+                f"with it, after {self.folder / 'settings.toml'} as the config, or name another "
+                "--run to begin a new one."
+            )
+            return True
+        self._say(f"going on from checkpoint {done} in {self.folder}")
+        if done > steps:
+            raise SettingsError(
+                f"`steps`: expected at least {done}, which {self.folder} has done, got {steps}."
+            )
+        return False
+
+    def _open_engine(self, engine_state: Any, timeline: Path | None) -> None:
+        names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
+        try:
+            engine = zenflow_jax.HostEngine(
+                self.params,
+                self.opt_state,
+                **self.job.host.subset(names),
+                engine_state=engine_state,
+                # This process has nothing to do beside the job, which can be started again.
+                exit_if_stuck=True,
+            )
+        except ValueError as error:  # too little pinned memory, or other options than before
+            raise SettingsError(str(error)) from error
+        self.engine = self.stack.enter_context(engine)
+        if timeline and processes.is_first():
+            # However the run ends.
+            self.stack.callback(lambda: write_timeline(timeline, engine.timeline, self.console))
+
+    def _open_log(self, progress: Mapping[str, Any]) -> None:
+        """Opens the metrics, going on with those of the last checkpoint."""
+        job, engine, done = self.job, self.engine, self.done
+        metered = progress.get("meter")
+        self.log = NoLog()
+        if processes.is_first():
+            write_settings(self.folder, job.settings, job.texts)
+            in_rows = done - len(metered["unread"]) if metered else 0
+            report = {"done": in_rows, "config": job.settings}
+            self.log = RunLog(
+                self.folder,
+                steps=self.steps,
+                console=self.console,
+                progress=job.output.progress,
+                reporter=reporter(job.output.report_to, self.folder, **report),
+                rows=read_rows(self.folder, until=in_rows, say=self._say),
+                validations=self.validations,
+            )
+        self.stack.enter_context(self.log)
+        self.meter = Meter(
+            log_every=job.output.log_every,
+            steps=self.steps,
+            stats=(lambda: engine.stats) if engine else None,
+            max_skipped=job.training.max_skipped,
+            remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
+            "--learning-rate, a start goes on from the last checkpoint, if there is one; another "
+            "--run starts again.",
+            steps_done=done,
+            state=metered,
+        )
+
+    def loop(self) -> None:
+        """Takes all steps that are left; raises `Stopped` after a save if a signal asks for it."""
+        # What blocks in this loop: the first step, until it is compiled and done; a row, until the
+        # device is within `log_every` steps of the loop; `exchange`, when the loop is two steps
+        # ahead of the device, or a window closes before the host has finished the update before
+        # (the share of time waiting is of this); `_save`, until the step is done and copied, and
+        # the save before is written.
+        saved = self.done
+        lengths: set[int | None] = set()  # of batches for which the step is compiled
+        if self.done < self.steps:
+            self.log.say("compiling the training step")
+        for step in range(self.done + 1, self.steps + 1):
+            self._step(step, lengths)
+            asked = self.stop.after(step)
+            try:
+                if not asked and self._is_validated(step):
+                    self._validated(step)
+            except Interrupted:
+                asked = self.stop.after(step)
+            if asked:  # by someone who may not wait long
+                self._save(step)
+                self.checkpoints.finish()
+                raise Stopped(how_to_go_on(asked, step, self.folder), signal_number=asked)
+            if self._is_saved(step):
+                if self.meter.skipped_last():
+                    # The weights may be useless by now; older checkpoints are what is left.
+                    self._say(f"step {step} was skipped: no checkpoint of it")
+                else:
+                    self._save(saved := step)
+            if is_due(self.job.output.export_every, step):
+                jax.block_until_ready(self.params)
+                with self.meter.paused():
+                    values = host_memory.whole_weights(self.params, self.opt_state)
+                    self._write(self.folder / f"{models.FOLDER}-{step}", self.params, values)
+            if self._has_stopped_early():
+                self.steps = step
+                patience = self.job.output.early_stopping_patience
+                self._say(f"stopping after step {step}: no better validation in {patience}")
+                break
+        if saved < self.steps:
+            # Before updates arrive early, so that the run can go on with more steps as if it had
+            # had them from the start.
+            self._save(self.steps)
+        self.checkpoints.wait()
+        if asked := self.stop.end(f"all {self.steps} steps are done and saved"):
+            raise Stopped(how_to_go_on(asked, self.steps, self.folder), signal_number=asked)
+
+    def _step(self, step: int, lengths: set[int | None]) -> None:
+        job = self.job
+        length, tokens = job.batches.length(step - 1), job.batches.tokens(step - 1)
+        if tokens is None:
+            tokens = job.tokens
+        with contextlib.ExitStack() as compiling:
+            if is_new := length not in lengths:
+                lengths.add(length)
+                jax.block_until_ready(self.params)
+                compiling.enter_context(self.meter.paused())
+            self.params, self.opt_state, loss, skipped = job.train_step(
+                self.params, self.opt_state, job.batches[step - 1]
+            )
+            if is_new:
+                jax.block_until_ready(self.params)
+                tokens = 0  # a step that compiles is in no rate
+        if self.engine:
+            self.params, self.opt_state = self.engine.exchange(self.params, self.opt_state)
+        if step == self.done + 1:
+            jax.block_until_ready(self.params)
+            self.meter.start()
+            self.stop.begin()
+            self.log.begin(step)
+        if row := self.meter.step(loss, skipped=skipped, tokens=tokens):
+            self.log.add(row)
+        self.checkpoints.poll()
+
+    def finish(self) -> Ended:
+        """Flushes and validates, and writes the model."""
+        steps = self.steps
+        if self.done == steps:
+            self.meter.start()
+        self._log_rows()
+        self.meter.finish()
+        if self.engine:
+            self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
+        jax.block_until_ready(self.params)  # the last update belongs to the measured time
+        totals = self.meter.since_start()
+        if self.engine and self.validations[-1][0] == steps:
+            self.validations.pop()  # of a run that stopped early: updates have come since
+        figures = self._validated(steps)
+        self.checkpoints.rate(steps, figures[self.job.task.best])
+        best = self.checkpoints.best(or_step=steps)
+        weights, written = self._write_model(best)
+        try:
+            self.checkpoints.finish()
+        except CheckpointError as error:
+            if not processes.is_first():
+                raise  # where nothing is shown before
+            model = f"{self.folder / written} is whole, with the weights of step {best}"
+            raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
+        test = self.job.test and self.job.test(weights)
+        if test:
+            self.log.validation(best, test, "test")
+        return Ended(totals, best, written, test)
+
+    def report(self, ended: Ended, begun_s: float) -> None:
+        """Writes and shows the summary of a run that began at `begun_s`; all files are closed."""
+        figures = self._figures(ended, begun_s)
+        if not processes.is_first():
+            return
+        title = f"{figures['optimizer']}, {figures['parameters'] / 1e6:.1f} M parameters"
+        target = figures["target"]
+        write_picture(self.folder, self.log.rows, self.validations, title=title, target=target)
+        write_summary(self.folder, figures)
+        self.console.print(summary_table(figures))
+        if self.engine:
+            timed = self.engine.stats, ended.totals.seconds
+            if hiding := hidden_share(self.opt_state, *timed, self.job.host.host_state):
+                self._say(hiding.advice)
+        if self.job.output.keep_best:
+            said = f"the weights of step {ended.best}, the best validated checkpoint"
+            self._say(f"{ended.written} has {said}")
+        self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
+        use = command_of_use(self.folder / ended.written, trained_on(self.job.settings))
+        if use and ended.written == models.FOLDER:
+            self._say(f"Try it: {use}")
+
+    def _write_model(self, best: int) -> tuple[Any, str]:
+        """Writes the weights of the best step; returns them, and the name of the file or folder."""
+        weights, values = self.params, None
+        if best != self.steps:
+            # As they were validated: without the updates that were on their way then.
+            weights = self.checkpoints.weights(best, self.params)
+        elif self.engine:
+            masters = zenflow_jax.iter_master_params(weights, self.opt_state, self.engine)
+            values = (x for _, x in masters)
+        is_file = self.job.model.origin is None
+        self._write(self.folder if is_file else self.folder / models.FOLDER, weights, values)
+        return weights, models.WEIGHTS if is_file else models.FOLDER
+
+    def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
+        job = self.job
+        options = {"labels": job.task.labels, "texts": job.texts, "task": trained_on(job.settings)}
+        models.write(folder, job.model.origin, weights, values, **options)
+
+    def _figures(self, ended: Ended, begun_s: float) -> dict[str, Any]:
+        job = self.job
+        stats = self.engine.stats if self.engine else None
+        parameters = sum(x.size for x in jax.tree.leaves(self.params))
+        moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
+        moved /= parameters * max(self.steps - self.done, 1)
+        return {
+            "optimizer": job.training.optimizer,
+            "device": jax.devices()[0].device_kind,
+            "devices": job.mesh.size if job.mesh else 1,
+            "processes": jax.process_count(),
+            "parameters": parameters,
+            "target": job.task.target,
+            "steps": self.steps,
+            "skipped": self.meter.total_skipped,
+            "best_step": ended.best if job.output.keep_best else None,
+            "resumed_at": self.done,
+            "tokens_per_s": ended.totals.tokens_per_s,
+            "bytes_per_parameter_and_step": processes.sum_over(moved),
+            "wait_share": ended.totals.wait_share,
+            "host_s": stats.work_s if stats else 0.0,
+            "train_s": ended.totals.seconds,
+            "total_s": time.perf_counter() - begun_s,
+            "validation_before": self.validations[0][1],
+            "validation_after": self.validations[-1][1],
+            "test": ended.test,
+            "windows": stats and stats.windows,
+            "mean_window_length": stats and mean_window_length(stats),
+            "reselections": stats and stats.reselections,
+            "kept_share": stats and stats.kept_share,
+        }
+
+    def _validated(self, step: int) -> dict[str, float]:
+        """The figures after `step`, which is the last one taken."""
+        if not self.validations or self.validations[-1][0] != step:
+            jax.block_until_ready(self.params)
+            self._log_rows(whole=True)  # ahead of the validation's line
+            with self.meter.paused():
+                # Of weights in host memory the state alone has the selected channels.
+                hides = self.job.host.stream == "weights"
+                state = [self.opt_state] if hides else []
+                self.validations.append((step, self.job.validate(self.params, *state)))
+            self.log.validation(*self.validations[-1])
+        return self.validations[-1][1]
+
+    def _has_stopped_early(self) -> bool:
+        best, patience = self.job.task.best, self.job.output.early_stopping_patience
+        values = [figures[best] for _, figures in self.validations]
+        return has_stalled(values, patience, larger_is_better=not is_loss(best))
+
+    def _is_validated(self, step: int) -> bool:
+        """Whether a validation is due; the last one comes when all windows are closed."""
+        output = self.job.output
+        is_compared = output.keep_best and self._is_saved(step)
+        return step < self.steps and (is_compared or is_due(output.evaluate_every, step))
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether a checkpoint is due: with early stopping at each validation, one is the best."""
+        output = self.job.output
+        stops = output.early_stopping_patience is not None
+        return is_due(output.save_every, step) or (stops and is_due(output.evaluate_every, step))
+
+    def _save(self, step: int) -> None:
+        self._log_rows(whole=True)
+        progress = {"validations": self.validations, "meter": self.meter.state()}
+        at, figures = self.validations[-1] if self.validations else (0, {})
+        figure = figures[self.job.task.best] if at == step else None
+        self.checkpoints.save(
+            step, self.params, self.opt_state, self.engine, progress, figure=figure
+        )
+
+    def _log_rows(self, *, whole: bool = False) -> None:
+        for row in self.meter.drain(whole=whole):
+            self.log.add(row)
+
+    def _say(self, line: str) -> None:
+        show(self.console, line)
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether what is done every `every` steps, 0 for never, is done after this one."""
+    return every > 0 and step % every == 0

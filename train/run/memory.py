@@ -1,0 +1,88 @@
+"""Lack of memory: refused before anything is allocated, or explained in one message."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from train.cli.settings import SettingsError, StepSettings, TrainingSettings
+from train.distributed.sharding import batch_parts
+from train.run.optimizers import weight_dtype
+from zenflow_jax.planning import gb
+
+
+def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepSettings) -> None:
+    """Refuses a run that cannot fit, by the least that it needs however it is laid out.
+
+    Its batches have logits for `vocabulary` tokens, 0 for none.
+    """
+    adamw, trains = run.optimizer == "adamw", run.steps != 0
+    weights = np.dtype(weight_dtype(run.optimizer, run.dtype)).itemsize * parameters
+    # Weights, and gradients where they are all there at once; with adamw its moments too. What is
+    # not a block's matrix is not counted by itself.
+    device = (2 * weights + (8 * parameters if adamw else 0)) if trains else weights
+    device = {"none": device, "gradients": weights, "weights": 0}[run.stream]
+    # Master and moments of the deferred channels, divided among the processes.
+    deferred = 1 - min(max(run.topk_ratio, 0.0), 1.0) if run.optimizer == "zenflow" else 1.0
+    state = 6 if run.host_state == "compact" else 12
+    host = 0.0 if adamw or not trains else state * deferred * parameters
+    if jax.local_devices()[0].platform == "cpu":
+        host += device
+    tokens = run.batch_size * run.sequence_length / run.micro_batches / batch_parts(mesh)
+    logits = 4 * vocabulary * tokens
+    device /= 1 if mesh is None else mesh.size
+    host /= jax.process_count()
+    memory = device_bytes() or math.inf
+    other = "--optimizer zenflow" if adamw else "--host-state compact"
+    for name, needed, room, what, remedy in (
+        ("model", device, memory, "weights and gradients on each device", f"{other}, more devices"),
+        ("model", host, host_bytes(), "state on the host", f"{other}, more machines"),
+        ("batch_size", logits, memory, "the logits of a micro-batch", "more --micro-batches"),
+    ):
+        if needed > room:
+            raise SettingsError(
+                f"`{name}`: expected one whose {what} fit in {gb(room)}, got {run.batch_size} x "
+                f"{run.sequence_length} tokens in {run.micro_batches} micro-batches, "
+                f"{run.optimizer} and {parameters:,} parameters, for which they take {gb(needed)} "
+                f"alone. Take a smaller one, {remedy}, or --force, which starts it all the same."
+            )
+
+
+def host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_bytes() -> int | None:
+    """The memory of a device, of a CPU its share of the machine's; None if it is unknown."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    if jax.local_devices()[0].platform == "cpu":
+        return host_bytes() // jax.local_device_count()
+    return None
+
+
+def lack_behind(error: BaseException) -> BaseException | None:
+    """The lack of memory that is this error or a cause of it; None if there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, MemoryError):
+        text = str(cause).lower()
+        lacks = "resource_exhausted" in text or "out of memory" in text
+        if lacks and isinstance(cause, jax.errors.JaxRuntimeError):
+            break
+        cause = cause.__cause__
+    return cause
+
+
+def lack_of_memory(error: BaseException, run: TrainingSettings) -> str:
+    other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
+    reason = str(error).partition("\n")[0]
+    return (
+        f"expected memory enough for batches of {run.batch_size} x {run.sequence_length} tokens in "
+        f"{run.micro_batches} micro-batches and {run.optimizer}, got: {reason} "
+        f"Take a --batch-size below {run.batch_size}, more --micro-batches, --remat, or {other}."
+    )

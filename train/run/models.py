@@ -1,0 +1,188 @@
+"""The model that a run trains: made from the settings' sizes, or read from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from elves.atomic import atomic_path
+from train.cli.settings import StepSettings
+from train.distributed import host_memory, processes
+from train.distributed.sharding import committed, weight_shardings
+from train.huggingface import loading
+from train.huggingface.chat_template import TEMPLATE, text_of
+from train.huggingface.hub import OF_RUN
+from train.huggingface.saving import Entry, save_folder, write_by_first, write_file
+from train.huggingface.tensors import leaf_name
+from train.model.decoder import DecoderConfig, parts_that_stream
+from train.model.encoder import EncoderConfig
+from train.run.optimizers import weight_dtype
+from train.tasks import standard_library
+
+# The trained weights in the folder of a run.
+WEIGHTS = "model.safetensors"  # of a model that was made here
+FOLDER = OF_RUN  # of one that was read from a folder: such a folder again
+
+
+class Model(NamedTuple):
+    graphdef: nnx.GraphDef
+    params: Any  # its weights, each in its place
+    origin: loading.Pretrained | None  # the folder of the weights
+    drawn: tuple[str, ...] = ()  # names of the leaves that the folder does not have
+
+
+def make(
+    build: Callable[[], nnx.Module],
+    mesh: Mesh | None,
+    origin: loading.Pretrained | None,
+    *,
+    labels: Sequence[str] = (),
+    seed: int,
+    in_host_memory: bool = False,
+) -> Model:
+    """Makes the model of a `builder`, of the same weights with any mesh and with none.
+
+    `in_host_memory` has the matrices of stacked blocks there.
+    """
+    graphdef, shapes = jax.eval_shape(lambda: split(build()))
+    if mesh is None and origin is None:
+        graphdef, params = split(build())
+        return Model(
+            graphdef, committed(host_memory.put(params) if in_host_memory else params), None
+        )
+    # Each device draws or reads its own shards, so the model need not fit on any of them.
+    shardings = mesh and weight_shardings(mesh, shapes)
+    if in_host_memory:
+        shardings = host_memory.shardings_of(shapes, shardings)
+    if origin is None:
+        params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
+        return Model(graphdef, params, None)
+    anew = () if _has_head_for(origin, labels) else ("classifier",)
+    params = loading.load_weights(origin, shapes, shardings, anew=anew, seed=seed)
+    return Model(graphdef, params, origin, loading.drawn_anew(origin, shapes, anew=anew))
+
+
+def described_as_drawn(model: Model, labels: Sequence[str]) -> str:
+    """Returns a line on the weights of a folder's model that were not read; "" if all were."""
+    if not model.drawn:
+        return ""
+    folder, names = model.origin.folder, model.origin.class_names
+    line = f"newly initialized, as {folder} has no such weights: {', '.join(model.drawn)}"
+    if names and "classifier/kernel" in model.drawn:
+        heads, own = (f"{len(x)} classes {', '.join(x[:5])}" for x in (names, labels))
+        line += f" (its head has the {heads}; the data has the {own})"
+    return line
+
+
+def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
+    """The definition of a model, and its parameters as pure arrays."""
+    graphdef, params = nnx.split(model)
+    return graphdef, nnx.as_pure(params)
+
+
+def _has_head_for(origin: loading.Pretrained, labels: Sequence[str]) -> bool:
+    """Whether the folder has a head for these labels, in this order if it names them."""
+    names = [name.lower() for name in origin.class_names]
+    return names in ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
+
+
+def config_of(
+    origin: loading.Pretrained | None, run: StepSettings
+) -> DecoderConfig | EncoderConfig:
+    """The folder's config, or without a folder a small Llama 2 over bytes, of these sizes."""
+    if origin is not None:
+        return origin.config
+    return DecoderConfig(
+        vocabulary=standard_library.VOCABULARY,
+        width=run.width,
+        layers=run.layers,
+        heads=run.heads,
+        kv_heads=run.heads,
+        head_width=run.width // run.heads,
+        ffn=run.ffn,
+        positions=run.sequence_length,
+        norm_eps=1e-5,
+        rope_base=10_000.0,
+        rope_scaling=None,
+        qkv_bias=False,
+        qk_norm=False,
+        tied=False,
+        window=None,
+    )
+
+
+def builder(
+    config: DecoderConfig | EncoderConfig,
+    run: StepSettings,
+    *,
+    sharding: NamedSharding | None = None,
+    labels: int = 0,
+) -> Callable[[], nnx.Module]:
+    """A function that makes the model of these settings with weights drawn at random.
+
+    `sharding` is the batch's. Where layers stream, so do embedding and head, in parts, unless the
+    embedding is the head as well.
+    """
+    parts = parts_that_stream(config, run.stream)
+    more = {"parts": parts} if parts > 1 else {}
+    return lambda: loading.make_model(
+        config,
+        labels=labels,
+        weight_dtype=weight_dtype(run.optimizer, run.dtype),
+        compute_dtype=jnp.dtype(run.dtype),
+        scan_layers=run.scan_layers,
+        remat=run.remat,
+        stream_sharding=sharding,
+        rngs=nnx.Rngs(run.seed),
+        **more,
+    )
+
+
+def write(
+    folder: Path,
+    origin: loading.Pretrained | None,
+    params: Any,
+    values: Iterator[Any] | None = None,
+    *,
+    labels: Sequence[str] = (),
+    texts: Mapping[str, str] | None = None,
+    task: str | None = None,
+) -> None:
+    """Writes the trained weights into `folder`; of a model from a folder, such a folder again.
+
+    `values` replace the leaves of `params`; each is asked for when it is written.
+    """
+    if origin is None:
+        write_weights(folder / WEIGHTS, params, values)
+    else:
+        options = {"labels": labels, "values": values, "texts": texts, "task": task}
+        save_folder(folder, origin, params, as_read=True, **options)
+
+
+def texts_of(chat_template: str | None) -> dict[str, str]:
+    """The files, by name, that replace those of the model's folder in the trained one."""
+    return {} if chat_template is None else {TEMPLATE: text_of(Path(chat_template))}
+
+
+def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) -> None:
+    """Writes weights as float32 safetensors, named by key path: `blocks.0.gate.kernel`."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    entries = [
+        Entry(leaf_name(path).replace("/", "."), np.dtype(np.float32), x.shape)
+        for path, x in leaves
+    ]
+    values = iter([x for _, x in leaves]) if values is None else values
+    tensors = (np.ascontiguousarray(processes.whole(x), np.float32) for x in values)
+
+    def write() -> None:
+        with atomic_path(file) as part:
+            write_file(part, entries, tensors)
+
+    write_by_first(file, write, tensors)

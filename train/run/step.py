@@ -1,0 +1,190 @@
+"""One step of the training, and one of the validation, for every kind of model.
+
+A loss is kept per example, as a sum and its number of terms: the mean is over tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from train.distributed import host_memory, processes
+from train.run.optimizers import skipped_steps
+from train.tasks import Task
+from train.tasks.batches import ROWS, Batch
+from zenflow_jax import streaming
+
+# Batches of a validation that are dispatched before the first of them is read.
+AHEAD = 8
+# By default XLA has two copies of a layer's matrices in flight, and waits for the others (0.10.2).
+FETCHES = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
+
+
+class PerExample(NamedTuple):
+    """Loss and prediction of each of the `b` examples of a batch."""
+
+    losses: jax.Array  # (b,) float32, cross-entropy in nats, summed over the example's targets
+    targets: jax.Array  # (b,) float32, their number
+    predictions: jax.Array | None  # (b,) int32, the most likely label; None for language models
+
+
+def of_tokens(model: Any, batch: Batch) -> PerExample:
+    """The loss of each next token, of a decoder; a batch is of examples as in `tasks`."""
+    tokens = batch["tokens"].astype(jnp.int32)
+    losses = model.losses(tokens[:, :-1], tokens[:, 1:], batch.get("positions"))
+    if (weights := batch.get("weights")) is None:
+        return PerExample(losses.sum(1), jnp.full(len(losses), losses.shape[1], jnp.float32), None)
+    weights = weights.astype(jnp.float32)
+    return PerExample((losses * weights).sum(1), weights.sum(1), None)
+
+
+def of_labels(model: nnx.Module, batch: Batch) -> PerExample:
+    """The loss of the label, of a classifier. `label` is `(b,)`, all else in a batch `(b, t)`."""
+    logits = model(batch["tokens"].astype(jnp.int32), batch["types"], batch["mask"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    predictions = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return PerExample(losses, jnp.ones_like(losses), predictions)
+
+
+PER_EXAMPLE = {"decoder": of_tokens, "encoder": of_labels}
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef,
+    tx: optax.GradientTransformation,
+    per_example: Callable[[nnx.Module, Batch], PerExample],
+    *,
+    micro_batches: int = 1,
+    stream: bool = False,
+    placement: Any = None,
+    on_gpu: bool = False,
+    described: bool = False,
+) -> Callable:
+    """The jitted step: it knows neither the optimizer nor the number of devices.
+
+    It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of the
+    run's skipped steps (int32). Gradients of `micro_batches` are summed in float32. With `stream`
+    those of scanned layers leave one layer after the other. `placement` are shardings of parameters
+    and state, which the compiler would otherwise be free to change. `on_gpu` is for NVIDIA's. A
+    `described` step has parameters for host memory on the device, where it moves them from.
+    """
+
+    def loss_of(params, batch):
+        result = per_example(nnx.merge(graphdef, params), batch)
+        targets = result.targets.sum()
+        # No target at all is a loss of zero: answers can be cut off.
+        return result.losses.sum() / jnp.maximum(targets, 1), targets
+
+    mean = jax.value_and_grad(loss_of, has_aux=True)
+
+    def gradient(params, batch):
+        if micro_batches == 1:
+            (loss, _), grads = mean(params, batch)
+            return loss, grads
+        # Every device has the rows of each micro-batch next to each other: nothing moves.
+        parts = jax.tree.map(lambda x: _split(x, micro_batches), batch)
+
+        def add(total, part):
+            (loss, targets), grads = mean(params, part)
+            weighted = jax.tree.map(lambda x: x.astype(jnp.float32) * targets, (loss, grads))
+            return jax.tree.map(jnp.add, total, (weighted, targets)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        nothing = jnp.float32(0)
+        ((loss, grads), targets), _ = jax.lax.scan(add, ((nothing, zeros), nothing), parts)
+        targets = jnp.maximum(targets, 1)
+        return loss / targets, jax.tree.map(
+            lambda g, p: (g / targets).astype(p.dtype), grads, params
+        )
+
+    def train_step(params, opt_state, batch):
+        if described:  # such a device takes no arguments in host memory
+            params = host_memory.put(params)
+        weights = streaming.stream(params, opt_state) if stream else params
+        loss, grads = gradient(weights, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        params = host_memory.on_device(params) if described else params
+        return params, opt_state, loss, skipped_steps(opt_state)
+
+    # Donated: the new parameters and state take the memory of the old ones.
+    out_shardings = placement and (*placement, None, None)
+    # Else a GPU sums what is scattered, and cuDNN its gradients, in any order: a run has to repeat.
+    options: dict[str, Any] = {"xla_gpu_exclude_nondeterministic_ops": True}
+    if on_gpu and stream:
+        options |= FETCHES
+    return jax.jit(
+        train_step, donate_argnums=(0, 1), out_shardings=out_shardings, compiler_options=options
+    )
+
+
+def _split(x: jax.Array, parts: int) -> jax.Array:
+    """`(b, ...)` as `(parts, b / parts, ...)`; part `j` has the rows `j`, `j + parts`, ..."""
+    return jnp.moveaxis(x.reshape(len(x) // parts, parts, *x.shape[1:]), 1, 0)
+
+
+def make_validate(
+    graphdef: nnx.GraphDef,
+    per_example: Callable[[nnx.Module, Batch], PerExample],
+    task: Task,
+    samples: Mapping[str, Iterable[Batch]],
+    check: Callable[[], None] = lambda: None,
+) -> Callable[..., dict[str, float]]:
+    """A function from parameters to the figures of a validation on the batches of `samples`.
+
+    Of several samples each figure has the sample's name in front: `matched/accuracy`. Parameters
+    whose selected channels are in the optimizer state alone come with it.
+    """
+
+    @jax.jit
+    def judge(params, opt_state, batch):
+        if opt_state is not None:
+            params = streaming.stream(params, opt_state)
+        result = per_example(nnx.merge(graphdef, params), batch)
+        rows = batch[ROWS]
+        return (result.losses * rows).sum(), (result.targets * rows).sum(), result.predictions
+
+    def of_sample(params, opt_state, sample: Iterable[Batch]) -> dict[str, float]:
+        loss = targets = 0.0
+        predictions, labels = [], []
+        for batch, (losses, counts, predicted) in _ahead(partial(judge, params, opt_state), sample):
+            check()
+            loss += float(losses)
+            targets += float(counts)
+            if task.score is not None:
+                rows = processes.whole(batch[ROWS]) > 0
+                predictions.append(processes.whole(predicted)[rows])
+                labels.append(processes.whole(batch["label"])[rows])
+        figures = {"loss": loss / max(targets, 1)}
+        if task.score is not None:
+            figures |= task.score(np.concatenate(predictions), np.concatenate(labels))
+        return figures
+
+    def validate(params: Any, opt_state: Any = None) -> dict[str, float]:
+        return {
+            name if len(samples) == 1 else f"{data}/{name}": value
+            for data, sample in samples.items()
+            for name, value in of_sample(params, opt_state, sample).items()
+        }
+
+    return validate
+
+
+def _ahead(
+    dispatch: Callable[[Batch], Any], batches: Iterable[Batch]
+) -> Iterator[tuple[Batch, Any]]:
+    """Batches and their results; the device is some batches ahead of the reader."""
+    waiting: deque[tuple[Batch, Any]] = deque()
+    for batch in batches:
+        waiting.append((batch, dispatch(batch)))
+        if len(waiting) > AHEAD:
+            yield waiting.popleft()
+    yield from waiting

@@ -1,0 +1,155 @@
+"""Batches of examples: shuffled, on the devices that they belong to, and the same after a resume.
+
+An example is a dict of NumPy arrays (`tasks/` lists them); a batch is the same dict with a leading
+axis. Batch `i` depends on the seed and `i` alone, on any number of devices and processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from train import Failure
+from train.cli.settings import SettingsError
+from train.distributed.sharding import batch_sharding, own_rows
+
+Batch = dict[str, Any]  # of NumPy arrays, or on a mesh of arrays over its devices
+
+# 1 for the rows of a batch that are examples, 0 for those that fill it up.
+ROWS = "rows"
+
+
+class DataError(Failure):
+    """The data cannot be used."""
+
+
+class Source(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> dict[str, np.ndarray]: ...
+
+
+@runtime_checkable
+class Padded(Protocol):
+    """A source of examples with `lengths` `(n,)` tokens, padded to `longest`."""
+
+    lengths: np.ndarray
+    longest: int
+
+
+class _Shuffled:
+    """The examples of a source in an order drawn with `seed`, and batches on their devices."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        seed: int,
+        mesh: Mesh | None = None,
+        buckets: int = 1,
+    ):
+        import grain  # takes 0.3 s; only its shuffle is needed, which finds a place without a table
+
+        self._source = source
+        self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed)
+        self._padded = source if isinstance(source, Padded) else None
+        self._part = 0 if self._padded is None else math.ceil(self._padded.longest / buckets)
+        self._size = batch_size
+        self._sharding = mesh and batch_sharding(mesh, batch_size)
+        # The rows of a batch that lie on this process.
+        rows = np.arange(batch_size) if mesh is None else own_rows(self._sharding, batch_size)
+        self._rows: list[int] = rows.tolist()  # grain takes Python's integers only
+
+    def _number(self, place: int) -> int:
+        return int(self._order[place])
+
+    def _bucket(self, numbers: list[int]) -> int:
+        """The positions of a batch of these examples of a padded source."""
+        longest = int(self._padded.lengths[numbers].max())
+        needed = math.ceil(longest / self._part) * self._part
+        return min(max(needed, self._part), self._padded.longest)
+
+    def _batch(self, own: list[dict[str, np.ndarray]], numbers: list[int]) -> Batch:
+        """The batch of the examples `numbers`; this process has its `own` ones."""
+        if self._padded and (behind := self._padded.longest - self._bucket(numbers)):
+            own = [{n: x[:-behind] if x.ndim else x for n, x in e.items()} for e in own]
+        stacked = {name: np.stack([e[name] for e in own]) for name in own[0]}
+        if self._sharding is None:
+            return stacked
+        return {
+            name: jax.make_array_from_process_local_data(
+                self._sharding, x, (self._size, *x.shape[1:])
+            )
+            for name, x in stacked.items()
+        }
+
+
+class Batches(_Shuffled):
+    """Batches of a source for training: without end, every epoch in an order of its own.
+
+    Those of a `Padded` source have as many positions as their longest example needs, rounded up to
+    one of `buckets` lengths. Indexing starts no thread, and takes 0.15 ms for a small batch.
+    `per_epoch` batches have had every example; the last may begin the next epoch.
+    """
+
+    def __init__(self, source: Source, **options: Any):
+        super().__init__(source, **options)
+        if self._size > len(source):
+            most = f"at most {len(source)}, all the training data"
+            raise SettingsError(f"`batch_size`: expected {most}, got {self._size}.")
+        # To find the number of an example takes longer than to read it.
+        self._order = self._order.repeat()
+        self._last: tuple[int, list[int]] = (-1, [])
+        self.per_epoch = math.ceil(len(source) / self._size)
+
+    def __getitem__(self, i: int) -> Batch:
+        if not self._padded:
+            first = i * self._size
+            return self._batch([self._source[self._number(first + r)] for r in self._rows], [])
+        numbers = self._numbers(i)
+        return self._batch([self._source[numbers[row]] for row in self._rows], numbers)
+
+    def tokens(self, i: int) -> int | None:
+        """The tokens of batch `i`, all devices together; None if none of it is padding."""
+        return int(self._padded.lengths[self._numbers(i)].sum()) if self._padded else None
+
+    def length(self, i: int) -> int | None:
+        """The positions of its examples; None if all batches have the same."""
+        return self._bucket(self._numbers(i)) if self._padded else None
+
+    def _numbers(self, i: int) -> list[int]:
+        # Of all its examples, also of those on other processes: all must come to the same length.
+        # Asked three times in a row for a batch.
+        if self._last[0] != i:
+            self._last = i, [self._number(i * self._size + row) for row in range(self._size)]
+        return self._last[1]
+
+
+class Sample(_Shuffled):
+    """The same batches in every iteration, each example once: for validation.
+
+    The last batch is filled up with copies of the first example, whose `ROWS` are 0.
+    """
+
+    def __init__(self, source: Source, *, batches: int | None = None, **options: Any):
+        super().__init__(source, **options)
+        self.examples = len(source)
+        if batches is not None:
+            self.examples = min(self.examples, batches * self._size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for first in range(0, self.examples, self._size):
+            places = [first + row for row in self._rows]
+            rows = [np.asarray(place < self.examples, np.float32) for place in places]
+            # The first example fills up, on this or another process.
+            last = min(first + self._size, self.examples)
+            numbers = [self._number(n) for n in (0, *range(first, last))] if self._padded else []
+            own = [self._source[self._number(n if n < self.examples else 0)] for n in places]
+            batch = [{**e, ROWS: row} for e, row in zip(own, rows, strict=True)]
+            yield self._batch(batch, numbers)

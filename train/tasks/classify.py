@@ -1,0 +1,65 @@
+"""The classes of texts, by an encoder in a Hugging Face folder whose head tells them apart.
+
+`generate.py` is the command. A text has one line: its class, a tab, and the share that the model
+gives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from train.cli.settings import PAIRS, SettingsError
+from train.huggingface.config import TASK
+from train.huggingface.loading import Pretrained
+from train.huggingface.tokenizer import Tokenizer
+from train.tasks import glue
+from train.tasks.examples import Sentences
+
+# Texts in a batch, and the tokens whose multiples batches are filled up to: each compiles once.
+BATCH, PART = 32, 64
+
+
+def check_classifier(origin: Pretrained) -> None:
+    """Refuses a folder whose model cannot classify a single text."""
+    if origin.labels is None:
+        raise SettingsError(
+            "`model`: expected a decoder, or an encoder with a head that classifies, got "
+            f"{origin.folder} ({origin.raw['model_type']}), which has none. Pass runs/NAME/model."
+        )
+    task = origin.raw.get(TASK)
+    if is_of_pairs(task):
+        raise SettingsError(
+            f"`model`: expected a model of the classes of single texts, got {origin.folder}, which "
+            f"was trained on pairs ({task})."
+        )
+
+
+def is_of_pairs(task: str | None) -> bool:
+    """Returns whether the examples of a task are pairs of texts."""
+    return task == PAIRS or (task in glue.FORMATS and len(glue.FORMATS[task].sentences) == 2)
+
+
+def classified(
+    origin: Pretrained,
+    graphdef: nnx.GraphDef,
+    params: Any,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+) -> Iterator[tuple[str, float]]:
+    """The class of each text and its share; what is longer than the positions is cut."""
+    source = Sentences(texts, [0] * len(texts), tokenizer, origin.config.positions)
+    shares_of = jax.jit(lambda params, *of: jax.nn.softmax(nnx.merge(graphdef, params)(*of)))
+    for first in range(0, len(texts), BATCH):
+        rows = range(first, min(first + BATCH, len(texts)))
+        longest = math.ceil(int(source.lengths[list(rows)].max()) / PART) * PART
+        examples = [source[i] for i in rows]
+        inputs = [np.stack([e[n][:longest] for e in examples]) for n in ("tokens", "types", "mask")]
+        for shares in np.asarray(shares_of(params, *inputs)):
+            best = int(shares.argmax())
+            yield origin.class_names[best], float(shares[best])
