@@ -8,8 +8,8 @@ A packed file is a safetensors file whose tensors are bytes. `header.py` describ
 the codecs of a block, `loops.py` the arithmetic on words. `writing.py` packs, `files.py` reads,
 `folders.py` does both with whole folders. The command is `train/compress.py`.
 
-Of the rest it imports `train/whole.py` alone, which writes files; it needs NumPy, ml_dtypes, Numba
-and zstandard.
+`atomic.py` writes files atomically. Nothing here imports the rest of the project; it needs NumPy,
+ml_dtypes, Numba and zstandard.
 
 References:
     Su et al., Everything You Always Wanted to Know About Storage Compressibility of Pre-Trained ML

@@ -27,6 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from elves.blocks import BLOCK, CODECS, HEAD
+from elves.safetensors import encode_header
 
 VERSION = 1
 SAFETENSORS, BYTES = "safetensors", "bytes"
@@ -132,26 +133,15 @@ def encoded(header: Header, length: int | None = None) -> bytes:
         "base": header.base,
         "tensors": {},
     }
-    outer: dict[str, Any] = {"__metadata__": {}}
-    end = 0
     for t in header.tensors.values():
         fields = vars(t) | {"of": None if t.of is None else list(vars(t.of).values())}
         del fields["name"]
         description["tensors"][t.name] = fields
-        begin, end = end, end + t.packed_bytes
-        outer[t.name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-    text = _json(description)
-    outer["__metadata__"] = {"elves": text, "elves_crc32": f"{zlib.crc32(text.encode()):08x}"}
-    whole = _json(outer).encode()
-    # Aligned, and with room: the blocks are written first.
-    room = -(8 + len(whole)) % 64 if length is None else length - 8 - len(whole)
-    assert room >= 0, f"{length} bytes reserved for a header of {8 + len(whole)}"
-    whole += b" " * room
-    return len(whole).to_bytes(8, "little") + whole
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(description, separators=(",", ":"), allow_nan=False)
+    metadata = {"elves": text, "elves_crc32": f"{zlib.crc32(text.encode()):08x}"}
+    sizes = {t.name: t.packed_bytes for t in header.tensors.values()}
+    tensors = [(name, "U8", [size], size) for name, size in sizes.items()]
+    return encode_header(tensors, metadata, multiple=64, length=length)
 
 
 def is_packed(path: Path) -> bool:

@@ -6,7 +6,6 @@ they are, which may be a file that is mapped.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import zlib
@@ -35,6 +34,7 @@ from elves.header import (
     encoded,
     longest,
 )
+from elves.safetensors import encode_header
 
 # A copy of a smaller tensor costs no more than a reference to it.
 _LEAST_DUPLICATE = 256
@@ -206,7 +206,7 @@ def save(
         OSError: If it cannot be written. Nothing is left then.
     """
     names = {dtype: name for name, dtype in NUMPY.items()}
-    header, pieces, end = {}, [], 0
+    pieces = []
     for name, x in tensors.items():
         if x.dtype not in names:
             raise ElvesError(
@@ -214,12 +214,7 @@ def save(
             )
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         pieces.append(Piece(name, names[x.dtype], tuple(x.shape), data))
-        begin, end = end, end + data.size
-        place = {"shape": list(x.shape), "data_offsets": [begin, end]}
-        header[name] = {"dtype": names[x.dtype]} | place
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    head = encode_header((p.name, p.dtype, p.shape, p.data.size) for p in pieces)
     pack(Path(path), pieces, Options(bound=bound, threads=threads), head=head)
 
 

@@ -1,9 +1,9 @@
 """Scripts that train models with zenflow_jax, and the models they train.
 
 Each script is a module with a `main`, is read from top to bottom, and uses the library through
-its public names. `hosted.py`, `planning.py` and `saved_checkpoints.py` also read fields of the
-state's leaves, and change with them. Nothing in the library imports this package;
-`zenflow_jax/_commands.py` starts its scripts as console commands.
+its public names. `distributed/host_memory.py`, `plan/planning.py` and `checkpoints/reading.py` also
+read fields of the state's leaves, and change with them. Nothing in the library imports this
+package; `zenflow_jax/_commands.py` starts its scripts as console commands.
 """
 
 import sys
@@ -18,6 +18,6 @@ class Failure(Exception):
 
 
 def command_of(script: str) -> str:
-    """The words that start a script, in the way in which this one was started."""
+    """Returns the command that starts a script, installed or not as this process was."""
     installed = Path(sys.argv[0]).name.startswith("zenflow-")
     return f"zenflow-{script}" if installed else f"python -m train.{script}"

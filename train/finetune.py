@@ -6,8 +6,8 @@
     python -m train.finetune configs/quickstart.toml --plan
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --mesh data=2,fsdp=4
 
-Read `train` first, which is the whole job, then `job.py` (what a run is made of) and `run.py` (how
-it resumes, loops and finishes).
+Read `train` first, which is the whole job, then `run/setup.py` (the parts of a run) and
+`run/loop.py` (how it resumes, loops and finishes).
 """
 
 from __future__ import annotations

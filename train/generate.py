@@ -4,8 +4,8 @@
     python -m train.generate --model runs/NAME/model "The cat" --temperature 0.8 --top-p 0.95
     python -m train.generate --model DIR "The cat" --format text --max-tokens 20
 
-The text goes to stdout as it is made, all else to stderr. How tokens are chosen is in
-`continuation.py`.
+The text goes to stdout as it is made, all else to stderr. `model/sampling.py`
+chooses the tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads the checkpoints of a run: which are whole, which is best, and what is in them.
 
-How they are written, and what is in one, is in `checkpoints.py`.
+`writing.py` says what a checkpoint contains.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
     checkpoints/damaged-400   a checkpoint that was found damaged, and is not read again
 
-The step is the position in the data (`data.py`). A checkpoint is renamed when it is whole. orbax
-decodes most flipped bits without complaint, so checksums are compared before anything is restored
-(`saved_checkpoints.py`). Nothing is ever unpickled.
+The step is the position in the data (`tasks/batches.py`). A checkpoint gets its name when it is
+complete. orbax decodes most flipped bits without an error, so `reading.py` compares checksums before
+it restores anything. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

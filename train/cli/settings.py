@@ -34,6 +34,11 @@ def trained_on(settings: Mapping[str, Any]) -> str:
     return PAIRS if is_own and settings.get("second_text_column") else settings["task"]
 
 
+def steps_of(share: float, count: int) -> int:
+    """Returns a share of a count, rounded up."""
+    return math.ceil(round(share * count, 6))  # rounded first, as 0.07 * 100 is 7.000000000000001
+
+
 class _Group:
     def subset(self, names: Iterable[str]) -> dict[str, Any]:
         """The settings of these names."""
@@ -253,8 +258,7 @@ class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSet
         return self._steps(self.warmup_share, self.warmup_steps)
 
     def _steps(self, share: float | None, count: int) -> int:
-        # Rounded first, as 0.07 * 100 is 7.000000000000001.
-        return count if share is None else math.ceil(round(share * self.steps, 6))
+        return count if share is None else steps_of(share, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

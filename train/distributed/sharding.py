@@ -160,7 +160,7 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         rule = (None, *rule)
     if rule is None or len(rule) != len(shape):
         raise SettingsError(
-            f"expected a rule in train/sharding.py for `{name}` {shape}, got {rule or 'none'}."
+            f"`{name}` {shape} needs a rule in train/distributed/sharding.py, got {rule or 'none'}."
         )
     axes = []
     for dimension, (size, axis) in enumerate(zip(shape, rule, strict=True)):

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from elves.atomic import atomic_path, exchange, sync_all
+from elves.safetensors import encode_header
 from train.distributed import processes
 from train.huggingface.config import CLASSES, CONFIG, TASK, ModelError
 from train.huggingface.end_tokens import complete_folder
@@ -58,18 +59,10 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarra
     That is the length of the header (8 bytes, little-endian), the header (JSON), and all bytes.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    # `transformers` loads no file without this.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.bytes
-        place = {"shape": entry.shape, "data_offsets": [start, end]}
-        header[entry.name] = {"dtype": names[entry.dtype], **place}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    metadata = {"format": "pt"}  # without it `transformers` loads no file
+    header = encode_header(((e.name, names[e.dtype], e.shape, e.bytes) for e in entries), metadata)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(header)
         for entry in entries:
             value = next(tensors)
             assert (value.dtype, value.shape) == (entry.dtype, entry.shape)

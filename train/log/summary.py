@@ -6,7 +6,7 @@ metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
 summary.json          figures of the summary table; `best_step` is the step whose weights the
                       model has, null without keep_best; `test` has the figures of these weights
-checkpoints/          what the run can go on from (`checkpoints.py`)
+checkpoints/          what the run can go on from (`checkpoints/writing.py`)
 model.safetensors     trained weights in float32; or model/, a folder like the one that was read
 """
 

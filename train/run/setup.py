@@ -20,6 +20,7 @@ from train.cli.settings import (
     SettingsError,
     StepSettings,
     TrainingSettings,
+    steps_of,
 )
 from train.distributed import processes
 from train.distributed.sharding import batch_parts, batch_sharding, committed, make_mesh
@@ -149,7 +150,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     )
     few = []
     if settings.steps is None:
-        steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
+        steps = steps_of(settings.epochs, batches.per_epoch)
         settings = dataclasses.replace(settings, steps=steps)
         if steps < FEW_STEPS:
             epochs = math.ceil(2 * FEW_STEPS / batches.per_epoch)
