@@ -69,12 +69,12 @@ def remove_leftovers(path: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a path is a temporary one of `atomic_path`, or in such a folder."""
+    """Returns whether a path is a temporary one of `atomic_path`, or in such a folder."""
     return any(map(_NAME.fullmatch, path.parts))
 
 
 def finished(path: Path) -> Path:
-    """The path that something in `atomic_path`'s file or folder will have; any other as it is."""
+    """Returns the final path of a temporary path, or of a path inside it; others unchanged."""
     return Path(*(m[1] if (m := _NAME.fullmatch(name)) else name for name in path.parts))
 
 

@@ -102,7 +102,7 @@ class Coder:
         self._block = np.empty(HEAD + BLOCK, np.uint8)
 
     def encode(self, data: np.ndarray, words: Words, base: np.ndarray | None = None) -> Encoded:
-        """The smallest of what the codecs make of a block, which is decoded and compared.
+        """Returns the smallest of what the codecs make of a block, which is decoded and compared.
 
         Args:
             data: uint8, of whole words, at least one of them and at most `BLOCK` bytes.
@@ -176,7 +176,7 @@ class Coder:
         return planes
 
     def _packed(self, planes: np.ndarray) -> bytes:
-        """The size of what each plane has become, then that: if it has a plane's size its bytes."""
+        """Returns the encoded size of each plane, then the planes; a raw plane has its own size."""
         packed = [self._smaller(plane, j == len(planes) - 1) for j, plane in enumerate(planes)]
         return b"".join([struct.pack(f"<{len(packed)}I", *map(len, packed)), *packed])
 
@@ -258,7 +258,7 @@ class Coder:
         loops.merge(planes, rotate, x)
 
     def _plane(self, part: np.ndarray, out: np.ndarray) -> None:
-        """A plane from its frames."""
+        """Returns a plane from its frames."""
         head, body = _cut(part, 1)
         count = int(head[0])
         if count == 0:
@@ -335,7 +335,7 @@ def _sampled_counts(plane: np.ndarray) -> np.ndarray:
 
 
 def _like(base: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The words that `x` differs from, as those of its own width."""
+    """Returns the words that `x` differs from, as those of its own width."""
     if base.size == x.nbytes:
         return base.view(x.dtype)
     return base.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)

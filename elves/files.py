@@ -82,14 +82,14 @@ class TensorFile:
         raise NotImplementedError
 
     def checksum(self, name: str) -> int:
-        """The CRC-32 of a tensor's bytes."""
+        """Returns the CRC-32 of a tensor's bytes."""
         checksum, size = 0, self.tensors[name].bytes
         for begin in range(0, size, BLOCK):
             checksum = zlib.crc32(self.read(name, begin, min(begin + BLOCK, size)), checksum)
         return checksum
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A whole tensor.
+        """Returns a whole tensor.
 
         Raises:
             KeyError: If there is none of that name.
@@ -98,7 +98,7 @@ class TensorFile:
         return self.get_slice(name)[()]
 
     def get_slice(self, name: str) -> Slice:
-        """A tensor that is read when it is indexed."""
+        """Returns a tensor that is read when it is indexed."""
         return Slice(self, name, self.tensors[name])
 
 
@@ -234,7 +234,7 @@ class PackedFile(TensorFile):
         return out[begin - first : end - first]
 
     def whole(self) -> Iterator[bytes | np.ndarray]:
-        """The file that was packed, some blocks at a time; all its checksums are compared.
+        """Returns the file that was packed, some blocks at a time; all its checksums are compared.
 
         Raises:
             ElvesError: If it is damaged, or its base is missing or another one.
@@ -286,7 +286,7 @@ class PackedFile(TensorFile):
             ) from error
 
     def _other(self, t: Tensor, of: Of) -> TensorFile:
-        """The file that a tensor refers to, which must have one that fits."""
+        """Returns the file that a tensor refers to, which must have one that fits."""
         other = self if of.where == "file" else self._opened(t, of)
         info = other.tensors.get(of.tensor)
         fits = info is not None and (
@@ -318,7 +318,7 @@ class PackedFile(TensorFile):
 
 
 def open_tensors(path: Path, *, base: Path | None = None, threads: int = 1) -> TensorFile:
-    """A file of tensors, plain or packed; the arguments are those of `PackedFile`.
+    """Returns a file of tensors, plain or packed; the arguments are those of `PackedFile`.
 
     Raises:
         ElvesError: If the file cannot be read.

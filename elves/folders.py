@@ -222,7 +222,7 @@ def _check_bound(path: Path, pieces: Sequence[Piece], options: Options) -> None:
 
 
 def _files(source: Path) -> dict[Path, Path]:
-    """The files that are whole, by their paths in the folder; a single file by its name."""
+    """Returns the files that are whole, by their paths in the folder; a single file by its name."""
     if not source.exists():
         raise ElvesError(f"expected a safetensors file, or a folder with some, got none: {source}.")
     if not source.is_dir():

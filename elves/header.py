@@ -101,12 +101,12 @@ class Header:
     tensors: Mapping[str, Tensor]  # in its order
 
     def unpacked_head(self) -> bytes:
-        """The header of the file that was packed, as bytes."""
+        """Returns the header of the file that was packed, as bytes."""
         return zlib.decompress(self.head) if self.head else b""
 
 
 def longest(header: Header) -> int:
-    """The bytes that the header takes at most, whatever becomes of its blocks."""
+    """Returns the bytes that the header takes at most, whatever becomes of its blocks."""
     tensors = {
         name: dataclasses.replace(
             t,
@@ -122,7 +122,7 @@ def longest(header: Header) -> int:
 
 
 def encoded(header: Header, length: int | None = None) -> bytes:
-    """The header as it is in front of the blocks, `length` bytes long if that is given."""
+    """Returns the header as it is in front of the blocks, `length` bytes long if that is given."""
     description = {
         "version": VERSION,
         "block_bytes": BLOCK,
@@ -145,7 +145,7 @@ def encoded(header: Header, length: int | None = None) -> bytes:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file begins as a packed one; it may be damaged."""
+    """Returns whether a file begins as a packed one; it may be damaged."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -156,7 +156,7 @@ def is_packed(path: Path) -> bool:
 
 
 def read_header(path: Path) -> tuple[Header, int]:
-    """The header of a packed file, and where its blocks begin.
+    """Returns the header of a packed file, and where its blocks begin.
 
     Raises:
         ElvesError: If it is none, is damaged or not all there, or is of another version.

@@ -72,7 +72,7 @@ class Options:
 
     @property
     def step(self) -> float | None:
-        """The largest power of two whose half is within the bound."""
+        """Returns the largest power of two whose half is within the bound."""
         if self.bound is None:
             return None
         # Beyond these, float32 has no reciprocal or no multiples.
@@ -80,7 +80,7 @@ class Options:
 
 
 def _duplicates(pieces: Sequence[Piece]) -> dict[str, str]:
-    """The pieces that equal an earlier one byte for byte, with the name of that."""
+    """Returns the pieces that equal an earlier one byte for byte, with the name of that."""
     distinct: dict[tuple[int, str, int], list[Piece]] = {}
     equal = {}
     for piece in pieces:
@@ -98,7 +98,7 @@ def _duplicates(pieces: Sequence[Piece]) -> dict[str, str]:
 
 
 def smallest_rms(pieces: Sequence[Piece]) -> tuple[float, str] | None:
-    """The smallest root mean square of a float32 tensor, and the name of that tensor.
+    """Returns the smallest root mean square of a float32 tensor, and the name of that tensor.
 
     A larger bound would leave nothing of it. None if there is no tensor that a bound would be for:
     float32 that are not all equal.
@@ -245,7 +245,7 @@ def _write(file: Any, piece: Piece, t: Tensor, encoder: _Encoder) -> Tensor:
 
 
 def _combined(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two stretches of bytes, one behind the other, from those of each.
+    """Returns the CRC-32 of two stretches of bytes, one behind the other, from those of each.
 
     A CRC is linear, but for the inversions at both ends: the first one, carried on over as many
     zeros as the second has bytes, is added to the second.
@@ -272,7 +272,7 @@ class _Encoder:
         self._pool.shutdown(cancel_futures=True)
 
     def blocks(self, piece: Piece, t: Tensor) -> Iterator[Encoded]:
-        """The blocks of a piece in their order."""
+        """Returns the blocks of a piece in their order."""
         waiting: deque[Future[Encoded]] = deque()
         for begin in range(0, piece.data.size, BLOCK):
             # No more than are soon needed: what is encoded waits in memory.

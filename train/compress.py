@@ -126,7 +126,7 @@ def _check(command: Command) -> None:
 
 
 def _number(text: str) -> float:
-    """A bound: a number, or a power as in 2^-24."""
+    """Returns a bound: a number, or a power as in 2^-24."""
     power = re.fullmatch(r"\s*([\d.]+)\s*(?:\^|\*\*)\s*(-?\d+)\s*", text)
     try:
         return float(power[1]) ** int(power[2]) if power else float(text)
@@ -145,7 +145,7 @@ def _bytes(count: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0; 2 after what the message explains; 130 by Ctrl-C."""
+    """Runs the command; returns 0, 2 after an error with a message, or 130 after Ctrl-C."""
     try:
         command = read_arguments(Command, argv, program=PROGRAM)
     except Failure as error:

@@ -167,7 +167,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
 
 
 def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
-    """The prompt as tokens, in the format that the options ask for, or else the folder's run."""
+    """Returns the prompt as tokens, in the format of the options or of the folder's run."""
     folder = Path(options.model)
     form, because = options.format, ""
     if form == "auto":
@@ -222,7 +222,7 @@ def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
 
 
 def _format_of(folder: Path) -> tuple[str, str]:
-    """The format of the prompts that the folder's run was trained on, and the reason."""
+    """Returns the format of the prompts that the folder's run was trained on, and the reason."""
     task = read_object(folder / CONFIG, ModelError).get(TASK)
     if task in ("alpaca", "chat"):
         return task, f", as the run was trained ({task})"

@@ -17,7 +17,7 @@ ITEMS = ("run", "state")
 
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 of each file in the folders of the items."""
+    """Returns size and CRC-32 of each file in the folders of the items."""
     # Not of those beside the items, which orbax writes when all is sealed, and need not read.
     files = sorted(p for p in folder.glob("*/**/*") if p.is_file())
     return {p.relative_to(folder).as_posix(): _checksum(p) for p in files}
@@ -33,7 +33,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 
 def damage(folder: Path) -> str | None:
-    """The first damage in a checkpoint; None if it is whole."""
+    """Returns the first damage in a checkpoint; None if it is whole."""
     if (folder / UNPACKED).exists():
         return f"it is packed ({command_of('compress')} --restore {folder} makes it what it was)"
     try:

@@ -29,7 +29,7 @@ OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers stream b
 def description(
     settings: Mapping[str, Any], data: int, config: Any = None, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The facts that a run shares with the one it goes on from; `data` is a checksum.
+    """Returns the facts that a run shares with the one it goes on from; `data` is a checksum.
 
     The full warm-up is in rounds.
     """
@@ -50,7 +50,7 @@ def description(
 
 
 def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
-    """The part of a `description` that whoever reads the run's weights must share."""
+    """Returns the part of a `description` that whoever reads the run's weights must share."""
     stream = settings["stream"]
     settings = {**settings, "stream": _of_shapes(stream, config)}
     return {"settings": settings, "stream": stream, "model": _as_strings(config)}

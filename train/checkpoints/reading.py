@@ -70,7 +70,7 @@ class SavedCheckpoints:
             logging.getLogger(name).addFilter(_is_no_traceback)
 
     def newest(self) -> int | None:
-        """The step of the newest whole checkpoint; None if there are none at all.
+        """Returns the step of the newest whole checkpoint; None if there are none at all.
 
         Newer, damaged ones are named; `SettingsError` if all are damaged.
         """
@@ -79,13 +79,13 @@ class SavedCheckpoints:
         return int(text) if text else None
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are fully written, damaged ones too: ascending."""
+        """Returns the steps of all complete checkpoints, damaged ones too: ascending."""
         if not self._folder.is_dir():  # no checkpoint was begun
             return []
         return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
 
     def labels(self) -> tuple[str, ...]:
-        """The names of the run's classes in its newest whole checkpoint; () if there are none."""
+        """Returns the class names of the newest intact checkpoint; () if there is none."""
         newest = self.newest()
         return () if newest is None else tuple(self._read_run(newest)["labels"])
 
@@ -164,7 +164,7 @@ class SavedCheckpoints:
             return reader.restore(self._folder / str(step) / "run")
 
     def _read_checked(self, step: int) -> dict[str, Any]:
-        """The record of a checkpoint, which must be of the same run, and knows all figures."""
+        """Reads a checkpoint's record, checks that it is of this run, and keeps its figures."""
         run, folder = self._read_run(step), self._folder / str(step)
         check_same_run(folder, run, self._description, otherwise=self._otherwise)
         self._figures = dict(run["figures"])
@@ -220,7 +220,7 @@ def _is_no_traceback(record: logging.LogRecord) -> bool:
 
 
 def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays that a checkpoint has, by name, and the others: blank mail and empty arrays."""
+    """Returns the arrays of a checkpoint, by name, and the others: blank mail, empty arrays."""
     mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):
@@ -260,7 +260,7 @@ def lacking(params: Any, opt_state: Any) -> dict[str, host_memory.Selected]:
 
 
 def _empty_rows(shape: tuple[int, ...], of: host_memory.Selected) -> dict[str, np.ndarray]:
-    """Room for the numbers and masters of a parameter's selected channels, as a state has them."""
+    """Returns empty arrays for channels and masters of a parameter's selected channels."""
     name, of_master = f"opt_state.leaves.{of.leaf}", list(shape)
     of_master[of.axis] = of.k
     return {

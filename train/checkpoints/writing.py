@@ -8,8 +8,8 @@
     checkpoints/damaged-400   a checkpoint that was found damaged, and is not read again
 
 The step is the position in the data (`tasks/batches.py`). A checkpoint gets its name when it is
-complete. orbax decodes most flipped bits without an error, so `reading.py` compares checksums before
-it restores anything. Nothing is ever unpickled.
+complete. orbax decodes most flipped bits without an error, so `reading.py` compares checksums
+before it restores anything. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Checkpoints(SavedCheckpoints):
         self._figures[step] = figure
 
     def best(self, *, or_step: int) -> int:
-        """The step of the best checkpoint; `or_step` if that is better, or without `keep_best`."""
+        """Returns the step of the best checkpoint; `or_step` if better, or without `keep_best`."""
         if not self._keep_best:
             return or_step
         # Process 0 has also removed what was not to be kept.
@@ -223,7 +223,7 @@ class Checkpoints(SavedCheckpoints):
         (folder / CHECKSUMS).write_text(text, encoding="utf-8")
 
     def _unnamed(self, step: int | None) -> list[Path]:
-        """The checkpoint of that step under the name that orbax gives it until it is whole."""
+        """Returns the checkpoint of that step under its temporary name."""
         # Not all that begins with the number: that could be a user's copy.
         return list(self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 

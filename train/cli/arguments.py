@@ -132,7 +132,7 @@ def read_arguments(
 
 
 def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
-    """A question that names which of the `known` may be meant; "" if none is similar.
+    """Returns a question that names which of the `known` may be meant; "" if none is similar.
 
     An option of other trainers that nothing takes the place of has its own answer.
     """
@@ -194,7 +194,7 @@ def _add_options(
 
 
 def _kinds(hint: Any) -> list[Any]:
-    """The types that a value may have, None first."""
+    """Returns the types that a value may have, None first."""
     if get_origin(hint) not in (Union, UnionType):
         return [hint]
     kinds = [kind for member in get_args(hint) for kind in _kinds(member)]
@@ -222,6 +222,6 @@ def _read(kinds: Sequence[Any], text: str) -> Any:
 
 
 def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """The dataclass, and those that are its fields, made of the values of all options."""
+    """Returns the dataclass, and those that are its fields, made of the values of all options."""
     nested = {n: _made(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
     return kind(**{one.name: (values | nested)[one.name] for one in fields(kind)})

@@ -122,7 +122,7 @@ class PlanCommand(Command):
 
 
 def shipped() -> list[str]:
-    """The names of the configs that come with the scripts."""
+    """Returns the names of the configs that come with the scripts."""
     return sorted(path.stem for path in CONFIGS.glob("*.toml"))
 
 
@@ -168,7 +168,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """The text of a file that `load_settings` reads back; values that are None are left out."""
+    """Returns the text of a file that `load_settings` reads back; None values are left out."""
     # JSON writes strings, finite numbers and booleans just as TOML does, but it escapes what is
     # beyond U+FFFF as two surrogates, which TOML forbids, and does not escape U+007F.
     return "".join(

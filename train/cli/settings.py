@@ -29,7 +29,7 @@ class SettingsError(Failure):
 
 
 def trained_on(settings: Mapping[str, Any]) -> str:
-    """The task, for the config of the trained model; of one's own classes also if of pairs."""
+    """Returns the task that the config of the trained model names."""
     is_own = settings["task"] == "classification"
     return PAIRS if is_own and settings.get("second_text_column") else settings["task"]
 
@@ -41,7 +41,7 @@ def steps_of(share: float, count: int) -> int:
 
 class _Group:
     def subset(self, names: Iterable[str]) -> dict[str, Any]:
-        """The settings of these names."""
+        """Returns the settings of these names."""
         return {name: getattr(self, name) for name in names}
 
 
@@ -360,7 +360,7 @@ def flag_of(name: str) -> str:
 
 
 def option_words(name: str, value: object) -> list[str]:
-    """The words of a command line that give a setting this value."""
+    """Returns the words of a command line that give a setting this value."""
     if isinstance(value, bool):
         return [flag_of(name if value else f"no_{name}")]
     return [flag_of(name), str(value)]

@@ -25,7 +25,7 @@ def is_stack_of_matrices(x: Any) -> bool:
 
 
 def shardings_of(weights: Any, shardings: Any = None) -> Any:
-    """The place of each leaf of `weights`, or of shapes: on a device, or in its host's memory.
+    """Returns the sharding of each leaf of `weights`: on a device, or in its host's memory.
 
     `shardings` are those on a mesh; without, all is on the first device.
     """
@@ -53,7 +53,7 @@ def put_shapes(shapes: Any) -> Any:
 
 
 def put(params: Any) -> Any:
-    """The same parameters with those stacks in host memory, under jit as well."""
+    """Returns the same parameters with those stacks in host memory, under jit as well."""
 
     def one(x: Any) -> Any:
         return jax.device_put(x, jax.memory.Space.Host) if is_stack_of_matrices(x) else x
@@ -62,25 +62,25 @@ def put(params: Any) -> Any:
 
 
 def on_device(params: Any) -> Any:
-    """The parameters that lie on the device, and None in the place of those that do not."""
+    """Returns the parameters that lie on the device, and None in the place of those that do not."""
     return jax.tree.map(lambda x: None if is_stack_of_matrices(x) else x, params)
 
 
 def nbytes(params: Any) -> int:
-    """Bytes of those stacks next to one device."""
+    """Returns bytes of those stacks next to one device."""
     ours = [x for x in jax.tree.leaves(params) if is_stack_of_matrices(x)]
     shapes = (x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in ours)
     return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, ours, strict=True))
 
 
 def in_host_memory(params: Any) -> bool:
-    """Whether some arrays are there."""
+    """Returns whether some arrays are there."""
     leaves = jax.tree.leaves(params)
     return any(isinstance(x, jax.Array) and x.sharding.memory_kind == KIND for x in leaves)
 
 
 def placed(x: Any) -> Any:
-    """An array that was put together of pieces, so that jax knows whether it is in host memory.
+    """Returns an assembled array whose memory kind jax knows.
 
     On a mesh it does (0.10.2).
     """
@@ -100,7 +100,7 @@ class Selected(NamedTuple):
 
 
 def selected(opt_state: Any) -> list[Selected]:
-    """Those of all parameters in host memory."""
+    """Returns the selected channels of all parameters in host memory."""
     if not isinstance(opt_state, zenflow_jax.ZenFlowState):  # of another optimizer
         return []
     specs = enumerate(leaf.spec for leaf in opt_state.leaves)
@@ -108,7 +108,7 @@ def selected(opt_state: Any) -> list[Selected]:
 
 
 def with_selected(weights: Any, channels: Any, master: Any, axis: int) -> np.ndarray:
-    """A stack of matrices, copied, with the masters of selected channels in their rows."""
+    """Returns a stack of matrices, copied, with the masters of selected channels in their rows."""
     whole = np.array(processes.whole(weights))
     channels, rows = processes.whole(channels), processes.whole(master).astype(whole.dtype)
     np.put_along_axis(whole, np.expand_dims(channels, 3 - axis), rows, axis)
@@ -116,7 +116,7 @@ def with_selected(weights: Any, channels: Any, master: Any, axis: int) -> np.nda
 
 
 def whole_weights(params: Any, opt_state: Any) -> Iterator[Any]:
-    """The parameters, one after the other: those in host memory with their selected channels."""
+    """Yields the parameters, those in host memory with their selected channels."""
     axes = {one.leaf: one.axis for one in selected(opt_state)}
     for i, x in enumerate(jax.tree.leaves(params)):
         if i not in axes:

@@ -139,7 +139,7 @@ def _listener() -> socket.socket:
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:
-    """The connection, which now ends within 10 s of the other machine."""
+    """Returns the connection, which now ends within 10 s of the other machine."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):

@@ -46,7 +46,7 @@ def leave() -> None:
 
 
 def is_first() -> bool:
-    """Whether this is the process that shows and writes."""
+    """Returns whether this is the process that shows and writes."""
     return jax.process_index() == 0
 
 
@@ -65,7 +65,7 @@ def check_same(settings: str, data: int) -> None:
 
 
 def sum_over(value: float) -> float:
-    """The sum of every process's `value`, to the precision of a float32."""
+    """Returns the sum of every process's `value`, to the precision of a float32."""
     if jax.process_count() == 1:
         return value
     return float(np.sum(multihost_utils.process_allgather(np.float32(value))))
@@ -82,14 +82,14 @@ def from_first(text: str) -> str:
 
 
 def whole(x: jax.Array | np.ndarray) -> np.ndarray:
-    """All of an array, whose shards may be on several processes, in the memory of each."""
+    """Returns all of an array, whose shards may be on several processes, in the memory of each."""
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
 
 
 def _refuse_mpirun() -> None:
-    """Otherwise each process would train alone, or with the number of SLURM's daemon."""
+    """Refuses mpirun without options: each process would train alone, or misread its number."""
     open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     size, rank = (f"{'OMPI_COMM_WORLD' if open_mpi else 'PMI'}_{name}" for name in ("SIZE", "RANK"))
     # `srun --mpi=pmi2` sets PMI's variables as well, to SLURM's values.
@@ -104,7 +104,7 @@ def _refuse_mpirun() -> None:
 
 
 def _slurm_devices() -> list[int] | None:
-    """All GPUs of the node where it runs one process only; None for jax's default of one each."""
+    """Returns all GPUs of the node if it runs one process; None for one GPU per process."""
     gpus = os.environ.get("SLURM_GPUS_ON_NODE")
     one_per_node = os.environ.get("SLURM_STEP_NUM_NODES") == os.environ["SLURM_STEP_NUM_TASKS"]
     return list(range(int(gpus))) if gpus and one_per_node else None

@@ -56,7 +56,7 @@ UNEVEN = r"^(embed/embedding|head/kernel)$"
 
 
 def make_mesh(text: str | None) -> Mesh | None:
-    """The mesh of `axis=size` pairs over all devices of all processes; None if `text` is."""
+    """Returns the mesh of `axis=size` pairs over all devices; None if `text` is None."""
     devices = jax.devices()
     processes = jax.process_count()
     all_devices = f"{len(devices)} {devices[0].device_kind} device(s) in {processes} process(es)"
@@ -73,7 +73,7 @@ def make_mesh(text: str | None) -> Mesh | None:
 
 
 def mesh_over(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with axes of these sizes, over all devices or those."""
+    """Returns a mesh with axes of these sizes, over all devices or those."""
     # Auto: the compiler derives placements inside the step from those of its arguments. jax's
     # default is Explicit, where the model would have to name the placement of some results.
     auto = (AxisType.Auto,) * len(axes)
@@ -81,7 +81,7 @@ def mesh_over(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 
 
 def weight_shardings(mesh: Mesh, weights: Any) -> Any:
-    """The sharding of each leaf of `weights`, which may be anything with a shape, by `RULES`."""
+    """Returns the sharding of each leaf of `weights`, arrays or shapes, by `RULES`."""
 
     def one(path: Any, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -91,7 +91,7 @@ def weight_shardings(mesh: Mesh, weights: Any) -> Any:
 
 
 def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> NamedSharding:
-    """The sharding of a batch or micro-batch `(b, ...)`: its sequences over `BATCH_AXES`."""
+    """Returns the sharding of a (micro-)batch `(b, ...)`: its sequences over `BATCH_AXES`."""
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
     parts = micro_batches * batch_parts(mesh)
     if batch_size % parts:
@@ -110,7 +110,7 @@ def batch_parts(mesh: Mesh | None) -> int:
 
 
 def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
-    """The numbers, ascending, of the rows of an array `(rows, ...)` that lie on this process."""
+    """Returns the indices of the rows of an array `(rows, ...)` on this process, ascending."""
     slices = {
         (index[0].start or 0, rows if index[0].stop is None else index[0].stop)
         for index in sharding.addressable_devices_indices_map((rows,)).values()
@@ -119,7 +119,7 @@ def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
 
 
 def committed(tree: Any, mesh: Mesh | None = None) -> Any:
-    """The same arrays, each bound to its place, as jit's results are: so the step compiles once.
+    """Returns the arrays committed to their devices, like jit's results: the step compiles once.
 
     What is bound to nothing yet goes to each device of the mesh.
     """
@@ -138,7 +138,7 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """The sizes of the axes that `text` names, in its order; errors as of `make_mesh`."""
+    """Returns the sizes of the axes that `text` names, in its order; errors as of `make_mesh`."""
     axes: dict[str, int] = {}
     for pair in text.split(","):
         name, _, size = (part.strip() for part in pair.partition("="))

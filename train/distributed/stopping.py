@@ -69,18 +69,18 @@ class StopRequest:
         os.close(self._end)  # which ends the thread
 
     def begin(self) -> None:
-        """From now on there is something to save."""
+        """Notes that from now on there is something to save."""
         with self._lock:
             self._nothing_to_save = None
 
     def end(self, why: str) -> int | None:
-        """From now on there is nothing to save, and why; returns the signal that came before."""
+        """Notes that nothing is left to save, and why; returns an earlier signal, if any."""
         with self._lock:
             self._nothing_to_save = why
             return self._number if self._alone else None
 
     def after(self, step: int) -> int | None:
-        """The number of the signal for which the run is to stop after `step`; alike everywhere."""
+        """Returns the signal that ends the run after `step`, the same in every process, or None."""
         if self._alone:
             return self._number
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
@@ -115,14 +115,14 @@ class StopRequest:
 
 
 def _swapped_handler(number: int, new: ctypes.Array | None = None) -> ctypes.Array:
-    """A signal's handler, which `new` replaces if given; `signal` cannot put back one in C."""
+    """Returns a signal's handler, and sets `new`; `signal` cannot restore a handler in C."""
     old = ctypes.create_string_buffer(256)  # a `struct sigaction`, of 152 bytes in the GNU library
     ctypes.CDLL(None).sigaction(number, new, old)
     return old
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Without a handler in Python the pipe would not be written to."""
+    """Does nothing: only with a Python handler does Python write to the pipe."""
 
 
 def _leave(number: int, line: str) -> None:

@@ -93,7 +93,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
     ) -> str:
-        """The messages, at least one, as text; if `ask`, with what asks for the next answer."""
+        """Renders at least one message; `ask` adds the prompt for the next answer."""
         marked = self._render(messages, ask, tools)
         return marked.replace(_BEGIN, "").replace(_END, "")
 
@@ -103,7 +103,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         skipped: Collection[int] = (),
     ) -> Conversation:
-        """The messages as text, and where the assistant's answers are in it, with their ends.
+        """Renders the messages, and returns the ranges of the assistant's answers in the text.
 
         Messages whose index is in `skipped` are no answers.
         """
@@ -167,7 +167,7 @@ class ChatTemplate:
         return start, start + len(answer) if answer.endswith(self._marks) else stop
 
     def _stop(self, whole: str, ended: str, placed: str) -> int | None:
-        """The end of an answer, by texts with a mark in its place: up to it, and of all messages.
+        """Returns the end of an answer, found with a placeholder in its place.
 
         A last message can be written otherwise: with a thought in front, or with what ends a text
         behind what ends the answer. What is the same behind the answer ends it.
@@ -196,7 +196,7 @@ class ChatTemplate:
 def read_template(
     folder: Path, tokens: tokenizers.Tokenizer, file: Path | None = None
 ) -> ChatTemplate:
-    """The chat template of a model's folder, or that in `file`."""
+    """Returns the chat template of a model's folder, or that in `file`."""
     config = _read_json(folder / CONFIG)
     special = {
         name: token["content"] if isinstance(token, dict) else token
@@ -221,14 +221,14 @@ def read_template(
 
 
 def rename_roles(*roles: str) -> str | None:
-    """The sentence that renames roles of other formats; None if there are none."""
+    """Returns the sentence that renames roles of other formats; None if there are none."""
     names = {role: ROLES.get(role.lower(), role.lower()) for role in roles}
     pairs = [f"{role!r} to {name!r}" for role, name in names.items() if role != name]
     return f"Rename the role {', '.join(pairs)}" if pairs else None
 
 
 def text_of(file: Path) -> str:
-    """The text of a chat template."""
+    """Returns the text of a chat template."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -248,7 +248,7 @@ def _start(
     i: int,
     messages: int,
 ) -> int | None:
-    """The begin of the answer in message `i`."""
+    """Returns the begin of the answer in message `i`."""
     if i == 0:  # many templates want a message
         placed = with_place(messages)
         return len(os.path.commonprefix([placed, whole])) if _PLACE in placed else None
@@ -265,7 +265,7 @@ def _start(
 
 
 def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and where each marked part, maybe empty, is in it."""
+    """Returns the text without marks, and where each marked part, maybe empty, is in it."""
     parts = re.split(f"[{_BEGIN}{_END}]", marked)  # every second one is marked
     ends = [*itertools.accumulate(map(len, parts))]
     return "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]

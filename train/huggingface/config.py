@@ -92,7 +92,7 @@ def read_raw(folder: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
-    """The sizes and options of the model, from the content `raw` of the file `path`."""
+    """Returns the sizes and options of the model, from the content `raw` of the file `path`."""
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise ModelError(

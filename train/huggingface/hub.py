@@ -21,7 +21,7 @@ NO_FILES = ("*/*", "consolidated*")
 
 
 def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
-    """The folder of this name, or the one with the `files` of the model `org/name` on the Hub."""
+    """Returns the local folder of this name, or the `files` of `org/name` from the Hub."""
     folder, name = Path(model), str(model)
     if (below := folder / OF_RUN).is_dir() and not (folder / CONFIG).exists():
         raise ModelError(

@@ -22,7 +22,7 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
 
 
 def loads_unique(text: str) -> Any:
-    """As `json.loads`; of a key that is in an object twice, that takes the last without a word."""
+    """Parses JSON like `json.loads`, but refuses an object with a duplicate key."""
     return json.loads(text, object_pairs_hook=_unique)
 
 

@@ -54,7 +54,7 @@ class Pretrained(NamedTuple):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Of the head that classifies; LABEL_0 and so on where it does not name them."""
+        """The names of the head's classes; LABEL_0 and so on if the config has none."""
         named = self.raw.get("id2label")
         named = named if isinstance(named, dict) else {}
         return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(self.labels or 0))
@@ -101,7 +101,7 @@ def _has_own_head(headers: Mapping[str, Tensor]) -> bool:
 def make_model(
     config: DecoderConfig | EncoderConfig, *, labels: int, **options: Any
 ) -> Decoder | BertClassifier:
-    """The model of a config, with weights drawn at random; an encoder's head has `labels`."""
+    """Makes the model of a config with random weights; an encoder's head has `labels`."""
     if isinstance(config, DecoderConfig):
         return Decoder(config, **options)
     return BertClassifier(config, labels=labels, **options)
@@ -149,7 +149,7 @@ def load_weights(
 def drawn_anew(
     pretrained: Pretrained, shapes: Any, *, anew: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The names of the leaves that `load_weights` draws instead of reading them."""
+    """Returns the names of the leaves that `load_weights` draws instead of reading them."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     modules = {name.rpartition("/")[0] for name in names} & set(OPTIONAL)
     missing = {m for m in modules if not _has(pretrained, m)} | (modules & set(anew))
@@ -202,7 +202,7 @@ def _check_shapes(tensors: list[Tensor], shape: tuple[int, ...]) -> None:
 
 @functools.lru_cache(maxsize=16)
 def shapes_of(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
-    """The parameters of a model; scanned, because one block is traced faster than many."""
+    """Returns the parameters of a model; scanned, because one block is traced faster than many."""
 
     def params():
         dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}

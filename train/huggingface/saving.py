@@ -185,7 +185,7 @@ def _config(
     entries: Sequence[Entry],
     labels: Sequence[str],
 ) -> dict[str, Any]:
-    """The config of the folder that was read, brought up to date."""
+    """Returns the config of the folder that was read, brought up to date."""
     config = dict(pretrained.raw)
     config["architectures"] = [CLASSES[config["model_type"]]]
     widest = max(entries, key=lambda entry: entry.bytes)

@@ -64,7 +64,7 @@ class Unwritten:
             self._fields[name] += 1
 
     def notes(self) -> list[str]:
-        """Sentences about what was counted."""
+        """Returns sentences with the counts."""
         where = self._template.where
         counts = {
             "fields of messages that it does not write": self._fields,
@@ -75,7 +75,7 @@ class Unwritten:
         return [f"{where}: {what}: {listed(count)}" for what, count in counts.items() if count]
 
     def _render(self, form: str) -> tuple[list[tuple[str, str]], list[str]]:
-        """The numbers of messages and the names of fields that are not written, and failures."""
+        """Returns unwritten fields with the numbers of their messages, and failures."""
         messages, tools = json.loads(form)
         try:
             text = self._template.render(messages, tools=tools or None).lower()
@@ -86,7 +86,7 @@ class Unwritten:
 
 
 def listed(counts: Counter[str]) -> str:
-    """The 12 commonest names with their counts."""
+    """Returns the 12 commonest names with their counts."""
     common = [f"{name!r} {count}" for name, count in counts.most_common(12)]
     return ", ".join(common + ["..."] * (len(counts) > 12))
 
@@ -108,7 +108,7 @@ def _marked(number: int, message: Message) -> dict[str, Any]:
 
 
 def _named(number: str, name: str, items: Sequence[Any]) -> list[Any]:
-    """Tools, or calls with their arguments, with marks in place of their names."""
+    """Returns tools or calls with marks in place of their names and arguments."""
     named = []
     for k, item in enumerate(items):
         function = item.get("function", item) | {"name": _mark(f"{number}.{k}", name)}
@@ -121,7 +121,7 @@ def _named(number: str, name: str, items: Sequence[Any]) -> list[Any]:
 
 
 def _replaced(value: Any, mark: str) -> Any:
-    """The value with the mark in place of its texts and numbers, in one entry of each list."""
+    """Replaces texts and numbers by the mark, in one entry of each list."""
     if isinstance(value, dict):
         return {name: _replaced(part, mark) for name, part in value.items()}
     if isinstance(value, list):

@@ -103,17 +103,17 @@ class Source(NamedTuple):
 
     @property
     def entry(self) -> tuple[int, ...]:
-        """The shape of one of a stack, of a tensor or a part of it."""
+        """Returns the shape of one of a stack, of a tensor or a part of it."""
         return (self.shape[0] // self.parts, *self.shape[1:])
 
 
 def leaf_name(path: Any) -> str:
-    """The path of a leaf in a tree, such as `blocks/3/query/kernel`."""
+    """Returns the path of a leaf in a tree, such as `blocks/3/query/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
-    """Names the tensors that a leaf of this name (see `leaf_name`) and shape is made of.
+    """Returns names the tensors that a leaf of this name (see `leaf_name`) and shape is made of.
 
     Examples:
         >>> source("decoder", "blocks/gate/kernel", (2, 4, 8))[:2]
@@ -135,7 +135,7 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
 
 
 def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
-    """All tensors of a folder, by their name without prefix, from the headers of its files."""
+    """Returns all tensors of a folder by name without prefix, from the files' headers."""
     single, index = folder / SINGLE, folder / INDEX
     tensors = _read_header(single) if single.exists() else _read_index(folder, index)
     named: dict[str, Tensor] = {}
@@ -171,7 +171,7 @@ class Reader(contextlib.ExitStack):
     def read(
         self, tensors: Sequence[Tensor], of: Source, dtype: np.dtype, index: tuple[slice, ...]
     ) -> np.ndarray:
-        """The part `index` (no strides) of a leaf in `dtype`, rounded to the nearest."""
+        """Returns the part `index` (no strides) of a leaf in `dtype`, rounded to the nearest."""
         entries = [(tensor, i * of.entry[0]) for tensor in tensors for i in range(of.parts)]
         if of.stacked:
             entries, index = entries[index[0]], index[1:]
@@ -210,7 +210,7 @@ class Reader(contextlib.ExitStack):
 
 
 def _opened(path: Path) -> Any:
-    """A file of tensors, plain or made by `train.compress`; to be used with `with`."""
+    """Returns a file of tensors, plain or made by `train.compress`; to be used with `with`."""
     if elves.is_packed(path):
         return elves.open(path, threads=len(os.sched_getaffinity(0)))
     return safe_open(path, "numpy")
@@ -277,7 +277,7 @@ def _no_safetensors(folder: Path) -> ModelError:
 
 
 def first_of(names: Iterable[str]) -> str:
-    """The first of some tensors, and how many there are besides."""
+    """Returns the first of some tensors, and how many there are besides."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 1} more" if len(ordered) > 1 else ""
     return f"the tensor `{ordered[0]}`{more}"

@@ -40,7 +40,7 @@ class Tokenizer(NamedTuple):
 
 
 def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, for a model whose embedding has `vocabulary` rows."""
+    """Reads the tokenizer of a folder, for a model with `vocabulary` rows in its embedding."""
     tokens = _read_tokens(folder)
     last = max(tokens.get_vocab(with_added_tokens=True).values(), default=-1)
     if last >= vocabulary:
@@ -71,7 +71,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
 
 
 def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids of all tokens that end what a model of the folder writes, a turn or a text."""
+    """Returns the ids of all tokens that end a text or a turn."""
     ends = {tokenizer.end} - {None}
     for name in _NUMBERED:
         if (folder / name).is_file():
@@ -122,7 +122,7 @@ def _special(
     tokens: tokenizers.Tokenizer,
     vocabulary: int,
 ) -> int | None:
-    """The id of the `bos`, `eos` or `pad` token, None if there is none."""
+    """Returns the id of the `bos`, `eos` or `pad` token, None if there is none."""
     for name in _NAMED:
         token = entries.get(name, {}).get(f"{kind}_token")
         if isinstance(token, dict):  # a token with its flags

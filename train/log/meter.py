@@ -153,7 +153,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The time in this context is in no rate. The device must have no step to do."""
+        """Returns the time in this context is in no rate. The device must have no step to do."""
         begin = time.perf_counter()
         try:
             yield
@@ -161,12 +161,12 @@ class Meter:
             self._paused_s += time.perf_counter() - begin
 
     def drain(self, *, whole: bool = False) -> Iterator[Row]:
-        """The rows of the steps, or of `whole` intervals, that are left; waits for each of them."""
+        """Yields the rows of the remaining steps, or of `whole` intervals; waits for each."""
         while len(self._unread) >= (self._to_next_row() if whole else 1):
             yield self._next_row()
 
     def skipped_last(self) -> bool:
-        """Whether the last step was skipped; blocks until the device has done it."""
+        """Returns whether the last step was skipped; blocks until the device has done it."""
         self._judge(self._taken)
         return self._skips.in_a_row > 0
 
@@ -176,7 +176,7 @@ class Meter:
         self._skips.finish()
 
     def state(self) -> dict[str, Any]:
-        """All that a run that goes on needs, for JSON. Blocks until all steps are done."""
+        """Returns all that a run that goes on needs, for JSON. Blocks until all steps are done."""
         unread = jax.device_get(list(self._unread))
         return {
             "unread": [(float(one.loss), int(one.skipped), one.schedule) for one in unread],
@@ -243,7 +243,7 @@ def mean_window_length(stats: zenflow_jax.EngineStats) -> float | None:
 
 
 def has_stalled(values: Sequence[float], patience: int | None, *, larger_is_better: bool) -> bool:
-    """Whether none of the last `patience` values is better than the best before them."""
+    """Returns whether none of the last `patience` values is better than the best before them."""
     if patience is None or len(values) <= patience:
         return False
     sign = 1 if larger_is_better else -1

@@ -87,7 +87,7 @@ class RunLog:
                 closing.callback(self._reporter.finish)
 
     def begin(self, step: int) -> None:
-        """To be called when the first step of this start is compiled and done."""
+        """Notes that the first step of this start is compiled and done."""
         self._begun = step, time.monotonic()
         self.say(f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s")
 
@@ -152,7 +152,7 @@ def show(console: Console, line: str) -> None:
 
 
 def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[Row]:
-    """The rows of `metrics.csv` up to the step `until`; of a damaged file, those before that."""
+    """Reads the rows of `metrics.csv` up to the step `until`, or up to the first damage."""
     path = folder / "metrics.csv"
     rows: list[Row] = []
     try:

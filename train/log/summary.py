@@ -133,7 +133,7 @@ def command_of_use(model: Path, task: str) -> str | None:
 
 
 def summary_table(figures: Mapping[str, Any]) -> Table:
-    """The figures of a run as a table for the terminal."""
+    """Returns the figures of a run as a table for the terminal."""
     device, first = figures["device"], ""
     if figures["devices"] > 1:
         device = f"{figures['devices']} x {device}"
@@ -157,7 +157,7 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
 def hidden_share(
     opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
 ) -> planning.Hiding | None:
-    """The host's load in the timed steps; None after few, and on a CPU, which shares its cores."""
+    """Returns the host's load; None after few steps, and on a CPU, which shares its cores."""
     if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
         return None
     of_all = seconds * stats.steps / (stats.steps - 1)

@@ -53,7 +53,7 @@ def reporter(kind: str, folder: Path, *, done: int, config: Mapping[str, Any]) -
 
 
 def finite(label: str, figures: Mapping[str, float | None]) -> dict[str, float]:
-    """The figures that can be drawn, with the label in their names."""
+    """Returns the figures that can be drawn, with the label in their names."""
     return {
         f"{label}/{name}": value
         for name, value in figures.items()

@@ -45,7 +45,7 @@ class Stacked(nnx.Module):
             self.blocks = nnx.List(make(rngs=nnx.Rngs(key)) for key in keys)
 
     def run_blocks(self, x: jax.Array, *args: jax.Array | None) -> jax.Array:
-        """The stream `x` `(b, t, width)` after all blocks, each of which takes `args` too."""
+        """Returns the stream `x` `(b, t, width)` after all blocks, which also take `args`."""
 
         def run(graphdef, params, x):
             return placed(nnx.merge(graphdef, params)(x, *args), self.stream_sharding)
@@ -70,7 +70,7 @@ class Stacked(nnx.Module):
 
 
 def stack(make: Callable[..., nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """One module whose leaves are stacks, over as many as `make` makes with `rngs` of their own."""
+    """Makes a module whose leaves are stacks of the leaves that `make` makes with `rngs`."""
     return nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
 
 
@@ -79,12 +79,12 @@ def placed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
 
 
 def linear(n_in: int, n_out: int, *, bias: bool, **options) -> nnx.Linear:
-    """A matrix `(n_in, n_out)`, normal with deviation `INIT_STD`, and a bias of zeros if wanted."""
+    """Makes a normal matrix `(n_in, n_out)`, deviation `INIT_STD`, and a zero bias if wanted."""
     return nnx.Linear(n_in, n_out, use_bias=bias, kernel_init=rounded_normal, **options)
 
 
 def embedding(rows: int, width: int, **options) -> nnx.Embed:
-    """A table `(rows, width)`, normal with deviation `INIT_STD`."""
+    """Returns a table `(rows, width)`, normal with deviation `INIT_STD`."""
     return nnx.Embed(rows, width, embedding_init=rounded_normal, **options)
 
 

@@ -71,13 +71,13 @@ token_losses.defvjp(_forward, _backward)
 
 
 def no_words(targets: jax.Array) -> Any:
-    """The sums of `add_words` before any words."""
+    """Returns the sums of `add_words` before any words."""
     zeros = jnp.zeros(targets.shape, jnp.float32)
     return zeros - jnp.inf, zeros, zeros + jnp.nan  # for targets that are no words
 
 
 def add_words(sums: Any, logits: jax.Array, place: jax.Array) -> Any:
-    """The largest logit, the sum of exponentials without it, and the logit of the target.
+    """Returns the largest logit, the sum of exponentials without it, and the logit of the target.
 
     `place` is the number of the target among the words of `logits`; it may be one of other words.
     """
@@ -108,7 +108,7 @@ logits_of.defvjp(lambda x, matrix: (logits_of(x, matrix), (x, matrix)), _logits_
 
 
 def _over_parts(step: Callable[[T, Any, int], T], carry: T, words: int) -> T:
-    """The carry after `step(carry, start, words)` of each part, one after the other."""
+    """Returns the carry after `step(carry, start, words)` of each part, one after the other."""
     whole, rest = divmod(words, PART)
     carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * PART, PART), carry)
     return step(carry, whole * PART, rest) if rest else carry

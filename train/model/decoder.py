@@ -96,7 +96,7 @@ class Decoder(Stacked):
             self.head = vocabulary.make_parts(head, config.vocabulary, parts, rngs)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """The logits behind each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
+        """Returns the logits behind each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
 
         With `positions` `(b, t)` of each token in its text, texts of a row see nothing of the
         others.
@@ -106,7 +106,7 @@ class Decoder(Stacked):
     def losses(
         self, tokens: jax.Array, targets: jax.Array, positions: jax.Array | None = None
     ) -> jax.Array:
-        """The cross-entropy of each of `targets` `(b, t)` in nats: float32 `(b, t)`.
+        """Returns the cross-entropy of each of `targets` `(b, t)` in nats: float32 `(b, t)`.
 
         As from the logits, which are never there all at once where the vocabulary is large.
         """
@@ -129,7 +129,7 @@ class Decoder(Stacked):
         return cross_entropy.token_losses(x, table, targets, axis=0)
 
     def _last_layer(self, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
-        """The stream `(b, t, width)` after all blocks."""
+        """Returns the stream `(b, t, width)` after all blocks."""
         tokens = tokens.astype(jnp.int32)
         if self.parts == 1:
             x = self.embed(tokens)
@@ -151,7 +151,7 @@ class Decoder(Stacked):
     def extend(
         self, tokens: jax.Array, cache: Cache, start: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """The float32 logits `(b, vocabulary)` behind `tokens` `(b, t)`, and the cache with them.
+        """Returns the float32 logits `(b, vocabulary)` after `tokens` `(b, t)`, and the cache.
 
         The cache has the `start` tokens before them; `start + t` is at most `s`. For stacked
         blocks.
@@ -214,7 +214,7 @@ class DecoderBlock(nnx.Module):
     def extend(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: Cache, start: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """The same for positions from `start` on; the cache has those before, then these too."""
+        """Returns the same for positions from `start`; the cache has the earlier ones first."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
         cache = Cache(
             jax.lax.dynamic_update_slice_in_dim(cache.keys, k, start, axis=1),
@@ -242,7 +242,7 @@ class DecoderBlock(nnx.Module):
         return q, k, v
 
     def _mixed_in(self, x, mixed):
-        """The stream after the block, from the output of attention `(b, t, heads, d)`."""
+        """Returns the stream after the block, from the output of attention `(b, t, heads, d)`."""
         x = x + self.attention_out(mixed.reshape(*x.shape[:2], -1))
         y = self.ffn_norm(x)
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))

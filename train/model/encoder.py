@@ -60,7 +60,7 @@ class BertClassifier(Stacked):
         return self.classifier(jnp.tanh(self.pooler(x[:, 0])))
 
     def stream(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
-        """The output of the last block, `(b, t, width)` in `compute_dtype`."""
+        """Returns the output of the last block, `(b, t, width)` in `compute_dtype`."""
         x = self.embed(tokens.astype(jnp.int32)) + self.types(types.astype(jnp.int32))
         x = x + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = self.embed_norm(x).astype(x.dtype)

@@ -36,7 +36,7 @@ def continued(
     sampling: Sampling = LIKELIEST,
     seed: int = 0,
 ) -> Iterator[int]:
-    """The tokens that continue a prompt, by a decoder of stacked blocks; none after an end."""
+    """Yields the tokens that continue a prompt, by a decoder of stacked blocks, up to an end."""
     key = jax.random.key(seed)
     cache = nnx.merge(graphdef, params).empty_cache(1, len(prompt) + most)
     choose = partial(_extend, graphdef, sampling, params, key)
@@ -60,7 +60,7 @@ def continued(
 
 
 def chosen(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """The next token, int32 `()`, by its logits `(vocabulary,)`; -1 if they are not finite."""
+    """Returns the next token, int32 `()`, by its logits `(vocabulary,)`; -1 if not finite."""
     finite = jnp.isfinite(logits.max())
     if sampling.temperature == 0:
         token = jnp.argmax(logits)
@@ -70,7 +70,7 @@ def chosen(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def narrowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """The logits, minus infinity where less likely than the last token that may be drawn."""
+    """Returns the logits, with minus infinity for tokens that may not be drawn."""
     if sampling.top_k is not None:
         least = jax.lax.top_k(logits, min(sampling.top_k, len(logits)))[0][-1]
         logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -85,6 +85,6 @@ def narrowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _extend(graphdef, sampling, params, key, cache, tokens, start):
-    """The token `(1,)` behind `tokens` `(t,)`, which are at `start`, and the cache with them."""
+    """Returns the token `(1,)` after `tokens` `(t,)`, which begin at `start`, and the cache."""
     logits, cache = nnx.merge(graphdef, params).extend(tokens[None], cache, start)
     return chosen(logits[0], jax.random.fold_in(key, start), sampling)[None], cache

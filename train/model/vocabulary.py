@@ -26,20 +26,20 @@ T = TypeVar("T")
 
 
 def parts_of(words: int) -> int:
-    """In how many equal parts to take a vocabulary; in one if it is small, or its parts large."""
+    """Returns the number of equal parts of a vocabulary; 1 if it is small, or its parts large."""
     parts = max(i for i in range(1, MOST + 1) if words % i == 0)
     return parts if cross_entropy.PART < words <= parts * LARGEST * cross_entropy.PART else 1
 
 
 def make_parts(make: Callable[..., nnx.Module], words: int, parts: int, rngs: nnx.Rngs) -> Any:
-    """What `make` makes for so many words; if in parts, a stack of what it makes for each."""
+    """Makes an embedding or head of so many words; in parts, a stack of one for each part."""
     if parts == 1:
         return make(words, rngs=rngs)
     return stack(partial(make, words // parts), parts, rngs)
 
 
 def embedded(table: Any, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The rows `(b, t, width)` of a table `(parts, words, width)`; NaN for what is no word."""
+    """Returns the rows `(b, t, width)` of a table `(parts, words, width)`; NaN for no word."""
     _, words, width = table.shape
 
     def add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ _rows.defvjp(lambda part, place: (_rows(part, place), (place, part)), _rows_back
 
 
 def token_losses(x: jax.Array, head: Any, targets: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """As `cross_entropy.token_losses`, by a head `(parts, width, words)`; `x` is float32.
+    """Computes `cross_entropy.token_losses` for a head `(parts, width, words)`; `x` is float32.
 
     Products are in `dtype`, gradients of `x` are added up in float32.
     """
@@ -82,7 +82,7 @@ def token_losses(x: jax.Array, head: Any, targets: jax.Array, dtype: DTypeLike) 
 
 
 def _over_parts(step: Callable[[T, Any, jax.Array], T], carry: T, stack: Any, words: int) -> T:
-    """The carry after `step(carry, part, start)` of each part, one after the other."""
+    """Returns the carry after `step(carry, part, start)` of each part, one after the other."""
 
     def body(carry: T, one: tuple[Any, jax.Array]) -> tuple[T, None]:
         return step(carry, *one), None

@@ -251,7 +251,7 @@ def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
 
 
 def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
-    """The mesh of a setting: of GPUs that need not exist, or of this machine's CPU devices."""
+    """Returns the mesh of the setting: of described GPUs, or of this machine's CPU devices."""
     sizes = mesh_axes(text) if text else {"data": 1}
     if described:
         return planning.described_mesh(device, sizes)
@@ -275,7 +275,7 @@ class PlannedStep(NamedTuple):
 
 
 def folder_of_config(model: str) -> Pretrained:
-    """A model's folder, whose `config.json` alone is read."""
+    """Returns a model's folder, whose `config.json` alone is read."""
     folder = model_folder(model, [CONFIG])
     raw = read_raw(folder)
     config = read_config(folder / CONFIG, raw)
@@ -343,7 +343,7 @@ def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _beside(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
-    """A state whose moments lie as their parameters do, and all else `everywhere`."""
+    """Returns a state whose moments lie as their parameters do, and all else `everywhere`."""
     return optax.tree.map_params(
         tx,
         lambda x, p: _at(x, p.sharding),

@@ -31,7 +31,7 @@ WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
 def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
-    """The folder of the run below `output_dir`, the same for every process.
+    """Returns the folder of the run below `output_dir`, the same for every process.
 
     `run` names it, and may hold an earlier start unless `fresh`; None makes one with this `label`.
     """

@@ -102,7 +102,7 @@ class Run:
         return True
 
     def _has_ended(self) -> bool:
-        """Whether all of the run is done; refuses one that has done too many steps."""
+        """Returns whether all of the run is done; refuses one that has done too many steps."""
         if self._has_stopped_early():
             self.steps = self.done
         done, steps = self.done, self.steps
@@ -347,7 +347,7 @@ class Run:
         }
 
     def _validated(self, step: int) -> dict[str, float]:
-        """The figures after `step`, which is the last one taken."""
+        """Returns the figures after `step`, which is the last one taken."""
         if not self.validations or self.validations[-1][0] != step:
             jax.block_until_ready(self.params)
             self._log_rows(whole=True)  # ahead of the validation's line
@@ -365,13 +365,13 @@ class Run:
         return has_stalled(values, patience, larger_is_better=not is_loss(best))
 
     def _is_validated(self, step: int) -> bool:
-        """Whether a validation is due; the last one comes when all windows are closed."""
+        """Returns whether a validation is due; the last one comes when all windows are closed."""
         output = self.job.output
         is_compared = output.keep_best and self._is_saved(step)
         return step < self.steps and (is_compared or is_due(output.evaluate_every, step))
 
     def _is_saved(self, step: int) -> bool:
-        """Whether a checkpoint is due: with early stopping at each validation, one is the best."""
+        """Returns whether a checkpoint is due; with early stopping also at each validation."""
         output = self.job.output
         stops = output.early_stopping_patience is not None
         return is_due(output.save_every, step) or (stops and is_due(output.evaluate_every, step))
@@ -394,5 +394,5 @@ class Run:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether what is done every `every` steps, 0 for never, is done after this one."""
+    """Returns whether what is done every `every` steps, 0 for never, is done after this one."""
     return every > 0 and step % every == 0

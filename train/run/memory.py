@@ -57,7 +57,7 @@ def host_bytes() -> int:
 
 
 def device_bytes() -> int | None:
-    """The memory of a device, of a CPU its share of the machine's; None if it is unknown."""
+    """Returns a device's memory, for a CPU its share of the machine's; None if unknown."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -67,7 +67,7 @@ def device_bytes() -> int | None:
 
 
 def lack_behind(error: BaseException) -> BaseException | None:
-    """The lack of memory that is this error or a cause of it; None if there is none."""
+    """Returns the lack of memory that is this error or a cause of it; None if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, MemoryError):
         text = str(cause).lower()

@@ -82,13 +82,13 @@ def described_as_drawn(model: Model, labels: Sequence[str]) -> str:
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
-    """The definition of a model, and its parameters as pure arrays."""
+    """Returns the definition of a model, and its parameters as pure arrays."""
     graphdef, params = nnx.split(model)
     return graphdef, nnx.as_pure(params)
 
 
 def _has_head_for(origin: loading.Pretrained, labels: Sequence[str]) -> bool:
-    """Whether the folder has a head for these labels, in this order if it names them."""
+    """Returns whether the folder has a head for these labels, in this order if it names them."""
     names = [name.lower() for name in origin.class_names]
     return names in ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
 
@@ -96,7 +96,7 @@ def _has_head_for(origin: loading.Pretrained, labels: Sequence[str]) -> bool:
 def config_of(
     origin: loading.Pretrained | None, run: StepSettings
 ) -> DecoderConfig | EncoderConfig:
-    """The folder's config, or without a folder a small Llama 2 over bytes, of these sizes."""
+    """Returns the folder's config, or that of a small Llama 2 over bytes."""
     if origin is not None:
         return origin.config
     return DecoderConfig(
@@ -125,7 +125,7 @@ def builder(
     sharding: NamedSharding | None = None,
     labels: int = 0,
 ) -> Callable[[], nnx.Module]:
-    """A function that makes the model of these settings with weights drawn at random.
+    """Returns a function that makes the model of these settings with weights drawn at random.
 
     `sharding` is the batch's. Where layers stream, so do embedding and head, in parts, unless the
     embedding is the head as well.
@@ -167,7 +167,7 @@ def write(
 
 
 def texts_of(chat_template: str | None) -> dict[str, str]:
-    """The files, by name, that replace those of the model's folder in the trained one."""
+    """Returns the files, by name, that replace those of the model's folder in the trained one."""
     return {} if chat_template is None else {TEMPLATE: text_of(Path(chat_template))}
 
 

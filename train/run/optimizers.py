@@ -21,12 +21,12 @@ S = TypeVar("S", bound=OptimizerSettings)
 
 
 def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
-    """The dtype of matrices on the device: adamw, without masters, would lose small updates."""
+    """Returns the dtype of matrices on the device: adamw has no masters, so needs float32."""
     return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 
 
 def learning_rate(peak: float, warm_up: int, steps: int, schedule: str) -> optax.Schedule:
-    """Linear warm-up to the peak, then a cosine to a tenth of it, a line to zero, or the peak."""
+    """Warms up linearly to the peak, then decays: cosine to a tenth, linear to zero, or not."""
     rest = max(steps - warm_up, 1)
     after = {
         "cosine": optax.cosine_decay_schedule(peak, rest, alpha=0.1),
@@ -43,7 +43,7 @@ def make_optimizer(
     *,
     steps_per_epoch: int | None = None,
 ) -> optax.GradientTransformation:
-    """The optimizer that the settings, with `steps`, ask for; `deepspeed` as of `in_force`."""
+    """Makes the optimizer of the settings, with `steps`; `deepspeed` as `in_force` returns it."""
     norm = settings.max_grad_norm
     if deepspeed is not None and deepspeed.scheduler is not None:
         rate = deepspeed.learning_rate
@@ -98,7 +98,7 @@ def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTra
 
 
 def skipped_steps(opt_state: Any) -> jax.Array:
-    """The number of skipped steps, int32, in a state of `make_optimizer`'s."""
+    """Returns the number of skipped steps, int32, in a state of `make_optimizer`'s."""
     if isinstance(opt_state, SkipState):
         return opt_state.skipped
     return zenflow_jax.find_state(opt_state).skipped
@@ -131,7 +131,7 @@ def _arguments(settings: OptimizerSettings, steps_per_epoch: int | None) -> dict
 
 
 def with_deepspeed(settings: S, devices: int) -> tuple[S, DeepSpeedOptions | None]:
-    """The settings with the values of the DeepSpeed config that they name, and that config."""
+    """Returns the settings with the values of their DeepSpeed config, and that config."""
     if settings.deepspeed is None:
         return settings, None
     try:
@@ -146,7 +146,7 @@ def with_deepspeed(settings: S, devices: int) -> tuple[S, DeepSpeedOptions | Non
 
 
 def with_values_of(options: DeepSpeedOptions, settings: S) -> S:
-    """The settings with the values of a DeepSpeed config in their place."""
+    """Returns the settings with the values of a DeepSpeed config in their place."""
     open_or_not = {
         "optimizer": options.kind if options.has_zero else None,
         "batch_size": options.batch_size,
@@ -167,7 +167,7 @@ def with_values_of(options: DeepSpeedOptions, settings: S) -> S:
 def in_force(
     settings: S, deepspeed: DeepSpeedOptions | None, steps_per_epoch: int
 ) -> tuple[S, DeepSpeedOptions | None]:
-    """Both results of `with_deepspeed`, with what depends on the steps and on their length."""
+    """Completes the results of `with_deepspeed` when the steps of run and epoch are known."""
     if deepspeed is None:
         return settings, None
     deepspeed = dataclasses.replace(
@@ -195,7 +195,7 @@ def in_force(
 
 
 def said_of_deepspeed(asked: S, settings: S, deepspeed: DeepSpeedOptions | None) -> list[str]:
-    """Lines on what the DeepSpeed config has changed of the settings `asked`, and ignored keys."""
+    """Returns lines on the settings that the DeepSpeed config changes, and on ignored keys."""
     if deepspeed is None:
         return []
     lines = []

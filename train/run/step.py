@@ -37,7 +37,7 @@ class PerExample(NamedTuple):
 
 
 def of_tokens(model: Any, batch: Batch) -> PerExample:
-    """The loss of each next token, of a decoder; a batch is of examples as in `tasks`."""
+    """Returns the loss of each next token, of a decoder; a batch is of examples as in `tasks`."""
     tokens = batch["tokens"].astype(jnp.int32)
     losses = model.losses(tokens[:, :-1], tokens[:, 1:], batch.get("positions"))
     if (weights := batch.get("weights")) is None:
@@ -47,7 +47,7 @@ def of_tokens(model: Any, batch: Batch) -> PerExample:
 
 
 def of_labels(model: nnx.Module, batch: Batch) -> PerExample:
-    """The loss of the label, of a classifier. `label` is `(b,)`, all else in a batch `(b, t)`."""
+    """Returns a classifier's loss. `label` is `(b,)`, everything else in a batch `(b, t)`."""
     logits = model(batch["tokens"].astype(jnp.int32), batch["types"], batch["mask"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     predictions = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -68,7 +68,7 @@ def make_train_step(
     on_gpu: bool = False,
     described: bool = False,
 ) -> Callable:
-    """The jitted step: it knows neither the optimizer nor the number of devices.
+    """Returns the jitted step: it knows neither the optimizer nor the number of devices.
 
     It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of the
     run's skipped steps (int32). Gradients of `micro_batches` are summed in float32. With `stream`
@@ -138,7 +138,7 @@ def make_validate(
     samples: Mapping[str, Iterable[Batch]],
     check: Callable[[], None] = lambda: None,
 ) -> Callable[..., dict[str, float]]:
-    """A function from parameters to the figures of a validation on the batches of `samples`.
+    """Returns a function from parameters to the metrics of a validation on `samples`.
 
     Of several samples each figure has the sample's name in front: `matched/accuracy`. Parameters
     whose selected channels are in the optimizer state alone come with it.

@@ -59,7 +59,7 @@ class Task(NamedTuple):
 
     @property
     def kind(self) -> Literal["decoder", "encoder"]:
-        """The model that the task needs."""
+        """Returns the model that the task needs."""
         return "encoder" if self.labels else "decoder"
 
     @property
@@ -73,5 +73,5 @@ class Task(NamedTuple):
 
     @property
     def target(self) -> str:
-        """The unit that a loss is the mean over."""
+        """Returns the unit that a loss is the mean over."""
         return "label" if self.labels else "token"

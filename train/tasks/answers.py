@@ -59,13 +59,13 @@ class Answers(Examples):
 
 
 def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
-    """The task of answering instructions; arguments and errors are those of `task_of_answers`."""
+    """Makes the task of answering instructions; arguments and errors as for `task_of_answers`."""
     encode_files = partial(_encode_instructions, tokenizer)
     return task_of_answers("alpaca", data, tokenizer, encode_files, **options)
 
 
 def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
-    """The task of answering in conversations; arguments are those of `task_of_answers`."""
+    """Returns the task of answering in conversations; arguments are those of `task_of_answers`."""
     special = [n for n, t in tokenizer.tokens.get_added_tokens_decoder().items() if t.special]
 
     def encode_files(paths: list[Path], notes: list[str]) -> Iterator[Encoded]:
@@ -97,7 +97,7 @@ def task_of_answers(
     form: tuple[object, ...] = (),
     store: Callable[..., Encoded] = stored,
 ) -> Task:
-    """The task of giving the answers of the files of `data`.
+    """Returns the task of giving the answers of the files of `data`.
 
     Examples of more than T + 1 tokens are cut on the right; those without an answer left are
     dropped. `store` is `stored` with its options, and `form` says what else decides the tokens.
@@ -127,7 +127,7 @@ def task_of_answers(
 
 
 def _answered(encoded: Encoded, length: int) -> np.ndarray:
-    """The examples with a target in an answer; the first token is no target."""
+    """Returns the examples with a target in an answer; the first token is no target."""
     marks, bounds = encoded.marks, itertools.pairwise(encoded.starts)
     answered = (marks[begin + 1 : min(begin + length + 1, end)].any() for begin, end in bounds)
     return np.flatnonzero(np.fromiter(answered, bool))

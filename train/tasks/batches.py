@@ -70,13 +70,13 @@ class _Shuffled:
         return int(self._order[place])
 
     def _bucket(self, numbers: list[int]) -> int:
-        """The positions of a batch of these examples of a padded source."""
+        """Returns the positions of a batch of these examples of a padded source."""
         longest = int(self._padded.lengths[numbers].max())
         needed = math.ceil(longest / self._part) * self._part
         return min(max(needed, self._part), self._padded.longest)
 
     def _batch(self, own: list[dict[str, np.ndarray]], numbers: list[int]) -> Batch:
-        """The batch of the examples `numbers`; this process has its `own` ones."""
+        """Returns the batch of the examples `numbers`; this process has its `own` ones."""
         if self._padded and (behind := self._padded.longest - self._bucket(numbers)):
             own = [{n: x[:-behind] if x.ndim else x for n, x in e.items()} for e in own]
         stacked = {name: np.stack([e[name] for e in own]) for name in own[0]}
@@ -116,11 +116,11 @@ class Batches(_Shuffled):
         return self._batch([self._source[numbers[row]] for row in self._rows], numbers)
 
     def tokens(self, i: int) -> int | None:
-        """The tokens of batch `i`, all devices together; None if none of it is padding."""
+        """Returns the tokens of batch `i`, all devices together; None if none of it is padding."""
         return int(self._padded.lengths[self._numbers(i)].sum()) if self._padded else None
 
     def length(self, i: int) -> int | None:
-        """The positions of its examples; None if all batches have the same."""
+        """Returns the positions of its examples; None if all batches have the same."""
         return self._bucket(self._numbers(i)) if self._padded else None
 
     def _numbers(self, i: int) -> list[int]:

@@ -19,7 +19,7 @@ KINDS = {"decoder": "a decoder, such as a Llama or Qwen", "encoder": "an encoder
 
 
 def make_test(data: DataSettings, origin: Pretrained, task: Task, **options: Any) -> Task:
-    """The task with the examples of the file `test_data` for validation, and none for training."""
+    """Returns the task with the examples of `test_data` for validation, and none to train on."""
     file = Path(data.test_data)
     if not file.is_file():
         raise SettingsError(f"`test_data`: expected a file, got {file}, which is none.")
@@ -96,7 +96,7 @@ def with_best(task: Task, best: str | None) -> Task:
 
 
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
-    """The names of a task's classes, if they need no data, and the figure that is to be best."""
+    """Returns a task's class names, if they need no data, and the metric that decides."""
     if task in OF_DECODERS:
         return (), "loss"
     if task == "classification":
@@ -105,7 +105,7 @@ def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
 
 
 def class_names(origin: Pretrained) -> tuple[str, ...]:
-    """The names of the classes of the folder's head; () if it has none or does not name them."""
+    """Returns the class names of the folder's head; () if it has none or does not name them."""
     names = origin.class_names
     return () if any(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 

@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
 
 def score(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """The share that is right, and the mean of the classes' F1, of those that occur."""
+    """Returns the share that is right, and the mean of the classes' F1, of those that occur."""
     f1s = [glue.f1(predictions, labels, of) for of in np.union1d(predictions, labels)]
     return {**glue.accuracy(predictions, labels), "macro_f1": float(np.mean(f1s))}
 
@@ -83,7 +83,7 @@ def make(
     seed: int,
     known: Sequence[str] = (),
 ) -> Task:
-    """The task of telling the classes of a file; arguments are those of `task_of_answers`.
+    """Returns the task of telling the classes of a file; arguments are those of `task_of_answers`.
 
     If all labels are `known` to the model's head, whatever their case, its classes are taken.
     """
@@ -132,7 +132,7 @@ def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
 
 
 def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -> list[str]:
-    """The labels that occur, in their order; or those that are known, if these have all of them."""
+    """Returns the labels that occur, sorted, or the known ones if these include all of them."""
     classes = sorted(set(labels))
     if {label.lower() for label in classes} <= {name.lower() for name in known}:
         return list(known)
@@ -148,7 +148,7 @@ def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -
 
 
 def _ids(side: Rows, classes: list[str], known: Sequence[str], column: str) -> list[int]:
-    """The id of each label. The case of letters counts only where the classes are the file's."""
+    """Returns the id of each label; case matters only if the file defines the classes."""
     exact = {name: i for i, name in enumerate(classes)}
     folded = {name.lower(): i for i, name in enumerate(known)} if classes == list(known) else {}
     ids = []
@@ -163,7 +163,7 @@ def _ids(side: Rows, classes: list[str], known: Sequence[str], column: str) -> l
 
 
 def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
-    """The rows of the files; those that are left out are named in the notes."""
+    """Returns the rows of the files; those that are left out are named in the notes."""
     rows = Rows([], [], [])
     for path in paths:
         names = tables.class_names(path, columns.label) if tables.is_table(path) else None
@@ -196,7 +196,7 @@ def _text(where: str, record: dict[str, Any], column: str) -> str:
 
 
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
-    """The label of a row as text, the same of 1, 1.0 and "1.0"; `names` are those of numbers."""
+    """Returns the label of a row as text, the same for 1, 1.0 and "1.0"; `names` are of numbers."""
     if column not in record:
         text_field(where, record, column, remedy="Name it with --label-column")
     match label := record[column]:
@@ -242,7 +242,7 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each row that is not blank, and the line in which it begins."""
+    """Returns the cells of each row that is not blank, and the line in which it begins."""
     first = next(lines(path), (1, ""))[1]
     needed = {*columns.texts, columns.label}
     headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
@@ -266,7 +266,7 @@ def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
 
 
 def _unquoted(cell: str) -> str:
-    """A cell without the quotation marks that spreadsheets put around it: `"a ""b"" c"`."""
+    """Returns a cell without the quotation marks that spreadsheets put around it: `"a ""b"" c"`."""
     inner = cell[1:-1]
     is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
     if is_quoted and '"' not in inner.replace('""', ""):

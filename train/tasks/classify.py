@@ -52,7 +52,7 @@ def classified(
     tokenizer: Tokenizer,
     texts: Sequence[str],
 ) -> Iterator[tuple[str, float]]:
-    """The class of each text and its share; what is longer than the positions is cut."""
+    """Returns the class of each text and its share; what is longer than the positions is cut."""
     source = Sentences(texts, [0] * len(texts), tokenizer, origin.config.positions)
     shares_of = jax.jit(lambda params, *of: jax.nn.softmax(nnx.merge(graphdef, params)(*of)))
     for first in range(0, len(texts), BATCH):

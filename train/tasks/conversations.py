@@ -37,7 +37,7 @@ class Conversations:
             yield conversation
 
     def notes(self, where: Path) -> list[str]:
-        """Sentences about what was not read."""
+        """Returns sentences about fields that are not read."""
         return self._fields.notes(where) + self._unwritten.notes()
 
     def _written(
@@ -56,7 +56,7 @@ class Conversations:
 
 
 def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:
-    """The messages of a record, and the numbers of those that are not learned."""
+    """Returns the messages of a record, and the numbers of those that are not learned."""
     if MESSAGES not in record:
         names = ", ".join(map(repr, record)) or "none"
         remedy = fields.make_conversation(record)
@@ -105,7 +105,7 @@ def _expect_objects(where: str, field: str, items: Any) -> None:
 
 
 def _with_parsed_calls(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with arguments of calls as objects, which OpenAI has as the JSON of them."""
+    """Returns the message with arguments of calls as objects; OpenAI has them as JSON text."""
     if "tool_calls" not in message:
         return message
     return message | {"tool_calls": [_parsed(where, call) for call in message["tool_calls"]]}

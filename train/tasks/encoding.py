@@ -72,7 +72,7 @@ def encode(
 
 
 def smallest_dtype(vocabulary: int) -> np.dtype:
-    """The smallest unsigned dtype that holds every id below `vocabulary`."""
+    """Returns the smallest unsigned dtype that holds every id below `vocabulary`."""
     return np.min_scalar_type(max(vocabulary - 1, 0))
 
 
@@ -90,7 +90,7 @@ def enclose(
 def chunks(
     items: Iterable[Any], size: Callable[[Any], int], together: int = 1
 ) -> Iterator[list[Any]]:
-    """The items in lists for the tokenizer; `size` says how many characters one has."""
+    """Returns the items in lists for the tokenizer; `size` says how many characters one has."""
     chunk, characters = [], 0
     for item in items:
         chunk.append(item)

@@ -57,7 +57,7 @@ class Examples:
         return tokens, marks, size
 
     def split(self, data: Path, *, validation_share: float, seed: int) -> list[Examples]:
-        """The examples of `data` that train, and those that validate; each counts as one."""
+        """Returns the examples of `data` that train, and those that validate."""
         if len(self) < 2 and validation_share < 1:
             raise DataError(f"expected at least two examples in {data}, got {len(self)}.")
         sides = []
@@ -75,7 +75,7 @@ class Examples:
         return zlib.crc32(self._rows, zlib.crc32(b"%d" % self._encoded.checksum, start))
 
     def describe_lengths(self) -> str:
-        """A line about the lengths of all examples of the files, and how many did not fit."""
+        """Returns a line about the lengths of all examples, and how many did not fit."""
         lengths = self._encoded.whole
         median, high = np.percentile(lengths, [50, 95])
         cut = np.count_nonzero(lengths[self._kept] > self._most)
@@ -142,7 +142,7 @@ def task_of(
     score: Score | None = None,
     best: str = "loss",
 ) -> Task:
-    """The task of these examples; `checksum` is of what else a resumed run must share."""
+    """Returns the task of these examples; `checksum` is of what else a resumed run must share."""
     for source in (train, *validation.values()):
         checksum = source.checksum(checksum)
     validate = sum(len(source) for source in validation.values())
@@ -164,7 +164,7 @@ def task_of(
 def describe_example(
     source: Source, tokenizer: Tokenizer, *, labels: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The first example as text, with marks around what is learned of it; () if there is none."""
+    """Returns the first example as text, with marks around the learned part; () if empty."""
     if not len(source):
         return ()
     example = source[0]
@@ -182,7 +182,7 @@ def describe_example(
 
 
 def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer) -> str:
-    """The text of the tokens, with marks around those that are learned."""
+    """Returns the text of the tokens, with marks around those that are learned."""
     borders = [0, *np.flatnonzero(np.diff(learned)) + 1, len(tokens)]
     shown = borders[: PARTS + 1]
     # From the beginning each time: alone, the first token of a part may lose its space.

@@ -78,7 +78,7 @@ class Fields:
                 raise DataError(f"{got} Leave that example out.")
 
     def notes(self, where: object) -> list[str]:
-        """A sentence that lists the other fields, with the number of records that have each."""
+        """Returns a sentence that lists the other fields, each with its number of records."""
         others = self._others
         return [f"{where}: fields that are not read: {listed(others)}"] if others else []
 
@@ -94,7 +94,7 @@ def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> Non
 
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
-    """Whether a message is to be learned, by the fields that say so, which are taken out."""
+    """Returns whether to learn a message; removes the fields that decide it."""
     learned = of_assistant = message["role"] == ASSISTANT
     for name in OF_ANSWERS:
         value = message.pop(name, None)
@@ -125,7 +125,7 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
 
 
 def rename_to_alpaca(record: Mapping[str, Any]) -> str:
-    """What makes a record one of instructions."""
+    """Returns the remedy for a record that is no instruction."""
     if "messages" in record or "conversations" in record:
         return "That is a conversation: take --task chat"
     pairs = {name: RENAMED[name] for name in RENAMED if name in record}
@@ -134,7 +134,7 @@ def rename_to_alpaca(record: Mapping[str, Any]) -> str:
 
 
 def make_conversation(record: Mapping[str, Any]) -> str:
-    """What makes a record without `messages` a conversation."""
+    """Returns the remedy for a record without `messages`."""
     if "conversations" in record:
         return _rename_conversations(record["conversations"])
     if "message_tree_id" in record or {"message_id", "parent_id"} <= record.keys():

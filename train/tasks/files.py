@@ -84,7 +84,7 @@ def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
-    """The files of parts with these names; notes say which are on neither side."""
+    """Returns the files of parts with these names; notes say which are on neither side."""
     of_side: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in parts:
         of_side[_side_of(name)].append(name)
@@ -121,7 +121,7 @@ def _side_of(name: str) -> str | None:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of UTF-8 with their numbers, from 1; each ends with a newline alone."""
+    """Yields lines of UTF-8 with their numbers, from 1; only a newline ends a line."""
     # As bytes: in text, Python would also end lines at carriage returns inside sentences, and
     # could not say in which line the encoding is wrong.
     with path.open("rb") as file:
@@ -139,7 +139,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a list, of lines or of a table, each with where it is."""
+    """Returns the JSON objects of a list, of lines or of a table, each with where it is."""
     if tables.is_table(path):
         yield from tables.rows(path)
         return
@@ -156,7 +156,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def common_place(paths: Sequence[Path]) -> Path:
-    """The only file, or the folder of several."""
+    """Returns the only file, or the folder of several."""
     return paths[0] if len(paths) == 1 else paths[0].parent
 
 
@@ -176,7 +176,7 @@ def expect_examples(
 def text_field(
     where: str, record: dict[str, Any], field: str, *, remedy: str = "Rename the field"
 ) -> str:
-    """The text in a field of a record; `DataError`, with the `remedy`, if there is none."""
+    """Returns the text in a field of a record; `DataError`, with the `remedy`, if there is none."""
     if field not in record:
         names = ", ".join(map(repr, record)) or "none"
         raise DataError(f"{where}: expected a field {field!r}, found {names}. {remedy}.")
@@ -220,12 +220,12 @@ def split(
 
 
 def first_30(numbers: Sequence[Any]) -> str:
-    """The first 30 of some numbers of lines, for a message."""
+    """Returns the first 30 of some numbers of lines, for a message."""
     return ", ".join(map(str, numbers[:30])) + (", ..." if len(numbers) > 30 else "")
 
 
 def shorten(text: str) -> str:
-    """The text, its end replaced by dots if it is too long for a message."""
+    """Returns the text, its end replaced by dots if it is too long for a message."""
     return text if len(text) <= 100 else text[:100] + "..."
 
 

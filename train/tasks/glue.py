@@ -31,7 +31,7 @@ BROKEN_SHARE = 1000
 
 
 def accuracy(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """The share of the predictions `(n,)` that equal the labels `(n,)`."""
+    """Returns the share of the predictions `(n,)` that equal the labels `(n,)`."""
     return {"accuracy": float(np.mean(predictions == labels))}
 
 
@@ -116,7 +116,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -> Task:
-    """The GLUE task `name`, in the folder `data` or in GLUE's own (`SST-2`, ...) below it."""
+    """Makes the GLUE task `name` from the folder `data`, or GLUE's own (`SST-2`, ...) below it."""
     fmt = FORMATS[name]
     check_room(tokenizer, sequence_length, pair=len(fmt.sentences) == 2)
     folder, layout = _find(name, fmt, data)
@@ -157,7 +157,7 @@ def _find(name: str, fmt: Format, data: Path) -> tuple[Path, Files]:
 
 
 def _read(path: Path, fmt: Format, broken: list[int] | None, labels: list[int]) -> Iterator[Text]:
-    """The texts of a file; ids of labels go to `labels`, numbers of halved lines to `broken`."""
+    """Yields the texts of a file; appends label ids to `labels`, split lines to `broken`."""
     numbered = lines(path)
     names = fmt.columns or _header(path, fmt, next(numbered, (1, ""))[1])
     ids = {written: i for i, written in enumerate(fmt.labels)}
@@ -197,7 +197,7 @@ def _header(path: Path, fmt: Format, line: str) -> tuple[str, ...]:
 
 
 def _note_of_broken(path: Path, broken: list[int], taken: int) -> list[str]:
-    """A note of the lines that were left out, which are not to be many."""
+    """Returns a note of the lines that were left out, which are not to be many."""
     if not broken:
         return []
     last = 1 + taken + len(broken)  # with the header

@@ -47,7 +47,7 @@ def make(
     field: str = "text",
     store: Callable[..., Encoded] = stored,
 ) -> Task:
-    """The task of predicting the next token; arguments are those of `task_of_answers`."""
+    """Returns the task of predicting the next token; arguments are those of `task_of_answers`."""
     files = find_files(data, SUFFIXES)
     notes, checksum = list(files.notes), int(joined)
     sides: list[Documents] = []
@@ -161,7 +161,7 @@ def _encode(
 def _pieces_of(
     paths: list[Path], field: str, begins: list[bool], notes: list[str]
 ) -> Iterator[str]:
-    """The documents of all files in pieces; to `begins` goes whether one begins with the piece."""
+    """Yields the documents of all files in pieces; `begins` gets whether each begins one."""
     fields = Fields(field, refused={})
     for path in paths:
         count, blank = 0, 0
@@ -179,7 +179,7 @@ def _pieces_of(
 
 
 def _documents(path: Path, field: str, fields: Fields) -> Iterator[Iterable[str]]:
-    """The documents of a file; one may come in parts, as a text file comes line by line."""
+    """Returns the documents of a file; one may come in parts, as a text file comes line by line."""
     if path.name.lower().endswith(".txt"):
         yield (line for _, line in lines(path))
         return
@@ -189,7 +189,7 @@ def _documents(path: Path, field: str, fields: Fields) -> Iterator[Iterable[str]
 
 
 def _cut(parts: Iterable[str]) -> Iterator[str]:
-    """The text of the parts in pieces of at most `PIECE_CHARACTERS`; a blank rest is dropped."""
+    """Yields the text in pieces of at most `PIECE_CHARACTERS`; drops a blank rest."""
     text = ""
     for part in parts:
         text += part

@@ -31,7 +31,7 @@ SKIPPED_FOLDERS = frozenset(
 def make(
     *, seed: int, sequence_length: int, corpus_megabytes: float, validation_share: float
 ) -> Task:
-    """The task of predicting the next byte of Python's source files."""
+    """Returns the task of predicting the next byte of Python's source files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     options = {"max_bytes": int(corpus_megabytes * 1e6), "validation_share": validation_share}
     sides = split_files(root, source_files(root), seed=seed, **options)
@@ -75,7 +75,7 @@ def split_files(
 
 
 def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
-    """The text of `files` as windows, which overlap by one."""
+    """Returns the text of `files` as windows, which overlap by one."""
     joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:

@@ -30,7 +30,7 @@ def is_table(path: Path) -> bool:
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a table, each with where it is: path and number, from 1."""
+    """Returns the rows of a table, each with where it is: path and number, from 1."""
     number = 0
     with _opened(path) as (_, batches):
         for batch in batches:
@@ -42,14 +42,14 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without the fields that its objects have because others have them."""
+    """Returns a value without the fields that its objects have because others have them."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def class_names(path: Path, column: str) -> list[str] | None:
-    """The names of the classes whose numbers a column holds; None if it says none."""
+    """Returns the names of the classes whose numbers a column holds; None if it says none."""
     with _opened(path) as (schema, _):
         metadata = schema.metadata or {}
     try:
@@ -61,7 +61,7 @@ def class_names(path: Path, column: str) -> list[str] | None:
 
 
 def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
-    """The files that `save_to_disk` has written, by part (a single one has ""), or None."""
+    """Returns the files that `save_to_disk` has written, by part (a single one has ""), or None."""
     if (folder / PARTS).is_file():
         names = _listed(folder / PARTS, "splits")
         return {str(name): _files_of(folder / str(name)) for name in names}
@@ -92,7 +92,7 @@ def _listed(path: Path, key: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """The schema and the batches of a table; Arrow of either kind, as `datasets` writes streams."""
+    """Returns the schema and the batches of a table; Arrow files and streams alike."""
     arrow = _pyarrow(path)
     try:
         if path.name.lower().endswith(".parquet"):

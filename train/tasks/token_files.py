@@ -46,7 +46,7 @@ def stored(
     cache: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Encoded:
-    """The texts of the `paths` as tokens: what an earlier start has left in the cache, or new.
+    """Returns the texts of the `paths` as tokens, cached by an earlier start or new.
 
     `encode_all` yields all chunks, and appends notes on the data. `form` is all that decides the
     tokens besides the paths and the tokenizer, as JSON knows it.
@@ -137,6 +137,6 @@ def _write(
 
 
 def _mapped(file: IO[bytes], dtype: np.dtype) -> np.ndarray:
-    """The array that a file consists of."""
+    """Returns the array that a file consists of."""
     is_empty = not file.seek(0, 2)  # of which there are no maps
     return np.empty(0, dtype) if is_empty else np.asarray(np.memmap(file, dtype, "r"))
