@@ -36,7 +36,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from train import whole
-from train.whole import atomic_path
+from elves.atomic import atomic_path
 with atomic_path(Path(sys.argv[1]), folder=True) as part:
     print("writing", flush=True)
     sys.stdin.read()

@@ -88,8 +88,8 @@ def test_a_model_is_downloaded_once_and_without_pickles(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         code = """if True:
-            from train.planning import folder_of_config
-            from train.pretrained import read_folder
+            from train.plan.planning import folder_of_config
+            from train.huggingface.loading import read_folder
             print(len([*folder_of_config("org/name").folder.iterdir()]))
             print(read_folder("org/name").folder)
         """

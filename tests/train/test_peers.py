@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 PEER = """
 import sys
 import jax
-from train import peers, processes
-from train.peers import Peers
+from train.distributed import peers, processes
+from train.distributed.peers import Peers
 
 peers.GRACE_S = 2.0  # three tests wait for its end
 me = int(sys.argv[1])

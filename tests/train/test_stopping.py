@@ -24,7 +24,7 @@ from zenflow_jax import _commands
 # a lock of the C library that it has taken itself.
 STUCK = """
 import ctypes, sys
-from train.stopping import StopRequest
+from train.distributed.stopping import StopRequest
 with StopRequest(lambda line: print(line, flush=True)) as stop:
     if "step" in sys.argv:
         stop.begin()

@@ -124,7 +124,7 @@ ON_A_MESH = """
 import sys
 import jax, numpy as np
 from train import finetune, job, run
-from train.command_line import read_command_line
+from train.cli.command_line import read_command_line
 
 run.write_picture = lambda *_, **__: None  # a quarter of a short run
 settings = read_command_line(sys.argv[1:], program="test").settings
