@@ -123,13 +123,14 @@ def test_mpirun_without_the_flags_is_refused_with_the_line_that_works(monkeypatc
 ON_A_MESH = """
 import sys
 import jax, numpy as np
-from train import finetune, job, run
+from train import finetune
 from train.cli.command_line import read_command_line
+from train.run import loop, setup
 
-run.write_picture = lambda *_, **__: None  # a quarter of a short run
+loop.write_picture = lambda *_, **__: None  # a quarter of a short run
 settings = read_command_line(sys.argv[1:], program="test").settings
-sources = job.read(settings, timeline=None, force=False, say=print)
-alone, placed = (job.make_model(sources._replace(mesh=m)).params for m in (None, sources.mesh))
+sources = setup.read(settings, timeline=None, force=False, say=print)
+alone, placed = (setup.make_model(sources._replace(mesh=m)).params for m in (None, sources.mesh))
 jax.tree.map(np.testing.assert_array_equal, alone, placed)
 kernel = placed["blocks"][0]["gate"]["kernel"]
 assert kernel.sharding.shard_shape(kernel.shape) == (8, 12), kernel.sharding
