@@ -1,20 +1,20 @@
 """Scripts that train models with zenflow_jax, and the models they train.
 
-Each script is a module with a `main`, is read from top to bottom, and uses the library through
-its public names. `distributed/host_memory.py`, `plan/planning.py` and `checkpoints/reading.py` also
-read fields of the state's leaves, and change with them. Nothing in the library imports this
-package; `zenflow_jax/_commands.py` starts its scripts as console commands.
+Each script is a module with a `main`, is read from top to bottom, and uses the public names of the
+library. `distributed/host_memory.py`, `plan/planning.py` and `checkpoints/reading.py` also read
+fields of the state's leaves, and change with them. Nothing in the library imports this package;
+`zenflow_jax/_commands.py` starts its scripts as console commands.
 """
 
 import sys
 from pathlib import Path
 
-#: The configs that come with the scripts, each of which has a name.
+#: The folder of the shipped configs, which can be named without a path.
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 class Failure(Exception):
-    """A mistake that a user can remedy: the message is shown as it is, without a traceback."""
+    """A mistake that a user can fix: its message is shown without a traceback."""
 
 
 def command_of(script: str) -> str:

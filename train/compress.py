@@ -1,13 +1,13 @@
-"""Makes the files of a model smaller, and back.
+"""Packs the files of a model, and unpacks them.
 
     python -m train.compress IN OUT                      lossless: the same bits when restored
-    python -m train.compress IN OUT --bound 2^-24        float32 with errors of at most that
+    python -m train.compress IN OUT --bound 2^-24        float32 with at most that error
     python -m train.compress IN OUT --base DIR           as differences from the model in DIR
     python -m train.compress --restore OUT BACK
     python -m train.compress --check OUT
 
-IN is a safetensors file, or a folder as Hugging Face has it. `train/` reads a packed model wherever
-it reads a model. The work is done in `elves/`; docs/smaller_files.md says what it gains.
+IN is a safetensors file, or a Hugging Face folder. `train/` reads packed models directly. `elves/`
+does the work; docs/smaller_files.md has the results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROGRAM = command_of("compress")
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Makes the files of a model smaller, and back."""
+    """Packs the files of a model, or unpacks them."""
 
     source: Path = option(help="A safetensors file, or a folder with some.", positional=True)
     target: Path | None = option(None, "New file or folder to write.", positional=True)
@@ -55,10 +55,10 @@ class Command:
 
 
 def run(command: Command) -> None:
-    """Does what the command line says, and says what it has done.
+    """Executes the command, and prints the result.
 
     Raises:
-        ElvesError: If that cannot be done.
+        ElvesError: If the command cannot be executed.
         OSError: If a file cannot be read or written.
     """
     _check(command)

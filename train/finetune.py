@@ -1,7 +1,7 @@
-"""Fine-tunes a model: its own small one, or one in a folder in Hugging Face's layout.
+"""Fine-tunes a model: a small built-in one, or one in a Hugging Face folder.
 
     python -m train.finetune configs/quickstart.toml
-    python -m train.finetune configs/quickstart.toml --run first    # again: it goes on
+    python -m train.finetune configs/quickstart.toml --run first    # again: resumes it
     python -m train.finetune configs/quickstart.toml --run first --export best DIR
     python -m train.finetune configs/quickstart.toml --plan
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --mesh data=2,fsdp=4
@@ -50,7 +50,7 @@ from train.run.setup import evaluate, prepare, read
 from train.tasks import is_loss
 from train.tasks.chosen import labels_and_best
 
-# Errors of the file system that the user can remedy.
+# Errors of the file system that the user can fix.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -64,11 +64,11 @@ def train(
     timeline: Path | None = None,
     force: bool = False,
 ) -> None:
-    """Trains once, or the rest of a run, and leaves the results in the run's folder.
+    """Trains a run, or the rest of it, and leaves the results in the run's folder.
 
-    With `steps` 0 it shows the figures of a validation, and writes nothing. A `run` goes on from
-    its newest whole checkpoint, unless the start is to be `fresh`. `timeline` is a file for the
-    last steps. Raises `Stopped` if a signal has asked for the end.
+    With `steps` 0 it shows the metrics of a validation, and writes nothing. A `run` is resumed from
+    its newest intact checkpoint, unless the start must be `fresh`. `timeline` is a file for the
+    last steps. Raises `Stopped` if a signal ends the run.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
@@ -104,13 +104,13 @@ def train(
 def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str], None]) -> None:
     """Writes the weights of a `checkpoint`, a step or "best", to a new or empty folder.
 
-    They are those that its validation has seen: without the updates that were on their way.
+    These are the validated weights: without the updates that were pending then.
     """
     if settings.run is None:
         raise SettingsError("`--export`: expected the name of a run (--run), got none.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"`--export`: expected a new or an empty folder, got {target}.")
-    target = target.absolute()  # as "." has no name
+    target = target.absolute()  # since "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
     labels, best = labels_and_best(settings.task)
@@ -122,7 +122,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
         say=say,
     )
     labels = labels or checkpoints.labels()
-    # The end of the run, with all windows closed, which its checkpoint has open.
+    # The end of the run has all windows closed; its checkpoint has them open.
     summary = read_summary(folder)
     end = folder / (models.WEIGHTS if origin is None else models.FOLDER)
     rival, has_end = math.nan, False
@@ -137,7 +137,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     build = models.builder(config, settings, labels=len(labels))
     _, shapes = jax.eval_shape(lambda: models.split(build()))
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
-    # The run's template, whatever the settings say now.
+    # The run's template, whatever the settings contain now.
     copy = folder / TEMPLATE
     texts = models.texts_of(str(copy) if copy.is_file() else settings.chat_template)
     task = trained_on(vars(settings))
@@ -165,14 +165,14 @@ def _copy(model: Path, target: Path) -> None:
 def show_plan(
     settings: Settings, planning: Planning, arguments: Sequence[str], console: Console
 ) -> None:
-    """Shows what the run of these arguments would need, and trains nothing."""
+    """Shows the needs of the run, and trains nothing."""
     from train.plan import report
     from train.plan.planning import plan_run
     from zenflow_jax.planning import has_compiler
 
     axes = mesh_axes(settings.mesh) if settings.mesh else {}
-    with contextlib.suppress(RuntimeError):  # where devices have been asked for before
-        # The model is laid out on these devices; nothing is computed on them.
+    with contextlib.suppress(RuntimeError):  # if jax has already initialized its devices
+        # The model is only laid out on these devices; nothing is computed there.
         jax.config.update("jax_num_cpu_devices", max(math.prod(axes.values()), 1))
     parts = math.prod(axes.get(name, 1) for name in BATCH_AXES)
     settings, deepspeed = with_deepspeed(settings, parts)
@@ -184,7 +184,7 @@ def show_plan(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, 2 after a failure, 128 + N after the signal N."""
+    """Runs the command; returns 0, 2 after a failure, or 128 + N after the signal N."""
     arguments = sys.argv[1:] if argv is None else argv
     command = None
     typed = Path(sys.argv[0]).name
@@ -197,12 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{stopped}\n")
         processes.leave()
         return 128 + stopped.signal_number
-    except KeyboardInterrupt:  # while nothing runs that could be saved
+    except KeyboardInterrupt:  # while there is nothing to save
         sys.stderr.write("stopped by SIGINT\n")
         return 128 + signal.SIGINT
     except Failure as error:
         message = str(error)
-    except (MemoryError, RuntimeError) as error:  # jax's errors are among these
+    except (MemoryError, RuntimeError) as error:  # jax's errors are subclasses
         lack = lack_behind(error)
         if lack is None or command is None:
             raise
@@ -234,7 +234,7 @@ def _carry_out(command: Command, arguments: Sequence[str]) -> int:
         processes.leave()
         return 0
     host = (command.launch.coordinator or "").rpartition(":")[0] or None
-    # Before anything is read, which may take minutes.
+    # Before reading anything, which may take minutes.
     peers = Peers(host, go_on="Start all of them again.", say=say)
     with StopRequest(say) as stop, peers:
         train(

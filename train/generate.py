@@ -1,11 +1,11 @@
-"""Writes what a model makes of a prompt: its continuation, or the class of a text.
+"""Writes a model's output for a prompt: its continuation, or the class of a text.
 
     python -m train.generate --model runs/NAME/model "The cat"
     python -m train.generate --model runs/NAME/model "The cat" --temperature 0.8 --top-p 0.95
     python -m train.generate --model DIR "The cat" --format text --max-tokens 20
 
-The text goes to stdout as it is made, all else to stderr. `model/sampling.py`
-chooses the tokens.
+The text goes to stdout as it is generated, everything else to stderr. `model/sampling.py` chooses
+the tokens.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Options:
     )
 
     def check_of_classifier(self) -> None:
-        """Refuses what a classifier would ignore."""
+        """Refuses options that a classifier ignores."""
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if one.name not in ("prompt", "model", "dtype") and value != one.default:
@@ -111,12 +111,12 @@ class Options:
 
 class Prompt(NamedTuple):
     tokens: list[int]
-    ends: frozenset[int]  # tokens that end the continuation
-    said: str  # of how it was made
+    ends: frozenset[int]  # end the continuation
+    said: str  # how the prompt was made
 
 
 def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """Writes the continuation of the prompt, piece by piece; `say` shows a line about it."""
+    """Writes the continuation of the prompt in pieces; `say` shows lines about it."""
     options.check()
     folder = model_folder(options.model)
     options = dataclasses.replace(options, model=str(folder))
@@ -148,10 +148,10 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     for number in continued(graphdef, params, prompt.tokens, most=most, **choice):
         times.append(time.perf_counter())
         numbers.append(number)
-        if text := stream.step(tokenizer.tokens, number):  # of whole characters
+        if text := stream.step(tokenizer.tokens, number):  # only whole characters
             write(text)
             written += text
-    # What is cut off in the middle of a character shows as such.
+    # Shows a character that was cut off.
     write(tokenizer.tokens.decode(numbers, skip_special_tokens=True)[len(written) :] + "\n")
     if numbers[-1] in prompt.ends:
         reason = f"ended by {tokenizer.tokens.id_to_token(numbers[-1])}"
@@ -196,7 +196,7 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
     try:
         text = template.render(asked, ask=True)
         Unwritten(template).check([*asked, {"role": ASSISTANT, "content": "Yes"}])
-        # The special tokens that end an answer need not be those that end a text.
+        # The special tokens that end an answer may differ from those that end a text.
         ends = answer_ends(template, tokenizer, asked)
     except ConversationError as error:
         raise SettingsError(f"`format`: {error}, or take --format text.") from error
@@ -209,7 +209,7 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
 
 def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
     if dtype is None:
-        # What overflows in float16 does not in these.
+        # These cannot overflow where float16 does.
         dtype = "bfloat16" if dtype_of(origin) == jnp.bfloat16 else "float32"
     options = {"weight_dtype": np.dtype(dtype), "compute_dtype": np.dtype(dtype)}
     options |= {"scan_layers": True, "labels": origin.labels or 0}
@@ -222,7 +222,7 @@ def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
 
 
 def _format_of(folder: Path) -> tuple[str, str]:
-    """Returns the format of the prompts that the folder's run was trained on, and the reason."""
+    """Returns the prompt format of the folder's run, and the reason."""
     task = read_object(folder / CONFIG, ModelError).get(TASK)
     if task in ("alpaca", "chat"):
         return task, f", as the run was trained ({task})"
@@ -230,7 +230,7 @@ def _format_of(folder: Path) -> tuple[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit code: 0, or 2 after a mistake that is explained."""
+    """Runs the command; returns 0, or 2 after an error with a message."""
 
     def say(line: str) -> None:
         sys.stderr.write(f"[{line}]\n")
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         write("\n")
         return 130
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has stopped reading
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return 0

@@ -1,4 +1,4 @@
-"""Tells whether a checkpoint is whole, by the sizes and checksums of its files in JSON."""
+"""Tells whether a checkpoint is intact, by the sizes and checksums of its files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from train import command_of
 
 CHECKSUMS = "checksums.json"
-#: In a checkpoint that an earlier version has packed, the checksums of what it was.
+#: In a checkpoint that an earlier version packed: the checksums of the unpacked files.
 UNPACKED = "unpacked.json"
 
 # The folders that every checkpoint has.
@@ -18,7 +18,7 @@ ITEMS = ("run", "state")
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
     """Returns size and CRC-32 of each file in the folders of the items."""
-    # Not of those beside the items, which orbax writes when all is sealed, and need not read.
+    # Files beside the items are left out: orbax writes them last, and need not read them.
     files = sorted(p for p in folder.glob("*/**/*") if p.is_file())
     return {p.relative_to(folder).as_posix(): _checksum(p) for p in files}
 
@@ -33,7 +33,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 
 def damage(folder: Path) -> str | None:
-    """Returns the first damage in a checkpoint; None if it is whole."""
+    """Returns the first damage in a checkpoint; None if it is intact."""
     if (folder / UNPACKED).exists():
         return f"it is packed ({command_of('compress')} --restore {folder} makes it what it was)"
     try:
@@ -41,7 +41,7 @@ def damage(folder: Path) -> str | None:
         listed = {name: (int(size), int(crc)) for name, (size, crc) in json.loads(text).items()}
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
-    except (ValueError, TypeError, AttributeError):  # no UTF-8, no JSON, or another object
+    except (ValueError, TypeError, AttributeError):  # not UTF-8, not JSON, or another object
         return f"{CHECKSUMS} cannot be read"
     for item in ITEMS:
         if not any(name.startswith(f"{item}/") for name in listed):

@@ -1,4 +1,4 @@
-"""The description of a run, in each checkpoint as JSON: who goes on from it must share it."""
+"""The description of a run in each checkpoint, which a resumed run must match."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from train.model.decoder import parts_that_stream
 # In the folder of a run, a copy of its DeepSpeed config.
 DEEPSPEED = "deepspeed.json"
 
-# Settings that a resumed run may change; the library says the same of its own. `eval_batches` is
-# not one: figures of other samples cannot tell which checkpoint is best.
+# Settings that a resumed run may change; the library has its own list. `eval_batches` must stay:
+# metrics of other samples cannot tell which checkpoint is best.
 MAY_CHANGE = frozenset(
     "model data test_data token_cache chat_template deepspeed steps epochs learning_rate schedule "
     "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
@@ -22,19 +22,19 @@ MAY_CHANGE = frozenset(
     "early_stopping_patience".split()
 )
 
-# Settings that decide what the weights are made for, how they are laid out, and which are best.
+# Settings that determine what the weights are for, their layout, and the best ones.
 OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers stream best".split()
 
 
 def description(
     settings: Mapping[str, Any], data: int, config: Any = None, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns the facts that a run shares with the one it goes on from; `data` is a checksum.
+    """Returns the facts that a resumed run must share; `data` is a checksum.
 
-    The full warm-up is in rounds.
+    The full warm-up is given in rounds.
     """
     fixed = {k: v for k, v in settings.items() if k not in MAY_CHANGE | {"full_warm_up_share"}}
-    # The other two have the same bits, and may be exchanged.
+    # The two other values give the same bits, and are interchangeable.
     sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
     fixed["stream"] = _of_shapes(settings["stream"], config)
@@ -42,7 +42,7 @@ def description(
         del fixed["packing"]
     return {
         "settings": fixed,
-        "labels": list(labels),  # not compared: the data says the same
+        "labels": list(labels),  # not compared, since the data determines them
         "stream": settings["stream"],
         "data": data,
         "model": _as_strings(config),
@@ -50,30 +50,30 @@ def description(
 
 
 def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
-    """Returns the part of a `description` that whoever reads the run's weights must share."""
+    """Returns the part of a `description` that a reader of the weights must share."""
     stream = settings["stream"]
     settings = {**settings, "stream": _of_shapes(stream, config)}
     return {"settings": settings, "stream": stream, "model": _as_strings(config)}
 
 
 def _of_shapes(stream: str, config: Any) -> str:
-    # Between flushes parameters in host memory lack what others have.
+    # Between flushes, parameters in host memory lack their selected channels.
     return stream if stream == "weights" or parts_that_stream(config, stream) > 1 else "none"
 
 
 def _as_strings(config: Any) -> dict[str, str]:
-    # The shapes of the arrays do not show all of it: not the base of the rotations, say.
+    # Shapes of arrays do not show everything, such as the base of the rotations.
     return {} if config is None else {name: str(x) for name, x in config._asdict().items()}
 
 
 def check_same_run(
     folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], *, otherwise: str
 ) -> None:
-    """Raises `SettingsError` if the description `saved` in the checkpoint is another run's."""
+    """Raises `SettingsError` if the checkpoint's description `saved` is of another run."""
     for name, value in wanted["settings"].items():
         before = saved["settings"].get(name, value)
         if before != value:
-            if name == "stream":  # as it was passed, not as it is compared
+            if name == "stream":  # as passed, not as compared
                 before, value = saved.get(name, before), wanted[name]
             copy, also = folder.parents[1] / DEEPSPEED, ""
             if copy.exists():

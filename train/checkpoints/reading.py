@@ -1,4 +1,4 @@
-"""Reads the checkpoints of a run: which are whole, which is best, and what is in them.
+"""Reads the checkpoints of a run, and finds the intact, the newest and the best.
 
 `writing.py` says what a checkpoint contains.
 """
@@ -36,7 +36,7 @@ class Restored(NamedTuple):
 
 
 def check_path(folder: Path) -> None:
-    """Raises if orbax could not read what it writes into `folder`: it takes paths for patterns."""
+    """Raises if orbax could not read back from `folder`: it takes paths for patterns."""
     folder = folder.absolute()
     if signs := re.findall(r"[][*?\\]", str(folder)):  # orbax 0.12.8
         raise SettingsError(
@@ -48,7 +48,7 @@ def check_path(folder: Path) -> None:
 class SavedCheckpoints:
     """The checkpoints of one run. Every process must make the same calls."""
 
-    # The remedy if another setting than the run's is meant: the end of a sentence.
+    # The end of the sentence that names the remedy for a mismatch.
     _otherwise = "or give the settings.toml of that run as the config file."
 
     def __init__(
@@ -64,15 +64,15 @@ class SavedCheckpoints:
         self._sign = 1 if larger_is_better else -1
         self._description = describe
         self._say = say
-        self._damaged: list[int] = []  # steps, newer than the newest whole one
-        self._figures: dict[int, float] = {}  # of the validation after a step
-        for name in ("absl", "asyncio"):  # which orbax logs to
+        self._damaged: list[int] = []  # steps, newer than the newest intact one
+        self._figures: dict[int, float] = {}  # metric of the validation after a step
+        for name in ("absl", "asyncio"):  # orbax logs to these
             logging.getLogger(name).addFilter(_is_no_traceback)
 
     def newest(self) -> int | None:
-        """Returns the step of the newest whole checkpoint; None if there are none at all.
+        """Returns the step of the newest intact checkpoint; None if there are none at all.
 
-        Newer, damaged ones are named; `SettingsError` if all are damaged.
+        Names newer, damaged ones; raises `SettingsError` if all are damaged.
         """
         step = self._newest_whole() if processes.is_first() else None
         text = processes.from_first("" if step is None else str(step))
@@ -80,7 +80,7 @@ class SavedCheckpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, damaged ones too: ascending."""
-        if not self._folder.is_dir():  # no checkpoint was begun
+        if not self._folder.is_dir():  # no checkpoint was started
             return []
         return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
 
@@ -92,7 +92,7 @@ class SavedCheckpoints:
     def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
         """Restores the checkpoint of `step`; `SettingsError` if it is of another run.
 
-        `params` and `opt_state` are used up: each restored array goes where the fresh one was.
+        Consumes `params` and `opt_state`: each restored array replaces the fresh one.
         """
         run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}
@@ -108,7 +108,7 @@ class SavedCheckpoints:
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
 
     def find(self, wanted: str, *, rival: float = math.nan) -> int | None:
-        """Finds a checkpoint by its step, or the "best"; None if `rival` is no worse."""
+        """Finds a checkpoint by its step or by "best"; None if `rival` is at least as good."""
         newest, steps = self.newest(), self.steps()
         step = None
         if wanted != "best":
@@ -131,7 +131,7 @@ class SavedCheckpoints:
         return step
 
     def weights(self, step: int, like: Any) -> Any:
-        """Restores the parameters alone into the place of those in `like`, which are used up."""
+        """Restores only the parameters, in place of those in `like`, which are consumed."""
         folder = self._folder / str(step)
         if problem := processes.from_first(damage(folder) or ""):
             raise CheckpointError(
@@ -171,24 +171,24 @@ class SavedCheckpoints:
         return run
 
     def _read_state(self, folder: Path, saved: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        """Reads arrays into the place of `saved`, which are used up."""
+        """Reads arrays in place of `saved`, which are consumed."""
         templates = dict(saved)
         for name, x in saved.items():
             if isinstance(x, jax.Array):
                 templates[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-                x.delete()  # before the others come, so that the device need not hold both
+                x.delete()  # first, so that the device never holds both
         restore_args = ocp.checkpoint_utils.construct_restore_args(templates)
         args = ocp.args.PyTreeRestore(item=templates, restore_args=restore_args, **options)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             restored = reader.restore(folder / "state", args=args)
-        # One after the other, so that there are no two copies of all.
+        # One by one, so that memory never holds two copies of all.
         for name, x in restored.items():
             restored[name] = host_memory.placed(x)
         return restored
 
     def _best_of(self, steps: Iterable[int]) -> int | None:
         rated = [(self._sign * self._figures[s], s) for s in steps if s in self._figures]
-        # NaN is neither better nor worse. Of equals the later one.
+        # NaN is neither better nor worse. Among equals the later one wins.
         return max((pair for pair in rated if not math.isnan(pair[0])), default=(0, None))[1]
 
     def _newest_whole(self) -> int | None:
@@ -215,7 +215,7 @@ class SavedCheckpoints:
 
 
 def _is_no_traceback(record: logging.LogRecord) -> bool:
-    """Returns whether a record of orbax is news: it raises each failure that it logs, too."""
+    """Returns whether to keep a log record of orbax: it also raises the failures that it logs."""
     return record.exc_info is None
 
 
@@ -238,7 +238,7 @@ def _is_zenflow(x: Any) -> bool:
 
 
 def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """`trees` with the arrays that `split_arrays` returned for trees like them."""
+    """Returns `trees` with the arrays that `split_arrays` returned for similar trees."""
 
     def one(path, _):
         name = _name_of(path)
@@ -254,7 +254,7 @@ def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any])
 
 
 def lacking(params: Any, opt_state: Any) -> dict[str, host_memory.Selected]:
-    """By its name in a checkpoint, each parameter whose selected channels the state alone has."""
+    """Returns parameters whose selected channels only the state has, by name in a checkpoint."""
     paths = jax.tree_util.tree_leaves_with_path({"params": params})
     return {_name_of(paths[one.leaf][0]): one for one in host_memory.selected(opt_state)}
 
@@ -276,7 +276,7 @@ def described(arrays: Mapping[str, Any]) -> dict[str, str]:
 def check_arrays(
     folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str], version: str
 ) -> None:
-    """Refuses the checkpoint in `folder` if it has other arrays, or a layout of another version."""
+    """Refuses a checkpoint with other arrays, or with the layout of another version."""
     for name in [*wanted, *saved]:
         if saved.get(name) != wanted.get(name):
             raise SettingsError(

@@ -1,11 +1,11 @@
-"""Writes the checkpoints of a run beside the training.
+"""Writes the checkpoints of a run in parallel with training.
 
     checkpoints/300/state   parameters and optimizer state, by orbax, without mail; of parameters in
-                            host memory the state alone has the selected channels
-    checkpoints/300/engine  the engine's state, which is written from its own memory
-    checkpoints/300/run     step, settings, names of the arrays, open figures of the metrics (JSON)
+                            host memory only the state has the selected channels
+    checkpoints/300/engine  the engine's state, written from its own memory
+    checkpoints/300/run     step, settings, names of the arrays, unfinished metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
-    checkpoints/damaged-400   a checkpoint that was found damaged, and is not read again
+    checkpoints/damaged-400   a checkpoint that was found damaged, and is ignored
 
 The step is the position in the data (`tasks/batches.py`). A checkpoint gets its name when it is
 complete. orbax decodes most flipped bits without an error, so `reading.py` compares checksums
@@ -41,7 +41,7 @@ from train.distributed import host_memory, processes
 
 
 class Checkpoints(SavedCheckpoints):
-    """The checkpoints of the run that writes them; the newest `keep` stay."""
+    """The checkpoints of the run that writes them; keeps the newest `keep`."""
 
     _otherwise = "or name another --run to begin a new one."
 
@@ -49,10 +49,10 @@ class Checkpoints(SavedCheckpoints):
         super().__init__(folder, **reading)
         self._keep = keep
         self._keep_best = keep_best
-        self._writing: int | None = None  # the step of the save that is under way
+        self._writing: int | None = None  # the step of the pending save
         self._failed: str | None = None  # the error of the last save
         self._is_read = False  # whether the first save was read back
-        self._unreadable: str | None = None  # the error of that
+        self._unreadable: str | None = None  # the error of reading it back
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -62,25 +62,25 @@ class Checkpoints(SavedCheckpoints):
 
     def __exit__(self, *exception) -> None:
         self.wait()
-        if self._manager is not None:  # not so after a save that has failed
+        if self._manager is not None:  # None after a failed save
             self._manager.close()
-        # Else writes, or reads, may come to their end later than this.
+        # Otherwise pending reads or writes may still end later than this.
         if self._failed is None and self._unreadable is None:
             sys.unraisablehook = self._unraisable
 
     def set_aside(self) -> None:
-        """Renames the damaged checkpoints that `newest` passed over."""
+        """Renames the damaged checkpoints that `newest` skipped."""
         if processes.is_first():
             for step in self._damaged:
                 old = self._folder / str(step)
-                # `_seal` would take a name that begins with the step for a new save.
+                # `_seal` would mistake a name that begins with the step for a new save.
                 new, number = old.with_name(f"damaged-{step}"), 1
                 while new.exists():
                     number += 1
                     new = old.with_name(f"damaged-{step}-{number}")
                 old.rename(new)
                 self._say(f"renamed the damaged checkpoint {old} to {new.name}; you can delete it")
-        processes.from_first("")  # renamed, before another process looks
+        processes.from_first("")  # rename before another process looks
 
     def save(
         self,
@@ -91,13 +91,13 @@ class Checkpoints(SavedCheckpoints):
         progress: Mapping[str, Any],
         figure: float | None = None,
     ) -> None:
-        """Starts to write a checkpoint; training may go on, and donate what was given, at once.
+        """Starts to write a checkpoint; training may continue, and donate the arrays, at once.
 
-        Waits for the save before, and until the device has done `step`; the writer then has its own
+        Waits for the previous save, and until the device has finished `step`; the writer then has
         copies. On a CPU it reads the arrays themselves, which the runtime does not donate meanwhile
         (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). With layers in host memory it waits
-        until all is written. A failure is said and not raised: the next save tries again.
-        `progress` is for JSON; `figure`, of a validation, decides what is best.
+        for the whole save. A failure is printed, not raised: the next save tries again. `progress`
+        must be JSON; `figure`, from a validation, decides which checkpoint is best.
         """
         if figure is not None:
             self.rate(step, figure)
@@ -114,7 +114,7 @@ class Checkpoints(SavedCheckpoints):
             "progress": progress,
         }
         items: dict[str, Any] = {
-            # One file for each process, as orbax would copy what it has to divide among several.
+            # One file per process, since orbax would copy arrays to divide them among several.
             "state": ocp.args.PyTreeSave(saved, ocdbt_target_data_file_size=0),
             "run": ocp.args.JsonSave(run),
         }
@@ -122,15 +122,15 @@ class Checkpoints(SavedCheckpoints):
             items["engine"] = zenflow_jax.EngineSave(engine)
         self._writing = step
         with self._failures():
-            # Forced, as orbax would pass over a step that is older than its newest.
+            # Forced, since orbax would skip a step that is older than its newest.
             self._opened().save(step, args=ocp.args.Composite(**items), force=True)
         if host_memory.in_host_memory(params):
-            # orbax reads these where they are, which a GPU's next step must not donate meanwhile.
-            # An update of them would wait for the engine's state to be written, as well.
+            # orbax reads these in place, so a GPU's next step must not donate them yet. An update
+            # would wait for the write of the engine's state anyway.
             self.wait()
 
     def poll(self) -> None:
-        """Says so if the save that was under way has failed, without waiting.
+        """Prints an error if the pending save has failed; does not wait.
 
         Raises `CheckpointError` if the first checkpoint of this start cannot be read.
         """
@@ -140,7 +140,7 @@ class Checkpoints(SavedCheckpoints):
             raise CheckpointError(self._unreadable)
 
     def wait(self) -> None:
-        """Waits for the save that is under way; says so if it has failed."""
+        """Waits for the pending save; prints an error if it has failed."""
         if self._writing is None:
             return
         step = self._writing
@@ -159,10 +159,10 @@ class Checkpoints(SavedCheckpoints):
             raise CheckpointError(error)
 
     def _read_back(self, step: int) -> str | None:
-        """Returns why a checkpoint cannot be read, None if it can: its checksums do not show that.
+        """Returns why a checkpoint is unreadable, or None; its checksums cannot show that.
 
-        It opens all that is in the checkpoint, and reads no large array. Other processes may be in
-        a step meanwhile, so no call here waits for them.
+        Opens everything in the checkpoint, and reads no large array. Other processes may be inside
+        a step, so no call here waits for them.
         """
         folder = self._folder / str(step)
         try:
@@ -185,7 +185,7 @@ class Checkpoints(SavedCheckpoints):
         """Returns the step of the best checkpoint; `or_step` if better, or without `keep_best`."""
         if not self._keep_best:
             return or_step
-        # Process 0 has also removed what was not to be kept.
+        # Process 0 has already removed the checkpoints that are not kept.
         step = self._best_of([*self.steps(), or_step]) if processes.is_first() else None
         return int(processes.from_first(str(step or or_step)))
 
@@ -195,16 +195,16 @@ class Checkpoints(SavedCheckpoints):
                 preservation_policy=_NewestAndBest(
                     self._keep, self._best_of if self._keep_best else None
                 ),
-                cleanup_tmp_directories=True,  # of a run that was killed while it wrote
+                cleanup_tmp_directories=True,  # from a killed run
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._seal,
-                    # So a folder that cannot be made is an error at once.
+                    # So a folder that cannot be created is an immediate error.
                     create_directories_asynchronously=False,
                     # 125 GB, a checkpoint of 7B, at 10 MB/s. By default a save fails after 20 min.
                     timeout_secs=4 * 3600,
                 ),
             )
-            # Compressed, all of it would be in memory once more (benchmarks/LOG.md, orbax 0.12.8).
+            # Compression would hold a second copy of everything in memory (LOG.md, orbax 0.12.8).
             handlers = {
                 "state": ocp.PyTreeCheckpointHandler(use_compression=False),
                 "run": ocp.JsonCheckpointHandler(),
@@ -216,7 +216,7 @@ class Checkpoints(SavedCheckpoints):
         return self._manager
 
     def _seal(self) -> None:
-        # Called by orbax's thread on process 0, when all processes have written their files and
+        # orbax's thread calls this on process 0 after all processes have written their files and
         # before the folder gets its name (checked on orbax 0.12.8, which has no other such hook).
         (folder,) = self._unnamed(self._writing)
         text = json.dumps(checksums(folder), indent=1)
@@ -224,7 +224,7 @@ class Checkpoints(SavedCheckpoints):
 
     def _unnamed(self, step: int | None) -> list[Path]:
         """Returns the checkpoint of that step under its temporary name."""
-        # Not all that begins with the number: that could be a user's copy.
+        # The suffix is needed: a name that begins with the number could be a user's copy.
         return list(self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 
     @contextlib.contextmanager
@@ -232,8 +232,8 @@ class Checkpoints(SavedCheckpoints):
         try:
             yield
         except (OSError, ValueError) as error:
-            # tensorstore makes a ValueError of an OSError, and gives its number (0.1.86). Any other
-            # one is a mistake in the code.
+            # tensorstore turns an OSError into a ValueError with its number (0.1.86). Any other
+            # ValueError is a bug.
             if isinstance(error, ValueError) and not re.search(r"(?i)\bos[ _]error", str(error)):
                 raise
             self._failed = (
@@ -242,31 +242,31 @@ class Checkpoints(SavedCheckpoints):
                 "checkpoints are as they were."
             )
             self._say(f"error: {self._failed}")
-            # Of writes that had not begun Python says at its end, behind the message that counts,
-            # that they were never awaited (orbax 0.12.8).
+            # At exit, Python warns of writes that never started, after the message that matters
+            # (orbax 0.12.8).
             unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
             warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
-            # It would keep the arrays that it has not written (orbax 0.12.8).
+            # The manager would keep the unwritten arrays (orbax 0.12.8).
             failed, self._manager = self._manager, None
             if failed is not None:
-                # A save writes in several threads; here come the errors that were not the first.
+                # A save writes in several threads; this raises the errors after the first.
                 with contextlib.suppress(OSError, ValueError):
                     failed.close()
             if processes.is_first():
                 for left in self._unnamed(self._writing):
-                    shutil.rmtree(left, ignore_errors=True)  # no more than room is lost by it
+                    shutil.rmtree(left, ignore_errors=True)  # leftovers only cost disk space
             self._writing = None
 
 
 def _shortened(error: Exception) -> str:
-    """Returns the message of an error in one line, without its middle if it is long."""
+    """Returns an error's message in one line, with the middle cut out if it is long."""
     text = " ".join(str(error).split())
     return text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
 
 
 @dataclasses.dataclass
 class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
-    """Decides which checkpoints are kept; orbax's `BestN` keeps all without a figure."""
+    """Decides which checkpoints are kept; orbax's `BestN` keeps all that have no metric."""
 
     newest: int
     best: Callable[[Iterable[int]], int | None] | None
@@ -280,7 +280,7 @@ class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
 
 
 def _pass_over_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:
-    """Passes over the event loop that orbax closes before its last writes (orbax 0.12.8)."""
+    """Ignores writes after orbax has closed its event loop (orbax 0.12.8)."""
     error = unraisable.exc_value
     if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
         report(unraisable)

@@ -1,4 +1,4 @@
-"""Reads command lines into dataclasses, by argparse, and explains a mistake in one line.
+"""Reads command lines into dataclasses with argparse, and explains a mistake in one line.
 
 A field that is an `option` is declared in one place: its name, type, default, help and limits. The
 class that declares it is its group; a field that is a dataclass has all options of that class. A
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from train import Failure
 
-# The names of options in transformers' Trainer, torchtune, TRL and DeepSpeed, and ours.
+# Names of options in transformers' Trainer, torchtune, TRL and DeepSpeed, and the names here.
 _PAIRS = (
     "adam-beta1:b1 adam-beta2:b2 adam-epsilon:eps bf16:dtype dataset-name:data dataset:data "
     "eval-data:validation-share eval-steps:evaluate-every eval-strategy:evaluate-every "
@@ -44,7 +44,7 @@ _PAIRS = (
 THEIRS = {theirs: ours for theirs, ours in (pair.split(":") for pair in _PAIRS.split())}
 
 
-# Options of other trainers without a counterpart: how their names begin, and the answer.
+# Options of other trainers without a counterpart: the start of their names, and the answer.
 ANSWERS = {
     r"(use_)?q?lora|(use_)?peft|adapter": "LoRA: all weights are trained (docs/coming_from.md).",
     r"load_in_|quantiz|bnb_": "quantized training: weights are in bfloat16 or float32 (--dtype).",
@@ -70,11 +70,11 @@ def option(
 
     Args:
         default: Its value if it is not given; an option without a default is required.
-        help: The text in `--help`.
-        positional: Whether its value stands alone on the command line, without a name.
-        above: A number that the value must exceed, as `Settings` checks.
-        least: The smallest number that it may be, likewise.
-        tasks: The tasks that read it, separated by spaces, which the help names; "" for all.
+        help: The text that `--help` shows.
+        positional: Whether its value is given without a name.
+        above: A lower bound that the value must exceed, as `Settings` checks.
+        least: The smallest value, as `Settings` checks.
+        tasks: The tasks that read it, separated by spaces; the help names them. "" for all.
         argparse_options: Passed on to `add_argument`.
     """
     if tasks:
@@ -88,7 +88,7 @@ def read_arguments(
     kind: type, argv: Sequence[str] | None, *, program: str, default: Any = None
 ) -> Any:
     """Reads the arguments `argv` into an object of the dataclass `kind`; `--help` exits."""
-    # As wide as the terminal, and 100 columns where there is none.
+    # As wide as the terminal; 100 columns without one.
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     names = "".join(f" {x.name.upper()}" for x in fields(kind) if x.metadata.get("positional"))
     parser = _Parser(
@@ -101,11 +101,11 @@ def read_arguments(
     _add_options(parser, kind, default, {kind: parser})
     argv = sys.argv[1:] if argv is None else argv
     if "--version" in argv:
-        import zenflow_jax  # and jax, which takes a second
+        import zenflow_jax  # imports jax, which takes a second
 
         print(f"zenflow_jax {zenflow_jax.__version__}")
         raise SystemExit
-    # Names of settings with their underscores are options as well.
+    # Names with underscores work as well.
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
     values, unknown = parser.parse_known_args(words)
     if unknown:
@@ -132,11 +132,11 @@ def read_arguments(
 
 
 def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
-    """Returns a question that names which of the `known` may be meant; "" if none is similar.
+    """Returns a question that suggests similar `known` names; "" if none is similar.
 
-    An option of other trainers that nothing takes the place of has its own answer.
+    Options of other trainers without a counterpart have their own answer.
     """
-    # As in an option, a key of a file, or `--name=value`.
+    # From an option, a key of a file, or `--name=value`.
     name = name.lstrip("-").partition("=")[0].replace("_", "-")
     if answer := _answer(name):
         return answer
@@ -222,6 +222,6 @@ def _read(kinds: Sequence[Any], text: str) -> Any:
 
 
 def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """Returns the dataclass, and those that are its fields, made of the values of all options."""
+    """Builds the dataclass, and its nested dataclasses, from the values of all options."""
     nested = {n: _made(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
     return kind(**{one.name: (values | nested)[one.name] for one in fields(kind)})

@@ -1,7 +1,7 @@
-"""The settings of a run and the options of a start, read from a file and a command line.
+"""Reads the settings of a run and the options of a start from a file and a command line.
 
-A TOML file without tables overrides the defaults of `Settings`, options override the file; those of
-`Launch`, `Start` and `Planning` are never in a file. A mistake is a `SettingsError`.
+A TOML file without tables overrides the defaults of `Settings`, and options override the file;
+options of `Launch`, `Start` and `Planning` are never in a file. A mistake is a `SettingsError`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Start: options that are no keys of the TOML file."""
+    """Start: options that are not keys of the TOML file."""
 
     fresh: bool = option(False, "Fail instead of resuming a run.")
     timeline: File | None = option(
@@ -129,7 +129,7 @@ def shipped() -> list[str]:
 def load_settings(path: str | Path) -> Settings:
     """Reads a TOML file of fields of `Settings`, or a shipped one by its name.
 
-    A whole number does for a float.
+    Whole numbers are accepted for floats.
     """
     path = CONFIGS / f"{path}.toml" if path in shipped() else Path(path)
     words = []
@@ -149,7 +149,7 @@ def load_settings(path: str | Path) -> Settings:
 
 
 def read_command_line(argv: Sequence[str], *, program: str) -> Command:
-    """Reads the command `program CONFIG.toml [--key value ...]` from its arguments `argv`."""
+    """Reads the arguments `argv` of the command `program CONFIG.toml [--key value ...]`."""
     if argv and not argv[0].startswith("-"):
         config, overrides, settings = argv[0], list(argv[1:]), load_settings(argv[0])
     elif alone := [word for word in argv if word in ("-h", "--help", "--version")]:
@@ -169,7 +169,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """Returns the text of a file that `load_settings` reads back; None values are left out."""
-    # JSON writes strings, finite numbers and booleans just as TOML does, but it escapes what is
+    # JSON writes strings, finite numbers and booleans like TOML, except that it escapes characters
     # beyond U+FFFF as two surrogates, which TOML forbids, and does not escape U+007F.
     return "".join(
         f"{key} = {json.dumps(value, ensure_ascii=False)}\n".replace("\x7f", "\\u007f")
@@ -179,7 +179,7 @@ def to_toml(values: Mapping[str, Any]) -> str:
 
 
 def _check_place(config: Path, output_dir: str, run: str | None) -> None:
-    """Raises if the settings of a run that can go on would begin it again in another folder."""
+    """Raises if settings of a resumable run would start it again in another folder."""
     folder = config.absolute().parent
     if config.name != "settings.toml" or folder.name != run:
         return

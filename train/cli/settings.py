@@ -1,6 +1,6 @@
-"""The settings of a training run, with defaults and limits; `command_line.py` reads them.
+"""Declares the settings of a training run; `command_line.py` reads them.
 
-A function that needs many takes one of the groups, which name what it may read.
+A function that needs many of them takes one of the groups, so that its signature shows which.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GlueTask = Literal["cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte"]
 Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
 
 
-# The task of a model whose classes are those of pairs from one's own files.
+# The task of a model that classifies pairs of texts from a user's own files.
 PAIRS = "classification of pairs"
 
 
@@ -271,7 +271,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
     """All settings of `train.finetune`; each can be a key of the TOML file."""
 
     def __post_init__(self):
-        # zenflow itself checks its arguments of the same names.
+        # zenflow checks its own arguments, which have the same names.
         for one in fields(self):
             value, bounds = getattr(self, one.name), one.metadata
             if value is not None and bounds["above"] is not None:
@@ -281,7 +281,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 fits = math.isfinite(value) and value >= bounds["least"]
                 self._check(one.name, fits, f"a finite number of at least {bounds['least']}")
         for name, value in vars(self).items():
-            # A command line has surrogates in place of bytes that are no UTF-8.
+            # Bytes of a command line that are not UTF-8 become surrogates.
             is_text = not isinstance(value, str) or not re.search(r"[\ud800-\udfff]", value)
             self._check(name, is_text, "text in UTF-8, as settings.toml keeps it")
         self._check("seed", self.seed < 2**32, "a number below 2**32")
@@ -305,7 +305,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         for name, expected in _OF_STREAMS.items() if self.stream != "none" else ():
             allowed = f"{expected!r}, as stream is {self.stream!r}"
             self._check(name, getattr(self, name) == expected, allowed)
-        # Each head turns pairs of numbers.
+        # Each head rotates pairs of channels.
         multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
         self._check("width", self.width % (2 * self.heads) == 0, multiple)
 
@@ -321,9 +321,9 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             )
 
     def check_task(self) -> None:
-        """Checks that the task has the paths that it needs, and no option that it does not read.
+        """Checks that the task has the paths that it needs, and no options that it does not read.
 
-        A config file alone need not have the paths.
+        A config file alone may lack the paths.
         """
         own = self.task == "standard_library"
         for name in ("model", "data"):
@@ -336,7 +336,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 self._check(one.name, getattr(self, one.name) == one.default, wanted)
 
 
-# Of runs whose layers stream.
+# Required values where layers stream.
 _OF_STREAMS = {
     "optimizer": "zenflow",
     "scan_layers": True,
@@ -360,7 +360,7 @@ def flag_of(name: str) -> str:
 
 
 def option_words(name: str, value: object) -> list[str]:
-    """Returns the words of a command line that give a setting this value."""
+    """Returns the command-line words that give a setting this value."""
     if isinstance(value, bool):
         return [flag_of(name if value else f"no_{name}")]
     return [flag_of(name), str(value)]

@@ -1,7 +1,7 @@
 """Stacks of matrices in pinned host memory: of blocks, or of parts of a vocabulary.
 
-A step fetches one of a stack at a time. Between flushes the library leaves their selected channels
-to the optimizer state, and NaN in the parameters. Whoever writes weights puts the masters in.
+A step fetches one matrix of a stack at a time. Between flushes only the optimizer state has their
+selected channels; the parameters have NaN there. Code that writes weights inserts the masters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_stack_of_matrices(x: Any) -> bool:
 def shardings_of(weights: Any, shardings: Any = None) -> Any:
     """Returns the sharding of each leaf of `weights`: on a device, or in its host's memory.
 
-    `shardings` are those on a mesh; without, all is on the first device.
+    `shardings` are those on a mesh; None places everything on the first device.
     """
     if shardings is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
@@ -40,7 +40,7 @@ def shardings_of(weights: Any, shardings: Any = None) -> Any:
 
 
 def put_shapes(shapes: Any) -> Any:
-    """Shapes on a mesh, those stacks' in host memory, of which a described device has none."""
+    """Returns shapes on a mesh, stacks in host memory, for a described device without any."""
 
     def one(x: Any) -> Any:
         if not is_stack_of_matrices(x):
@@ -53,7 +53,7 @@ def put_shapes(shapes: Any) -> Any:
 
 
 def put(params: Any) -> Any:
-    """Returns the same parameters with those stacks in host memory, under jit as well."""
+    """Moves those stacks to host memory, under jit as well."""
 
     def one(x: Any) -> Any:
         return jax.device_put(x, jax.memory.Space.Host) if is_stack_of_matrices(x) else x
@@ -62,19 +62,19 @@ def put(params: Any) -> Any:
 
 
 def on_device(params: Any) -> Any:
-    """Returns the parameters that lie on the device, and None in the place of those that do not."""
+    """Returns the parameters, with None in place of those in host memory."""
     return jax.tree.map(lambda x: None if is_stack_of_matrices(x) else x, params)
 
 
 def nbytes(params: Any) -> int:
-    """Returns bytes of those stacks next to one device."""
+    """Returns the bytes of those stacks per device."""
     ours = [x for x in jax.tree.leaves(params) if is_stack_of_matrices(x)]
     shapes = (x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in ours)
     return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, ours, strict=True))
 
 
 def in_host_memory(params: Any) -> bool:
-    """Returns whether some arrays are there."""
+    """Returns whether any array is in host memory."""
     leaves = jax.tree.leaves(params)
     return any(isinstance(x, jax.Array) and x.sharding.memory_kind == KIND for x in leaves)
 
@@ -82,7 +82,7 @@ def in_host_memory(params: Any) -> bool:
 def placed(x: Any) -> Any:
     """Returns an assembled array whose memory kind jax knows.
 
-    On a mesh it does (0.10.2).
+    On a mesh jax knows it already (0.10.2).
     """
     if not isinstance(getattr(x, "sharding", None), SingleDeviceSharding):
         return x
@@ -92,23 +92,23 @@ def placed(x: Any) -> Any:
 
 
 class Selected(NamedTuple):
-    """The place of the channels that a parameter in host memory lacks."""
+    """Where a parameter in host memory has its selected channels."""
 
-    leaf: int  # number of its leaf in the optimizer state
-    axis: int  # of channels
-    k: int  # how many are selected
+    leaf: int  # index of its leaf in the optimizer state
+    axis: int  # of its channels
+    k: int  # number of selected channels
 
 
 def selected(opt_state: Any) -> list[Selected]:
     """Returns the selected channels of all parameters in host memory."""
-    if not isinstance(opt_state, zenflow_jax.ZenFlowState):  # of another optimizer
+    if not isinstance(opt_state, zenflow_jax.ZenFlowState):  # not zenflow's
         return []
     specs = enumerate(leaf.spec for leaf in opt_state.leaves)
     return [Selected(i, x.axis, x.k) for i, x in specs if x.hosted and x.k]
 
 
 def with_selected(weights: Any, channels: Any, master: Any, axis: int) -> np.ndarray:
-    """Returns a stack of matrices, copied, with the masters of selected channels in their rows."""
+    """Returns a copied stack of matrices, with the masters of its selected channels inserted."""
     whole = np.array(processes.whole(weights))
     channels, rows = processes.whole(channels), processes.whole(master).astype(whole.dtype)
     np.put_along_axis(whole, np.expand_dims(channels, 3 - axis), rows, axis)

@@ -1,8 +1,8 @@
-"""Whether the other processes of a run are still there.
+"""Ends all processes of a run when one is killed or fails.
 
-A process that is killed leaves the others in a collective, until jax's time-out, with pages of
-traces. Here every process holds a connection to process 0, which the kernel closes, and whoever is
-left says in one line which one is gone, and ends. Where connections cannot be made, a line says so.
+The library's own monitor spreads failures of an engine through jax's service, which notices a
+killed process only at its time-out, in adamw runs not at all. Only the kernel knows at once: it
+closes the connection that each process here has to process 0. Without connections a line says so.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import jax
 from train.distributed import processes
 from train.distributed.stopping import Stopped
 
-# How long process 0 waits for the connections, and the others for theirs.
+# How long process 0 waits for connections, and the others for theirs.
 MEET_S = 10.0
-# How long a process has to end by itself after another has failed: its own error says more.
+# How long a process may take to end by itself after another has failed: its own error says more.
 GRACE_S = 5.0
 
 BYE, FAILED = b".", b"!"
 
 
 class Peers:
-    """Ends this process when another one of the run is gone. Use with `with`, in all of them.
+    """Ends this process when another process of the run is gone. Use with `with`, in each of them.
 
-    `host` is where the others reach process 0; `go_on` says how to start again, and may be changed.
+    `host` is the address of process 0; `go_on` says how to restart, and may be changed.
     """
 
     def __init__(self, host: str | None, *, go_on: str, say: Callable[[str], None]):
         self._host = host
         self.go_on = go_on
         self._say = say
-        self._connections: dict[socket.socket, int] = {}  # to which process
-        self._has_failed = False  # this process, which shows why and ends by itself
+        self._connections: dict[socket.socket, int] = {}  # with their process numbers
+        self._has_failed = False  # this process, which shows its error and ends by itself
 
     def __enter__(self) -> Peers:
         if jax.process_count() > 1:
-            # Not to be asked later: by then this process may have taken jax down.
+            # Not asked later: by then this process may have shut jax down.
             self._is_first = processes.is_first()
             self._meet()
             threading.Thread(target=self._watch, name="peers", daemon=True).start()
@@ -70,7 +70,7 @@ class Peers:
         try:
             connection = socket.create_connection((host, int(port)), timeout=MEET_S)
         except OSError:
-            return  # process 0 says so
+            return  # process 0 reports it
         connection.sendall(f"{token} {jax.process_index()}\n".encode())
         self._connections[_kept_alive(connection)] = 0
 
@@ -94,7 +94,7 @@ class Peers:
             for key, _ in selector.select():
                 connection = key.data
                 try:
-                    # Two may come at once; the first one says it.
+                    # Two messages may arrive at once; the first one counts.
                     heard = connection.recv(64).partition(b"\n")[0]
                 except OSError:
                     heard = b""
@@ -109,7 +109,7 @@ class Peers:
                     timer.daemon = True
                     timer.start()
                 elif not heard.startswith(BYE):
-                    # Process 0 hears it from the kernel, and says which one to the others.
+                    # Process 0 learns it from the kernel, and tells the others the number.
                     index = int(heard) if heard.isdigit() else index
                     self._pass_on(str(index).encode())
                     self._end(f"process {index} is gone: it was killed, or its machine was")
@@ -120,13 +120,13 @@ class Peers:
 
     def _tell(self, news: bytes) -> None:
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # it is gone, which the thread hears
+            with contextlib.suppress(OSError):  # the process is gone, which the thread notices
                 connection.sendall(news + b"\n")
 
     def _end(self, why: str) -> NoReturn:
         if self._has_failed:
-            os._exit(2)  # it has shown its own error, and waits for the others to take jax down
-        # Past `sys.stderr`: the main thread may be stuck with its lock. jax and gloo say no more.
+            os._exit(2)  # it has shown its own error, and waits for the others to shut jax down
+        # Not through `sys.stderr`, whose lock the main thread may hold. Silences jax and gloo.
         os.write(2, f"error: {why}. This one ends, too. {self.go_on}\n".encode())
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os._exit(1)
@@ -139,7 +139,7 @@ def _listener() -> socket.socket:
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:
-    """Returns the connection, which now ends within 10 s of the other machine."""
+    """Returns the connection, which now breaks within 10 s if the other machine dies."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):

@@ -1,7 +1,7 @@
-"""The processes of one run: how they meet, agree, and end.
+"""The processes of a run: how they connect, agree, and end.
 
-jax makes them one: a jitted step on a mesh is one program that all must call. So whatever decides
-the next call must be the same in every process. Only process 0 shows and writes.
+jax makes them one: a jitted step on a mesh is one program that all processes must call. So each
+decision about the next call must be the same in all. Only process 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from jax.experimental import multihost_utils
 from train.cli.command_line import PROGRAM, Launch
 from train.cli.settings import SettingsError
 
-# How long a process may be silent until jax ends the others, and how long one that ends waits for
-# the others, which may hang in a step that it has left.
+# How long a process may be silent until jax ends the others, and how long a process that ends
+# waits for the others, which may hang in a step that it has left.
 TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
 
 
 def join(launch: Launch) -> None:
-    """Connects this process with those that `launch` or SLURM names, before jax is asked."""
+    """Connects this process with those that `launch` or SLURM names, before jax starts."""
     if launch.processes is not None:
         jax.distributed.initialize(
             launch.coordinator,
             launch.processes,
             launch.process,
-            cluster_detection_method="deactivate",  # the flags hold inside a SLURM job, too
+            cluster_detection_method="deactivate",  # the flags also hold inside a SLURM job
             **TIMEOUTS,
         )
         return
@@ -40,13 +40,13 @@ def join(launch: Launch) -> None:
 
 
 def leave() -> None:
-    """Waits for the other processes, so that all end at the same time."""
+    """Waits for the other processes, so that all end together."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("the end of the run")
 
 
 def is_first() -> bool:
-    """Returns whether this is the process that shows and writes."""
+    """Returns whether this process prints and writes."""
     return jax.process_index() == 0
 
 
@@ -65,7 +65,7 @@ def check_same(settings: str, data: int) -> None:
 
 
 def sum_over(value: float) -> float:
-    """Returns the sum of every process's `value`, to the precision of a float32."""
+    """Returns the sum of `value` over all processes, in float32."""
     if jax.process_count() == 1:
         return value
     return float(np.sum(multihost_utils.process_allgather(np.float32(value))))
@@ -82,7 +82,7 @@ def from_first(text: str) -> str:
 
 
 def whole(x: jax.Array | np.ndarray) -> np.ndarray:
-    """Returns all of an array, whose shards may be on several processes, in the memory of each."""
+    """Gathers an array, whose shards may be on several processes, in each of them."""
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
@@ -92,7 +92,7 @@ def _refuse_mpirun() -> None:
     """Refuses mpirun without options: each process would train alone, or misread its number."""
     open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     size, rank = (f"{'OMPI_COMM_WORLD' if open_mpi else 'PMI'}_{name}" for name in ("SIZE", "RANK"))
-    # `srun --mpi=pmi2` sets PMI's variables as well, to SLURM's values.
+    # `srun --mpi=pmi2` also sets PMI's variables, to SLURM's values.
     slurms = {size: "SLURM_STEP_NUM_TASKS", rank: "SLURM_PROCID"}
     is_srun = all(os.environ.get(name) == os.environ.get(its) for name, its in slurms.items())
     if int(os.environ.get(size, 1)) > 1 and (open_mpi or not is_srun):

@@ -7,8 +7,8 @@
     fsdp      split                  split
     tensor    split                  a copy on each device
 
-Devices are counted node by node, so name the axis that may cross nodes first: `data`, which sends
-the least. To shard another model, or this one otherwise, change `RULES`.
+Devices are numbered node by node, so name the axis that may cross nodes first: `data`, which sends
+the least. To shard another model, or this one differently, change `RULES`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from train.cli.settings import SettingsError
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
-BATCH_AXES = ("data", "fsdp")  # the sequences of a batch are split over these
+BATCH_AXES = ("data", "fsdp")  # a batch is split over these, by sequences
 
 # A pattern, searched in the path of a leaf (`blocks/0/gate/kernel`), and the mesh axis of each
-# dimension, None for one that is not split. The first that matches decides; axes that the mesh does
-# not have split nothing. Of a stack of blocks or of parts of a vocabulary its axis is not split.
+# dimension, None to not split it. The first match decides; axes that the mesh lacks are ignored.
+# The stack axis of blocks, or of parts of a vocabulary, is never split.
 #
-# `tensor` cuts the inner side of a pair of matrices, columns of the first and rows of the second,
-# so that a block sums over devices once behind each pair. `fsdp` cuts the other side: its devices
-# gather a matrix before they use it.
+# `tensor` splits the inner dimension of a pair of matrices, columns of the first and rows of the
+# second, so that a block sums over devices once per pair. `fsdp` splits the other dimension: its
+# devices gather a matrix before they use it.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    # (vocabulary, width). Rows by `tensor` and columns by `fsdp`, as of a second matrix, would make
-    # the compiler split what is looked up by both, and then move all of it.
+    # (vocabulary, width). With rows by `tensor` and columns by `fsdp`, like a second matrix, the
+    # compiler would split lookups by both, and then move all of them.
     (r"^embed/embedding$", ("fsdp", "tensor")),
     (r"^(positions|types)/embedding$", (None, None)),  # of an encoder: small
     (r"/(query|key|value|gate|up)/kernel$", ("fsdp", "tensor")),  # (width, heads * d or ffn)
@@ -47,11 +47,11 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"^head/kernel$", ("fsdp", "tensor")),  # (width, vocabulary)
     (r"^(pooler|classifier)/kernel$", ("fsdp", None)),  # (width, width or labels)
     (r"^(pooler|classifier)/bias$", (None,)),
-    (r"norm/(scale|bias)$", (None,)),  # (width,) or (d,): small, so whole on every device
+    (r"norm/(scale|bias)$", (None,)),  # (width,) or (d,): small, so replicated
 )
 
-# Leaves that are whole where they do not divide: nobody can choose the vocabulary of a model that
-# was read from a folder, and BERT's, say, divides by 2 but not by 4.
+# Leaves that are replicated if they do not divide: a loaded model's vocabulary cannot be chosen,
+# and BERT's, for instance, divides by 2 but not by 4.
 UNEVEN = r"^(embed/embedding|head/kernel)$"
 
 
@@ -73,9 +73,9 @@ def make_mesh(text: str | None) -> Mesh | None:
 
 
 def mesh_over(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh with axes of these sizes, over all devices or those."""
-    # Auto: the compiler derives placements inside the step from those of its arguments. jax's
-    # default is Explicit, where the model would have to name the placement of some results.
+    """Returns a mesh with axes of these sizes, over all devices or the given ones."""
+    # Auto: the compiler derives placements inside the step from its arguments. With jax's
+    # default, Explicit, the model would have to name the placement of some results.
     auto = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
 
@@ -121,7 +121,7 @@ def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
 def committed(tree: Any, mesh: Mesh | None = None) -> Any:
     """Returns the arrays committed to their devices, like jit's results: the step compiles once.
 
-    What is bound to nothing yet goes to each device of the mesh.
+    Uncommitted arrays are replicated on the mesh.
     """
     if mesh is None:
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
@@ -130,7 +130,7 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
         if x.committed:
             return x
         everywhere = NamedSharding(mesh, PartitionSpec(), memory_kind=x.sharding.memory_kind)
-        # `device_put` would ask all other processes whether they have the same value.
+        # `device_put` would ask all processes whether they have the same value.
         value = np.asarray(x)
         return jax.make_array_from_callback(x.shape, everywhere, lambda index: value[index])
 
@@ -138,7 +138,7 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """Returns the sizes of the axes that `text` names, in its order; errors as of `make_mesh`."""
+    """Returns the sizes of the axes in `text`, in order; errors as for `make_mesh`."""
     axes: dict[str, int] = {}
     for pair in text.split(","):
         name, _, size = (part.strip() for part in pair.partition("="))

@@ -1,11 +1,11 @@
-"""Signals that ask a run to stop: it saves at the end of its step, and says how to go on.
+"""Signals that stop a run: it saves after its step, and prints how to resume.
 
-Python runs a handler only when the main thread is out of the compiler or of a wait for the device.
-To answer at once, a thread of its own hears of signals, through the pipe of `signal.set_wakeup_fd`.
+Python runs a handler only when the main thread leaves the compiler or a wait for the device. To
+answer at once, a separate thread receives signals through the pipe of `signal.set_wakeup_fd`.
 
-When there is nothing to save, a signal ends the process at once, and so does a second signal. Of
-several processes one may be asked, or all; jax then finds a step at which all can stop. SIGUSR1
-counts as SIGTERM: many batch scripts of clusters send it ahead of a time limit.
+If there is nothing to save, or at a second signal, the process ends at once. With several processes
+a signal to one of them suffices; jax then finds a step at which all can stop. SIGUSR1 counts as
+SIGTERM: many batch scripts send it before a time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.cli.command_line import PROGRAM
 
 
 class Stopped(Exception):
-    """The run has saved itself because a signal asked it to stop; the message says how to go on."""
+    """The run has saved itself after a signal; the message says how to resume it."""
 
     def __init__(self, message: str, *, signal_number: int):
         super().__init__(message)
@@ -34,11 +34,11 @@ class Stopped(Exception):
 
 
 class Interrupted(Exception):
-    """A validation was not finished, as a signal has asked the run to stop."""
+    """A validation was interrupted by a signal."""
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGUSR1 and SIGINT, and says so. Use with `with`, on the main thread."""
+    """Receives SIGTERM, SIGUSR1 and SIGINT. Use with `with`, on the main thread."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -46,7 +46,7 @@ class StopRequest:
         self._say = say
         self._number: int | None = None
         self._nothing_to_save: str | None = "no step of this start was done"
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # guards the two above
         self._before = {}
 
     def __enter__(self) -> StopRequest:
@@ -54,7 +54,7 @@ class StopRequest:
         self._pipe, self._end = os.pipe()
         os.set_blocking(self._end, False)
         self._wakeup_before = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
-        # With several processes SIGTERM's handler is jax's, whose service tells the others.
+        # With several processes jax handles SIGTERM, and its service tells the others.
         self._of_sigterm = _swapped_handler(signal.SIGTERM)
         for number in self.SIGNALS:
             self._before[number] = signal.signal(number, _do_nothing)
@@ -63,10 +63,10 @@ class StopRequest:
 
     def __exit__(self, *exception) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # None: it was not set from Python
+            if handler is not None:  # None: not set from Python
                 signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._end)  # which ends the thread
+        os.close(self._end)  # ends the thread
 
     def begin(self) -> None:
         """Notes that from now on there is something to save."""
@@ -86,7 +86,7 @@ class StopRequest:
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
 
     def check(self) -> None:
-        """Raises `Interrupted` if the run is to stop; several processes agree at a step instead."""
+        """Raises `Interrupted` if the run must stop; several processes agree at a step instead."""
         if self._alone and self._number is not None and self._nothing_to_save is None:
             raise Interrupted
 
@@ -110,13 +110,13 @@ class StopRequest:
         self._say(f"{name}: stopping after this step, saving; again to abort")
         if not self._alone:
             ours = _swapped_handler(signal.SIGTERM, self._of_sigterm)
-            signal.raise_signal(signal.SIGTERM)  # on this thread, so it is over when this returns
+            signal.raise_signal(signal.SIGTERM)  # on this thread, so done when it returns
             _swapped_handler(signal.SIGTERM, ours)
 
 
 def _swapped_handler(number: int, new: ctypes.Array | None = None) -> ctypes.Array:
     """Returns a signal's handler, and sets `new`; `signal` cannot restore a handler in C."""
-    old = ctypes.create_string_buffer(256)  # a `struct sigaction`, of 152 bytes in the GNU library
+    old = ctypes.create_string_buffer(256)  # a `struct sigaction` has 152 bytes in glibc
     ctypes.CDLL(None).sigaction(number, new, old)
     return old
 
@@ -126,7 +126,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _leave(number: int, line: str) -> None:
-    # Past `sys.stderr` and the interpreter's end: the main thread may be stuck with either's locks.
+    # Not `sys.stderr` or a normal exit: the main thread may hold either's locks.
     os.write(2, f"{line}\n".encode())
     os._exit(128 + number)
 

@@ -1,8 +1,7 @@
 """Measures loss, speed, stalls, schedule and skipped steps of a training loop without stalling it.
 
-The loss of a step is read only when it is a whole interval old. Rates count tokens of steps whose
-loss exists, not of those dispatched. A step whose gradient is not finite is skipped; many in a row
-end the run.
+The loss of a step is read one interval later. Rates count tokens of finished steps, not of
+dispatched ones. A step with a non-finite gradient is skipped; too many in a row end the run.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ import jax
 import zenflow_jax
 from train import Failure
 
-# Whether a step was skipped is read when the device is so many steps further: that waits for
-# nothing.
+# How many steps later the device's record of a skipped step is read, so that reading never
+# waits.
 BEHIND = 4
 
 
 class NotFiniteError(Failure):
-    """A run trains nothing, or will."""
+    """A run makes no progress, or will make none."""
 
 
 class Row(NamedTuple):
-    """The figures of one interval of steps. Rates are over it and the interval before."""
+    """The metrics of one interval of steps. Rates cover it and the previous interval."""
 
     step: int  # the last step of the interval, counted from 1
-    loss: float  # mean over its steps that were not skipped, nats per token or label; NaN if none
-    tokens_per_s: float | None  # without padding; None if all of its steps were compiled
-    wait_share: float  # share of the time in which the loop waited for the host, 0 to 1
-    skipped: int  # steps of the interval whose gradient was not finite
-    # Of zenflow's schedule, from the start of the run to the end of the interval; None without it.
-    window_length: float | None = None  # in steps, the mean of all windows that have closed
+    loss: float  # mean over steps that were not skipped, nats per token or label; NaN if none
+    tokens_per_s: float | None  # without padding; None if all its steps were compiled
+    wait_share: float  # share of the time in which the loop waited for the host
+    skipped: int  # steps of the interval with a non-finite gradient
+    # zenflow's schedule, from the start of the run to the end of the interval; None without it.
+    window_length: float | None = None  # in steps, the mean of all closed windows
     kept_share: float | None = None  # see `EngineStats.kept_share`; one boundary late
     reselections: int | None = None  # the first selection included
 
 
 class Totals(NamedTuple):
     seconds: float
-    tokens_per_s: float | None  # None where no step is in a rate, as the first of a length is not
+    tokens_per_s: float | None  # None if no step counts in a rate, such as the first of each length
     wait_share: float
 
 
@@ -60,25 +59,25 @@ class Mark(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A step that is in no row yet."""
+    """A step that is not in a row yet."""
 
     loss: jax.Array | float
-    skipped: jax.Array | int  # the number of steps that had been skipped after it
+    skipped: jax.Array | int  # total number of skipped steps after it
     tokens: int
-    schedule: Sequence[Any]  # the figures of a row; () inside an interval
+    schedule: Sequence[Any]  # values of a row; () inside an interval
 
 
 class _Skips:
-    """Counts skipped steps, and ends a run with `most` of them in a row, or with no others."""
+    """Counts skipped steps, and ends a run after `most` in a row, or if all were skipped."""
 
     def __init__(self, steps_done: int, total: int, most: int, remedy: str):
-        # The last step that is known to be skipped or not.
+        # The last step whose outcome is known.
         self.known = self._begun = steps_done
         self.total, self.in_a_row = total, 0
         self._most, self._remedy = most, remedy
 
     def add(self, total: int) -> None:
-        """Takes how many steps of the run had been skipped after one more."""
+        """Records the total number of skipped steps after one more step."""
         self.known += 1
         self.in_a_row = self.in_a_row + 1 if total > self.total else 0
         self.total = total
@@ -98,11 +97,11 @@ class _Skips:
 
 
 class Meter:
-    """Turns the losses of all steps into a `Row` for the first and every `log_every` of them.
+    """Turns the losses of all steps into a `Row` for the first and each `log_every` of them.
 
-    Call `start` when the first steps are compiled and done, `step` after every step and its
-    exchange, `drain` and `finish` after the last one. A run that goes on had `steps_done`, and the
-    `state` of then. So many steps in a row as `max_skipped` are an error, with the `remedy`.
+    Call `start` when the first steps are compiled and finished, `step` after every step and its
+    exchange, `drain` and `finish` after the last one. A resumed run had `steps_done` and this
+    `state`. `max_skipped` skipped steps in a row are an error, with the `remedy`.
     """
 
     def __init__(
@@ -131,15 +130,15 @@ class Meter:
         self._skips = _Skips(steps_done, total, max_skipped, remedy)
 
     def start(self) -> None:
-        """Starts the clock. Earlier steps must have no tokens, as they are in no rate."""
+        """Starts the clock. Earlier steps must have no tokens, since they count in no rate."""
         self._started = Mark(0, self._now(), self._waited_s())
-        # Two intervals: steps of the last one may take no time that is seen.
+        # Two intervals: the steps of the last one may seem to take no time.
         self._last_two = deque([self._started], maxlen=2)
 
     def step(self, loss: jax.Array, *, skipped: jax.Array, tokens: int) -> Row | None:
-        """Takes a step; once per interval, returns the row of the interval before.
+        """Records a step; once per interval, returns the row of the previous interval.
 
-        It then blocks until the device has done all but the last `log_every` steps.
+        It then blocks until the device has finished all but the last `log_every` steps.
         """
         step = self._taken + 1
         schedule = ()
@@ -153,7 +152,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Returns the time in this context is in no rate. The device must have no step to do."""
+        """Excludes the time in this context from all rates. The device must be idle."""
         begin = time.perf_counter()
         try:
             yield
@@ -176,7 +175,7 @@ class Meter:
         self._skips.finish()
 
     def state(self) -> dict[str, Any]:
-        """Returns all that a run that goes on needs, for JSON. Blocks until all steps are done."""
+        """Returns everything that a resumed run needs, as JSON. Blocks until all steps are done."""
         unread = jax.device_get(list(self._unread))
         return {
             "unread": [(float(one.loss), int(one.skipped), one.schedule) for one in unread],
@@ -201,7 +200,7 @@ class Meter:
             self._skips.add(int(jax.device_get(taken.skipped)))
 
     def _to_next_row(self) -> int:
-        # Fewer than `log_every` where the last start had another one, and behind the first step.
+        # Fewer than `log_every` if the last start had another interval, and after the first step.
         if self._steps_read == 0:
             return 1
         return self._log_every - self._steps_read % self._log_every
@@ -224,7 +223,7 @@ class Meter:
         return Row(self._steps_read, loss, *rates, skipped, *taken[-1].schedule)
 
     def _mark(self) -> Mark:
-        # The losses that a resumed run begins with are no arrays, and have no tokens.
+        # Losses from a checkpoint are not arrays, and have no tokens.
         unread: Any = self._unread
         done = sum(x.tokens for x in unread if x.tokens and x.loss.is_ready())
         return Mark(self._tokens_read + done, self._now(), self._waited_s())
@@ -237,7 +236,7 @@ class Meter:
 
 
 def mean_window_length(stats: zenflow_jax.EngineStats) -> float | None:
-    """Mean length, in steps, of all closed windows; those of the warm-up have one step each."""
+    """Returns the mean length of all closed windows in steps; warm-up windows have one step."""
     steps = sum(length * count for length, count in stats.window_lengths.items())
     return steps / stats.windows if stats.windows else None
 
@@ -252,7 +251,7 @@ def has_stalled(values: Sequence[float], patience: int | None, *, larger_is_bett
 
 
 def check_finite(figures: Mapping[str, float], remedy: str) -> None:
-    """Raises `NotFiniteError` if a figure of the validation before the first step is not finite."""
+    """Raises `NotFiniteError` if the validation before the first step is not finite."""
     for name, value in figures.items():
         if not math.isfinite(value):
             raise NotFiniteError(f"expected a finite validation {name}, got {value}. {remedy}")

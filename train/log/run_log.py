@@ -1,12 +1,12 @@
-"""Shows and writes the metrics of a run while it goes on.
+"""Shows and writes the metrics of a running training.
 
-    metrics.csv           one row for every `log_every` steps, written as they come; unknown
-                          figures, such as adamw's of windows, are blank
-    validation.csv        the figures of every validation
+    metrics.csv           one row per `log_every` steps, written immediately; unknown values,
+                          such as adamw's windows, are blank
+    validation.csv        the metrics of every validation
 
 Both also go to `--report-to`.
 
-A run that goes on from a checkpoint drops the rows that came after it, and writes them again.
+A resumed run drops the rows after its checkpoint, and writes them again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from elves.atomic import atomic_path
 from train.log.meter import Row
 from train.log.trackers import Reporter, finite
 
-# A bar and a percentage have room beside time, steps and figures in terminals of more columns.
+# In wider terminals a bar and a percentage fit beside time, steps and metrics.
 WIDE = 110
 
 
 class RunLog:
-    """Metrics of a run, to the screen, the CSV files and a reporter. Use with `with`.
+    """Sends metrics to the screen, the CSV files and a tracker. Use with `with`.
 
-    `rows`, as `read_rows` returned them, and `validations` are those of earlier starts.
+    `rows`, from `read_rows`, and `validations` are from earlier starts.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class RunLog:
             *(drawn if console.width > WIDE else []),
             left,
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", table_column=Column()),  # the others are not cut
+            TextColumn("{task.fields[figures]}", table_column=Column()),  # not cut
             console=console,
             disable=self._as_lines,
         )
         self._task = self._bar.add_task("train", total=steps, completed=done, figures="compiling")
         self._steps = steps
         self._made = time.monotonic()
-        self._begun = (done, self._made)  # a step, and when it was done
+        self._begun = (done, self._made)  # a step, and its time
 
     def __enter__(self) -> RunLog:
         self._bar.start()
@@ -79,7 +79,7 @@ class RunLog:
         self._bar.stop()
         with contextlib.ExitStack() as closing:
             if kind is not None:
-                # A full disk fails here again, which would hide the error that says so.
+                # A full disk fails here again, which would hide the original error.
                 closing.enter_context(contextlib.suppress(OSError))
             for file in (self._csv_file, self._validation_file):
                 closing.callback(file.close)
@@ -92,13 +92,13 @@ class RunLog:
         self.say(f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s")
 
     def say(self, line: str) -> None:
-        """Shows a line where no bar moves."""
+        """Shows a line if there is no progress bar."""
         if self._as_lines:
             show(self._console, line)
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        # At once, so that a run can be followed, and one that dies leaves a record.
+        # Immediately, so that a run can be followed, and a killed run leaves a record.
         _write(self._csv_file, [row])
         self._report("train", row._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
@@ -126,7 +126,7 @@ class RunLog:
         return f"step {step:>{len(str(self._steps))}}/{self._steps}"
 
     def _time_left(self, step: int) -> str:
-        """Judged by the steps of this start, with their validations and checkpoints."""
+        """Estimates from the steps of this start, including validations and checkpoints."""
         first, since = self._begun
         if not first < step < self._steps:
             return ""
@@ -146,7 +146,7 @@ class NoLog(contextlib.nullcontext):
 
 
 def show(console: Console, line: str) -> None:
-    """Shows a line that may have brackets, and characters unknown to the terminal."""
+    """Shows a line that may contain brackets, or characters that the terminal lacks."""
     line = line.encode(console.encoding, "backslashreplace").decode(console.encoding)
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -158,7 +158,7 @@ def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[R
     try:
         with open(path, newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
-                # A run that was killed can have left the beginning of its last line.
+                # A killed run may have left an incomplete last line.
                 if None in line.values() or int(line["step"]) > until:
                     break
                 rows.append(_read(line))
@@ -181,8 +181,8 @@ def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, floa
 
 
 def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
-    """Writes a CSV file with these lines, and opens it for the next ones."""
-    # Under another name until it is whole: a run that is killed here still has the old one.
+    """Writes a CSV file with these lines, and opens it for more."""
+    # Atomically: a run that is killed here keeps the old file.
     with atomic_path(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)
     return open(path, "a", newline="", encoding="utf-8")

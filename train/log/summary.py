@@ -4,9 +4,9 @@ settings.toml         all settings, as a config file, with copies of the files t
                       (deepspeed.json, chat_template.jinja)
 metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
-summary.json          figures of the summary table; `best_step` is the step whose weights the
-                      model has, null without keep_best; `test` has the figures of these weights
-checkpoints/          what the run can go on from (`checkpoints/writing.py`)
+summary.json          the values of the summary table; `best_step` is the step of the saved
+                      weights, null without keep_best; `test` has the metrics of these weights
+checkpoints/          what the run can resume from (`checkpoints/writing.py`)
 model.safetensors     trained weights in float32; or model/, a folder like the one that was read
 """
 
@@ -31,17 +31,17 @@ from train.log.meter import Row
 from train.tasks.classify import is_of_pairs
 from zenflow_jax import planning
 
-# Steps that a start must have made for its timings to be worth advice.
+# Minimum number of steps for advice from the timings.
 LEAST_STEPS = 100
 
-# The figures of a summary that tell how a run has ended.
+# The values of a summary that show how a run ended.
 ENDS = {"steps", "best_step", "validation_after"}
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
 
-# The figures of `summary.json` that the table shows: name, words, format. All but those of steps,
-# parameters and bytes are of this start alone; with several processes, times are of process 0.
+# The values of `summary.json` in the table: name, words, format. Except for steps, parameters
+# and bytes they cover this start only; with several processes, times are of process 0.
 SHOWN = (
     ("parameters", "parameters", ","),
     ("steps", "steps", ","),
@@ -61,12 +61,12 @@ SHOWN = (
 
 
 def write_summary(folder: Path, figures: Mapping[str, Any]) -> None:
-    """Writes `summary.json`, the last of a run's files: it says that all of them are written."""
+    """Writes `summary.json` last: its existence means that all files are written."""
     write_text_atomically(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Reads `summary.json`; None if there is none, or if it is damaged."""
+    """Reads `summary.json`; None if it is missing or damaged."""
     try:
         figures = dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
         return figures if ENDS <= figures.keys() else None
@@ -81,23 +81,23 @@ def write_picture(
 
     A loss is in nats per `target`.
     """
-    from matplotlib.figure import Figure  # takes a third of a start
+    from matplotlib.figure import Figure  # a third of the start-up time
     from matplotlib.ticker import MaxNLocator
 
-    # With several sets of data `matched/loss`.
+    # With several data sets `matched/loss`.
     panel_of = {name: int(not name.endswith("loss")) for name in validations[-1][1]}
     count = 1 + max(panel_of.values())
-    # A Figure without pyplot needs no display and leaves no global state.
+    # A Figure without pyplot needs no display and no global state.
     figure = Figure(figsize=(8, 2.5 + 1.5 * count), layout="constrained")
     panels = figure.subplots(count, sharex=True, squeeze=False, height_ratios=[2, 1][:count])[:, 0]
-    # A row is the mean of its steps, and is drawn in their middle.
+    # A row is the mean of its steps, so it is drawn at their middle.
     steps = [0, *(row.step for row in rows)]
     middles = [(before + step + 1) / 2 for before, step in itertools.pairwise(steps)]
     panels[0].plot(middles, [row.loss for row in rows], ".-", label="training")
     for name, panel in panel_of.items():
         values = [figures[name] for _, figures in validations]
         label = f"validation {name}".replace("/", " ")
-        # Points, as nobody knows the figures between them.
+        # Points, since the values between them are unknown.
         panels[panel].plot([step for step, _ in validations], values, "o", label=label)
     for axes in panels:
         axes.grid(alpha=0.3)
@@ -109,7 +109,7 @@ def write_picture(
 
 
 def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
-    """Writes the last steps as a picture or a trace; an error is said, and does not end the run."""
+    """Writes the last steps as a picture or a trace; an error is printed, not raised."""
     write = zenflow_jax.save_trace if path.suffix == ".json" else zenflow_jax.plot_timeline
     if timeline.steps:
         try:

@@ -1,4 +1,4 @@
-"""Sends the figures of a run to TensorBoard, Trackio or Weights & Biases, as `--report-to` says."""
+"""Sends the metrics of a run to TensorBoard, Trackio or Weights & Biases (`--report-to`)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from train.cli.settings import SettingsError
 
 PROJECT = "zenflow_jax"
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
-BOARD_EVERY_S = 30.0  # as often as TensorBoard reads
+BOARD_EVERY_S = 30.0  # the interval of TensorBoard's readers
 
 
 class Reporter(Protocol):
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Takes finite figures by name, such as `train/loss`."""
+        """Records finite values by name, such as `train/loss`."""
         ...
 
     def finish(self) -> None: ...
 
 
 def check_reporter(kind: str) -> None:
-    """Refuses one whose package is not installed, before anything is done for the run."""
+    """Raises if the tracker's package is not installed, before the run starts."""
     try:
         if kind != "none":
             importlib.import_module(PACKAGES[kind])
@@ -39,21 +39,21 @@ def check_reporter(kind: str) -> None:
 
 
 def reporter(kind: str, folder: Path, *, done: int, config: Mapping[str, Any]) -> Reporter | None:
-    """Receives the figures of the run in `folder`; those of `done` steps are reported already."""
+    """Returns the tracker of the run in `folder`, which already has the first `done` steps."""
     if kind == "none":
         return None
     if kind == "tensorboard":
         return _Board(folder, done)
     options: dict[str, Any] = {"name": folder.name, "config": dict(config), "resume": "allow"}
     if kind == "wandb":
-        # A run of the same name elsewhere is another one.
+        # A run of the same name in another folder is a different run.
         number = zlib.crc32(str(folder.absolute()).encode())
         options |= {"dir": str(folder), "id": f"{folder.name}-{number:08x}"}
     return importlib.import_module(kind).init(project=PROJECT, **options)
 
 
 def finite(label: str, figures: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns the figures that can be drawn, with the label in their names."""
+    """Returns the finite values, with the label in their names."""
     return {
         f"{label}/{name}": value
         for name, value in figures.items()
@@ -62,9 +62,9 @@ def finite(label: str, figures: Mapping[str, float | None]) -> dict[str, float]:
 
 
 class _Board:
-    """TensorBoard's file, whose readers forget what they know of the steps after `done`.
+    """Writes TensorBoard's file; its readers discard earlier records of steps after `done`.
 
-    On a full disk tensorboardX's `SummaryWriter` waits for ever; its `EventsWriter` stays open.
+    On a full disk tensorboardX's `SummaryWriter` blocks forever; its `EventsWriter` never closes.
     """
 
     def __init__(self, folder: Path, done: int):

@@ -1,6 +1,6 @@
-"""Attention by cuDNN's flash kernel where there is one, and in its plain form elsewhere.
+"""Attention with cuDNN's flash kernel if available, otherwise in its plain form.
 
-The plain form has the scores of all pairs of positions in float32 in memory; the kernel has none.
+The plain form keeps float32 scores of all pairs of positions in memory; the kernel does not.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def attention(
     causal: bool = False,
     window: int | None = None,
 ) -> jax.Array:
-    """Mixed values `(b, t, heads, d)` of queries of that shape.
+    """Returns the mixed values `(b, t, heads, d)` of queries of that shape.
 
-    Keys and values are `(b, t, kv_heads, d)`. `mask`, which broadcasts to `(b, heads, t, t)`, says
-    what a query may see; with `causal` nothing behind it, and with a `window` only the last so many
-    positions, its own included.
+    Keys and values are `(b, t, kv_heads, d)`. `mask` is broadcast to `(b, heads, t, t)` and says
+    which keys a query sees; `causal` hides later positions, and a `window` all but the last so many
+    positions, the query's own included.
     """
     # jax does not count the position itself.
     local = None if window is None or window >= q.shape[1] else (window - 1, 0)
@@ -40,14 +40,14 @@ def attention(
     flash = partial(plain, implementation="cudnn")
     if not _takes(flash, q, k, v, mask):
         return plain(q, k, v, mask)
-    # Traced where no GPU may be, as in a plan for one: what it is compiled for decides.
+    # Traced possibly without a GPU, as in a plan: the target of the compilation decides.
     return jax.lax.platform_dependent(q, k, v, mask, cuda=flash, default=plain)
 
 
 def _takes(kernel, *arrays) -> bool:
-    """Returns whether jax with this cuDNN takes such arrays, in a backward pass too.
+    """Returns whether jax with this cuDNN accepts such arrays, also in a backward pass.
 
-    On a GPU it warns with cuDNN's reason, except of float32, which the kernel is not for.
+    On a GPU it warns with cuDNN's reason, except for float32, which the kernel does not support.
     """
 
     def gradients(*arrays):

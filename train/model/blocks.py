@@ -1,7 +1,7 @@
-"""A stack of equal blocks: written out or scanned, rematerialized or not, always the same function.
+"""A stack of equal blocks: written out or scanned, rematerialized or not, the same function.
 
 Scanned, every leaf has a leading axis over the layers, and the compiler sees one block. Written
-out, gradients of a layer can leave the device while the backward pass of those before goes on.
+out, a layer's gradients can leave the device while the backward pass of earlier layers runs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jax.sharding import NamedSharding, Sharding
 
 from zenflow_jax import streaming
 
-INIT_STD = 0.02  # `initializer_range` of nearly every model here
+INIT_STD = 0.02  # `initializer_range` of nearly all supported models
 
 
 class Stacked(nnx.Module):
-    """A model around equal blocks, each of which `make` makes with its own `rngs`.
+    """A model around equal blocks, each made by `make` with its own `rngs`.
 
-    Scanned, they are one block whose leaves are stacks; otherwise a list of the same weights.
+    Scanned, they are one block whose leaves are stacks; otherwise a list with the same weights.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ def linear(n_in: int, n_out: int, *, bias: bool, **options) -> nnx.Linear:
 
 
 def embedding(rows: int, width: int, **options) -> nnx.Embed:
-    """Returns a table `(rows, width)`, normal with deviation `INIT_STD`."""
+    """Makes a table `(rows, width)`, normal with deviation `INIT_STD`."""
     return nnx.Embed(rows, width, embedding_init=rounded_normal, **options)
 
 
 def rounded_normal(key, shape, dtype, **options):
-    """Weights drawn in float32 and then rounded: every dtype starts from the same draw."""
+    """Draws weights in float32, then rounds: every dtype starts from the same draw."""
     draw = jax.random.normal(key, shape, jnp.float32, **options)
-    # Under jit the compiler would first multiply `INIT_STD` with a factor that ends `normal`, and
-    # round otherwise.
+    # Under jit the compiler would first multiply `INIT_STD` by the last factor of `normal`, and
+    # round differently.
     return (jax.lax.optimization_barrier(draw) * INIT_STD).astype(dtype)

@@ -1,9 +1,9 @@
-"""The loss of next tokens for a large vocabulary, whose logits are never there all at once.
+"""The loss of next tokens for a large vocabulary, without all logits in memory at once.
 
-Logits of 8,192 tokens for 150,000 words are 5 GB in float32, and their gradient as much. Here the
-vocabulary is taken a part at a time, and its logits are computed once more for the gradient. Parts
-of the vocabulary, not of the batch: the gradient of each part of the head is then whole when it is
-made, and is not summed up in float32 beside the head.
+Logits of 8,192 tokens for 150,000 words take 5 GB in float32, and so does their gradient. Here each
+part of the vocabulary has its turn, and its logits are computed again for the gradient. Parts of
+the vocabulary, not of the batch: then the gradient of each part of the head is complete when it is
+made, and no sum of it is kept beside the head.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-#: Words whose logits are there at once.
+#: Number of words whose logits are in memory at once.
 PART = 8192
 
-_LETTERS = "vw", "wv"  # of the head, by the axis of the vocabulary
+_LETTERS = "vw", "wv"  # the head's shape, by the axis of the vocabulary
 
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def token_losses(x: jax.Array, head: jax.Array, targets: jax.Array, axis: int) -> jax.Array:
-    """Cross-entropies in nats: float32, of the shape of `targets`.
+    """Returns cross-entropies in nats: float32, in the shape of `targets`.
 
     Args:
         x: Output of the last layer `(b, t, width)`, in the dtype of the computation.
         head: The matrix that maps it to logits, in any float dtype; cast to the dtype of `x`.
-        targets: Words `(b, t)`, integers. The loss of another number is NaN.
-        axis: That of the vocabulary in `head`, 0 or 1; the other is the width.
+        targets: Words `(b, t)`, integers. The loss of an invalid number is NaN.
+        axis: The axis of the vocabulary in `head`, 0 or 1; the other is the width.
     """
     return _forward(x, head, targets, axis)[0]
 
@@ -55,7 +55,7 @@ def _backward(axis: int, residuals: Any, g: jax.Array) -> Any:
         of_x, of_head = gradients
         matrix = _slice(head, start, words, axis).astype(x.dtype)
         logits = _logits(x, matrix, axis)
-        # A target of another part has no place here: its row is all zeros.
+        # A target of another part is outside of this part: its row is all zeros.
         off = jnp.exp(logits - normalizers[..., None]) - jax.nn.one_hot(targets - start, words)
         off = (off * g[..., None]).astype(x.dtype)
         of_x += _einsum(f"btv,{_LETTERS[axis]}->btw", off, matrix)
@@ -79,9 +79,9 @@ def no_words(targets: jax.Array) -> Any:
 def add_words(sums: Any, logits: jax.Array, place: jax.Array) -> Any:
     """Returns the largest logit, the sum of exponentials without it, and the logit of the target.
 
-    `place` is the number of the target among the words of `logits`; it may be one of other words.
+    `place` is the index of the target among the words of `logits`; it may be outside of them.
     """
-    # The loss does not depend on what is subtracted from all logits.
+    # The loss does not depend on the number that is subtracted from all logits.
     top, (_, total, of_target) = jax.lax.stop_gradient(sums[0]), sums
     new_top = jax.lax.stop_gradient(jnp.maximum(top, logits.max(-1)))
     total = total * jnp.exp(top - new_top) + jnp.exp(logits - new_top[..., None]).sum(-1)
@@ -92,14 +92,14 @@ def add_words(sums: Any, logits: jax.Array, place: jax.Array) -> Any:
 
 @jax.custom_vjp
 def logits_of(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """Float32 logits; the product has the dtype of `matrix` `(width, words)`, its gradients too."""
+    """Returns float32 logits; the product has the dtype of `matrix` `(width, words)`."""
     return _logits(x.astype(matrix.dtype), matrix, 1)
 
 
 def _logits_backward(residuals: Any, g: jax.Array) -> Any:
     x, matrix = residuals
     g = g.astype(matrix.dtype)
-    # Gradients by `x` of several parts are added up.
+    # Gradients with respect to `x` are summed over several parts.
     of_x = _einsum("btv,wv->btw", g, matrix).astype(x.dtype)
     return of_x, _einsum("btw,btv->wv", x.astype(matrix.dtype), g).astype(matrix.dtype)
 
@@ -108,7 +108,7 @@ logits_of.defvjp(lambda x, matrix: (logits_of(x, matrix), (x, matrix)), _logits_
 
 
 def _over_parts(step: Callable[[T, Any, int], T], carry: T, words: int) -> T:
-    """Returns the carry after `step(carry, start, words)` of each part, one after the other."""
+    """Returns the carry after `step(carry, start, words)` for each part in turn."""
     whole, rest = divmod(words, PART)
     carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * PART, PART), carry)
     return step(carry, whole * PART, rest) if rest else carry

@@ -1,7 +1,7 @@
-"""The Llama family: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral are one decoder with other options.
+"""The Llama family: Llama 2 and 3, Qwen 2, 2.5 and 3, and Mistral as one decoder with options.
 
-RMSNorm in front of each half of a block, rotary positions, attention in which several query heads
-share a key head, SwiGLU. Matrices are `(in, out)`, kept in `weight_dtype` and multiplied in
+RMSNorm before each half of a block, rotary positions, attention in which several query heads share
+a key head, SwiGLU. Matrices are `(in, out)`, kept in `weight_dtype` and multiplied in
 `compute_dtype`; norms, rotations, the softmax of attention and the logits are always float32.
 
 Letters: `b` sequences in a batch, `t` positions, `s` positions in a cache, `h` heads, `d` width of
@@ -32,18 +32,18 @@ from train.model.blocks import Stacked, embedding, linear, placed
 
 
 class LinearRope(NamedTuple):
-    """All rotations slower by `factor`, so that so many more positions turn as far as before."""
+    """Slows all rotations down by `factor`, so that longer texts turn as far as before."""
 
     factor: float
 
 
 class Llama3Rope(NamedTuple):
-    """Rotations below `low` turns over `positions` slower by `factor`, up to `high` a ramp."""
+    """Slows rotations below `low` turns over `positions` by `factor`, with a ramp up to `high`."""
 
     factor: float
     low: float
     high: float
-    positions: int  # that the model was trained on before it was stretched
+    positions: int  # of the original training
 
 
 class DecoderConfig(NamedTuple):
@@ -51,23 +51,23 @@ class DecoderConfig(NamedTuple):
     width: int  # of the residual stream
     layers: int
     heads: int
-    kv_heads: int  # of keys and values; their number divides `heads`
+    kv_heads: int  # a divisor of `heads`
     head_width: int  # even; `heads * head_width` need not be `width`
     ffn: int  # inner width of the SwiGLU layer
-    positions: int  # the longest sequence that the model was made for; longer ones run, badly
+    positions: int  # of the longest supported sequence; longer ones run, with bad results
     norm_eps: float  # added to the mean square
     rope_base: float  # the slowest rotation turns once in about 6 times this many positions
     rope_scaling: LinearRope | Llama3Rope | None
-    qkv_bias: bool  # whether query, key and value have a bias (Qwen 2)
+    qkv_bias: bool  # whether queries, keys and values have a bias (Qwen 2)
     qk_norm: bool  # whether the query and the key of each head are normalized (Qwen 3)
-    tied: bool  # whether the embedding is the head as well
-    window: int | None  # how many tokens, itself included, a token attends to; None for all
+    tied: bool  # whether the embedding is also the head
+    window: int | None  # how many tokens a token attends to, itself included; None for all
 
 
 class Cache(NamedTuple):
     """Keys and values of earlier positions, of one block or stacked for all of them."""
 
-    keys: jax.Array  # ([blocks,] b, s, kv_heads, d), turned
+    keys: jax.Array  # ([blocks,] b, s, kv_heads, d), rotated
     values: jax.Array  # likewise
 
 
@@ -96,10 +96,10 @@ class Decoder(Stacked):
             self.head = vocabulary.make_parts(head, config.vocabulary, parts, rngs)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Returns the logits behind each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
+        """Returns the logits after each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
 
-        With `positions` `(b, t)` of each token in its text, texts of a row see nothing of the
-        others.
+        With `positions` `(b, t)` of tokens in their texts, texts in a row do not attend to each
+        other.
         """
         return self._logits(self._last_layer(tokens, positions))
 
@@ -108,7 +108,7 @@ class Decoder(Stacked):
     ) -> jax.Array:
         """Returns the cross-entropy of each of `targets` `(b, t)` in nats: float32 `(b, t)`.
 
-        As from the logits, which are never there all at once where the vocabulary is large.
+        Logits of a large vocabulary are never all in memory at once.
         """
         x = self._last_layer(tokens, positions)
         if self.parts > 1:
@@ -124,7 +124,7 @@ class Decoder(Stacked):
             return cross_entropy.token_losses(x, self.head.kernel[...], targets, axis=1)
         table = self.embed.embedding[...]
         if "fsdp" in axes:
-            # Else all of the table is gathered for each part of its rows.
+            # Otherwise the whole table is gathered for each part of its rows.
             table = placed(table, NamedSharding(self.stream_sharding.mesh, P(None, "fsdp")))
         return cross_entropy.token_losses(x, table, targets, axis=0)
 
@@ -135,7 +135,7 @@ class Decoder(Stacked):
             x = self.embed(tokens)
         else:
             x = vocabulary.embedded(self.embed.embedding.get_value(), tokens, self.embed.dtype)
-        text = None  # the number of each token's text in its row
+        text = None  # the index of each token's text in its row
         if positions is None:
             positions = jnp.arange(tokens.shape[1])[None]
         else:
@@ -153,7 +153,7 @@ class Decoder(Stacked):
     ) -> tuple[jax.Array, Cache]:
         """Returns the float32 logits `(b, vocabulary)` after `tokens` `(b, t)`, and the cache.
 
-        The cache has the `start` tokens before them; `start + t` is at most `s`. For stacked
+        The cache has the `start` tokens before them; `start + t` is at most `s`. Needs stacked
         blocks.
         """
         x = self.embed(tokens.astype(jnp.int32))
@@ -204,9 +204,9 @@ class DecoderBlock(nnx.Module):
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, text: jax.Array | None
     ) -> jax.Array:
-        """Maps the stream `(b, t, width)`; a token sees only those with its number in `text`."""
+        """Maps the stream `(b, t, width)`; a token sees only tokens with its number in `text`."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
-        # Made again in each block: kept for the backward pass, it would be (t, t).
+        # Recomputed in each block: kept for the backward pass, it would take (t, t).
         mask = None if text is None else (text[:, :, None] == text[:, None, :])[:, None]
         mixed = attention(q, k, v, mask=mask, causal=True, window=self.config.window)
         return self._mixed_in(x, mixed)
@@ -220,7 +220,7 @@ class DecoderBlock(nnx.Module):
             jax.lax.dynamic_update_slice_in_dim(cache.keys, k, start, axis=1),
             jax.lax.dynamic_update_slice_in_dim(cache.values, v, start, axis=1),
         )
-        # The distance of each token behind each place of the cache.
+        # The distance of each token from each position of the cache.
         behind = start + jnp.arange(x.shape[1])[:, None] - jnp.arange(cache.keys.shape[1])[None]
         seen = behind >= 0
         if self.config.window is not None:
@@ -229,7 +229,7 @@ class DecoderBlock(nnx.Module):
         return self._mixed_in(x, mixed), cache
 
     def _heads(self, x, cos, sin):
-        """Queries, keys and values `(b, t, heads, d)`."""
+        """Returns queries, keys and values `(b, t, heads, d)`."""
         b, t, _ = x.shape
         d = self.config.head_width
         q, k, v = (
@@ -237,7 +237,7 @@ class DecoderBlock(nnx.Module):
         )
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)  # float32
-        # Rounded after the turn alone.
+        # Rounded only after the rotation.
         q, k = (turned(heads, cos, sin).astype(v.dtype) for heads in (q, k))
         return q, k, v
 
@@ -249,7 +249,7 @@ class DecoderBlock(nnx.Module):
 
 
 def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles of `positions` `(b, t)`: float32 `(b, t, d / 2)` each."""
+    """Returns cosine and sine for `positions` `(b, t)`: float32 `(b, t, d / 2)` each."""
     # float32 from here: a bfloat16 angle would be wrong by half a radian at position 200.
     speed = jnp.asarray(rotation_speeds(config), jnp.float32)
     angle = positions.astype(jnp.float32)[..., None] * speed[None, None]
@@ -257,7 +257,7 @@ def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, j
 
 
 def rotation_speeds(config: DecoderConfig) -> np.ndarray:
-    """Radians per position of each pair of channels, the fastest first: float64 `(d / 2,)`."""
+    """Returns radians per position of each pair of channels, descending: float64 `(d / 2,)`."""
     pairs = config.head_width // 2
     speed = config.rope_base ** (-np.arange(pairs) / pairs)
     match config.rope_scaling:
@@ -272,7 +272,7 @@ def rotation_speeds(config: DecoderConfig) -> np.ndarray:
 
 
 def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Queries or keys `(b, t, h, d)`; `(i, i + d/2)` are turned by an angle: float32."""
+    """Rotates queries or keys `(b, t, h, d)`, each pair `(i, i + d/2)`: float32."""
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)

@@ -1,6 +1,6 @@
-"""BERT with a head that classifies, without dropout: https://arxiv.org/abs/1810.04805.
+"""BERT with a classification head, without dropout: https://arxiv.org/abs/1810.04805.
 
-Shapes, dtypes and letters are those of `decoder.py`.
+Shapes, dtypes and letters are as in `decoder.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class EncoderConfig(NamedTuple):
     vocabulary: int
     width: int  # of the residual stream
     layers: int
-    heads: int  # their number divides `width`
+    heads: int  # a divisor of `width`
     ffn: int  # inner width of the feed-forward layer
     positions: int  # the longest sequence
     types: int  # kinds of segments
@@ -29,7 +29,7 @@ class EncoderConfig(NamedTuple):
 
 
 class BertClassifier(Stacked):
-    """Logits of the labels of a sequence, or of a pair of sequences; arguments as of `Decoder`."""
+    """Computes the logits of a sequence, or of a pair of sequences; arguments as for `Decoder`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class BertClassifier(Stacked):
         )
 
     def __call__(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
-        """Float32 logits `(b, labels)`, of integers `(b, t)`; `mask` is 0 for padding."""
+        """Returns float32 logits `(b, labels)` for integers `(b, t)`; `mask` is 0 for padding."""
         x = self.stream(tokens, types, mask)
         return self.classifier(jnp.tanh(self.pooler(x[:, 0])))
 
@@ -64,12 +64,12 @@ class BertClassifier(Stacked):
         x = self.embed(tokens.astype(jnp.int32)) + self.types(types.astype(jnp.int32))
         x = x + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = self.embed_norm(x).astype(x.dtype)
-        attends = mask.astype(bool)[:, None, None, :]  # each query of each head to the same keys
+        attends = mask.astype(bool)[:, None, None, :]  # for every query and head
         return self.run_blocks(x, attends)
 
 
 class EncoderBlock(nnx.Module):
-    """Attention, then a feed-forward layer; each is added to its input, and the sum normalized."""
+    """Applies attention, then a feed-forward layer; adds each to its input, and normalizes."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs, **options):
         def square() -> nnx.Linear:
@@ -103,6 +103,6 @@ def _norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
         epsilon=config.norm_eps,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
-        use_fast_variance=False,  # it would subtract two nearly equal numbers
+        use_fast_variance=False,  # the other formula subtracts two nearly equal numbers
         rngs=rngs,
     )

@@ -1,6 +1,6 @@
-"""Continues a text, token by token: the most likely ones, or a draw.
+"""Continues a text token by token: greedily, or by sampling.
 
-The prompt goes through the model at once, then each token by itself, with a cache of a fixed size.
+The prompt goes through the model at once, then each token separately, with a cache of fixed size.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from train import Failure
 
 
 class Sampling(NamedTuple):
-    temperature: float = 0.0  # divides the logits; at 0 the most likely token is taken
-    top_k: int | None = None  # only so many of the most likely tokens; None for all
-    top_p: float | None = None  # only the most likely ones that together reach this probability
+    temperature: float = 0.0  # divides the logits; 0 is greedy
+    top_k: int | None = None  # the number of most likely tokens to sample from; None for all
+    top_p: float | None = None  # sample from the fewest tokens that reach this probability
 
 
 LIKELIEST = Sampling()
@@ -42,8 +42,8 @@ def continued(
     choose = partial(_extend, graphdef, sampling, params, key)
     token, cache = choose(cache, jnp.asarray(np.asarray(prompt, np.int32)), 0)
     for start in range(len(prompt), len(prompt) + most):
-        # The device goes on before it is known whether it must: a step too many costs less than to
-        # wait at each.
+        # The device starts the next token before this one is known: one step too many costs less
+        # than a wait at each.
         following = token
         if start < len(prompt) + most - 1:
             following, cache = choose(cache, token, start)

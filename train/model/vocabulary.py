@@ -1,7 +1,7 @@
-"""Embedding and head in parts of the vocabulary, which are scanned as layers are.
+"""Embedding and head in parts of the vocabulary, which are scanned like layers.
 
-So they may lie in host memory, too: two parts at a time are on the device, and gradients leave it
-part by part. Both are stacks of parts, which `streaming.stream` may have been given.
+So they may be in host memory: the device has two parts at a time, and gradients leave it part by
+part. Both are stacks of parts, as `streaming.stream` returns them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from train.model import cross_entropy
 from train.model.blocks import stack
 from zenflow_jax import streaming
 
-#: The most parts of a vocabulary, and the most words of one in `cross_entropy.PART`.
+#: The most parts of a vocabulary, and the largest part in units of `cross_entropy.PART`.
 MOST, LARGEST = 16, 4
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def _rows(part: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _rows_backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> Any:
-    # A scatter would sort all numbers of `g` on a GPU, for each part, to add them up in order.
+    # A scatter on a GPU would sort all numbers of `g` for each part, to add them in order.
     place, part = residuals
     of_words = jax.nn.one_hot(place, len(part), dtype=g.dtype)
     of_part = jnp.einsum("btv,btw->vw", of_words, g, preferred_element_type=jnp.float32)
@@ -69,7 +69,7 @@ _rows.defvjp(lambda part, place: (_rows(part, place), (place, part)), _rows_back
 def token_losses(x: jax.Array, head: Any, targets: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Computes `cross_entropy.token_losses` for a head `(parts, width, words)`; `x` is float32.
 
-    Products are in `dtype`, gradients of `x` are added up in float32.
+    Products are in `dtype`, gradients with respect to `x` are summed in float32.
     """
 
     def add(sums: Any, part: jax.Array, start: jax.Array) -> Any:
@@ -82,7 +82,7 @@ def token_losses(x: jax.Array, head: Any, targets: jax.Array, dtype: DTypeLike) 
 
 
 def _over_parts(step: Callable[[T, Any, jax.Array], T], carry: T, stack: Any, words: int) -> T:
-    """Returns the carry after `step(carry, part, start)` of each part, one after the other."""
+    """Returns the carry after `step(carry, part, start)` for each part in turn."""
 
     def body(carry: T, one: tuple[Any, jax.Array]) -> tuple[T, None]:
         return step(carry, *one), None

@@ -1,6 +1,6 @@
-"""Plans whether a run fits and hides its host work, for the three optimizers side by side.
+"""Plans the memory and the speed of a run for three optimizers, and finds settings that fit.
 
-No weights are read, and no device is needed. The arithmetic is `zenflow_jax.planning`'s.
+Reads no weights, and needs no device. `zenflow_jax.planning` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from zenflow_jax import find_state, planning
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
 OPTIMIZERS = ("adamw", "offload", "zenflow")
-#: How many other settings that fit are named, and how many steps are compiled at most to find them.
+#: The most settings that are named, and the most steps that are compiled to find them.
 WAYS, COMPILATIONS = 3, 12
-# For a run whose steps and classes follow from its data: no size depends on the steps.
+# For a run whose steps and classes depend on its data: no size depends on them.
 STEPS, LABELS = 1000, 2
 
 
@@ -55,12 +55,12 @@ class Way(NamedTuple):
 
 
 class RunPlan(NamedTuple):
-    """The plan of a run, beside the same run with the other optimizers."""
+    """The plan of a run, and of the same run with the other optimizers."""
 
     settings: StepSettings
     of_optimizers: Mapping[str, planning.Plan]
-    measured: bool  # whether the host's bandwidth was
-    ways: tuple[Way, ...]  # to make the run fit; for one that fits, the largest batch tried
+    measured: bool  # whether the host's bandwidth was measured
+    ways: tuple[Way, ...]  # other settings that fit; if the run fits, a larger batch
 
     @property
     def chosen(self) -> planning.Plan:
@@ -183,18 +183,18 @@ def ways_that_fit(
 ) -> list[Way]:
     """Returns at most `WAYS` ways to make a run fit, those with large batches first.
 
-    Each has few changes, and the first that fits of the batches, which are halved, in multiples of
-    `unit`. `plan_of` returns None for settings that cannot be planned.
+    Each has few changes, and the first batch that fits, halved in multiples of `unit`. `plan_of`
+    returns None for settings that cannot be planned.
     """
     ways: list[Way] = []
     for changes in _changes(settings):
-        # More changes are worth it only for a larger batch.
+        # More changes are useful only with a larger batch.
         fewer = [way.batch_size for way in ways if way.changes.items() <= changes.items()]
         batch, least = settings.batch_size, max(fewer, default=0)
         while batch > least:
             plan = plan_of(dataclasses.replace(settings, batch_size=batch, **changes))
             if plan is None or (plan.by == "shapes" and not plan.fits):
-                break  # nor does a smaller batch
+                break  # a smaller batch does not fit either
             if plan.fits:
                 ways.append(Way(changes, batch, plan))
                 break
@@ -214,7 +214,7 @@ def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
     if settings.stream == "none":
         choices.append({"scan_layers": False})
     if not in_host_memory and may_stream(dataclasses.replace(settings, scan_layers=True)):
-        # Layers in host memory are scanned, and upload nothing.
+        # Layers in host memory are scanned, and have no uploads.
         weights = {"stream": "weights", "scan_layers": True, "update_interval": 1}
         choices.append(weights | {"prefetch_bytes": settings.prefetch_bytes})
     if settings.optimizer == "zenflow" and isinstance(interval, int):
@@ -225,7 +225,7 @@ def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
     for count in range(len(choices) + 1):
         for combined in itertools.combinations(choices, count):
             changes = dict(item for choice in combined for item in choice.items())
-            if len(changes) == sum(map(len, combined)):  # else two change the same
+            if len(changes) == sum(map(len, combined)):  # otherwise two are of the same setting
                 yield {n: x for n, x in changes.items() if getattr(settings, n) != x}
 
 
@@ -237,16 +237,16 @@ def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | Non
 
 
 def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
-    """Compiles a planned step for the described device on which its arguments are."""
+    """Compiles a planned step for the described device of its arguments."""
     step: Any = planned.step
-    # Without a device to try them on, jax 0.11.2 finds no deterministic matrix product.
+    # Without a device jax 0.11.2 cannot select a deterministic matrix product.
     options = {"xla_gpu_exclude_nondeterministic_ops": False}
     with warnings.catch_warnings():
-        # Of weights that the step moves to host memory.
+        # Weights that the step moves to host memory cause this.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         try:
             return step.lower(*planned[1:]).compile(options)
-        except NotImplementedError as error:  # layers that stream, with an older jax
+        except NotImplementedError as error:  # streaming needs a newer jax
             raise SettingsError(str(error)) from error
 
 
@@ -275,7 +275,7 @@ class PlannedStep(NamedTuple):
 
 
 def folder_of_config(model: str) -> Pretrained:
-    """Returns a model's folder, whose `config.json` alone is read."""
+    """Returns a model's folder, of which only `config.json` is read."""
     folder = model_folder(model, [CONFIG])
     raw = read_raw(folder)
     config = read_config(folder / CONFIG, raw)
@@ -289,7 +289,7 @@ def planned_step(
     *,
     placed: bool = False,
 ) -> PlannedStep:
-    """Returns the step that a run would compile, its arguments `placed` also without a mesh."""
+    """Returns the step that a run would compile; `placed` puts its arguments on the mesh."""
     kind = "decoder" if origin is None else origin.architecture
     if not settings.steps:
         settings = dataclasses.replace(settings, steps=STEPS)
@@ -343,7 +343,7 @@ def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _beside(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
-    """Returns a state whose moments lie as their parameters do, and all else `everywhere`."""
+    """Returns a state with moments sharded like their parameters, and all else `everywhere`."""
     return optax.tree.map_params(
         tx,
         lambda x, p: _at(x, p.sharding),

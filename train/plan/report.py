@@ -63,7 +63,7 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
 
 
 def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
-    """Returns sentences on the run, with at most three commands that fit."""
+    """Returns sentences on the run, and at most three commands that fit."""
     chosen, settings = run_plan.chosen, run_plan.settings
     by_shapes = chosen.by == "shapes"
     lines = [f"{settings.optimizer}: {chosen.advice}"]
@@ -91,7 +91,7 @@ def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
 
 
 def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
-    """Returns the command that trains in this way, made from the planned command."""
+    """Returns the command for these settings, based on the planned command."""
     changes = dict(way.changes)
     if way.batch_size != run_plan.settings.batch_size:
         changes = {"batch_size": way.batch_size} | changes

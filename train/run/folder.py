@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its lock, and the record of its settings."""
+"""The folder of a run: its name, its lock, and its settings."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from train.distributed import processes
 from train.huggingface.chat_template import TEMPLATE
 from train.run import models
 
-# In the run's folder; names the process that has the lock. It stays when the run ends.
+# Names the process that holds the lock. It stays when the run ends.
 LOCK = "lock"
 
-# Errors of file systems that have no locks.
+# Errors of file systems without locks.
 NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
-# The files that a run writes over.
+# The files that a run overwrites.
 WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
 WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
 def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
-    """Returns the folder of the run below `output_dir`, the same for every process.
+    """Returns the folder of the run in `output_dir`, the same for every process.
 
-    `run` names it, and may hold an earlier start unless `fresh`; None makes one with this `label`.
+    `run` names it, and may have an earlier start unless `fresh`; None makes one with this `label`.
     """
     if not processes.is_first():
         return Path(processes.from_first(""))
@@ -45,7 +45,7 @@ def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool
     except OSError as error:
         got = f"{output_dir} ({error.strerror}). Name another --output-dir"
         raise SettingsError(f"`output_dir`: expected a folder to write to, got {got}.") from error
-    # Every start has made a lock, which a copy of a run may lack.
+    # Every start makes a lock, but a copied run may lack it.
     is_run = bool(names & {LOCK, "checkpoints"})
     names.discard(LOCK)
     if not is_run and names & WRITTEN:
@@ -67,13 +67,13 @@ def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool
 
 
 def new_run_folder(parent: Path, label: str) -> Path:
-    """Makes the folder `parent/NNN-label`, whose number follows the highest one in `parent`."""
+    """Makes the folder `parent/NNN-label`, numbered after the highest one in `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
     numbers = [int(n) for p in parent.iterdir() if (n := p.name.partition("-")[0]).isdecimal()]
     number = max(numbers, default=0) + 1
     while True:
         folder = parent / f"{number:03d}-{label}"
-        with contextlib.suppress(FileExistsError):  # of a run that started at the same moment
+        with contextlib.suppress(FileExistsError):  # another run started at the same moment
             folder.mkdir()
             return folder
         number += 1
@@ -94,7 +94,7 @@ def write_settings(folder: Path, values: Mapping[str, Any], texts: Mapping[str, 
 
 @contextlib.contextmanager
 def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Keeps a second start out of the run's folder; the kernel ends the lock with the process."""
+    """Keeps a second start out of the run's folder; the lock ends with the process."""
     if not processes.is_first():
         yield
         return

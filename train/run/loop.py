@@ -1,4 +1,4 @@
-"""A run that is under way: `resume`, `loop`, `finish`, `report`, in this order."""
+"""A run in progress: `resume`, `loop`, `finish`, `report`, in this order."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from train.tasks import is_loss
 
 class Ended(NamedTuple):
     totals: Totals
-    best: int  # the step whose weights the model has
+    best: int  # the step of the written weights
     written: str  # name of the model's file or folder
-    test: dict[str, float] | None  # the figures of these weights on the test data
+    test: dict[str, float] | None  # the metrics of these weights on the test data
 
 
 class Run:
-    """Trains a job in a folder that this process has locked; `stack` closes what the run opens."""
+    """Trains a job in a folder that this process has locked; `stack` closes the run's resources."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Run:
         self.stop, self.stack = stop, stack
         self.params, self.opt_state = job.model.params, opt_state
         self.engine: zenflow_jax.HostEngine | None = None
-        self.validations: list[tuple[int, dict[str, float]]] = []  # steps before each, figures
-        self.done = 0  # steps of earlier starts
+        self.validations: list[tuple[int, dict[str, float]]] = []  # each step with its metrics
+        self.done = 0  # by earlier starts
         self.steps = job.training.steps
         task, config = job.task, job.model.origin and job.model.origin.config
         self.checkpoints = stack.enter_context(
@@ -75,7 +75,7 @@ class Run:
         )
 
     def resume(self, timeline: Path | None) -> bool:
-        """Restores the newest checkpoint, if any; returns whether there are steps to do."""
+        """Restores the newest checkpoint, if any; returns whether steps are left."""
         engine_state, progress = None, {}
         if (newest := self.checkpoints.newest()) is not None:
             self.params, self.opt_state, engine_state, progress = self.checkpoints.restore(
@@ -85,24 +85,24 @@ class Run:
             self.validations = [(step, figures) for step, figures in progress["validations"]]
             if self._has_ended():
                 return False
-        elif (self.folder / "settings.toml").is_file():  # of a start that ended before it saved
+        elif (self.folder / "settings.toml").is_file():  # a start that ended before its first save
             self._say(f"no checkpoint to resume from in {self.folder}: the run starts again")
         drawn = models.described_as_drawn(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
         if self.job.training.optimizer != "adamw":
             self._open_engine(engine_state, timeline)
-        self.checkpoints.set_aside()  # this start is a valid one
+        self.checkpoints.set_aside()  # this start is valid
         self._open_log(progress)
         if not self.done:
             check_finite(self._validated(0), self.job.causes_of_infinity)
         elif self._is_validated(self.done):
-            # The last start was stopped before it, or that step was its last one.
+            # The last start was stopped before this validation, or ended with that step.
             self.checkpoints.rate(self.done, self._validated(self.done)[self.job.task.best])
         return True
 
     def _has_ended(self) -> bool:
-        """Returns whether all of the run is done; refuses one that has done too many steps."""
+        """Returns whether the run is complete; refuses a run with too many steps."""
         if self._has_stopped_early():
             self.steps = self.done
         done, steps = self.done, self.steps
@@ -130,18 +130,18 @@ class Run:
                 self.opt_state,
                 **self.job.host.subset(names),
                 engine_state=engine_state,
-                # This process has nothing to do beside the job, which can be started again.
+                # The process only runs this job, and can be restarted, so it may end itself.
                 exit_if_stuck=True,
             )
         except ValueError as error:  # too little pinned memory, or other options than before
             raise SettingsError(str(error)) from error
         self.engine = self.stack.enter_context(engine)
         if timeline and processes.is_first():
-            # However the run ends.
+            # Whether or not the run succeeds.
             self.stack.callback(lambda: write_timeline(timeline, engine.timeline, self.console))
 
     def _open_log(self, progress: Mapping[str, Any]) -> None:
-        """Opens the metrics, going on with those of the last checkpoint."""
+        """Opens the metrics, which continue those of the last checkpoint."""
         job, engine, done = self.job, self.engine, self.done
         metered = progress.get("meter")
         self.log = NoLog()
@@ -172,14 +172,14 @@ class Run:
         )
 
     def loop(self) -> None:
-        """Takes all steps that are left; raises `Stopped` after a save if a signal asks for it."""
-        # What blocks in this loop: the first step, until it is compiled and done; a row, until the
-        # device is within `log_every` steps of the loop; `exchange`, when the loop is two steps
-        # ahead of the device, or a window closes before the host has finished the update before
-        # (the share of time waiting is of this); `_save`, until the step is done and copied, and
-        # the save before is written.
+        """Takes the remaining steps; raises `Stopped` after a save if a signal asks for it."""
+        # The loop blocks in: the first step, until it is compiled and finished; a row, until the
+        # device is within `log_every` steps of the loop; `exchange`, if the loop is two steps
+        # ahead of the device, or a window closes before the host has finished the previous update
+        # (only this is in the share of time waiting); `_save`, until the step is finished and
+        # copied, and the previous save is written.
         saved = self.done
-        lengths: set[int | None] = set()  # of batches for which the step is compiled
+        lengths: set[int | None] = set()  # batch lengths whose step is compiled
         if self.done < self.steps:
             self.log.say("compiling the training step")
         for step in range(self.done + 1, self.steps + 1):
@@ -190,13 +190,13 @@ class Run:
                     self._validated(step)
             except Interrupted:
                 asked = self.stop.after(step)
-            if asked:  # by someone who may not wait long
+            if asked:  # the sender of the signal may not wait long
                 self._save(step)
                 self.checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, self.folder), signal_number=asked)
             if self._is_saved(step):
                 if self.meter.skipped_last():
-                    # The weights may be useless by now; older checkpoints are what is left.
+                    # The weights may be useless by now; only older checkpoints are good.
                     self._say(f"step {step} was skipped: no checkpoint of it")
                 else:
                     self._save(saved := step)
@@ -211,7 +211,7 @@ class Run:
                 self._say(f"stopping after step {step}: no better validation in {patience}")
                 break
         if saved < self.steps:
-            # Before updates arrive early, so that the run can go on with more steps as if it had
+            # Before the final flush, so that the run can be resumed with more steps as if it had
             # had them from the start.
             self._save(self.steps)
         self.checkpoints.wait()
@@ -233,7 +233,7 @@ class Run:
             )
             if is_new:
                 jax.block_until_ready(self.params)
-                tokens = 0  # a step that compiles is in no rate
+                tokens = 0  # a step that compiles counts in no rate
         if self.engine:
             self.params, self.opt_state = self.engine.exchange(self.params, self.opt_state)
         if step == self.done + 1:
@@ -254,10 +254,10 @@ class Run:
         self.meter.finish()
         if self.engine:
             self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
-        jax.block_until_ready(self.params)  # the last update belongs to the measured time
+        jax.block_until_ready(self.params)  # the measured time includes the last update
         totals = self.meter.since_start()
         if self.engine and self.validations[-1][0] == steps:
-            self.validations.pop()  # of a run that stopped early: updates have come since
+            self.validations.pop()  # of a run that stopped early: its weights have changed since
         figures = self._validated(steps)
         self.checkpoints.rate(steps, figures[self.job.task.best])
         best = self.checkpoints.best(or_step=steps)
@@ -266,7 +266,7 @@ class Run:
             self.checkpoints.finish()
         except CheckpointError as error:
             if not processes.is_first():
-                raise  # where nothing is shown before
+                raise  # other processes show nothing before
             model = f"{self.folder / written} is whole, with the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
         test = self.job.test and self.job.test(weights)
@@ -297,10 +297,10 @@ class Run:
             self._say(f"Try it: {use}")
 
     def _write_model(self, best: int) -> tuple[Any, str]:
-        """Writes the weights of the best step; returns them, and the name of the file or folder."""
+        """Writes the weights of the best step; returns them, and the name of file or folder."""
         weights, values = self.params, None
         if best != self.steps:
-            # As they were validated: without the updates that were on their way then.
+            # As validated: without the updates that were pending then.
             weights = self.checkpoints.weights(best, self.params)
         elif self.engine:
             masters = zenflow_jax.iter_master_params(weights, self.opt_state, self.engine)
@@ -347,12 +347,12 @@ class Run:
         }
 
     def _validated(self, step: int) -> dict[str, float]:
-        """Returns the figures after `step`, which is the last one taken."""
+        """Returns the metrics after `step`, the last one taken."""
         if not self.validations or self.validations[-1][0] != step:
             jax.block_until_ready(self.params)
-            self._log_rows(whole=True)  # ahead of the validation's line
+            self._log_rows(whole=True)  # before the validation's line
             with self.meter.paused():
-                # Of weights in host memory the state alone has the selected channels.
+                # Selected channels of weights in host memory are only in the state.
                 hides = self.job.host.stream == "weights"
                 state = [self.opt_state] if hides else []
                 self.validations.append((step, self.job.validate(self.params, *state)))
@@ -365,7 +365,7 @@ class Run:
         return has_stalled(values, patience, larger_is_better=not is_loss(best))
 
     def _is_validated(self, step: int) -> bool:
-        """Returns whether a validation is due; the last one comes when all windows are closed."""
+        """Returns whether a validation is due; the final one follows after all windows close."""
         output = self.job.output
         is_compared = output.keep_best and self._is_saved(step)
         return step < self.steps and (is_compared or is_due(output.evaluate_every, step))
@@ -394,5 +394,5 @@ class Run:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Returns whether what is done every `every` steps, 0 for never, is done after this one."""
+    """Returns whether an action is due after this step, given its interval, 0 for never."""
     return every > 0 and step % every == 0

@@ -1,4 +1,4 @@
-"""Lack of memory: refused before anything is allocated, or explained in one message."""
+"""Out of memory: refused before anything is allocated, or explained in one message."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zenflow_jax.planning import gb
 
 
 def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepSettings) -> None:
-    """Refuses a run that cannot fit, by the least that it needs however it is laid out.
+    """Refuses a run that cannot fit in any layout, by the least memory that it needs.
 
     Its batches have logits for `vocabulary` tokens, 0 for none.
     """
     adamw, trains = run.optimizer == "adamw", run.steps != 0
     weights = np.dtype(weight_dtype(run.optimizer, run.dtype)).itemsize * parameters
-    # Weights, and gradients where they are all there at once; with adamw its moments too. What is
-    # not a block's matrix is not counted by itself.
+    # Weights, and gradients if all exist at once; with adamw its moments too. Leaves that are not
+    # matrices of a block are ignored.
     device = (2 * weights + (8 * parameters if adamw else 0)) if trains else weights
     device = {"none": device, "gradients": weights, "weights": 0}[run.stream]
-    # Master and moments of the deferred channels, divided among the processes.
+    # Masters and moments of the deferred channels, divided among the processes.
     deferred = 1 - min(max(run.topk_ratio, 0.0), 1.0) if run.optimizer == "zenflow" else 1.0
     state = 6 if run.host_state == "compact" else 12
     host = 0.0 if adamw or not trains else state * deferred * parameters
@@ -67,7 +67,7 @@ def device_bytes() -> int | None:
 
 
 def lack_behind(error: BaseException) -> BaseException | None:
-    """Returns the lack of memory that is this error or a cause of it; None if there is none."""
+    """Returns the out-of-memory error in the chain of causes, if any."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, MemoryError):
         text = str(cause).lower()

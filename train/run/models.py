@@ -1,4 +1,4 @@
-"""The model that a run trains: made from the settings' sizes, or read from a folder."""
+"""The model of a run: made from the settings' sizes, or loaded from a folder."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from train.run.optimizers import weight_dtype
 from train.tasks import standard_library
 
 # The trained weights in the folder of a run.
-WEIGHTS = "model.safetensors"  # of a model that was made here
-FOLDER = OF_RUN  # of one that was read from a folder: such a folder again
+WEIGHTS = "model.safetensors"  # of a model made from sizes
+FOLDER = OF_RUN  # of a model loaded from a folder: a folder in the same layout
 
 
 class Model(NamedTuple):
     graphdef: nnx.GraphDef
-    params: Any  # its weights, each in its place
+    params: Any  # weights on their devices
     origin: loading.Pretrained | None  # the folder of the weights
-    drawn: tuple[str, ...] = ()  # names of the leaves that the folder does not have
+    drawn: tuple[str, ...] = ()  # names of leaves that are missing in the folder
 
 
 def make(
@@ -47,9 +47,9 @@ def make(
     seed: int,
     in_host_memory: bool = False,
 ) -> Model:
-    """Makes the model of a `builder`, of the same weights with any mesh and with none.
+    """Makes the model of a `builder`, with the same weights on any mesh or without.
 
-    `in_host_memory` has the matrices of stacked blocks there.
+    `in_host_memory` places the matrices of stacked blocks there.
     """
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
@@ -57,7 +57,7 @@ def make(
         return Model(
             graphdef, committed(host_memory.put(params) if in_host_memory else params), None
         )
-    # Each device draws or reads its own shards, so the model need not fit on any of them.
+    # Each device draws or reads only its shards, so the model need not fit on one device.
     shardings = mesh and weight_shardings(mesh, shapes)
     if in_host_memory:
         shardings = host_memory.shardings_of(shapes, shardings)
@@ -70,7 +70,7 @@ def make(
 
 
 def described_as_drawn(model: Model, labels: Sequence[str]) -> str:
-    """Returns a line on the weights of a folder's model that were not read; "" if all were."""
+    """Returns a line on weights that were not in the folder; "" if all were."""
     if not model.drawn:
         return ""
     folder, names = model.origin.folder, model.origin.class_names
@@ -88,7 +88,7 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
 
 
 def _has_head_for(origin: loading.Pretrained, labels: Sequence[str]) -> bool:
-    """Returns whether the folder has a head for these labels, in this order if it names them."""
+    """Returns whether the folder's head has these labels, in this order if it names them."""
     names = [name.lower() for name in origin.class_names]
     return names in ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
 
@@ -125,10 +125,10 @@ def builder(
     sharding: NamedSharding | None = None,
     labels: int = 0,
 ) -> Callable[[], nnx.Module]:
-    """Returns a function that makes the model of these settings with weights drawn at random.
+    """Returns a function that makes the model of these settings with random weights.
 
-    `sharding` is the batch's. Where layers stream, so do embedding and head, in parts, unless the
-    embedding is the head as well.
+    `sharding` is the batch's. If layers stream, embedding and head stream as well, in parts,
+    unless they are tied.
     """
     parts = parts_that_stream(config, run.stream)
     more = {"parts": parts} if parts > 1 else {}
@@ -155,9 +155,9 @@ def write(
     texts: Mapping[str, str] | None = None,
     task: str | None = None,
 ) -> None:
-    """Writes the trained weights into `folder`; of a model from a folder, such a folder again.
+    """Writes the trained weights into `folder`, in the layout of the model's folder, if any.
 
-    `values` replace the leaves of `params`; each is asked for when it is written.
+    `values` replace the leaves of `params`; each is requested when it is written.
     """
     if origin is None:
         write_weights(folder / WEIGHTS, params, values)
@@ -167,7 +167,7 @@ def write(
 
 
 def texts_of(chat_template: str | None) -> dict[str, str]:
-    """Returns the files, by name, that replace those of the model's folder in the trained one."""
+    """Returns the files, by name, that replace files of the model's folder in the new one."""
     return {} if chat_template is None else {TEMPLATE: text_of(Path(chat_template))}
 
 

@@ -1,4 +1,4 @@
-"""The optimizers, made of the settings, or of a DeepSpeed config that the settings name."""
+"""Optimizers from the settings, or from a DeepSpeed config that the settings name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import zenflow_jax
 from train.cli.settings import OptimizerSettings, SettingsError
 from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
 
-# Settings with those of an optimizer among them.
+# Settings that include an optimizer's.
 S = TypeVar("S", bound=OptimizerSettings)
 
 
@@ -52,7 +52,7 @@ def make_optimizer(
         rate = learning_rate(settings.learning_rate, warm_up, settings.steps, settings.schedule)
     arguments = settings.subset(("b1", "b2", "eps", "weight_decay")) | {"mask": decayed}
     if settings.optimizer == "adamw":
-        # A chain either way, so that a run may go on with the other.
+        # A chain in both cases, so that a resumed run may change `max_grad_norm`.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
         return skip_if_not_finite(optax.chain(clip, optax.adamw(rate, **arguments)))
     arguments |= {"max_grad_norm": norm, "resident": _is_no_matrix}
@@ -68,19 +68,19 @@ def make_optimizer(
 def initial_state(tx: optax.GradientTransformation, params: Any) -> Any:
     try:
         return tx.init(params)
-    except ValueError as error:  # of a staleness that weights in host memory cannot have
+    except ValueError as error:  # a staleness that weights in host memory do not support
         raise SettingsError(str(error)) from error
 
 
 class SkipState(NamedTuple):
-    skipped: jax.Array  # int32: steps that were skipped
+    skipped: jax.Array  # int32: number of skipped steps
     inner: Any
 
 
 def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner`, without the steps whose gradient's norm is not finite, as zenflow has it by itself.
+    """Skips steps of `inner` whose gradient's norm is not finite, as zenflow does itself.
 
-    `optax.apply_if_finite` needs a `cond`, for which a GPU waits and which keeps the state twice.
+    `optax.apply_if_finite` needs a `cond`, which makes a GPU wait and keeps the state twice.
     """
 
     def init(params):
@@ -104,7 +104,7 @@ def skipped_steps(opt_state: Any) -> jax.Array:
     return zenflow_jax.find_state(opt_state).skipped
 
 
-# Arguments of zenflow that are settings, by the same names.
+# Arguments of zenflow that are settings of the same names.
 _SHARED = {f.name for f in dataclasses.fields(OptimizerSettings)} & set(zenflow_jax.STATIC_ARGS)
 
 
@@ -136,7 +136,7 @@ def with_deepspeed(settings: S, devices: int) -> tuple[S, DeepSpeedOptions | Non
         return settings, None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the script shows what is not translated
+            warnings.simplefilter("ignore")  # the script lists untranslated keys itself
             names = "learning_rate b1 b2 eps weight_decay max_grad_norm".split()
             asked = settings.subset(names)
             options = from_deepspeed(settings.deepspeed, devices=devices, mask=decayed, **asked)
@@ -179,9 +179,9 @@ def in_force(
     values: dict[str, Any] = {}
     try:
         if (scheduler := deepspeed.scheduler) is not None:
-            rate: Any = deepspeed.learning_rate  # with a scheduler it is a schedule
+            rate: Any = deepspeed.learning_rate  # a schedule, since there is a scheduler
             highest = np.asarray(rate(jnp.arange(settings.steps))).max()
-            values["learning_rate"] = float(str(highest))  # no 0.0010000000474974513
+            values["learning_rate"] = float(str(highest))  # not 0.0010000000474974513
             if scheduler.warmup is not None:
                 values |= {"warmup_steps": scheduler.warmup, "warmup_share": None}
         if settings.optimizer == deepspeed.kind == "zenflow":
@@ -211,9 +211,9 @@ def said_of_deepspeed(asked: S, settings: S, deepspeed: DeepSpeedOptions | None)
 
 
 def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`zenflow`'s arguments by the names and in the words of the settings."""
+    """Returns `zenflow`'s arguments as settings."""
     values = {name: arguments[name] for name in _SHARED & arguments.keys()}
-    # "auto" until the length of an epoch is known, which fits all windows.
+    # "auto" until the length of an epoch is known; it fits all windows.
     values |= {"full_warm_up_share": None, "select_interval": "auto"}
     values["provisional_share"] = values["provisional_share"] or 0.0
     if isinstance(values["update_interval"], zenflow_jax.AutoWindow):
@@ -222,10 +222,10 @@ def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def decayed(params):
-    """Weight decay pulls on the matrices; biases and the scales of the norms are left alone."""
+    """Selects the matrices for weight decay, not biases and scales of norms."""
     return jax.tree_util.tree_map_with_path(lambda path, x: not _is_no_matrix(path, x), params)
 
 
 def _is_no_matrix(path: tuple[Any, ...], _: Any) -> bool:
-    # By name, as a bias of stacked blocks has two axes as well.
+    # By name, since a bias of stacked blocks also has two axes.
     return jax.tree_util.keystr(path[-1:], simple=True) in ("bias", "scale")

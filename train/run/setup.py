@@ -1,4 +1,4 @@
-"""Prepares a run before it has a folder: data, model, optimizer, compiled functions."""
+"""Prepares a run before its folder exists: data, model, optimizer, compiled functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from train.tasks.chosen import make_task, make_test, with_best
 from zenflow_jax import planning, streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
-# Fewer steps than these teach a model little.
+# Too few steps to teach a model much.
 FEW_STEPS = 50
 
 
@@ -57,15 +57,15 @@ class Sources(NamedTuple):
     mesh: Mesh | None
     origin: Pretrained | None  # the model's folder
     config: DecoderConfig | EncoderConfig
-    texts: Mapping[str, str]  # files of the trained folder, as they are when the run begins
+    texts: Mapping[str, str]  # files for the trained folder, read when the run begins
     task: Task
-    samples: Mapping[str, Sample]  # the batches of each set of validation data
-    test: Mapping[str, Sample]  # those of the test data, if there are any
+    samples: Mapping[str, Sample]  # the batches of each validation set
+    test: Mapping[str, Sample]  # the batches of the test data, if any
     checksum: int  # of all data
 
 
 class Job(NamedTuple):
-    settings: Mapping[str, Any]  # all of them as they are in force, for the records
+    settings: Mapping[str, Any]  # final values, for the records
     training: TrainingSettings
     host: HostSettings
     output: OutputSettings
@@ -76,9 +76,9 @@ class Job(NamedTuple):
     batches: Batches
     model: models.Model
     train_step: Callable
-    validate: Callable[..., dict[str, float]]  # as of `make_validate`
-    test: Callable[..., dict[str, float]] | None  # the same of the test data
-    notes: tuple[str, ...]  # to be shown
+    validate: Callable[..., dict[str, float]]  # from `make_validate`
+    test: Callable[..., dict[str, float]] | None  # the same for the test data
+    notes: tuple[str, ...]  # shown to the user
     causes_of_infinity: str
 
 
@@ -102,7 +102,7 @@ def read(
     texts = models.texts_of(settings.chat_template)
     if not force:
         parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
-        # A classifier has no logits of tokens.
+        # A classifier has no logits over tokens.
         vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
         check_memory(parameters, vocabulary, mesh, settings)
     task = make_task(
@@ -115,7 +115,7 @@ def read(
         say=say,
     )
     task = with_best(task, settings.best)
-    # In micro-batches as well, for which the device has room.
+    # Validations use micro-batches too, since these fit the device.
     parts, most = settings.micro_batches, settings.eval_batches
     sample = partial(
         Sample,
@@ -161,7 +161,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     settings, deepspeed = in_force(settings, sources.deepspeed, batches.per_epoch)
     notes = said_of_deepspeed(sources.asked, settings, deepspeed)
     notes = (*notes, *task.notes, *task.overview, *few)
-    # A start that goes on with more steps is to have as many rounds.
+    # A resumed run with more steps must have the same number of rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
     values = dataclasses.asdict(settings)
@@ -175,7 +175,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     if streams and jax.default_backend() != "cpu":
         try:
             streaming.check_device()
-        except NotImplementedError as error:  # of this version of jax
+        except NotImplementedError as error:  # this version of jax is too old
             raise SettingsError(str(error)) from error
     train_step = make_train_step(
         model.graphdef,
@@ -221,7 +221,7 @@ def make_model(sources: Sources) -> models.Model:
 
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
-    """Shows the figures of a validation, which must be finite. All processes must call this."""
+    """Shows the metrics of a validation, which must be finite. All processes must call it."""
     settings, task = sources.settings, sources.task
     samples = {**sources.samples, **sources.test}
     processes.check_same(to_toml(dataclasses.asdict(settings)), sources.checksum)
@@ -242,7 +242,7 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
 
 
 def _check_evaluation(run: str | None, model: str | None, output_dir: str) -> None:
-    """Refuses an evaluation of a model that is not clear; the settings of a run name both."""
+    """Refuses an evaluation of an ambiguous model; a run's settings name both run and model."""
     trained = Path(output_dir) / str(run) / models.FOLDER
     if run is not None and (model is None or Path(model).resolve() != trained.resolve()):
         raise SettingsError(

@@ -1,6 +1,6 @@
-"""One step of the training, and one of the validation, for every kind of model.
+"""One training step and one validation step, for every kind of model.
 
-A loss is kept per example, as a sum and its number of terms: the mean is over tokens.
+A loss is kept per example, as a sum and a number of terms: the mean is over tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from train.tasks import Task
 from train.tasks.batches import ROWS, Batch
 from zenflow_jax import streaming
 
-# Batches of a validation that are dispatched before the first of them is read.
+# Batches of a validation that are dispatched before the first result is read.
 AHEAD = 8
-# By default XLA has two copies of a layer's matrices in flight, and waits for the others (0.10.2).
+# By default XLA has two copies of a layer's matrices in flight, and waits for others (0.10.2).
 FETCHES = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 
 
@@ -37,7 +37,7 @@ class PerExample(NamedTuple):
 
 
 def of_tokens(model: Any, batch: Batch) -> PerExample:
-    """Returns the loss of each next token, of a decoder; a batch is of examples as in `tasks`."""
+    """Returns a decoder's loss for each next token; examples of a batch are as in `tasks`."""
     tokens = batch["tokens"].astype(jnp.int32)
     losses = model.losses(tokens[:, :-1], tokens[:, 1:], batch.get("positions"))
     if (weights := batch.get("weights")) is None:
@@ -68,19 +68,19 @@ def make_train_step(
     on_gpu: bool = False,
     described: bool = False,
 ) -> Callable:
-    """Returns the jitted step: it knows neither the optimizer nor the number of devices.
+    """Returns the jitted step, which works for any optimizer and number of devices.
 
-    It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of the
-    run's skipped steps (int32). Gradients of `micro_batches` are summed in float32. With `stream`
-    those of scanned layers leave one layer after the other. `placement` are shardings of parameters
-    and state, which the compiler would otherwise be free to change. `on_gpu` is for NVIDIA's. A
-    `described` step has parameters for host memory on the device, where it moves them from.
+    It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of
+    steps skipped so far (int32). Gradients of `micro_batches` are summed in float32. With
+    `stream`, gradients of scanned layers leave layer by layer. `placement` are shardings of
+    parameters and state, which the compiler could otherwise change. `on_gpu` is for NVIDIA GPUs. A
+    `described` step gets parameters for host memory on the device, and moves them itself.
     """
 
     def loss_of(params, batch):
         result = per_example(nnx.merge(graphdef, params), batch)
         targets = result.targets.sum()
-        # No target at all is a loss of zero: answers can be cut off.
+        # Without any target the loss is zero: answers can be cut off.
         return result.losses.sum() / jnp.maximum(targets, 1), targets
 
     mean = jax.value_and_grad(loss_of, has_aux=True)
@@ -89,7 +89,7 @@ def make_train_step(
         if micro_batches == 1:
             (loss, _), grads = mean(params, batch)
             return loss, grads
-        # Every device has the rows of each micro-batch next to each other: nothing moves.
+        # Each device has adjacent rows of each micro-batch: nothing moves.
         parts = jax.tree.map(lambda x: _split(x, micro_batches), batch)
 
         def add(total, part):
@@ -106,7 +106,7 @@ def make_train_step(
         )
 
     def train_step(params, opt_state, batch):
-        if described:  # such a device takes no arguments in host memory
+        if described:  # a described device takes no arguments in host memory
             params = host_memory.put(params)
         weights = streaming.stream(params, opt_state) if stream else params
         loss, grads = gradient(weights, batch)
@@ -115,9 +115,9 @@ def make_train_step(
         params = host_memory.on_device(params) if described else params
         return params, opt_state, loss, skipped_steps(opt_state)
 
-    # Donated: the new parameters and state take the memory of the old ones.
+    # Donated: new parameters and state reuse the memory of the old ones.
     out_shardings = placement and (*placement, None, None)
-    # Else a GPU sums what is scattered, and cuDNN its gradients, in any order: a run has to repeat.
+    # Otherwise a GPU sums scattered values in any order, and so does cuDNN: runs must repeat.
     options: dict[str, Any] = {"xla_gpu_exclude_nondeterministic_ops": True}
     if on_gpu and stream:
         options |= FETCHES
@@ -127,7 +127,7 @@ def make_train_step(
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
-    """`(b, ...)` as `(parts, b / parts, ...)`; part `j` has the rows `j`, `j + parts`, ..."""
+    """Reshapes `(b, ...)` to `(parts, b / parts, ...)`; part `j` has rows `j`, `j + parts`, ..."""
     return jnp.moveaxis(x.reshape(len(x) // parts, parts, *x.shape[1:]), 1, 0)
 
 
@@ -140,8 +140,8 @@ def make_validate(
 ) -> Callable[..., dict[str, float]]:
     """Returns a function from parameters to the metrics of a validation on `samples`.
 
-    Of several samples each figure has the sample's name in front: `matched/accuracy`. Parameters
-    whose selected channels are in the optimizer state alone come with it.
+    With several samples each metric is prefixed by the sample's name: `matched/accuracy`. The
+    optimizer state is passed along if it alone has selected channels.
     """
 
     @jax.jit
@@ -181,7 +181,7 @@ def make_validate(
 def _ahead(
     dispatch: Callable[[Batch], Any], batches: Iterable[Batch]
 ) -> Iterator[tuple[Batch, Any]]:
-    """Batches and their results; the device is some batches ahead of the reader."""
+    """Yields batches with their results; the device is some batches ahead."""
     waiting: deque[tuple[Batch, Any]] = deque()
     for batch in batches:
         waiting.append((batch, dispatch(batch)))
