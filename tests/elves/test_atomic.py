@@ -35,7 +35,6 @@ def test_what_is_not_whole_is_removed_and_nothing_else(place):
 KILLED = """
 import os, sys
 from pathlib import Path
-from train import whole
 from elves.atomic import atomic_path
 with atomic_path(Path(sys.argv[1]), folder=True) as part:
     print("writing", flush=True)

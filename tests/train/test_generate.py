@@ -16,6 +16,7 @@ from train import Failure, generate
 from train.cli.settings import trained_on
 from train.huggingface.tokenizer import read_tokenizer
 from train.model.sampling import Sampling, continued, narrowed
+from train.tasks import classify
 
 PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
 
@@ -159,11 +160,11 @@ def test_the_class_of_each_text_is_that_of_the_text_alone(tmp_path, capsys, monk
     origin, graphdef, params = load(folder)
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
     texts, expected = ["the cat", "a good film " * 9, "", "bad", "why is it\u2028on the dog"], []
-    classify = jax.jit(lambda *inputs: nnx.merge(graphdef, params)(*inputs))
+    model = jax.jit(lambda *inputs: nnx.merge(graphdef, params)(*inputs))
     for text in texts:
         ids = tokenizer.tokens.encode(text).ids
         ids = np.array([[*ids[:-1][: origin.config.positions - 1], ids[-1]]])
-        logits = classify(ids, np.zeros_like(ids), np.ones_like(ids))
+        logits = model(ids, np.zeros_like(ids), np.ones_like(ids))
         share = jax.nn.softmax(logits[0])
         expected.append((("no", "perhaps", "yes")[int(share.argmax())], float(share.max())))
     monkeypatch.setattr(classify, "BATCH", 2)

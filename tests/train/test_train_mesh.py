@@ -183,10 +183,12 @@ def test_eight_devices_train_with_either_optimizer_as_one_does_with_adamw(tmp_pa
 STREAMED_ON_A_MESH = """
 import pathlib, sys
 from tests.train.scripts import cut_short
-from train import cross_entropy, finetune, run
+from train import finetune
+from train.model import cross_entropy
+from train.run import loop
 
 cross_entropy.PART = 100  # so that the vocabulary is in parts
-run.write_picture = lambda *_, **__: None
+loop.write_picture = lambda *_, **__: None
 config, *runs = sys.argv[1:]
 plain, whole, cut = runs = [pathlib.Path(run) for run in runs]
 for run in runs:
