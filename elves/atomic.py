@@ -1,7 +1,7 @@
-"""Files and folders that get their names when they are whole.
+"""Writes files and folders atomically: they get their names when they are complete.
 
-Until then they are beside their place, as `.NAME.`, 16 hexadecimal digits and `.part`. What a kill
-leaves behind, the next writer to that place removes.
+Until then they are in the same folder, as `.NAME.`, 16 hexadecimal digits and `.part`. The next
+writer to that path removes what a kill left behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.part")
 def atomic_path(path: Path, *, folder: bool = False) -> Iterator[Path]:
     """Yields a new, empty file or folder beside `path`, whose name it gets when the block ends.
 
-    It takes the place of a file or an empty folder. The block may remove it, or move it elsewhere.
+    It replaces a file or an empty folder. The block may remove it, or move it elsewhere.
     """
     path = path.absolute()
     remove_leftovers(path)
@@ -36,13 +36,13 @@ def atomic_path(path: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Writes a file that is the old one or the new one, whenever the process is killed."""
+    """Writes a file atomically: after a kill it is the old one or the new one."""
     with atomic_path(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def exchange(new: Path, old: Path) -> None:
-    """Exchanges two folders at once; one after the other where the file system cannot."""
+    """Exchanges two folders atomically, or one after the other if the file system cannot."""
     cwd, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     at_once = getattr(ctypes.CDLL(None), "renameat2", None)  # older C libraries lack it
     if at_once is None or at_once(cwd, os.fsencode(new), cwd, os.fsencode(old), both):
@@ -53,12 +53,12 @@ def exchange(new: Path, old: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes what killed processes have left of `path`."""
+    """Removes leftovers of killed processes beside `path`."""
     for left in list(path.parent.iterdir()):
         match = _NAME.fullmatch(left.name)
         if match is None or match[1] != path.name:
             continue
-        # A reader that cannot lock it cannot know that its writer is gone.
+        # Without a lock nobody can know whether the writer is gone, so the leftover stays.
         with suppress(OSError):
             file = os.open(left, os.O_RDONLY)
             try:
@@ -69,7 +69,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Returns whether a path is a temporary one of `atomic_path`, or in such a folder."""
+    """Returns whether a path is a temporary one of `atomic_path`, or inside one."""
     return any(map(_NAME.fullmatch, path.parts))
 
 
@@ -89,7 +89,7 @@ def _part_of(path: Path, folder: bool) -> Iterator[Path]:
 
 
 def _locked_part(path: Path, folder: bool) -> tuple[Path, int]:
-    """Makes a part and locks it; another one if `remove_leftovers` elsewhere was faster."""
+    """Makes a part and locks it; retries if `remove_leftovers` elsewhere was faster."""
     flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
     while True:
         part = _new_name(path)
@@ -101,7 +101,7 @@ def _locked_part(path: Path, folder: bool) -> tuple[Path, int]:
             if folder:
                 continue
             raise
-        with suppress(OSError):  # a file system without locks, where leftovers stay
+        with suppress(OSError):  # a file system without locks keeps leftovers
             fcntl.flock(file, fcntl.LOCK_EX)
         if part.exists():
             return part, file
@@ -121,7 +121,7 @@ def _remove(path: Path) -> None:
 
 
 def sync_all(path: Path) -> None:
-    """Returns when a file, or a folder with all that is in it, is on the disk."""
+    """Returns when a file, or a folder with its contents, is on the disk."""
     for written in [*path.rglob("*"), path]:
         _sync(written)
 

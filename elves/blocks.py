@@ -1,20 +1,19 @@
-"""One block: up to 1 MiB of a tensor, in whichever of the codecs is the smallest.
+"""A block: up to 1 MiB of a tensor, in the codec that makes it smallest.
 
     stored     the bytes as they are
-    constant   one word, which all are equal to
-    planes     the words' bytes by their place, each plane raw or in zstd frames
-    delta      the same of the differences from the words of another tensor
+    constant   one word, which all words equal
+    planes     the bytes of the words by position, each plane raw or in zstd frames
+    delta      the same for the differences from the words of another tensor
     elf        ELF's codes in planes: an error of at most half a step (only with a bound)
-    zstd       the bytes in one zstd frame, which is good for whole numbers
+    zstd       the bytes in one zstd frame, which is good for integers
 
-A block is the CRC-32 of all of it that follows (4 bytes), the CRC-32 of the bytes that it restores
-(4), its codec (1), and what that has written. It is decoded without any other block of its tensor.
-Whole numbers are little-endian.
+A block is the CRC-32 of the rest of it (4 bytes), the CRC-32 of the restored bytes (4), its codec
+(1), and the codec's output. It is decoded without any other block of its tensor. Integers are
+little-endian.
 
-What is not in a zstd frame has no entropy to lose: the lower planes of weights are noise. The
-frames are made with the shortest of match finders, so that they are Huffman codes in effect; longer
-ones find matches that gain nothing, take twice the time and give 5 % larger planes
-(benchmarks/LOG.md).
+Planes outside of zstd frames have no entropy to lose: the lower planes of weights are noise. Frames
+are made with the shortest match finder, so they are effectively Huffman codes; longer match finders
+gain nothing, take twice the time and give 5 % larger planes (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ import zstandard
 from elves import loops
 
 BLOCK = 1 << 20
-#: By their numbers. "elf24" and "distance" were written with `--paper`, and are not read any more.
+#: By number. "elf24" and "distance" were written with `--paper`, and can no longer be read.
 CODECS = ("stored", "constant", "planes", "delta", "elf", "elf24", "distance", "zstd")
 STORED, CONSTANT, PLANES, DELTA, ELF, _, _, ZSTD = range(len(CODECS))
 _HEAD = struct.Struct("<IIB")
-#: Bytes of a block's own header.
+#: Bytes of a block's header.
 HEAD = _HEAD.size
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-# Bits per byte of a plane above which its frame would be as large as the plane. The estimate is of
-# 16,384 bytes or more in a whole block, which is 0.01 too low on average.
+# Bits per byte of a plane above which its frame would be as large as the plane. The estimate from
+# 16,384 bytes or more of a whole block is 0.01 too low on average.
 _NOISE = 7.95
-# Each has a Huffman code of its own, which is shorter where weights of several kinds follow.
+# Each has its own Huffman code, which is shorter where weights of several kinds follow.
 _STRETCH = 1 << 16
-# Below, bytes repeat in sequences, and a finder of matches is worth its time.
+# Below this, bytes repeat in sequences, and a match finder is worth its time.
 _REPETITIVE = 2.0
 
 _HUFFMAN = zstandard.ZstdCompressionParameters(
@@ -62,39 +61,39 @@ _ELF = struct.Struct("<hBI")
 
 
 class Damaged(Exception):
-    """A block that is not what was written; the message says what was expected and what came."""
+    """A block differs from what was written; the message says how."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """The words that the bytes of a tensor are."""
+    """The words of a tensor's bytes."""
 
-    width: int  # bytes of a word: 1, 2, 4 or 8
-    is_float: bool  # whether a word has its sign on top, then an exponent
-    step: float | None = None  # of ELF, for float32 alone: a power of two; None without a bound
+    width: int  # bytes per word: 1, 2, 4 or 8
+    is_float: bool  # whether a word has its sign in the highest bit, then an exponent
+    step: float | None = None  # of ELF, only for float32: a power of two; None without a bound
 
 
 @dataclass(frozen=True)
 class Encoded:
     """A block that was encoded, decoded and compared."""
 
-    data: np.ndarray  # uint8, in the coder's memory: valid until it encodes the next one
+    data: np.ndarray  # uint8, in the coder's memory: valid until it encodes the next block
     codec: int
     crc32: int  # of the restored bytes
     error: float  # the largest difference; 0 if the bits are equal
 
 
 class Coder:
-    """Encodes and decodes blocks. For one thread: it has memory for a few blocks, some 8 MiB.
+    """Encodes and decodes blocks, for one thread; has memory for a few blocks, some 8 MiB.
 
-    It is used again and again: to ask for new memory, page by page, took as long as to pack.
+    Reuse it: requesting new memory, page by page, took as long as packing.
     """
 
     def __init__(self) -> None:
         self._huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
         self._matches = zstandard.ZstdCompressor(level=3)
         self._frames = zstandard.ZstdDecompressor()
-        # Each for the planes of one candidate: what is written may be parts of them.
+        # Each for the planes of one candidate: the output may be a part of them.
         self._planes = [np.empty(BLOCK, np.uint8) for _ in range(3)]
         self._codes = np.empty(BLOCK, np.uint8)
         self._restored = np.empty(BLOCK, np.uint8)
@@ -102,12 +101,12 @@ class Coder:
         self._block = np.empty(HEAD + BLOCK, np.uint8)
 
     def encode(self, data: np.ndarray, words: Words, base: np.ndarray | None = None) -> Encoded:
-        """Returns the smallest of what the codecs make of a block, which is decoded and compared.
+        """Returns the smallest encoding of a block, which is decoded and compared.
 
         Args:
-            data: uint8, of whole words, at least one of them and at most `BLOCK` bytes.
-            base: For "delta": as many words of the same width, or where that is 2 of float32, whose
-                casts to bfloat16 are meant; uint8 as well.
+            data: uint8, complete words, at least one and at most `BLOCK` bytes.
+            base: For "delta": as many words of the same width, or of float32 for words of width 2,
+                which are then cast to bfloat16; uint8 as well.
         """
         x = data.view(_UNSIGNED[words.width])
         candidates: list[tuple[int, Any]] = [(STORED, data.data)]
@@ -143,14 +142,14 @@ class Coder:
         base: Callable[[], np.ndarray] | None,
         out: np.ndarray,
     ) -> None:
-        """Restores a block to `out`, which has as many bytes as there were.
+        """Restores a block to `out`, which has the size of the original.
 
         Args:
-            words: As it was encoded with; of `step` only whether there is one.
-            base: Gives the words for "delta", if the tensor has any.
+            words: As for encoding; only whether there is a `step` matters.
+            base: Returns the words for "delta", if the tensor has any.
 
         Raises:
-            Damaged: If the block is not what was written.
+            Damaged: If the block differs from what was written.
         """
         if block.size <= HEAD:
             raise Damaged(f"expected more than {HEAD} bytes, got {block.size}")
@@ -168,7 +167,7 @@ class Coder:
         if (restored := zlib.crc32(out)) != checksum:
             raise Damaged(f"expected to restore bytes with the checksum {checksum}, got {restored}")
 
-    # What codecs write, as bytes or a view of them.
+    # The outputs of codecs, as bytes or a view of them.
 
     def _split(self, x: np.ndarray, rotate: bool, memory: np.ndarray) -> np.ndarray:
         planes = memory[: x.nbytes].reshape(x.itemsize, x.size)
@@ -188,23 +187,23 @@ class Coder:
         if bits > _NOISE:
             return plane.data
         if values.size == 2:
-            # Signs alone, of weights that were rounded. The finder would take noise for matches.
+            # Only signs, of rounded weights. The match finder would take noise for matches.
             second = plane == values[1]
             if (second | (plane == values[0])).all():
                 return b"\0" + values.tobytes() + np.packbits(second).tobytes()
         candidates = [plane.data, self._in_stretches(plane)]
-        # Of weights, only exponents have frequencies and no repetitions.
+        # In weights, exponents have a distribution and no repetitions.
         if bits < _REPETITIVE or not exponents:
             candidates.append(b"\1" + self._matches.compress(plane))
         return min(candidates, key=len)
 
     def _in_stretches(self, plane: np.ndarray) -> bytes:
-        """Their number and sizes, then a frame for each, or if it is no smaller its bytes."""
+        """Returns number and sizes, then a frame for each part, or its bytes if they are no larger."""
         pieces = [plane[i : i + _STRETCH] for i in range(0, plane.size, _STRETCH)]
         frames = [self._huffman.compress(piece) for piece in pieces]
         if len(frames) == 1:
             return b"\1" + frames[0]
-        # Of equal sizes it is the bytes.
+        # Of equal size: the raw bytes.
         parts = [min(p.data, frame, key=len) for p, frame in zip(pieces, frames, strict=True)]
         return b"".join([struct.pack(f"<B{len(parts)}I", len(parts), *map(len, parts)), *parts])
 
@@ -219,7 +218,7 @@ class Coder:
         head = _ELF.pack(round(math.log2(step)), len(planes), places.size)
         return head + places.tobytes() + x[places].tobytes() + self._packed(planes)
 
-    # And back.
+    # The inverses.
 
     def _decode(
         self, codec: int, body: np.ndarray, words: Words, base: np.ndarray | None, out: np.ndarray
@@ -293,7 +292,7 @@ class Coder:
             raise Damaged(f"expected places below {x.size}, got {places.max()}")
         codes = self._codes[: x.nbytes].view(np.uint32)
         self._from_planes(body, codes, False, used)
-        # Exact: a code of more than 24 bits is that of a whole number of steps that a float32 had.
+        # Exact: codes of more than 24 bits are whole steps that a float32 had.
         np.multiply(codes >> 1, np.float32(2.0**power), out=x.view(np.float32), dtype=np.float32)
         x |= codes << 31
         x[places] = np.frombuffer(values.tobytes(), np.uint32)
@@ -302,7 +301,7 @@ class Coder:
         """Decodes a zstd frame into `out`, which it must fill."""
         try:
             size = zstandard.get_frame_parameters(data).content_size
-            # Into memory that is there: new memory for each frame takes a fifth of the time.
+            # Into existing memory: new memory for each frame takes a fifth of the time.
             reader = self._frames.stream_reader(data)
             if size != out.size or reader.readinto(out) != size or reader.read(1):
                 raise Damaged(f"expected a frame of {out.size} bytes, got one of {size}")
@@ -314,7 +313,7 @@ class Coder:
         if codec == ELF and words.step is not None:
             with np.errstate(invalid="ignore"):
                 errors = np.subtract(x.view("f4"), back.view("f4"), dtype=np.float64)
-            errors[x == back] = 0  # of the same bits, which may be NaN or infinite
+            errors[x == back] = 0  # the same bits, possibly NaN or infinite
             error = float(np.abs(errors, out=errors).max())
             exact = error <= words.step / 2
         else:
@@ -335,7 +334,7 @@ def _sampled_counts(plane: np.ndarray) -> np.ndarray:
 
 
 def _like(base: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns the words that `x` differs from, as those of its own width."""
+    """Returns the words that are the base of `x`, in its width."""
     if base.size == x.nbytes:
         return base.view(x.dtype)
     return base.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)

@@ -1,9 +1,9 @@
-"""Files of tensors that are read by name: plain safetensors, and packed ones, alike.
+"""Files of tensors, read by name: plain and packed safetensors alike.
 
 with open_tensors(path) as file:
-    file.read("w", 0, 4096)          # bytes, of the blocks that have them
+    file.read("w", 0, 4096)          # bytes, from the blocks that contain them
     file["w"]                        # the whole tensor
-    file.get_slice("w")[2:4]         # some rows, as safetensors has it
+    file.get_slice("w")[2:4]         # some rows, as in safetensors
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Lets the file go. Safe twice."""
+        """Closes the file. Safe to call twice."""
         self._mapped = np.empty(0, np.uint8)
         if self._mapping is not None:
-            with contextlib.suppress(BufferError):  # arrays of the caller may still be in it
+            with contextlib.suppress(BufferError):  # the caller may still have arrays in it
                 self._mapping.close()
 
     def keys(self) -> list[str]:
         return list(self.tensors)
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Some bytes of a tensor, uint8; read-only."""
+        """Returns some bytes of a tensor, uint8; read-only."""
         raise NotImplementedError
 
     def checksum(self, name: str) -> int:
@@ -92,8 +92,8 @@ class TensorFile:
         """Returns a whole tensor.
 
         Raises:
-            KeyError: If there is none of that name.
-            ElvesError: If it is damaged, or of a dtype that NumPy has not.
+            KeyError: If there is no tensor of that name.
+            ElvesError: If it is damaged, or NumPy lacks its dtype.
         """
         return self.get_slice(name)[()]
 
@@ -103,7 +103,7 @@ class TensorFile:
 
 
 class Slice:
-    """A tensor in a file. Of an index the rows are read, and what is in them then cut out."""
+    """A tensor in a file. Indexing reads the needed rows, then slices them."""
 
     def __init__(self, file: TensorFile, name: str, info: Info):
         self._file, self._name, self._info = file, name, info
@@ -136,15 +136,15 @@ class Slice:
 
 
 class PlainFile(TensorFile):
-    """A safetensors file as it is.
+    """A plain safetensors file.
 
     Raises:
-        ElvesError: If it is none, or not whole.
+        ElvesError: If it is not one, or not complete.
     """
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.head = b""  # what is in front of the tensors
+        self.head = b""  # the bytes before the tensors
         self.tensors, self._begin = {}, {}
         try:
             self._read_header()
@@ -184,7 +184,7 @@ class PackedFile(TensorFile):
     """A packed file.
 
     Args:
-        base: The folder that it was packed against; None for where that was then.
+        base: The folder of its base; None for the original path.
     """
 
     def __init__(self, path: Path, *, base: Path | None = None, threads: int = 1):
@@ -216,7 +216,7 @@ class PackedFile(TensorFile):
         numbers = range(begin // BLOCK, -(-end // BLOCK) if end > begin else begin // BLOCK)
         first = numbers.start * BLOCK
         out = np.empty(max(min(numbers.stop * BLOCK, t.bytes) - first, 0), np.uint8)
-        # A file that this one refers to is for one thread.
+        # A referenced file is for one thread.
         threads = 1 if t.of is not None else min(self._threads, len(numbers))
         while len(self._coders) < threads:
             self._coders.append(Coder())
@@ -234,10 +234,10 @@ class PackedFile(TensorFile):
         return out[begin - first : end - first]
 
     def whole(self) -> Iterator[bytes | np.ndarray]:
-        """Returns the file that was packed, some blocks at a time; all its checksums are compared.
+        """Yields the original file in pieces of some blocks; compares all checksums.
 
         Raises:
-            ElvesError: If it is damaged, or its base is missing or another one.
+            ElvesError: If it is damaged, or its base is missing or wrong.
         """
         head = self.header.unpacked_head()
         whole = zlib.crc32(head)
@@ -286,14 +286,14 @@ class PackedFile(TensorFile):
             ) from error
 
     def _other(self, t: Tensor, of: Of) -> TensorFile:
-        """Returns the file that a tensor refers to, which must have one that fits."""
+        """Returns the file of the tensor that a tensor refers to; checks that it fits."""
         other = self if of.where == "file" else self._opened(t, of)
         info = other.tensors.get(of.tensor)
         fits = info is not None and (
             (info.dtype, info.bytes) == (t.dtype, t.bytes)
             or (info.dtype == "F32" and t.dtype == "BF16" and info.bytes == 2 * t.bytes)
         )
-        if fits and other is self:  # there is no circle
+        if fits and other is self:  # no cycle
             target = self.header.tensors[of.tensor]
             fits = target.codec != DUPLICATE if t.codec == DUPLICATE else target.of is None
         if not fits:
@@ -318,7 +318,7 @@ class PackedFile(TensorFile):
 
 
 def open_tensors(path: Path, *, base: Path | None = None, threads: int = 1) -> TensorFile:
-    """Returns a file of tensors, plain or packed; the arguments are those of `PackedFile`.
+    """Opens a file of tensors, plain or packed; arguments as for `PackedFile`.
 
     Raises:
         ElvesError: If the file cannot be read.

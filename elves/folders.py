@@ -1,7 +1,7 @@
-"""Whole folders: every file of tensors in them packed, restored or checked; all others copied.
+"""Packs, restores and checks whole folders: every file of tensors in them; copies all others.
 
-A packed folder has the files that it had, under the names that they had. So an index of several
-files and a config still fit, and what reads one file after another reads packed ones as well.
+A packed folder has the same file names. So an index of several files and a config still fit, and a
+reader of single files reads packed ones as well.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from elves.header import BYTES, ElvesError, Header, is_packed, read_header
 from elves.writing import Near, Options, Piece, check_bound, pack
 
 SAFE = ".safetensors"
-# Behind the name of a packed file that was no safetensors: 0.2 wrote such ones of checkpoints.
+# Suffix of packed files that were not safetensors: 0.2 wrote them from checkpoints.
 _SUFFIX = ".elves.safetensors"
-# A run's optimizer state, by the names that it has here, in optax and in torch.
+# An optimizer state, by its names here, in optax and in torch.
 _STATE = re.compile(r"(^|[./_])(mu|nu|exp_avg|exp_avg_sq|opt_state|optimizer|moments?)([./@_]|$)")
-# In front of the names of a model inside another one.
+# Prefix of a model's tensors inside another model.
 _PREFIX = re.compile(r"^(model|bert)\.")
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome for one file."""
+    """The result for one file."""
 
-    path: Path  # in the folder; of a single file its name
-    header: Header | None  # None of a file that was copied
+    path: Path  # in the folder; for a single file its name
+    header: Header | None  # None for a copied file
     before: int  # bytes
     after: int
 
@@ -43,17 +43,17 @@ def pack_path(
     """Packs a file, or all files of tensors in a folder.
 
     Args:
-        target: What is made: new, and there only when it is whole; files of a folder that would
-            not be smaller are copied. None to replace each file by the packed one; after a kill
-            the next call packs the others.
-        base: A folder, or a file, of a model that `source` has been made from.
+        target: New; it appears when it is complete. Files of a folder that would not become
+            smaller are copied. None to replace each file by its packed form; after a kill the
+            next call packs the others.
+        base: A folder, or a file, of the model that `source` was made from.
 
     Returns:
-        What became of each file; [] if all were to be replaced and are packed already.
+        The result for each file; [] if all files to replace are packed already.
 
     Raises:
-        ElvesError: If there is nothing to pack, the target is there, or the bound is too large.
-        OSError: If it cannot be written. No part of the target is left then.
+        ElvesError: If there is nothing to pack, the target exists, or the bound is too large.
+        OSError: If writing fails. No part of the target is left then.
     """
     paths = _files(source)
     if target is not None:
@@ -88,7 +88,7 @@ def pack_path(
             before, header = path.stat().st_size, None
             if name in files:
                 folder, head = bases.folder if bases else None, files[name].head
-                # A file of many small tensors may grow: each has its line in the header.
+                # A file of many small tensors may grow: each has an entry in the header.
                 smaller = source.is_dir()
                 header = pack(
                     out, pieces[name], options, head=head, base=folder, only_smaller=smaller
@@ -100,15 +100,15 @@ def pack_path(
 
 
 def restore_path(source: Path, target: Path, *, base: Path | None = None, threads: int = 1) -> int:
-    """Makes a packed file, or folder, what it was; returns how many packed files there were.
+    """Restores a packed file or folder; returns the number of packed files.
 
     Args:
-        target: New; there only when it is whole.
-        base: The folder that it was packed against; None for where that was then.
+        target: New; it appears when it is complete.
+        base: The folder of the base; None for the original path.
 
     Raises:
-        ElvesError: If one is damaged, or there is none. Nothing is left then.
-        OSError: If it cannot be written. Nothing is left then.
+        ElvesError: If a file is damaged, or none is packed. Nothing is left then.
+        OSError: If writing fails. Nothing is left then.
     """
     headers = {result.path: result.header for result in results(source)}
     _expect_new(source, target)
@@ -136,7 +136,7 @@ def _restore_file(path: Path, target: Path, base: Path | None, threads: int) -> 
 
 
 def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> tuple[int, int]:
-    """Decodes everything that is packed; returns how many files and how many bytes that is.
+    """Decodes all packed files; returns their number and their bytes.
 
     Raises:
         ElvesError: If something is damaged, or nothing is packed.
@@ -146,7 +146,7 @@ def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> t
         if is_packed(path):
             with PackedFile(path, base=base, threads=threads) as packed:
                 sizes.append(sum(len(piece) for piece in packed.whole()))
-        elif path.suffix == SAFE:  # or a packed file whose very first bytes are damaged
+        elif path.suffix == SAFE:  # or a packed file whose first bytes are damaged
             PlainFile(path).close()
     if not sizes:
         raise _none_packed(source)
@@ -170,7 +170,7 @@ def results(source: Path) -> list[Result]:
 
 
 class _Bases:
-    """The tensors of another model, to be found by the names of this one."""
+    """The tensors of the base model, found by the names of the packed one."""
 
     def __init__(self, base: Path, stack: ExitStack):
         if not base.exists():
@@ -222,13 +222,13 @@ def _check_bound(path: Path, pieces: Sequence[Piece], options: Options) -> None:
 
 
 def _files(source: Path) -> dict[Path, Path]:
-    """Returns the files that are whole, by their paths in the folder; a single file by its name."""
+    """Returns the complete files, by their paths in the folder; a single file by its name."""
     if not source.exists():
         raise ElvesError(f"expected a safetensors file, or a folder with some, got none: {source}.")
     if not source.is_dir():
         return {Path(source.name): source}
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
-    # What is not whole is of a start that was killed.
+    # Partial files are left from a killed start.
     return {name: source / name for name in sorted(names) if not is_partial(name)}
 
 

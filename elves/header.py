@@ -1,14 +1,14 @@
-"""The header of a packed file: what is in it, and whether it is as it was written.
+"""The header of a packed file: describes its contents, and detects any change.
 
     8 bytes                      the length of the header, as in every safetensors file
-    __metadata__["elves"]        JSON: version; what each tensor was; how it is packed; its blocks
+    __metadata__["elves"]        JSON: version; the original tensors; their codecs and blocks
     __metadata__["elves_crc32"]  the CRC-32 of that text
-    NAME                         U8: the blocks of the tensor NAME, one behind the other
-    spaces                       as many as the header had been reserved beyond what it takes
+    NAME                         U8: the blocks of the tensor NAME, without gaps
+    spaces                       the reserved rest
 
-So any reader of safetensors opens the file and finds bytes, and nothing can be run by reading it.
-The reader here writes the header anew from what it has understood and compares: what is not byte
-for byte what it would have written, is damaged.
+So any reader of safetensors opens the file and finds bytes, and reading it cannot run anything. The
+reader here encodes the parsed header again and compares: a header that differs in any byte is
+damaged.
 """
 
 from __future__ import annotations
@@ -31,54 +31,54 @@ from elves.safetensors import encode_header
 
 VERSION = 1
 SAFETENSORS, BYTES = "safetensors", "bytes"
-#: The codec of a tensor that has no blocks of its own.
+#: The codec of a tensor without blocks.
 DUPLICATE = "duplicate"
-#: Bytes of a word. A dtype of safetensors that is not listed is one of bytes.
+#: Bytes per word. Unlisted dtypes of safetensors have words of one byte.
 WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
 WIDTHS |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-#: Those whose words have a sign, an exponent and a fraction.
+#: Dtypes with sign, exponent and fraction.
 FLOATS = ("F64", "F32", "F16", "BF16")
-#: Those that NumPy has.
+#: Dtypes of NumPy.
 NUMPY = {f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind in "IU" for n in (8, 4, 2, 1)}
 NUMPY |= {f"F{8 * n}": np.dtype(f"f{n}") for n in (8, 4, 2)}
 NUMPY |= {"BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(np.bool_)}
 NUMPY |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
-# No header is that long: it is 12 bytes for each MiB and some 200 for each tensor.
+# No header is longer: it takes 12 bytes per MiB and some 200 per tensor.
 _LONGEST = 2**30
-# Of the header of the file that was packed.
+# The longest header of an original file.
 _LONGEST_HEAD = 100_000_000
 REMEDY = "Copy the file again, or take another copy."
 
 
 class ElvesError(Exception):
-    """A file could not be made smaller, or not be read again; the message says all there is."""
+    """A file could not be packed, or not be read; the message is complete."""
 
 
 @dataclass(frozen=True)
 class Of:
-    """The tensor that another one equals, or nearly equals."""
+    """The tensor that another tensor equals, or is close to."""
 
-    # "file" (this one), or where the path `file` begins: the "base", or, by 0.2, this "folder"
+    # "file" (this one), or the folder of the path `file`: "base", or "folder", as 0.2 wrote
     where: str
     file: str  # "" for this file
     tensor: str
-    crc32: int  # of its bytes, restored if it is packed itself
+    crc32: int  # of its bytes, restored if it is packed
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as it was, and how it is packed."""
+    """The original tensor, and how it is packed."""
 
     name: str
-    dtype: str  # the name that safetensors has for it
+    dtype: str  # its name in safetensors
     shape: tuple[int, ...]
     bytes: int
-    codec: str  # that of most blocks, for people: each block says its own
-    bound: float | None  # the largest error that was allowed
-    error: float  # the largest one that was made
+    codec: str  # the codec of most blocks, for information: each block names its own
+    bound: float | None  # the largest allowed error
+    error: float  # the largest actual error
     crc32: int  # of the restored bytes
-    of: Of | None  # what it is a duplicate of or differs from
-    blocks: tuple[int, ...]  # the size of each as it is in the file
+    of: Of | None  # the tensor that it duplicates or differs from
+    blocks: tuple[int, ...]  # the packed size of each
 
     @property
     def width(self) -> int:
@@ -91,22 +91,22 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """Describes a packed file, and the file that was packed."""
+    """Describes a packed file and its original."""
 
-    kind: str  # "safetensors"; or "bytes", as 0.2 wrote for the pieces of other files
-    head: bytes  # what is in front of its tensors, compressed by zlib
+    kind: str  # "safetensors"; or "bytes", as 0.2 wrote for pieces of other files
+    head: bytes  # the bytes before the original tensors, compressed by zlib
     bytes: int
-    crc32: int  # of all of it as it is restored
-    base: str | None  # the folder of the tensors with `of.where` "base"
-    tensors: Mapping[str, Tensor]  # in its order
+    crc32: int  # of the whole restored file
+    base: str | None  # the folder of tensors with `of.where` "base"
+    tensors: Mapping[str, Tensor]  # in their original order
 
     def unpacked_head(self) -> bytes:
-        """Returns the header of the file that was packed, as bytes."""
+        """Returns the header of the original file."""
         return zlib.decompress(self.head) if self.head else b""
 
 
 def longest(header: Header) -> int:
-    """Returns the bytes that the header takes at most, whatever becomes of its blocks."""
+    """Returns the largest possible size of the header."""
     tensors = {
         name: dataclasses.replace(
             t,
@@ -122,7 +122,7 @@ def longest(header: Header) -> int:
 
 
 def encoded(header: Header, length: int | None = None) -> bytes:
-    """Returns the header as it is in front of the blocks, `length` bytes long if that is given."""
+    """Returns the header as bytes, padded to `length` if given."""
     description = {
         "version": VERSION,
         "block_bytes": BLOCK,
@@ -145,21 +145,21 @@ def encoded(header: Header, length: int | None = None) -> bytes:
 
 
 def is_packed(path: Path) -> bool:
-    """Returns whether a file begins as a packed one; it may be damaged."""
+    """Returns whether a file begins like a packed one; it may be damaged."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            # It is first, and so is what it begins with.
+            # The metadata come first, and begin like this.
             return length < _LONGEST and file.read(26).startswith(b'{"__metadata__":{"elves":"')
     except OSError:
         return False
 
 
 def read_header(path: Path) -> tuple[Header, int]:
-    """Returns the header of a packed file, and where its blocks begin.
+    """Returns the header of a packed file, and the position of its blocks.
 
     Raises:
-        ElvesError: If it is none, is damaged or not all there, or is of another version.
+        ElvesError: If there is none, or it is damaged, incomplete, or of another version.
     """
     try:
         with open(path, "rb") as file:
@@ -194,7 +194,7 @@ def read_header(path: Path) -> tuple[Header, int]:
 
 
 def _header(said: Mapping[str, Any]) -> Header:
-    """Parses and checks the description. Raises ValueError, or what wrong types raise."""
+    """Parses and checks the description. Raises ValueError, or the errors of wrong types."""
     if said["block_bytes"] != BLOCK or said["kind"] not in (SAFETENSORS, BYTES):
         raise ValueError(f"blocks of {said['block_bytes']} bytes of the kind {said['kind']}")
     head = base64.b64decode(said["head"], validate=True)
@@ -225,7 +225,7 @@ def _tensor(name: str, said: Mapping[str, Any]) -> Tensor:
             raise ValueError(f"`{name}` of {said['of']}")
         _count(of.crc32)
     blocks = tuple(_count(n) for n in said["blocks"])
-    # So that what is restored is bounded by what is there: no small file asks for much memory.
+    # Bounds the restored size by the file's size: no small file can request much memory.
     expected = 0 if codec == DUPLICATE else -(-size // BLOCK)
     if len(blocks) != expected or (codec == DUPLICATE and of is None):
         raise ValueError(f"`{name}` with {len(blocks)} blocks in place of {expected}")

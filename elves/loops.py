@@ -1,11 +1,11 @@
 """Compiled loops: words and their byte planes, differences, ELF's codes.
 
-A block has words of 1, 2, 4 or 8 bytes, as unsigned whole numbers. Plane 0 has their lowest bytes.
-In words of floats the sign is put behind the rest, by a rotation of one bit: then the plane on top
-is the exponent alone (bfloat16, float32), which is what compresses.
+A block has words of 1, 2, 4 or 8 bytes, as unsigned integers. Plane 0 has their lowest bytes. In
+words of floats the sign moves to the lowest bit, by a rotation of one bit: then the top plane has
+only the exponent (bfloat16, float32), which compresses well.
 
-LLVM vectorizes the innermost loops. No fastmath flag is set. What is stored is cut to the width of
-a word; above it there may be other bits.
+LLVM vectorizes the innermost loops. No fastmath flag is set. Stored values are cut to the width of
+a word; higher bits may be arbitrary before that.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 
 def compiled(function: Callable) -> Any:
-    """Serial machine code that releases the GIL, kept on disk.
+    """Compiles serial machine code that releases the GIL, cached on disk.
 
-    Numba keeps it beside this file, else in the user's cache folder. If it can write neither, it
-    raises at import; then every process compiles for itself.
+    Numba caches it beside this file, else in the user's cache folder. If it can write to neither,
+    it raises at import; then every process compiles for itself.
     """
     options = {"nogil": True, "error_model": "numpy"}
     try:
@@ -30,11 +30,11 @@ def compiled(function: Callable) -> Any:
         return numba.njit(**options)(function)
 
 
-# Of a float32: below, the number has a fraction, and adding this rounds it off, ties to even.
+# Of a float32: smaller numbers have a fraction, and adding this rounds it off, ties to even.
 _WHOLE = np.float32(2**23)
 # Codes have 31 bits beside the sign.
 MOST = np.float32(2**31)
-# Words at a time, which stay in a core's cache from one plane to the next.
+# Number of words that stay in a core's cache from one plane to the next.
 _CHUNK = 4096
 
 
@@ -53,7 +53,7 @@ def split(words, rotate, planes):
 
 @compiled
 def merge(planes, rotate, words):
-    """Undoes `split`; planes that are missing on top are zeros."""
+    """Undoes `split`; missing top planes are zeros."""
     one, top = np.uint64(1), np.uint64(8 * words.itemsize - 1)
     for begin in range(0, words.size, _CHUNK):
         chunk = words[begin : begin + _CHUNK]
@@ -68,10 +68,10 @@ def merge(planes, rotate, words):
                 chunk[i] = (x >> one) | (x << top)
 
 
-# In the order of the numbers that they stand for, floats of one dtype are neighbours if their bits
-# are; differences of these places are small where values are close, also across a power of two.
-# XOR is what others take: it is 5 % larger on a fine-tune (benchmarks/LOG.md). Below, `x ^ every`
-# is `~x`, and the sign of a difference is moved to its lowest bit.
+# Ordered by value, floats of one dtype are neighbours if their bits are, so differences of their
+# ranks are small where values are close, also across a power of two. XOR, as others use, is 5 %
+# larger on a fine-tune (benchmarks/LOG.md). Below, `x ^ every` is `~x`, and the sign of a
+# difference moves to its lowest bit.
 
 
 @compiled
@@ -101,15 +101,15 @@ def undo_difference(codes, base, out):
 
 @compiled
 def elf_codes(words, per_step, codes):
-    """ELF's code of each float32: its number of steps, the sign behind; of an outlier 0.
+    """Computes ELF's code of each float32: its steps, then the sign; 0 for an outlier.
 
     Args:
         words: Bits of float32.
         per_step: 1 over the step, a power of two.
-        codes: Where to put them.
+        codes: The output.
 
     Returns:
-        All codes in one by or: how many bits they need.
+        The bitwise or of all codes, which shows how many bits they need.
     """
     every = np.uint32(0)
     for i in range(words.size):

@@ -14,13 +14,13 @@ def encode_header(
     multiple: int = 8,
     length: int | None = None,
 ) -> bytes:
-    """Returns the bytes in front of the tensors, which follow without gaps in the same order.
+    """Returns the bytes before the tensors, which follow without gaps in this order.
 
     Args:
         tensors: Name, dtype, shape and bytes of each.
-        metadata: The texts of the file, if it has any.
-        multiple: The header is padded to a multiple of this length, so that tensors are aligned.
-        length: The length to pad to instead.
+        metadata: The texts of the file, if any.
+        multiple: Aligns the tensors: the header's length is a multiple of this.
+        length: Pads to this length instead.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0

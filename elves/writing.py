@@ -1,7 +1,7 @@
-"""Packs a file: pieces in, blocks out, each decoded and compared while it is written.
+"""Packs a file: encodes pieces into blocks, and decodes and compares each while writing.
 
-Memory holds a few blocks for each thread, whatever the size of the file: pieces are looked at where
-they are, which may be a file that is mapped.
+Memory holds a few blocks for each thread, whatever the size of the file: pieces are read in place,
+possibly from a mapped file.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from elves.header import (
 )
 from elves.safetensors import encode_header
 
-# A copy of a smaller tensor costs no more than a reference to it.
+# A smaller tensor takes no more room than a reference to another.
 _LEAST_DUPLICATE = 256
 _ZEROS = np.zeros(BLOCK, np.uint8)
 
 
 class Near(NamedTuple):
-    """A tensor that is close to a piece: of its dtype, or the float32 of which it is the cast."""
+    """A tensor close to a piece: of the same dtype, or the float32 whose cast the piece is."""
 
     file: TensorFile
     tensor: str
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: np.ndarray  # its bytes: uint8, of one dimension
+    data: np.ndarray  # its bytes: uint8, one dimension
     near: Near | None = None
 
 
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 class Options:
     """Options of packing."""
 
-    bound: float | None = None  # the largest error that a float32 may get
+    bound: float | None = None  # the largest error of a float32
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Options:
 
 
 def _duplicates(pieces: Sequence[Piece]) -> dict[str, str]:
-    """Returns the pieces that equal an earlier one byte for byte, with the name of that."""
+    """Returns the pieces that equal an earlier one byte for byte, with its name."""
     distinct: dict[tuple[int, str, int], list[Piece]] = {}
     equal = {}
     for piece in pieces:
@@ -98,10 +98,10 @@ def _duplicates(pieces: Sequence[Piece]) -> dict[str, str]:
 
 
 def smallest_rms(pieces: Sequence[Piece]) -> tuple[float, str] | None:
-    """Returns the smallest root mean square of a float32 tensor, and the name of that tensor.
+    """Returns the smallest root mean square of a float32 tensor, and its name.
 
-    A larger bound would leave nothing of it. None if there is no tensor that a bound would be for:
-    float32 that are not all equal.
+    A larger bound would erase that tensor. Returns None if a bound would have no effect: without
+    float32 tensors of differing numbers.
     """
     every: list[tuple[float, str]] = []
     for piece in pieces:
@@ -118,10 +118,10 @@ def smallest_rms(pieces: Sequence[Piece]) -> tuple[float, str] | None:
 
 
 def check_bound(path: Path, pieces: Sequence[Piece], bound: float | None) -> None:
-    """Refuses a bound that would leave nothing of some tensor.
+    """Refuses a bound that would erase a tensor.
 
     Raises:
-        ElvesError: If it is above the root mean square of one.
+        ElvesError: If it is above the root mean square of a tensor.
     """
     smallest = smallest_rms(pieces) if bound is not None else None
     if smallest is not None and bound > smallest[0]:
@@ -141,16 +141,16 @@ def pack(
     base: Path | None = None,
     only_smaller: bool = False,
 ) -> Header | None:
-    """Writes one packed file, in the place of what is at `path`, and returns its header.
+    """Writes one packed file to `path`, replacing any, and returns its header.
 
     Args:
-        pieces: All that there is behind `head`, in its order.
-        base: The folder of the pieces' `near`.
+        pieces: Everything after `head`, in order.
+        base: The folder of the pieces' `near` tensors.
         only_smaller: Whether to write nothing, and return None, if it would not be smaller.
 
     Raises:
         ElvesError: If the bound is too large.
-        OSError: If it cannot be written. Nothing is left then.
+        OSError: If writing fails. Nothing is left then.
     """
     check_bound(path, pieces, options.bound)
     equal = _duplicates(pieces)
@@ -196,14 +196,14 @@ def save(
     *,
     threads: int = 1,
 ) -> None:
-    """Writes arrays as a packed file; restored, it is the safetensors file that has them.
+    """Writes arrays as a packed file, which restores to a safetensors file.
 
     Args:
-        bound: The largest error that a float32 may get; None for none at all.
+        bound: The largest error of a float32; None for none at all.
 
     Raises:
-        ElvesError: If the bound is no sensible one, or safetensors has not the dtype of an array.
-        OSError: If it cannot be written. Nothing is left then.
+        ElvesError: If the bound is invalid, or safetensors lacks the dtype of an array.
+        OSError: If writing fails. Nothing is left then.
     """
     names = {dtype: name for name, dtype in NUMPY.items()}
     pieces = []
@@ -240,15 +240,15 @@ def _write(file: Any, piece: Piece, t: Tensor, encoder: _Encoder) -> Tensor:
         codecs[block.codec] += 1
         error = max(error, block.error)
     codec = CODECS[max(codecs, key=lambda codec: (codecs[codec], -codec))]
-    of = t.of if codecs[CODECS.index("delta")] else None  # else it need not be there to be read
+    of = t.of if codecs[CODECS.index("delta")] else None  # otherwise it is not needed for reading
     return replace(t, codec=codec, blocks=tuple(sizes), crc32=checksum, error=error, of=of)
 
 
 def _combined(first: int, second: int, length: int) -> int:
-    """Returns the CRC-32 of two stretches of bytes, one behind the other, from those of each.
+    """Returns the CRC-32 of two adjacent ranges of bytes from the CRC-32 of each.
 
-    A CRC is linear, but for the inversions at both ends: the first one, carried on over as many
-    zeros as the second has bytes, is added to the second.
+    A CRC is linear, except for the inversions at both ends: the first CRC is extended by as many
+    zeros as the second range has bytes, and then added to the second.
     """
     carried = first ^ 0xFFFFFFFF
     for begin in range(0, length, BLOCK):
@@ -272,10 +272,10 @@ class _Encoder:
         self._pool.shutdown(cancel_futures=True)
 
     def blocks(self, piece: Piece, t: Tensor) -> Iterator[Encoded]:
-        """Returns the blocks of a piece in their order."""
+        """Yields the blocks of a piece in order."""
         waiting: deque[Future[Encoded]] = deque()
         for begin in range(0, piece.data.size, BLOCK):
-            # No more than are soon needed: what is encoded waits in memory.
+            # Only a few ahead: encoded blocks wait in memory.
             if len(waiting) == 2 * self._options.threads:
                 yield waiting.popleft().result()
             waiting.append(self._pool.submit(self._encode, piece, t, begin))
@@ -285,7 +285,7 @@ class _Encoder:
     def _encode(self, piece: Piece, t: Tensor, begin: int) -> Encoded:
         words = Words(t.width, t.dtype in FLOATS, self._options.step if t.bound else None)
         data, base, near = piece.data[begin : begin + BLOCK], None, piece.near
-        if data.ctypes.data % t.width:  # in files, tensors may be anywhere
+        if data.ctypes.data % t.width:  # tensors in files may be unaligned
             data = data.copy()
         if near is not None:
             ratio = WIDTHS[near.file.tensors[near.tensor].dtype] // t.width
@@ -294,7 +294,7 @@ class _Encoder:
         coder = self._idle.popleft()
         try:
             block = coder.encode(data, words, base)
-            # The coder goes on before this one is written.
+            # Copied, since the coder continues before this block is written.
             return replace(block, data=block.data.copy())
         finally:
             self._idle.append(coder)

@@ -1,8 +1,8 @@
-"""Chat templates: how the messages of a conversation become one text, and which of it is answers.
+"""Chat templates: render the messages of a conversation, and find the answers in the text.
 
-A template is a program in Jinja, run here as `transformers` runs it, in a sandbox; but the date is
-always `DATE`, as examples must stay the same. Which part an assistant has written, some say with
-`{% generation %}`. Of the others it is found by rendering less: the conversation up to an answer.
+A template is a Jinja program, run here in a sandbox as `transformers` runs it, except that the date
+is always `DATE`, so that examples stay the same. Some templates mark the assistant's part with
+`{% generation %}`. For others it is found by rendering only the conversation up to an answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DATE = datetime.datetime(2024, 7, 26)
 
 ASSISTANT = "assistant"
 
-#: What the roles of other formats are in templates.
+#: Roles of other formats, and their names in templates.
 ROLES = {
     "human": "user",
     "prompter": "user",
@@ -46,26 +46,26 @@ ROLES = {
     "developer": "system",
 }
 
-# Around what an assistant has written, while a template is rendered. They are no characters, and
-# never will be.
+# Placed around the assistant's text while a template is rendered. They are noncharacters of
+# Unicode, so no text contains them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-# Stands in place of an answer, to find its place. Its text may occur anywhere.
+# Replaces an answer to find its position; the answer's text may occur elsewhere, too.
 _PLACE = "\ufdd2"
 
-Message = Mapping[str, Any]  # "role", mostly "content", and what a template wants besides
+Message = Mapping[str, Any]  # "role", usually "content", and other fields that a template reads
 
 
 class ConversationError(ValueError):
-    """A template cannot do with a conversation; the message goes behind the name of its place."""
+    """A template cannot render a conversation; the message follows the name of its place."""
 
 
 class Conversation(NamedTuple):
     text: str
-    answers: list[tuple[int, int]]  # where in it each answer begins and ends; ascending
+    answers: list[tuple[int, int]]  # ranges of the answers in the text, ascending
 
 
 class ChatTemplate:
-    """A template; `special` are texts of special tokens by name, `marks` those of all of them."""
+    """A template; `special` are texts of special tokens by name, `marks` all such texts."""
 
     def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
         self.text = text
@@ -75,7 +75,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        # The filter of Jinja is for HTML.
+        # Jinja's own filter is for HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = DATE.strftime
@@ -105,7 +105,7 @@ class ChatTemplate:
     ) -> Conversation:
         """Renders the messages, and returns the ranges of the assistant's answers in the text.
 
-        Messages whose index is in `skipped` are no answers.
+        Messages whose index is in `skipped` do not count as answers.
         """
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
@@ -140,7 +140,7 @@ class ChatTemplate:
 
     def _answer(self, whole, messages, i, tools) -> tuple[int, int]:
         said = str(messages[i].get("content") or "")
-        # Templates of models that think leave out the thoughts of all answers but the last.
+        # Templates of reasoning models drop the thoughts of all answers but the last.
         said = said.rpartition("</think>")[2].strip()
         placed = [*messages[:i], {**messages[i], "content": _PLACE}, *messages[i + 1 :]]
 
@@ -169,8 +169,8 @@ class ChatTemplate:
     def _stop(self, whole: str, ended: str, placed: str) -> int | None:
         """Returns the end of an answer, found with a placeholder in its place.
 
-        A last message can be written otherwise: with a thought in front, or with what ends a text
-        behind what ends the answer. What is the same behind the answer ends it.
+        A last message can be rendered differently: with a thought before it, or with an end of text
+        after the end of the answer. The common part after the answer is its end.
         """
         behind, rest = (text.rpartition(_PLACE)[2] for text in (ended, placed))
         if _PLACE not in ended or _PLACE not in placed or not whole.endswith(rest):
@@ -186,7 +186,7 @@ class ChatTemplate:
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
             return self._template.render(**self.special, messages=list(messages), **options)
-        # A template can fail as any program can.
+        # A template can fail like any program.
         except Exception as error:
             raise ConversationError(
                 f"expected messages that the template in {self.where} takes, got: {error}"
@@ -248,31 +248,31 @@ def _start(
     i: int,
     messages: int,
 ) -> int | None:
-    """Returns the begin of the answer in message `i`."""
-    if i == 0:  # many templates want a message
+    """Returns the start of the answer in message `i`."""
+    if i == 0:  # many templates need a message
         placed = with_place(messages)
         return len(os.path.commonprefix([placed, whole])) if _PLACE in placed else None
     asked = rendered(i, ask=True)
     if whole.startswith(asked):
         return len(asked)
-    # It may ask for a thought, which is not in what was answered.
+    # The prompt may start a thought, which the answer does not contain.
     before = rendered(i)
     shared = len(os.path.commonprefix([asked, whole]))
     if not whole.startswith(before) or shared < len(before):
         return None
-    # What was answered may begin as the thought does.
+    # The answer may begin with the same characters as the thought.
     return min(shared, len(os.path.commonprefix([with_place(messages), whole])))
 
 
 def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """Returns the text without marks, and where each marked part, maybe empty, is in it."""
-    parts = re.split(f"[{_BEGIN}{_END}]", marked)  # every second one is marked
+    """Returns the text without marks, and the ranges of the marked parts, some of them empty."""
+    parts = re.split(f"[{_BEGIN}{_END}]", marked)  # every second part is marked
     ends = [*itertools.accumulate(map(len, parts))]
     return "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: what the assistant writes."""
+    """`{% generation %}...{% endgeneration %}`: marks the assistant's text."""
 
     tags = {"generation"}
 

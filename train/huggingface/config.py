@@ -1,6 +1,6 @@
-"""Reads the config.json of a Hugging Face folder: which model, and its sizes.
+"""Reads the config.json of a Hugging Face folder: the kind of model, and its sizes.
 
-What would make another function of the model than the one built here is an error.
+A setting that would make a different function than the models here is an error.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from train.model.encoder import EncoderConfig
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-TASK = "zenflow_task"  # the key for what a run has trained the model on
+TASK = "zenflow_task"  # the key for the task that a run trained
 
-# The models that are built here: `model_type` of the config, and the class of `transformers`.
+# The supported models: `model_type` of the config, and the class of `transformers`.
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -41,10 +41,10 @@ SIZES = {
     "positions": "max_position_embeddings",
 }
 
-# Only these may ask for windows of attention in some of the layers.
+# Only these may have attention windows in some of the layers.
 QWEN = ("qwen2", "qwen3")
 
-# Values that a key must have if it is present, because the models here know no other.
+# Values that a key must have if it is present, since the models here support no others.
 FIXED: Mapping[str, Mapping[str, Any]] = {
     "decoder": {
         "hidden_act": "silu",
@@ -68,11 +68,11 @@ QWEN3_HEAD_WIDTH = 128
 
 
 class ModelError(Failure):
-    """A folder does not hold the model that was asked for."""
+    """A folder does not contain the requested model."""
 
 
 def read_raw(folder: Path) -> dict[str, Any]:
-    """Reads the config.json of a folder as it is; of other kinds of folders, says what to do."""
+    """Reads the config.json of a folder; for other kinds of folders names a remedy."""
     if folder.is_dir() and not (folder / CONFIG).exists():
         names = sorted(path.name for path in folder.iterdir())
         quantized = [name for name in names if name.lower().endswith(".gguf")]
@@ -138,9 +138,9 @@ def _decoder(keys: _Keys, kind: str, **sizes: int) -> DecoderConfig:
 
 
 def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
-    """Base and scaling of the rotations, from the keys of old configs and of new ones."""
-    # From transformers 5 on `rope_parameters`, with the base inside; before it `rope_scaling`
-    # and `rope_theta`. Of both, all versions take `rope_scaling`; it is null for none.
+    """Returns base and scaling of the rotations, from the keys of old and new configs."""
+    # transformers 5 has `rope_parameters`, with the base inside; earlier versions `rope_scaling`
+    # and `rope_theta`. If both exist, all versions read `rope_scaling`; null means none.
     name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     scaling = keys.raw.get(name)
     outer_base = keys.positive("rope_theta", ROPE_BASE)
@@ -149,7 +149,7 @@ def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
     keys.check(name, isinstance(scaling, dict), "an object")
     inner = _Keys(keys.path, scaling, name + ".")
     base = inner.positive("rope_theta", outer_base)
-    # Of two bases each version takes another one.
+    # Versions differ in which of two bases they read.
     beside = keys.raw.get("rope_parameters") or {}
     keys.check("rope_parameters", isinstance(beside, dict), "an object")
     for other in (keys, _Keys(keys.path, beside, "rope_parameters.")):
@@ -179,12 +179,12 @@ def _window(keys: _Keys, kind: str, layers: int) -> int | None:
     sliding = [window is not None and layer >= first for layer in range(layers)]
     if isinstance(types, list):
         named = [name == "sliding_attention" for name in types]
-        # Qwen's classes have the window in these layers. The others' do not read the key, but other
+        # Qwen's classes have the window in these layers. Other classes ignore the key, but other
         # programs do.
         same = named == sliding or (kind in QWEN and window is not None)
         keys.check("layer_types", same, f"the attention of `sliding_window`, {window}")
         sliding = named
-    # All must be alike here, because they may be scanned.
+    # All layers must be alike, since they may be scanned.
     alike = all(sliding) or not any(sliding)
     keys.check("use_sliding_window", alike, "the same attention in all layers")
     return window if any(sliding) else None

@@ -1,7 +1,7 @@
-"""How a trained decoder is asked, and which tokens end what it writes, as its folder says it.
+"""Completes a trained folder: the tokens that end an answer, and a single chat template.
 
-Other programs read it there, where `train.generate` finds ends in the chat template, too. So the
-folder names all ends in generation_config.json, and has one chat template.
+Other programs read the ends in generation_config.json only; `train.generate` also finds ends in the
+chat template.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def answer_ends(
     template: ChatTemplate, tokenizer: Tokenizer, asked: list[dict[str, str]]
 ) -> frozenset[int]:
-    """Returns the special tokens that a template puts behind the answer to these messages."""
+    """Returns the special tokens that a template puts after the answer to these messages."""
     answered = [*asked, {"role": ASSISTANT, "content": "Yes"}]
     start, stop = (whole := template.conversation(answered)).answers[0]
     ending = whole.text[start:stop].rpartition("Yes")[2]
@@ -44,7 +44,7 @@ def answer_ends(
 
 
 def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
-    """Writes what `train.generate` would find out into the files that other programs read."""
+    """Writes the ends that `train.generate` would find into the files that other programs read."""
     if not (folder / TOKENIZER).is_file():
         return
     _keep_one_template(folder)
@@ -55,7 +55,7 @@ def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
         try:
             ends |= answer_ends(template, tokenizer, [{"role": "user", "content": "Is it so?"}])
         except ConversationError:
-            pass  # `train.generate` refuses such a template
+            pass  # `train.generate` refuses this template
     config = read_object(folder / CONFIG, TokenizerError)
     content = {name: config[name] for name in _IDS if config.get(name) is not None}
     if (folder / GENERATION).is_file():
@@ -69,7 +69,7 @@ def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
 
 
 def _keep_one_template(folder: Path) -> None:
-    """Removes the chat templates that others hide: programs differ in which they take."""
+    """Removes shadowed chat templates, since programs differ in which they read."""
     path = folder / TOKENIZER_CONFIG
     config = read_object(path, TokenizerError) if path.is_file() else {}
     if (folder / TEMPLATE).is_file() and config.pop("chat_template", None) is not None:

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face Hub: `org/name` is a folder in the Hub's cache on this machine.
+"""Models of the Hugging Face Hub: `org/name` is a folder in the Hub's local cache.
 
-Where the cache is, which token is sent and when nothing is fetched is up to `huggingface_hub`:
+`huggingface_hub` decides where the cache is, which token it sends, and whether it downloads:
 HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
 """
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from train.huggingface.config import CONFIG, ModelError
 
-# In the folder of a run, the folder of the trained model.
+# The folder of the trained model in a run's folder.
 OF_RUN = "model"
 
-# All that a model may consist of; no pickles, and no second copy of the weights, which some have.
+# All files of a model; no pickles, and no second copy of the weights.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 NO_FILES = ("*/*", "consolidated*")
 
@@ -28,15 +28,15 @@ def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
             f"`model`: expected a folder with a {CONFIG}, got {folder}, a run whose model is in a "
             f"folder below. Pass --model {below}"
         )
-    # A mistake in the name of a folder that is beside others is not asked for on the Hub.
+    # A misspelled name of a local folder is not looked up on the Hub.
     if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return folder
-    from huggingface_hub import snapshot_download  # which folders need not wait for
+    from huggingface_hub import snapshot_download  # local folders need not wait for it
 
     try:
         options = {"allow_patterns": list(files), "ignore_patterns": list(NO_FILES)}
         return Path(snapshot_download(name, **options))
-    except (OSError, ValueError) as error:  # all of the Hub's own errors, and those of the network
+    except (OSError, ValueError) as error:  # the Hub's errors and network errors
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"`model`: {name} is no folder, and the Hub does not give it: {reason} "

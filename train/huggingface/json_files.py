@@ -1,4 +1,4 @@
-"""JSON that others wrote: files with an object, and objects that have no key twice."""
+"""JSON from outside: files with an object, and objects without duplicate keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
-    """Reads the object in a file; raises the `error` if there is none."""
+    """Reads the object in a file; raises `error` if there is none."""
     try:
         content = loads_unique(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise error(f"expected the file {path}, got: {problem.strerror}.") from problem
-    except (ValueError, RecursionError) as problem:  # no UTF-8, or no JSON
+    except (ValueError, RecursionError) as problem:  # not UTF-8, or not JSON
         raise error(f"expected JSON in {path}, got what cannot be read ({problem}).") from problem
     if not isinstance(content, dict):
         raise error(f"expected a JSON object in {path}, got {type(content).__name__}.")

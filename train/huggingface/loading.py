@@ -1,4 +1,4 @@
-"""Models from Hugging Face folders: `config.json` and safetensors, without torch."""
+"""Loads models from Hugging Face folders: `config.json` and safetensors, without torch."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from train.model.blocks import INIT_STD
 from train.model.decoder import Decoder, DecoderConfig
 from train.model.encoder import BertClassifier, EncoderConfig
 
-# Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
+# Modules that a folder may lack, such as heads for other purposes.
 OPTIONAL = ("pooler", "classifier")
 
-# Tensors that are not loaded, and why that is right.
+# Tensors that are rightly ignored.
 UNUSED = {
     "decoder": r"(^|\.)rotary_emb\.inv_freq$",  # follows from the config
-    # Positions, which are counted; heads for other purposes.
+    # Positions, which can be counted; heads for other purposes.
     "encoder": r"(^|\.)position_ids$|^cls\.|^qa_outputs\.",
 }
 
 
 class Pretrained(NamedTuple):
-    """A folder whose config and headers fit each other."""
+    """A folder whose config and headers are consistent."""
 
     folder: Path
     architecture: Literal["decoder", "encoder"]
     config: DecoderConfig | EncoderConfig
-    tensors: Mapping[str, Tensor]  # by name without prefix; only those that can be loaded
-    labels: int | None  # of the folder's head that classifies; None if it has none
-    raw: Mapping[str, Any]  # config.json as it is
+    tensors: Mapping[str, Tensor]  # by name without prefix; only usable tensors
+    labels: int | None  # number of labels of the folder's classification head; None without one
+    raw: Mapping[str, Any]  # the content of config.json
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -75,12 +75,12 @@ def read_folder(model: str | Path) -> Pretrained:
     unused = UNUSED[architecture]
     if isinstance(config, DecoderConfig) and config.tied:
         if _has_own_head(headers):
-            config = config._replace(tied=False)  # as transformers 5 and vLLM
+            config = config._replace(tied=False)  # like transformers 5 and vLLM
         else:
-            unused += r"|^lm_head\.weight$"  # the embedding once more
+            unused += r"|^lm_head\.weight$"  # a copy of the embedding
     classes = raw.get("architectures") or ["BertForSequenceClassification"]
     if architecture == "encoder" and "BertForSequenceClassification" not in classes:
-        unused += r"|^classifier\."  # of tokens, or of choices
+        unused += r"|^classifier\."  # a head for tokens, or for choices
     tensors = {name: tensor for name, tensor in headers.items() if not re.search(unused, name)}
     head = tensors.get("classifier.bias")
     labels = head.shape[0] if head and len(head.shape) == 1 else None
@@ -90,7 +90,7 @@ def read_folder(model: str | Path) -> Pretrained:
 
 
 def _has_own_head(headers: Mapping[str, Tensor]) -> bool:
-    """Returns whether there is a head that differs from the embedding, whatever the config says."""
+    """Returns whether the folder has a head that differs from the embedding."""
     both = [headers.get(name) for name in ("lm_head.weight", "embed_tokens.weight")]
     if None in both:
         return False
@@ -115,11 +115,11 @@ def load_weights(
     anew: Collection[str] = (),
     seed: int = 0,
 ) -> Any:
-    """Reads the weights of the folder as the tree of a model's parameters, of these `shapes`.
+    """Reads the weights of the folder into the tree of a model's parameters, of these `shapes`.
 
-    Leaf by leaf, and only the shards on the devices of this process: host memory needs room for the
-    largest leaf. `shardings` None puts all on the first device. `anew` are those of `pooler` and
-    `classifier` that are drawn although the folder has them. The draws depend on `seed` alone.
+    Reads leaf by leaf, and only the shards on this process's devices: host memory needs room for
+    the largest leaf. `shardings` None places everything on the first device. `anew` names modules
+    that are drawn although the folder has them. The draws depend on `seed` only.
     """
     if shardings is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
@@ -136,7 +136,7 @@ def load_weights(
             of = source(pretrained.architecture, name, leaf.shape)
             tensors = [pretrained.tensors[name] for name in of.names]
             _check_shapes(tensors, of.shape)
-            # Leaf by leaf, so that there are no two copies of all.
+            # Leaf by leaf, so that memory never holds two copies of all.
             return host_memory.placed(
                 jax.make_array_from_callback(
                     leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
@@ -149,7 +149,7 @@ def load_weights(
 def drawn_anew(
     pretrained: Pretrained, shapes: Any, *, anew: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Returns the names of the leaves that `load_weights` draws instead of reading them."""
+    """Returns the names of the leaves that `load_weights` draws instead of reading."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     modules = {name.rpartition("/")[0] for name in names} & set(OPTIONAL)
     missing = {m for m in modules if not _has(pretrained, m)} | (modules & set(anew))
@@ -169,7 +169,7 @@ def _draw(name: str, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.n
 
 
 def _check_tensors(pretrained: Pretrained) -> None:
-    """Compares the headers with what the model of the config consists of."""
+    """Compares the headers with the tensors of the config's model."""
     expected = {}
     shapes = shapes_of(pretrained.config, pretrained.labels or 1)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
@@ -202,7 +202,7 @@ def _check_shapes(tensors: list[Tensor], shape: tuple[int, ...]) -> None:
 
 @functools.lru_cache(maxsize=16)
 def shapes_of(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
-    """Returns the parameters of a model; scanned, because one block is traced faster than many."""
+    """Returns the shapes of a model's parameters; scanned, since one block is traced faster."""
 
     def params():
         dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}

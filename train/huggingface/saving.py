@@ -1,6 +1,6 @@
-"""Writes a trained model as a Hugging Face folder, in the layout that it was read from.
+"""Writes a trained model as a Hugging Face folder, in the layout of its original.
 
-Tensors are written one by one as they are gathered, so that host memory holds one leaf.
+Tensors are gathered and written one by one, so that host memory holds one leaf.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from train.huggingface.tensors import (
 )
 from train.model.decoder import DecoderConfig
 
-# Copied as they are: all that a tokenizer may consist of, and how text is generated.
+# Copied unchanged: all files of a tokenizer, and the settings of text generation.
 COPIED = tuple(
     "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
     "added_tokens.json vocab.txt vocab.json merges.txt chat_template.jinja chat_template.json "
@@ -54,12 +54,12 @@ class Entry(NamedTuple):
 
 
 def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarray]) -> None:
-    """Writes a file of safetensors, one tensor after the other, so that memory holds one.
+    """Writes a safetensors file tensor by tensor, so that memory holds only one.
 
-    That is the length of the header (8 bytes, little-endian), the header (JSON), and all bytes.
+    A file is the length of the header (8 bytes, little-endian), the header (JSON), and all bytes.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    metadata = {"format": "pt"}  # without it `transformers` loads no file
+    metadata = {"format": "pt"}  # `transformers` requires it
     header = encode_header(((e.name, names[e.dtype], e.shape, e.bytes) for e in entries), metadata)
     with open(path, "wb") as file:
         file.write(header)
@@ -70,7 +70,7 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarra
 
 
 def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.ndarray]) -> None:
-    """Calls `write` in the first process, which takes the tensors, and gathers them in all."""
+    """Calls `write` in the first process; all processes gather the tensors."""
     try:
         if processes.is_first():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.n
             "permissions, and start the run again: it goes on from its last checkpoint."
         ) from error
     finally:
-        # All processes gather: they would wait for one that has failed.
+        # All processes must gather: otherwise they would wait for a process that has failed.
         for _ in tensors:
             pass
 
@@ -99,19 +99,19 @@ def save_folder(
 ) -> None:
     """Writes a folder that `read_folder` and `transformers` load.
 
-    All processes must call it; the first writes, under another name until the folder is whole.
+    All processes must call it; the first process writes, atomically.
 
     Args:
-        path: A new folder, or one with nothing but a model, which is replaced.
-        pretrained: The folder that the model was loaded from.
-        params: Its parameters, scanned or not: jax arrays, or NumPy arrays that are whole.
-        as_read: Each tensor has the dtype that it has in `pretrained`, and a new one the most
-            frequent of these; otherwise that of its leaf, which keeps the bits.
-        labels: Names of the classes by id. () for those of the folder if there are as many, else
+        path: A new folder, or one that contains only a model, which is replaced.
+        pretrained: The original folder of the model.
+        params: Its parameters, scanned or not: jax arrays, or complete NumPy arrays.
+        as_read: Each tensor gets its dtype in `pretrained`, and a new tensor the most
+            frequent one; otherwise the dtype of its leaf, which keeps the bits.
+        labels: Names of the classes by id. () for those of the folder if their number fits, else
             LABEL_0 and so on.
-        values: Arrays in place of the leaves of `params`; each is asked for when it is written.
-        texts: Files of the folder, by name, that are not copied from the one that was read.
-        task: The task that the parameters were trained on; the config keeps it.
+        values: Arrays that replace the leaves of `params`; each is requested when it is written.
+        texts: Files of the new folder, by name, instead of copies.
+        task: The task that the parameters were trained on, for the config.
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
@@ -142,7 +142,7 @@ def save_folder(
             if task is not None and isinstance(pretrained.config, DecoderConfig):
                 complete_folder(part, pretrained.config.vocabulary, task)
             if path.exists():
-                sync_all(part)  # if that fails, the old model stays
+                sync_all(part)  # if it fails, the old model stays
                 exchange(part, path)
                 shutil.rmtree(part)
 
@@ -185,11 +185,11 @@ def _config(
     entries: Sequence[Entry],
     labels: Sequence[str],
 ) -> dict[str, Any]:
-    """Returns the config of the folder that was read, brought up to date."""
+    """Returns the config of the original folder, updated."""
     config = dict(pretrained.raw)
     config["architectures"] = [CLASSES[config["model_type"]]]
     widest = max(entries, key=lambda entry: entry.bytes)
-    # The old key, which all versions of `transformers` read, unless the folder has the new one.
+    # The old key, which all versions of `transformers` read, unless the folder has the new key.
     config["dtype" if "dtype" in config else "torch_dtype"] = widest.dtype.name
     if config.get("tie_word_embeddings") and "lm_head.weight" in pretrained.tensors:
         config["tie_word_embeddings"] = False
@@ -201,13 +201,13 @@ def _config(
             assert len(labels) == count, f"{count} labels and the names {labels}"
             config["id2label"] = {str(i): name for i, name in enumerate(labels)}
             config["label2id"] = {name: i for i, name in enumerate(labels)}
-        # Of the head that was there before; without it, it follows from the number of labels.
+        # From the previous head; without it, the number of labels decides.
         config.pop("problem_type", None)
     return config
 
 
 def _check_replaceable(path: Path, origin: Path) -> None:
-    """Refuses to replace a folder that is not of a model, or the one that the model is from."""
+    """Refuses to replace a folder that is not a model's, or the original of the model."""
     if path.resolve() == origin.resolve():
         raise ModelError(
             f"expected another folder than {origin}, from which the model was read, got that one."

@@ -1,10 +1,9 @@
-"""What a chat template leaves out of a conversation.
+"""Finds the parts of a conversation that a chat template skips.
 
-A template is a program that skips what it does not know: the turn of another role, tools and their
-calls, thoughts. So the conversation is rendered once more, with a mark in place of each text. A
-mark that the result lacks stands for a part that the template skips. As the marks replace all
-texts, one rendering holds for each conversation of the same form: the same roles, fields, calls and
-tools.
+A template skips everything that it does not know: other roles, tools and their calls, thoughts. So
+the conversation is rendered again, with a mark in place of each text. A mark that is missing in the
+result stands for a skipped part. Since marks replace all texts, one rendering covers all
+conversations of the same form: the same roles, fields, calls and tools.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from train.huggingface.chat_template import ChatTemplate, ConversationError, Mes
 
 USUAL = ("system", "user", "assistant", "tool")
 
-# Around the name of what a mark stands for. Python prints them as they are, in dicts as well.
+# Placed around the name of a marked part. Python prints them unchanged, also in dicts.
 _LEFT, _RIGHT = "\u29fc", "\u29fd"
 _MARK = re.compile(f"{_LEFT}([0-9.]+) ([^{_RIGHT}]*){_RIGHT}")
 
-# An id of a call is no text, and some templates want exactly nine letters and digits.
+# The id of a call is no text, and some templates require exactly nine letters and digits.
 _ID = "call00000"
 
-#: Forms that are remembered.
+#: Number of forms to remember.
 FORMS = 1024
 
 _REMEDY = "which skips it. Pass another with --chat-template, or leave that out"
 
 
 class Unwritten:
-    """Refuses conversations of which a template skips a part, and counts other fields and roles."""
+    """Refuses conversations that a template renders incompletely; counts other fields and roles."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
@@ -44,7 +43,7 @@ class Unwritten:
         self._of_form = functools.lru_cache(FORMS)(self._render)
 
     def check(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
-        """Raises a `ConversationError` if content, calls or tools are not in the text."""
+        """Raises a `ConversationError` if content, calls or tools are missing in the text."""
         self._roles.update(m["role"] for m in messages if m["role"] not in USUAL)
         form = [[_marked(i, m) for i, m in enumerate(messages)], _named("0", "tools", tools or [])]
         missing, failure = self._of_form(json.dumps(form, ensure_ascii=False, default=str))
@@ -86,7 +85,7 @@ class Unwritten:
 
 
 def listed(counts: Counter[str]) -> str:
-    """Returns the 12 commonest names with their counts."""
+    """Returns the 12 most frequent names with their counts."""
     common = [f"{name!r} {count}" for name, count in counts.most_common(12)]
     return ", ".join(common + ["..."] * (len(counts) > 12))
 

@@ -1,12 +1,12 @@
-"""The tensors of a Hugging Face folder: their names, their files, and how parts of them are read.
+"""The tensors of a Hugging Face folder: their names, their files, and how to read parts of them.
 
-    leaf of the model                tensor, behind its prefix `model.` or `bert.`
+    leaf of the model                tensor, after its prefix `model.` or `bert.`
     blocks/3/query/kernel (in, out)  layers.3.self_attn.q_proj.weight (out, in)
     blocks/query/kernel (n, in, out) the same of all n layers
     head/kernel (n, in, words)       lm_head.weight (n words, in), part by part; `embed` likewise
 
-Only safetensors, no pickle. Files are mapped into memory, so what is read is what was asked for.
-What `train.compress` has packed is decoded on the way.
+Only safetensors, no pickle. Files are mapped into memory, so that only requested parts are read.
+Files that `train.compress` has packed are decoded on the way.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from train.huggingface.json_files import read_object
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# What can be read and written, by the names of the format.
+# Supported dtypes, by their names in the format.
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# Modules of the models here, and there. `{}` is the number of the layer.
+# Modules of the models here, and their tensors. `{}` is the number of the layer.
 MODULES: Mapping[str, Mapping[str, str]] = {
     "decoder": {
         "embed": "embed_tokens",
@@ -73,18 +73,18 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# In front of the names of all tensors but those of a head, if the folder is of a model with a head.
+# The prefix of all tensors except those of a head, if the model has a head.
 PREFIXES = {"decoder": "model.", "encoder": "bert."}
 HEADS = {"decoder": "lm_head.", "encoder": "classifier."}
 
-# Rows of a matrix that are compared at a time.
+# Rows of a matrix that are compared at once.
 _ROWS = 4096
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies, from the header of its file."""
+    """The location of a tensor, from the header of its file."""
 
     file: Path
     name: str  # in the file
@@ -93,17 +93,17 @@ class Tensor(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The tensors that a leaf is made of."""
+    """The tensors of a leaf."""
 
     names: tuple[str, ...]  # without prefix; one, or one per layer
     shape: tuple[int, ...]  # of each
-    stacked: bool  # whether the leaf has an axis over them, or over the parts of one
+    stacked: bool  # whether the leaf has an axis over tensors, or over parts of one
     transposed: bool
     parts: int = 1  # of a vocabulary, whose rows are divided
 
     @property
     def entry(self) -> tuple[int, ...]:
-        """Returns the shape of one of a stack, of a tensor or a part of it."""
+        """Returns the shape of one entry of a stack."""
         return (self.shape[0] // self.parts, *self.shape[1:])
 
 
@@ -113,7 +113,7 @@ def leaf_name(path: Any) -> str:
 
 
 def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
-    """Returns names the tensors that a leaf of this name (see `leaf_name`) and shape is made of.
+    """Returns the tensors of a leaf with this name (see `leaf_name`) and shape.
 
     Examples:
         >>> source("decoder", "blocks/gate/kernel", (2, 4, 8))[:2]
@@ -152,8 +152,8 @@ def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
 
 
 def transpose(x: np.ndarray, out: np.ndarray) -> None:
-    """Writes `x` to `out` transposed, in tiles: NumPy alone takes about five times as long."""
-    # As whole numbers, because NumPy is slower with the dtypes of others, such as bfloat16.
+    """Writes the transpose of `x` to `out` in tiles: NumPy alone takes about five times as long."""
+    # As integers, since NumPy is slower with other dtypes, such as bfloat16.
     kind = f"u{x.dtype.itemsize}"
     rows, columns = out.view(kind), x.view(kind)
     for i in range(0, rows.shape[0], 64):
@@ -162,7 +162,7 @@ def transpose(x: np.ndarray, out: np.ndarray) -> None:
 
 
 class Reader(contextlib.ExitStack):
-    """Reads parts of leaves. To be used with `with`; files are open until its end."""
+    """Reads parts of leaves. Use with `with`, which closes the files."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +171,7 @@ class Reader(contextlib.ExitStack):
     def read(
         self, tensors: Sequence[Tensor], of: Source, dtype: np.dtype, index: tuple[slice, ...]
     ) -> np.ndarray:
-        """Returns the part `index` (no strides) of a leaf in `dtype`, rounded to the nearest."""
+        """Returns the part `index` (no strides) of a leaf, rounded to `dtype`."""
         entries = [(tensor, i * of.entry[0]) for tensor in tensors for i in range(of.parts)]
         if of.stacked:
             entries, index = entries[index[0]], index[1:]
@@ -210,7 +210,7 @@ class Reader(contextlib.ExitStack):
 
 
 def _opened(path: Path) -> Any:
-    """Returns a file of tensors, plain or made by `train.compress`; to be used with `with`."""
+    """Opens a file of tensors, plain or packed by `train.compress`; use with `with`."""
     if elves.is_packed(path):
         return elves.open(path, threads=len(os.sched_getaffinity(0)))
     return safe_open(path, "numpy")
@@ -277,7 +277,7 @@ def _no_safetensors(folder: Path) -> ModelError:
 
 
 def first_of(names: Iterable[str]) -> str:
-    """Returns the first of some tensors, and how many there are besides."""
+    """Names the first of some tensors, and the number of others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 1} more" if len(ordered) > 1 else ""
     return f"the tensor `{ordered[0]}`{more}"

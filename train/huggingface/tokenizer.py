@@ -1,10 +1,10 @@
-"""The tokenizer of a Hugging Face folder, and the few ids that a task must know by name.
+"""The tokenizer of a Hugging Face folder, and its begin, end and padding tokens.
 
-The begin token is the one that the post-processor in tokenizer.json puts in front of a text, as in
-`transformers`; if it puts none there, `bos_token` where tokenizer_config.json has `"add_bos_token":
-true`. `bos_token` alone only names a token.
+The begin token is the token that the post-processor in tokenizer.json puts before a text, as in
+`transformers`; without one, `bos_token` if tokenizer_config.json has `"add_bos_token": true`.
+`bos_token` alone only names a token.
 
-Which tokens end and pad a text, the first of these files decides that names one:
+End and padding token come from the first of these files that names one:
 
 1. `tokenizer_config.json`, `special_tokens_map.json` (`eos_token`, `pad_token`); 2. `config.json`,
 `generation_config.json` (`eos_token_id`, `pad_token_id`).
@@ -28,15 +28,15 @@ _NUMBERED = ("config.json", "generation_config.json")
 
 
 class TokenizerError(Failure):
-    """A folder has not the tokenizer that is needed."""
+    """A folder lacks a usable tokenizer."""
 
 
 class Tokenizer(NamedTuple):
-    tokens: tokenizers.Tokenizer  # as in tokenizer.json, with truncation and padding switched off
-    begin: int | None  # put before a text; None where the tokenizer puts none there
-    end: int | None  # put after a text; None where there is none, as in most encoders
-    pad: int  # fills up short examples; where there is no token for it, `end`
-    vocabulary: int  # ids are smaller than this
+    tokens: tokenizers.Tokenizer  # from tokenizer.json, without truncation and padding
+    begin: int | None  # put before a text; None if the tokenizer adds none
+    end: int | None  # put after a text; None if there is none, as in most encoders
+    pad: int  # fills up short examples; `end` if there is no such token
+    vocabulary: int  # all ids are smaller
 
 
 def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) -> Tokenizer:
@@ -65,7 +65,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
             f"found no `{lacks}` in {' or '.join(_NAMED)}, nor its id in {' or '.join(_NUMBERED)}. "
             f"Add `{lacks}` to tokenizer_config.json."
         )
-    # A model may have an id for padding that its tokenizer knows nothing of.
+    # A model may have an id for padding that its tokenizer lacks.
     named = [number for number in (begin, end, pad) if number is not None]
     return Tokenizer(tokens, begin, end, pad, vocabulary=max(last, *named) + 1)
 
@@ -90,19 +90,19 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
         )
     try:
         tokens = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no class of its own
+    except Exception as error:  # the library has no exception class of its own
         raise TokenizerError(
             f"expected a tokenizer in {path}, but `tokenizers` {tokenizers.__version__} cannot "
             f"read it: {error}."
         ) from error
-    # Lengths are a matter of the task, and some files carry those of another use.
+    # The task decides about lengths, and some files contain those of another use.
     tokens.no_truncation()
     tokens.no_padding()
     return tokens
 
 
 def _front(folder: Path, tokens: tokenizers.Tokenizer) -> int | None:
-    """Returns the token that the post-processor puts in front of a text, None if there is none."""
+    """Returns the token that the post-processor puts before a text, or None."""
     encoded = tokens.encode("a")
     pairs = zip(encoded.ids, encoded.sequence_ids, strict=True)
     front = [number for number, _ in itertools.takewhile(lambda pair: pair[1] is None, pairs)]
@@ -137,9 +137,9 @@ def _special(
             return number
     for name in _NUMBERED:
         number = entries.get(name, {}).get(f"{kind}_token_id")
-        if isinstance(number, list) and number:  # of several that end a text, the usual one
+        if isinstance(number, list) and number:  # the first of several ends is the usual one
             number = number[0]
-        if number is not None and number != -1:  # some configurations write -1 for none
+        if number is not None and number != -1:  # some configs write -1 for none
             if type(number) is not int or not 0 <= number < vocabulary:
                 raise TokenizerError(
                     f"{folder / name}: expected `{kind}_token_id` to be an id from 0 to "

@@ -1,15 +1,15 @@
-"""Answers to instructions, and in conversations: of all that a model reads, they alone are learned.
+"""Answers to instructions, and in conversations: only the answers are learned.
 
     alpaca  {"instruction": "...", "input": "...", "output": "..."}, as in Stanford's Alpaca
     chat    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
 
-A file has one such object a line, or, as *.json, is a list of them, or is a table with such columns
+A file has one such object per line, or, as *.json, a list of them, or is a table with such columns
 (`tables.py`).
 
-Of an instruction, prompt and answer are tokenized apart, so that the prompt has the tokens that it
-has when the model is asked: `[begin] prompt answer end`. Of a conversation the chat template makes
-one text. Only what the assistant writes counts, with what ends it (`fields.py`: unless a weight of
-the message is 0).
+Prompt and answer of an instruction are tokenized separately, so that the prompt has the same tokens
+as in `train.generate`: `[begin] prompt answer end`. The chat template turns a conversation into one
+text, of which only the assistant's part with its end counts (`fields.py`: unless a message has
+weight 0).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from train.tasks.token_files import stored
 
 SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
 
-# The wording is fixed: https://github.com/tatsu-lab/stanford_alpaca
+# The exact wording matters: https://github.com/tatsu-lab/stanford_alpaca
 PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
     "context. Write a response that appropriately completes the request.\n\n"
@@ -48,7 +48,7 @@ PROMPT = (
 
 
 class Answers(Examples):
-    """Examples of `length` predicted tokens; only the marked ones count."""
+    """Examples with `length` predicted tokens; only marked ones count."""
 
     def __init__(self, encoded: Encoded, rows: np.ndarray, length: int, pad: int):
         super().__init__(encoded, rows, most=length + 1, longest=length, pad=pad)
@@ -65,7 +65,7 @@ def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
 
 
 def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
-    """Returns the task of answering in conversations; arguments are those of `task_of_answers`."""
+    """Makes the task of answering in conversations; arguments as for `task_of_answers`."""
     special = [n for n, t in tokenizer.tokens.get_added_tokens_decoder().items() if t.special]
 
     def encode_files(paths: list[Path], notes: list[str]) -> Iterator[Encoded]:
@@ -97,10 +97,10 @@ def task_of_answers(
     form: tuple[object, ...] = (),
     store: Callable[..., Encoded] = stored,
 ) -> Task:
-    """Returns the task of giving the answers of the files of `data`.
+    """Makes the task of predicting the answers in the files of `data`.
 
-    Examples of more than T + 1 tokens are cut on the right; those without an answer left are
-    dropped. `store` is `stored` with its options, and `form` says what else decides the tokens.
+    Examples of more than T + 1 tokens are cut on the right; those that lose their answer are
+    dropped. `store` is `stored` with its options; `form` has other facts that determine tokens.
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
@@ -142,7 +142,7 @@ def prompt(instruction: str, context: str = "") -> str:
 def _encode_instructions(
     tokenizer: Tokenizer, paths: list[Path], notes: list[str]
 ) -> Iterator[Encoded]:
-    """Prompts and answers in turn as tokens, with a begin (if any) and an end around each pair."""
+    """Yields prompts and answers as tokens, with a begin (if any) and an end around each pair."""
     fields = Fields("instruction", "input", "output", refused=OF_INSTRUCTIONS)
     texts = expect_examples(paths, partial(_instructions, fields=fields))
     for chunk in encode(tokenizer, texts, special=False, together=2):
@@ -158,7 +158,7 @@ def _encode_instructions(
 def encode_conversations(
     tokenizer: Tokenizer, conversations: Iterator[Conversation]
 ) -> Iterator[Encoded]:
-    """Chunks of the conversations as tokens, in their order; none are put around them."""
+    """Yields chunks of conversations as tokens, in order, without begin and end."""
     dtype = smallest_dtype(tokenizer.vocabulary)
     for chunk in chunks(conversations, lambda conversation: len(conversation.text)):
         ids, counts, lengths = [], [], [0]
@@ -166,7 +166,7 @@ def encode_conversations(
             [conversation.text for conversation in chunk], add_special_tokens=False
         )
         for conversation, encoding in zip(chunk, encodings, strict=True):
-            # A token belongs to the answer that it begins in.
+            # A token belongs to the answer in which it begins.
             begins = np.array([start for start, _ in encoding.offsets], np.int64)
             bounds = np.array(conversation.answers, np.int64).reshape(-1)
             counts.append((np.searchsorted(bounds, begins, side="right") % 2).astype(np.uint8))
@@ -177,7 +177,7 @@ def encode_conversations(
 
 
 def _instructions(path: Path, fields: Fields) -> Iterator[str]:
-    """Prompt and answer of each example in turn."""
+    """Yields prompt and answer of each example alternately."""
     for where, record in records(path):
         fields.check(where, record)
         check_instruction(where, record)

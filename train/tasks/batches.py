@@ -1,7 +1,7 @@
-"""Batches of examples: shuffled, on the devices that they belong to, and the same after a resume.
+"""Batches of examples: shuffled, on their devices, and the same after a resume.
 
 An example is a dict of NumPy arrays (`tasks/` lists them); a batch is the same dict with a leading
-axis. Batch `i` depends on the seed and `i` alone, on any number of devices and processes.
+axis. Batch `i` depends only on the seed and `i`, on any number of devices and processes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from train import Failure
 from train.cli.settings import SettingsError
 from train.distributed.sharding import batch_sharding, own_rows
 
-Batch = dict[str, Any]  # of NumPy arrays, or on a mesh of arrays over its devices
+Batch = dict[str, Any]  # NumPy arrays, or on a mesh arrays over its devices
 
-# 1 for the rows of a batch that are examples, 0 for those that fill it up.
+# 1 for rows of a batch that are examples, 0 for padding rows.
 ROWS = "rows"
 
 
@@ -43,7 +43,7 @@ class Padded(Protocol):
 
 
 class _Shuffled:
-    """The examples of a source in an order drawn with `seed`, and batches on their devices."""
+    """The examples of a source in a random order, and batches on their devices."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class _Shuffled:
         mesh: Mesh | None = None,
         buckets: int = 1,
     ):
-        import grain  # takes 0.3 s; only its shuffle is needed, which finds a place without a table
+        import grain  # takes 0.3 s; only its shuffle is needed, which needs no table
 
         self._source = source
         self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed)
@@ -62,21 +62,21 @@ class _Shuffled:
         self._part = 0 if self._padded is None else math.ceil(self._padded.longest / buckets)
         self._size = batch_size
         self._sharding = mesh and batch_sharding(mesh, batch_size)
-        # The rows of a batch that lie on this process.
+        # The rows of a batch on this process.
         rows = np.arange(batch_size) if mesh is None else own_rows(self._sharding, batch_size)
-        self._rows: list[int] = rows.tolist()  # grain takes Python's integers only
+        self._rows: list[int] = rows.tolist()  # grain accepts only Python's integers
 
     def _number(self, place: int) -> int:
         return int(self._order[place])
 
     def _bucket(self, numbers: list[int]) -> int:
-        """Returns the positions of a batch of these examples of a padded source."""
+        """Returns the length to which a batch of these examples is padded."""
         longest = int(self._padded.lengths[numbers].max())
         needed = math.ceil(longest / self._part) * self._part
         return min(max(needed, self._part), self._padded.longest)
 
     def _batch(self, own: list[dict[str, np.ndarray]], numbers: list[int]) -> Batch:
-        """Returns the batch of the examples `numbers`; this process has its `own` ones."""
+        """Returns the batch of the examples `numbers`; this process has the `own` ones."""
         if self._padded and (behind := self._padded.longest - self._bucket(numbers)):
             own = [{n: x[:-behind] if x.ndim else x for n, x in e.items()} for e in own]
         stacked = {name: np.stack([e[name] for e in own]) for name in own[0]}
@@ -91,11 +91,11 @@ class _Shuffled:
 
 
 class Batches(_Shuffled):
-    """Batches of a source for training: without end, every epoch in an order of its own.
+    """Batches of a source for training: an endless series, with a new order for each epoch.
 
-    Those of a `Padded` source have as many positions as their longest example needs, rounded up to
-    one of `buckets` lengths. Indexing starts no thread, and takes 0.15 ms for a small batch.
-    `per_epoch` batches have had every example; the last may begin the next epoch.
+    Batches of a `Padded` source are as long as their longest example, rounded up to one of
+    `buckets` lengths. Indexing starts no thread, and takes 0.15 ms for a small batch.
+    `per_epoch` batches cover every example; the last may begin the next epoch.
     """
 
     def __init__(self, source: Source, **options: Any):
@@ -103,7 +103,7 @@ class Batches(_Shuffled):
         if self._size > len(source):
             most = f"at most {len(source)}, all the training data"
             raise SettingsError(f"`batch_size`: expected {most}, got {self._size}.")
-        # To find the number of an example takes longer than to read it.
+        # Finding the number of an example takes longer than reading it.
         self._order = self._order.repeat()
         self._last: tuple[int, list[int]] = (-1, [])
         self.per_epoch = math.ceil(len(source) / self._size)
@@ -116,16 +116,16 @@ class Batches(_Shuffled):
         return self._batch([self._source[numbers[row]] for row in self._rows], numbers)
 
     def tokens(self, i: int) -> int | None:
-        """Returns the tokens of batch `i`, all devices together; None if none of it is padding."""
+        """Returns the tokens of batch `i` on all devices together; None if none is padding."""
         return int(self._padded.lengths[self._numbers(i)].sum()) if self._padded else None
 
     def length(self, i: int) -> int | None:
-        """Returns the positions of its examples; None if all batches have the same."""
+        """Returns the length of its examples; None if all batches have the same length."""
         return self._bucket(self._numbers(i)) if self._padded else None
 
     def _numbers(self, i: int) -> list[int]:
-        # Of all its examples, also of those on other processes: all must come to the same length.
-        # Asked three times in a row for a batch.
+        # Covers examples of other processes as well: all must get the same length.
+        # Called three times in a row for each batch.
         if self._last[0] != i:
             self._last = i, [self._number(i * self._size + row) for row in range(self._size)]
         return self._last[1]
@@ -134,7 +134,7 @@ class Batches(_Shuffled):
 class Sample(_Shuffled):
     """The same batches in every iteration, each example once: for validation.
 
-    The last batch is filled up with copies of the first example, whose `ROWS` are 0.
+    The last batch is filled up with copies of the first example, which have 0 in `ROWS`.
     """
 
     def __init__(self, source: Source, *, batches: int | None = None, **options: Any):
@@ -147,7 +147,7 @@ class Sample(_Shuffled):
         for first in range(0, self.examples, self._size):
             places = [first + row for row in self._rows]
             rows = [np.asarray(place < self.examples, np.float32) for place in places]
-            # The first example fills up, on this or another process.
+            # Copies of the first example, on this or another process, fill up the batch.
             last = min(first + self._size, self.examples)
             numbers = [self._number(n) for n in (0, *range(first, last))] if self._padded else []
             own = [self._source[self._number(n if n < self.examples else 0)] for n in places]

@@ -1,4 +1,4 @@
-"""The task that the settings ask for."""
+"""The task of the settings."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def make_task(
 ) -> Task:
     """Reads the data in `path`; `origin` is the folder of the model, with its tokenizer.
 
-    The classes are the `known` ones, or if there are none those of the model's head, if all labels
-    are among them.
+    The classes are the `known` ones, or else those of the model's head, if all labels are among
+    them.
     """
     task = data.task
     options = {"sequence_length": sequence_length, "validation_share": validation_share}
@@ -84,7 +84,7 @@ def make_task(
 
 
 def with_best(task: Task, best: str | None) -> Task:
-    """Returns the task with `best` as the figure that says which weights are best, if named."""
+    """Returns the task with `best`, if given, as the metric that decides which weights are best."""
     if best is None:
         return task
     if best not in task.metrics:
@@ -111,7 +111,7 @@ def class_names(origin: Pretrained) -> tuple[str, ...]:
 
 
 def check_length(sequence_length: int, origin: Pretrained) -> None:
-    """Refuses sequences for which the model has no positions."""
+    """Refuses sequences that are longer than the model's positions."""
     longest = origin.config.positions
     if sequence_length > longest:
         raise SettingsError(

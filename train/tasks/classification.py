@@ -1,12 +1,12 @@
-"""A class for a text, or for a pair of texts, from a file of one's own.
+"""A class for a text, or for a pair of texts, from a user's file.
 
 A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The classes are the
-labels that occur, numbers in their order and others alphabetically; where a table names
-its classes, or the model's head those that it knows, they are those. Labels are compared as text.
+labels that occur, numbers ascending and others alphabetically, unless a table or the model's head
+names the classes. Labels are compared as text.
 
-CSV: commas separate columns, or semicolons, tabs or bars, if only with these the header has the
-columns. TSV: a line is a row; texts in quotation marks lose them, as spreadsheets write them. Rows
-without text are left out, and the notes say which.
+CSV: columns are separated by commas; by semicolons, tabs or bars if the header has the columns only
+with these. TSV: a line is a row; quotation marks around a text are removed, since spreadsheets add
+them. Rows without text are left out, and a note names them.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ SEPARATORS = (",", ";", "\t", "|")
 QUOTE = "Put a text with a separator in it between quotation marks"
 AS_CSV = "Save texts with tabs or line breaks in them as CSV"
 
-# Of a file with more rows that have no text the wrong column was named.
+# If more rows have no text, the wrong column was named.
 BLANK_SHARE = 2
 
-# From this share of one class on accuracy says little.
+# From this share of one class on, accuracy says little.
 UNBALANCED = 0.75
 
-# With so many classes it is the number of examples that says whether they are classes.
+# With more labels than this, the number of examples shows whether they are classes.
 MANY_CLASSES = 20
 
 
 class Columns(NamedTuple):
     text: str
     label: str
-    second: str | None = None  # of the other text of a pair
+    second: str | None = None  # the column of the other text of a pair
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -57,15 +57,15 @@ class Columns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of the files of one side."""
+    """The rows of one side's files."""
 
     texts: list[Text]
     labels: list[str]
-    places: list[str]  # of the labels: path and line
+    places: list[str]  # path and line of each label
 
 
 def score(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Returns the share that is right, and the mean of the classes' F1, of those that occur."""
+    """Returns the accuracy, and the mean F1 of the classes that occur."""
     f1s = [glue.f1(predictions, labels, of) for of in np.union1d(predictions, labels)]
     return {**glue.accuracy(predictions, labels), "macro_f1": float(np.mean(f1s))}
 
@@ -83,9 +83,9 @@ def make(
     seed: int,
     known: Sequence[str] = (),
 ) -> Task:
-    """Returns the task of telling the classes of a file; arguments are those of `task_of_answers`.
+    """Makes the task of classifying the texts of a file; arguments as for `task_of_answers`.
 
-    If all labels are `known` to the model's head, whatever their case, its classes are taken.
+    If the model's head has all labels as `known` classes, whatever their case, they are used.
     """
     check_room(tokenizer, sequence_length, pair=columns.second is not None)
     files = find_files(data, SUFFIXES)
@@ -120,7 +120,7 @@ def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
     """Yields lines about the shares of the classes, and about accuracy where one is most."""
     counts = np.bincount(ids, minlength=len(classes))
     shares = counts / len(ids)
-    # The rarest first: misspelt labels are among them.
+    # The rarest first: misspelled labels are among them.
     order = np.argsort(counts, kind="stable")
     counted = ", ".join(f"{classes[i]!r} {counts[i]} ({shares[i]:.1%})" for i in order)
     yield f"{len(classes)} classes, with their examples: {shorten(counted)}"
@@ -163,7 +163,7 @@ def _ids(side: Rows, classes: list[str], known: Sequence[str], column: str) -> l
 
 
 def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
-    """Returns the rows of the files; those that are left out are named in the notes."""
+    """Returns the rows of the files; notes name those that are left out."""
     rows = Rows([], [], [])
     for path in paths:
         names = tables.class_names(path, columns.label) if tables.is_table(path) else None
@@ -202,7 +202,7 @@ def _label(where: str, record: dict[str, Any], column: str, names: list[str] | N
     match label := record[column]:
         case bool():
             return str(label).lower()
-        case float() if label.is_integer():  # as a column of numbers with gaps has them
+        case float() if label.is_integer():  # columns of numbers with gaps have floats
             return _label(where, {column: int(label)}, column, names)
         case int() if names is None:
             return str(label)
@@ -210,7 +210,7 @@ def _label(where: str, record: dict[str, Any], column: str, names: list[str] | N
             return names[label]
         case str() if label.strip():
             return re.sub(r"^(-?\d+)\.0+$", r"\1", label.strip())
-        case int() | str() | None:  # -1, say, of the unlabelled
+        case int() | str() | None:  # such as -1 for unlabelled rows
             raise DataError(f"{where}: expected a label in column {column!r}, found none.")
     got = f"{shorten(repr(label))}. Name another one with --label-column"
     raise DataError(f"{where}: expected the label of a class in column {column!r}, got {got}.")
@@ -242,13 +242,13 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
-    """Returns the cells of each row that is not blank, and the line in which it begins."""
+    """Yields the cells of each row that is not blank, and the line where it begins."""
     first = next(lines(path), (1, ""))[1]
     needed = {*columns.texts, columns.label}
     headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
     separator = next((s for s in SEPARATORS if needed <= headers[s]), SEPARATORS[0])
     longest = csv.field_size_limit(sys.maxsize)  # for texts of more than 131,072 characters
-    # Not one row ahead: the first that is wrong is to be named.
+    # Without reading a row ahead, so that an error names the first wrong row.
     reader = csv.reader((line for _, line in lines(path)), delimiter=separator, strict=True)
     begin = 1
     try:
@@ -266,7 +266,7 @@ def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
 
 
 def _unquoted(cell: str) -> str:
-    """Returns a cell without the quotation marks that spreadsheets put around it: `"a ""b"" c"`."""
+    """Removes the quotation marks that spreadsheets put around a cell: `"a ""b"" c"`."""
     inner = cell[1:-1]
     is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
     if is_quoted and '"' not in inner.replace('""', ""):

@@ -1,7 +1,6 @@
-"""The classes of texts, by an encoder in a Hugging Face folder whose head tells them apart.
+"""Classifies texts with an encoder in a Hugging Face folder that has a classification head.
 
-`generate.py` is the command. A text has one line: its class, a tab, and the share that the model
-gives it.
+`generate.py` is the command. It prints a line per text: the class, a tab, and its probability.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import glue
 from train.tasks.examples import Sentences
 
-# Texts in a batch, and the tokens whose multiples batches are filled up to: each compiles once.
+# Texts in a batch, and the multiple to which lengths are padded: each length compiles once.
 BATCH, PART = 32, 64
 
 
@@ -52,7 +51,7 @@ def classified(
     tokenizer: Tokenizer,
     texts: Sequence[str],
 ) -> Iterator[tuple[str, float]]:
-    """Returns the class of each text and its share; what is longer than the positions is cut."""
+    """Yields the class of each text and its probability; texts beyond the positions are cut."""
     source = Sentences(texts, [0] * len(texts), tokenizer, origin.config.positions)
     shares_of = jax.jit(lambda params, *of: jax.nn.softmax(nnx.merge(graphdef, params)(*of)))
     for first in range(0, len(texts), BATCH):

@@ -1,4 +1,4 @@
-"""Conversations of files: their messages are checked, and a chat template makes texts of them."""
+"""Conversations in files: checks their messages, and renders them with a chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MESSAGES, TOOLS = "messages", "tools"
 
 
 class Conversations:
-    """Reads conversations, and collects what nothing reads of them."""
+    """Reads conversations, and collects fields that nothing reads."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
@@ -49,14 +49,14 @@ class Conversations:
         except ConversationError:
             if parsed == messages:
                 raise
-            # Some templates, such as DeepSeek R1's, take the text of arguments alone.
+            # Some templates, such as DeepSeek R1's, only accept arguments as text.
             conversation, parsed = self._template.conversation(messages, tools, skipped), messages
         self._unwritten.check(parsed, tools)
         return conversation
 
 
 def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:
-    """Returns the messages of a record, and the numbers of those that are not learned."""
+    """Returns the messages of a record, and the indices of those that are not learned."""
     if MESSAGES not in record:
         names = ", ".join(map(repr, record)) or "none"
         remedy = fields.make_conversation(record)
@@ -78,7 +78,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         got = shorten(repr(message))
         raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, got {got}.')
-    # Files that were tables have a column for each field that any message has.
+    # Files that were tables have a column for each field of any message.
     message = {name: value for name, value in message.items() if value is not None}
     for name, value in message.items():
         fields.refuse(where, name, value, fields.OF_MESSAGES)
@@ -93,7 +93,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def _expect_objects(where: str, field: str, items: Any) -> None:
-    """Raises a `DataError` if tools or calls are not a list of objects, each of a function."""
+    """Raises a `DataError` if tools or calls are not a list of objects with functions."""
     fitting = isinstance(items, list) and all(
         isinstance(item, dict) and isinstance(item.get("function", item), dict) for item in items
     )

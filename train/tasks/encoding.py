@@ -1,7 +1,6 @@
-"""Texts to tokens, a chunk at a time, and flat: all tokens, and where each text begins in them.
+"""Tokenizes texts in chunks into flat arrays: all tokens, and the start of each text.
 
-A tokenizer's results take hundreds of bytes per token. What becomes of the chunks is
-`token_files.py`.
+A tokenizer's own results take hundreds of bytes per token. `token_files.py` stores the chunks.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import numpy as np
 
 from train.huggingface.tokenizer import Tokenizer
 
-# A chunk ends with the text that reaches one of these. It is encoded on all cores, a text on each,
-# so it should be of several texts; a million characters take about 150 MB in here.
+# A chunk ends with the text that reaches one of these. All cores encode it, each a text at a time,
+# so it should contain several texts; a million characters take about 150 MB.
 CHUNK_TEXTS = 4096
 CHUNK_CHARACTERS = 2**20
 
@@ -26,13 +25,13 @@ _flat = itertools.chain.from_iterable
 
 
 class Encoded(NamedTuple):
-    """The tokens of n texts; of a chunk also tokens of a text that began in an earlier one."""
+    """The tokens of n texts; a chunk may start with the rest of an earlier text."""
 
     tokens: np.ndarray  # (total,), unsigned
     marks: np.ndarray  # (total,) uint8: 1 for the second sentence of a pair, or for answers
     starts: np.ndarray  # (n + 1,) int64; text i has tokens[starts[i] : starts[i + 1]]
-    whole: np.ndarray  # (n,) int64: how many tokens each had before it was cut
-    checksum: int = 0  # of the arrays above, where they are those of all chunks
+    whole: np.ndarray  # the length of each before it was cut
+    checksum: int = 0  # (n,) int64: the length of each before it was cut
 
 
 def encode(
@@ -43,10 +42,10 @@ def encode(
     longest: int | None = None,
     together: int = 1,
 ) -> Iterator[Encoded]:
-    """Chunks of the texts, all one text or all a pair, as tokens; second texts are marked.
+    """Yields chunks of the texts, or pairs of texts, as tokens; second texts are marked.
 
-    The tokenizer puts its `special` tokens around them, and cuts what is longer than `longest`.
-    A chunk has a multiple of `together` texts.
+    The tokenizer adds `special` tokens, and cuts texts that are longer than `longest`. A chunk has
+    a multiple of `together` texts.
     """
     tokens, cutting = tokenizer.tokens, None
     if longest is not None:
@@ -79,9 +78,9 @@ def smallest_dtype(vocabulary: int) -> np.dtype:
 def enclose(
     tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Texts with a begin (if any) and an end token around each: all tokens, and their starts."""
+    """Puts a begin (if any) and an end token around each text; returns tokens and starts."""
     around = [tokenizer.end] if tokenizer.begin is None else [tokenizer.begin, tokenizer.end]
-    # Of several tokens for one place `insert` keeps the order: an end, then the next begin.
+    # At the same position `insert` keeps the order: an end, then the next begin.
     places = np.stack([starts[:-1], starts[1:]][-len(around) :], axis=1).reshape(-1)
     enclosed = np.insert(tokens, places, np.tile(np.array(around), len(starts) - 1))
     return enclosed, starts + len(around) * np.arange(len(starts))
@@ -90,7 +89,7 @@ def enclose(
 def chunks(
     items: Iterable[Any], size: Callable[[Any], int], together: int = 1
 ) -> Iterator[list[Any]]:
-    """Returns the items in lists for the tokenizer; `size` says how many characters one has."""
+    """Yields lists of items for the tokenizer; `size` returns an item's number of characters."""
     chunk, characters = [], 0
     for item in items:
         chunk.append(item)

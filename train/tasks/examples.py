@@ -1,4 +1,4 @@
-"""Examples that a tokenizer made of records: filled up to one length, split, and described."""
+"""Tokenized examples: padded, split, and described."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from train.tasks.encoding import Encoded, Text, encode
 from train.tasks.files import split
 from train.tasks.token_files import stored
 
-#: Of the example that is shown: how many parts, learned or not, and characters of each.
+#: The shown example: the number of parts, learned or not, and of characters in each.
 PARTS, CHARACTERS = 8, 240
 
 
 class Examples:
-    """Examples of at most `most` tokens; a model gets `longest` of them. Subclasses index them."""
+    """Examples of at most `most` tokens, of which a model gets `longest`. Subclasses index them."""
 
     def __init__(self, encoded: Encoded, rows: np.ndarray, *, most: int, longest: int, pad: int):
         self.longest = longest
@@ -47,7 +47,7 @@ class Examples:
         raise NotImplementedError
 
     def _filled(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Tokens and marks of example `i`, and how many there were to fill up."""
+        """Returns tokens and marks of example `i`, and their number before padding."""
         start, stop = self._encoded.starts[self._rows[i] :][:2]
         size = min(stop - start, self._most)
         tokens = np.full(self._most, self._pad, np.int32)
@@ -67,11 +67,11 @@ class Examples:
         return sides
 
     def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
-        """Returns the places of the examples that train, and of those that validate."""
+        """Returns the indices of training and validation examples."""
         return split(np.ones(len(self)), validation_share=validation_share, seed=seed)
 
     def checksum(self, start: int) -> int:
-        """CRC-32 of the tokens, marks, lengths and choice of examples, going on from `start`."""
+        """Returns a CRC-32 of tokens, marks, lengths and choice of examples, from `start` on."""
         return zlib.crc32(self._rows, zlib.crc32(b"%d" % self._encoded.checksum, start))
 
     def describe_lengths(self) -> str:
@@ -87,7 +87,7 @@ class Examples:
 
 
 class Sentences(Examples):
-    """Sentences or pairs of them, with the ids of their classes; texts are read before `labels`."""
+    """Texts or pairs of texts with class ids; reads the texts before the `labels`."""
 
     def __init__(
         self, texts: Iterable[Text], labels: Sequence[int], tokenizer: Tokenizer, length: int
@@ -105,7 +105,7 @@ class Sentences(Examples):
         return {"tokens": tokens, "types": types, "mask": mask, "label": label}
 
     def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
-        """Draws from each class by itself: one with two examples has them on both sides."""
+        """Splits each class by itself: a class with two examples has one on each side."""
         options: Any = {"validation_share": validation_share, "seed": seed}
         labels = self._labels[self._rows]
         counts = np.bincount(labels)
@@ -123,7 +123,7 @@ class Sentences(Examples):
 
 
 def check_room(tokenizer: Tokenizer, sequence_length: int, *, pair: bool) -> None:
-    """Raises a DataError if an example of a class would have special tokens alone."""
+    """Raises a DataError if an example would have no room beside special tokens."""
     special = tokenizer.tokens.num_special_tokens_to_add(pair)
     if sequence_length <= special:
         wanted = f"more than {special}, the special tokens of an example"
@@ -142,7 +142,7 @@ def task_of(
     score: Score | None = None,
     best: str = "loss",
 ) -> Task:
-    """Returns the task of these examples; `checksum` is of what else a resumed run must share."""
+    """Makes the task of these examples; `checksum` covers other facts of a resumed run."""
     for source in (train, *validation.values()):
         checksum = source.checksum(checksum)
     validate = sum(len(source) for source in validation.values())
@@ -174,7 +174,7 @@ def describe_example(
         label = labels[int(example["label"])]
         text = f"{_marked(tokens, np.zeros(len(tokens)), tokenizer)} ⟦{label}⟧"
     else:
-        # The target of input j is token j + 1. Behind the last target is padding.
+        # The target of input j is token j + 1. After the last target is padding.
         weights = example.get("weights", np.ones(len(tokens) - 1))
         stop = source.lengths[0] + 1 if isinstance(source, Padded) else len(tokens)
         text = _marked(tokens[:stop], np.append(0, weights)[:stop], tokenizer)
@@ -185,7 +185,7 @@ def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer) -> st
     """Returns the text of the tokens, with marks around those that are learned."""
     borders = [0, *np.flatnonzero(np.diff(learned)) + 1, len(tokens)]
     shown = borders[: PARTS + 1]
-    # From the beginning each time: alone, the first token of a part may lose its space.
+    # Always from the start: decoded separately, the first token of a part may lose its space.
     texts = [tokenizer.tokens.decode(tokens[:i].tolist(), skip_special_tokens=False) for i in shown]
     parts = []
     for start, (before, text) in zip(shown[:-1], itertools.pairwise(texts), strict=True):

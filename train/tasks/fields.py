@@ -1,7 +1,7 @@
 """Fields of records that a task does not read.
 
-Some of them say what is to be learned, so they are followed or refused. The others are counted, for
-a note that lists them. docs/finetuning.md has the same table.
+Fields that control what is learned are followed or refused. Others are counted, for a note.
+docs/finetuning.md has the same table.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
     ("system", "history"), "Alpaca has no such field. Write conversations and take --task chat"
 )
 
-# 1 or true where an example, or a message, is learned, 0 or false where it is not.
+# 1 or true if an example, or a message, is learned, 0 or false if not.
 WEIGHTS = ("weight", "loss_weight", "train")
 OF_ANSWERS = (*WEIGHTS, "training", "loss")
 
-# The fields of instructions in formats like Alpaca's.
+# Names of instruction fields in formats like Alpaca's.
 RENAMED = {"response": "output", "completion": "output", "answer": "output", "context": "input"}
 RENAMED |= {"question": "instruction", "prompt": "instruction"}
 
-# And those of the messages of ShareGPT's.
+# Fields of ShareGPT's messages.
 _ITEMS = "`from` to `role` and `value` to `content`"
 RENAME_ITEMS = f"Rename {_ITEMS}"
 
 
 class Fields:
-    """Refuses records whose other fields say what is to be learned, and counts those that do not.
+    """Refuses records with other fields that control what is learned, and counts other fields.
 
-    Tables have a column for each field, so that one without content is as good as none.
+    Tables have a column for each field, so an empty field counts as absent.
     """
 
     def __init__(self, *read: str, refused: Mapping[str, str] = REFUSED):
@@ -84,10 +84,10 @@ class Fields:
 
 
 def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
-    """Raises a `DataError` if a field is one of those `refused`, with what to do."""
+    """Raises a `DataError` with a remedy if a field is `refused`."""
     if name not in refused or _is_empty(value):
         return
-    if name == "label" and not isinstance(value, bool):  # of a class; a bool is a verdict (KTO)
+    if name == "label" and not isinstance(value, bool):  # names a class; a bool is a verdict (KTO)
         return
     got = shorten(repr(value))
     raise DataError(f"{where}: expected no field {name!r}, got {got}. {refused[name]}.")
@@ -113,7 +113,7 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
 
 
 def check_instruction(where: str, record: Mapping[str, Any]) -> None:
-    """Raises a `DataError` if a record lacks a field, or has it by the name of another format."""
+    """Raises a `DataError` if a record lacks a field, or has it under another format's name."""
     misnamed = [
         to for name, to in RENAMED.items() if to not in record and not _is_empty(record.get(name))
     ]

@@ -1,4 +1,4 @@
-"""Files with examples: which there are, what is in their lines, and which examples validate."""
+"""Files with examples: finds them, reads their lines, and selects validation examples."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from train.huggingface import json_files
 from train.tasks import tables
 from train.tasks.batches import DataError
 
-# Words that say what the examples of a file are for, as the library `datasets` has them.
+# Words that name the purpose of a file, as in the library `datasets`.
 _SIDES = {
     "train": r"train(ing)?",
     "validation": r"val(id(ation)?)?|dev",
     "test": r"test(ing)?|eval(uation)?",
 }
-# The end of the name where a side has many files: `train-00000-of-00003-0a1b`.
+# The end of a shard's name: `train-00000-of-00003-0a1b`.
 _SHARD = re.compile(r"-\d+-of-\d+.*")
 
 
@@ -28,19 +28,19 @@ Example = TypeVar("Example")
 
 
 class Files(NamedTuple):
-    """The files of a task, each side in the order of their names."""
+    """The files of a task, each side sorted by name."""
 
     train: list[Path]
-    validation: list[Path]  # empty if a share of the others is to validate
+    validation: list[Path]  # empty if a share of the others validates
     notes: list[str]
 
 
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
-    """Finds the files of a task that is given as file or folder; names end in one of `suffixes`.
+    """Finds the files of a task in a file or folder; names end in one of `suffixes`.
 
-    In a folder, and in what `save_to_disk` of `datasets` has written, names say which files train
-    and which validate (`_side_of`); test data does neither. Where no name says that it trains, the
-    files without a side do. Folders named like sides are sides, if no file lies beside them.
+    In a folder, or in the output of `save_to_disk` of `datasets`, names decide which files train
+    and which validate (`_side_of`); test data does neither. If no name marks training data, files
+    without a side train. Folders named like sides are sides if no file is beside them.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
@@ -73,7 +73,7 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
 
 
 def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Lists the files with examples in a folder, without those that `datasets` writes beside."""
+    """Lists the files with examples in a folder, without those that `datasets` adds."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -84,7 +84,7 @@ def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
-    """Returns the files of parts with these names; notes say which are on neither side."""
+    """Returns the files of parts with these names; notes name parts on neither side."""
     of_side: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in parts:
         of_side[_side_of(name)].append(name)
@@ -102,9 +102,9 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
 
 
 def _side_of(name: str) -> str | None:
-    """Returns the side that the first or the last word of a name says; None if neither does.
+    """Returns the side in the first or last word of a name; None if there is none.
 
-    `train-00000-of-00002` and `chat_train` do, `trains` and `how-to-train-a-dog` do not.
+    `train-00000-of-00002` and `chat_train` name one, `trains` and `how-to-train-a-dog` do not.
     """
     words = [
         word for word in re.split(r"[-_. \d]+", _SHARD.sub("", Path(name).stem.lower())) if word
@@ -122,8 +122,8 @@ def _side_of(name: str) -> str | None:
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields lines of UTF-8 with their numbers, from 1; only a newline ends a line."""
-    # As bytes: in text, Python would also end lines at carriage returns inside sentences, and
-    # could not say in which line the encoding is wrong.
+    # In binary: in text mode, Python would also split lines at carriage returns, and could not
+    # name the line with the wrong encoding.
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -133,13 +133,13 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                     f"{path}, line {number}: expected UTF-8, got {line[error.start]:#x} at byte "
                     f"{error.start + 1} of the line ({error.reason})."
                 ) from error
-            if "\0" in text:  # mostly of UTF-16, or of a damage
+            if "\0" in text:  # usually UTF-16, or a damaged file
                 raise DataError(f"{path}, line {number}: expected UTF-8 text, got NUL.")
             yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Returns the JSON objects of a list, of lines or of a table, each with where it is."""
+    """Yields the JSON objects of a list, of lines or of a table, each with its location."""
     if tables.is_table(path):
         yield from tables.rows(path)
         return
@@ -163,7 +163,7 @@ def common_place(paths: Sequence[Path]) -> Path:
 def expect_examples(
     paths: list[Path], read: Callable[[Path], Iterator[Example]]
 ) -> Iterator[Example]:
-    """Yields what `read` yields for each file; raises `DataError` if a file has no example."""
+    """Yields the results of `read` for each file; raises `DataError` if a file has none."""
     for path in paths:
         empty = True
         for example in read(path):
@@ -196,22 +196,22 @@ def text_field(
 def split(
     sizes: np.ndarray, *, validation_share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which examples are to train and which to validate, both ascending; neither empty if n > 1.
+    """Returns the indices of training and validation examples, ascending; both if n > 1.
 
-    In a drawn order, those of `sizes` `(n,)` validate that still fit in the share of the sum.
+    In a random order, examples validate if their `sizes` `(n,)` still fit in the share.
     """
     if validation_share == 1:
         return np.arange(0), np.arange(len(sizes))
     order = np.random.default_rng(seed).permutation(len(sizes))
     room, smallest = validation_share * float(sizes.sum()), sizes.min()
     validates = np.zeros(len(sizes), bool)
-    for i in order:  # no list: a hundred million numbers take gigabytes in one
+    for i in order:  # an array: a hundred million numbers take gigabytes in a list
         if room < smallest:
             break
         if sizes[i] <= room:
             validates[i] = True
             room -= sizes[i]
-    # Of size 0, all of them may have fitted.
+    # Examples of size 0 may all have fitted.
     if validates.all():
         validates[order[-1]] = False
     if not validates.any():
@@ -220,12 +220,12 @@ def split(
 
 
 def first_30(numbers: Sequence[Any]) -> str:
-    """Returns the first 30 of some numbers of lines, for a message."""
+    """Returns the first 30 of some line numbers, for a message."""
     return ", ".join(map(str, numbers[:30])) + (", ..." if len(numbers) > 30 else "")
 
 
 def shorten(text: str) -> str:
-    """Returns the text, its end replaced by dots if it is too long for a message."""
+    """Returns the text, shortened with dots for a message."""
     return text if len(text) <= 100 else text[:100] + "..."
 
 

@@ -1,13 +1,13 @@
 """GLUE: a class for a sentence, or for a pair of sentences, from the standard TSV files.
 
-The files are those of GLUE's own download (https://gluebenchmark.com/tasks), `train.tsv` and
-`dev.tsv`; MNLI has two of the latter. CoLA may also have the names of its own release, of which
-GLUE's dev.tsv is the two dev files together. Columns are found by their names in the header; CoLA
-has none. A quotation mark is an ordinary character.
+The files are from GLUE's own download (https://gluebenchmark.com/tasks), `train.tsv` and `dev.tsv`;
+MNLI has two of the latter. CoLA may also have the names of its own release, whose two dev files
+together are GLUE's dev.tsv. The header names the columns; CoLA has none. A quotation mark is an
+ordinary character.
 
-In QQP's official train.tsv some questions hold a line break, so that a few lines are halves of an
-example. There, lines without all their columns, or with an empty question, are left out and named
-in the task's notes, as long as they are at most one in `BROKEN_SHARE`.
+In QQP's official train.tsv some questions contain a line break, which splits an example into two
+lines. Such lines, which lack columns or a question, are left out and named in the task's notes, as
+long as they are at most one in `BROKEN_SHARE`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.tasks.encoding import Text
 from train.tasks.examples import Sentences, check_room, task_of
 from train.tasks.files import expect_examples, first_30, lines, shorten
 
-# Of QQP's 363,870 lines some 20 are broken. A file with many more is not that file.
+# About 20 of QQP's 363,870 lines are broken. A file with many more is a different file.
 BROKEN_SHARE = 1000
 
 
@@ -36,7 +36,7 @@ def accuracy(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def f1(predictions: np.ndarray, labels: np.ndarray, of: int = 1) -> float:
-    """F1 of a class, 0 if it was neither predicted nor there."""
+    """Returns the F1 of a class, 0 if it was neither predicted nor present."""
     predicted, true = predictions == of, labels == of
     count = np.sum(predicted) + np.sum(true)
     return float(2 * np.sum(predicted & true) / count) if count else 0.0
@@ -47,10 +47,10 @@ def f1_and_accuracy(predictions: np.ndarray, labels: np.ndarray) -> dict[str, fl
 
 
 def matthews(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Matthews correlation in [-1, 1], 0 if all predictions or all labels are the same."""
+    """Returns the Matthews correlation, 0 if all predictions or all labels are the same."""
     if not (np.ptp(predictions) and np.ptp(labels)):
         return {"matthews": 0.0}
-    # Of two classes it is the correlation of their ids.
+    # For two classes it is the correlation of their ids.
     return {"matthews": float(np.corrcoef(predictions, labels)[0, 1])}
 
 
@@ -70,13 +70,13 @@ _MNLI: Files = {
 
 class Format(NamedTuple):
     folder: str  # the task's name in GLUE's download
-    sentences: tuple[str, ...]  # names of their columns
-    label: str  # name of its column
-    labels: Mapping[str, str]  # what the file says: the name of the class, in the order of the ids
+    sentences: tuple[str, ...]  # names of the text columns
+    label: str  # name of the label column
+    labels: Mapping[str, str]  # labels in the file and class names, by id
     score: Score = accuracy
     best: str = "accuracy"
-    layouts: tuple[Files, ...] = (_PLAIN,)  # the files that a folder may have
-    columns: tuple[str, ...] | None = None  # of files without a header
+    layouts: tuple[Files, ...] = (_PLAIN,)  # file names
+    columns: tuple[str, ...] | None = None  # column indices in files without a header
     skips_broken: bool = False  # in the training file
 
 
@@ -197,7 +197,7 @@ def _header(path: Path, fmt: Format, line: str) -> tuple[str, ...]:
 
 
 def _note_of_broken(path: Path, broken: list[int], taken: int) -> list[str]:
-    """Returns a note of the lines that were left out, which are not to be many."""
+    """Returns a note about the lines that were left out, or raises if they are too many."""
     if not broken:
         return []
     last = 1 + taken + len(broken)  # with the header

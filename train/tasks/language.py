@@ -1,14 +1,14 @@
-"""The next token of any text: text files, or JSONL or tables with a field of text.
+"""The next token of any text: text files, JSONL, or tables with a text field.
 
-A document is a text file, a line of JSONL, or a row of a table. Its tokens get an end token behind
-them, and a begin token in front where the model was trained with one. All documents of a side are
+A document is a text file, a line of JSONL, or a row of a table. Its tokens are followed by an end
+token, and preceded by a begin token if the model was trained with one. All documents of a side are
 joined and cut into windows of T + 1 tokens that overlap by one: every token is predicted once per
-epoch. In a window documents do not see each other, unless they are `joined`; the first token of a
-document is no target. Where no whole documents have the size of the validation's share, the end of
-the longest validates.
+epoch. Documents in a window do not see each other, unless they are `joined`; the first token of a
+document is no target. If no documents together match the validation share, the end of the longest
+validates.
 
-A long document goes to the tokenizer in pieces, cut after a newline or else before a space: a
-tokenizer takes some hundred bytes of memory for each token.
+A long document is tokenized in pieces, cut after a newline or else before a space: a tokenizer
+takes some hundred bytes of memory per token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from train.tasks.fields import Fields
 from train.tasks.files import common_place, find_files, lines, records, split, text_field
 from train.tasks.token_files import stored
 
-# Four to a chunk, for four cores. With pieces of 2**20, four to a chunk, 20 MB of text took 430 MB
-# of memory on top of the tokens, now 150 MB, in no more time.
+# Four to a chunk, for four cores. With pieces of 2**20, 20 MB of text took 430 MB of memory on top
+# of the tokens instead of 150 MB, in the same time.
 PIECE_CHARACTERS = CHUNK_CHARACTERS // 4
 SUFFIXES = (".txt", ".jsonl", *tables.SUFFIXES)
 
@@ -47,7 +47,7 @@ def make(
     field: str = "text",
     store: Callable[..., Encoded] = stored,
 ) -> Task:
-    """Returns the task of predicting the next token; arguments are those of `task_of_answers`."""
+    """Makes the task of predicting the next token; arguments as for `task_of_answers`."""
     files = find_files(data, SUFFIXES)
     notes, checksum = list(files.notes), int(joined)
     sides: list[Documents] = []
@@ -80,20 +80,20 @@ def make(
 
 class Documents(NamedTuple):
     tokens: np.ndarray  # (n,), unsigned
-    begins: np.ndarray  # (documents,) int64: where each begins in the tokens
-    lengths: np.ndarray  # (documents,) int64: how many of the tokens each has
+    begins: np.ndarray  # (documents,) int64: their starts in the tokens
+    lengths: np.ndarray  # (documents,) int64: their numbers of tokens
 
 
 class Windows:
-    """Windows of `length + 1` tokens of documents that follow on each other; they overlap by one.
+    """Overlapping windows of `length + 1` tokens over joined documents.
 
-    Where there are several documents, and they are not `joined`, windows have positions.
+    If there are several documents, and they are not `joined`, windows have positions.
     """
 
     def __init__(self, documents: Documents, length: int, *, joined: bool = False):
         self.tokens = documents.tokens
         self._ends = np.cumsum(documents.lengths)
-        # From a place in what follows on each other to that in the tokens.
+        # Maps a position in the joined documents to one in the tokens.
         self._shifts = documents.begins + documents.lengths - self._ends
         self._length = length
         self._joined = joined or len(documents.lengths) == 1
@@ -108,7 +108,7 @@ class Windows:
         tokens = self.tokens[self._shifts[documents] + places].astype(np.int32)
         if self._joined:
             return {"tokens": tokens}
-        # In a window, a document's positions begin where its first token is.
+        # A document's positions start at its first token in the window.
         positions = np.arange(t) - np.searchsorted(documents, documents[:t])
         weights = np.diff(documents) == 0  # the target of input j is token j + 1
         return {
@@ -123,7 +123,7 @@ def as_one(tokens: np.ndarray) -> Documents:
 
 
 def _split(documents: Documents, *, validation_share: float, seed: int) -> list[Documents]:
-    """Splits by whole documents; where these miss the share, by the end of the longest."""
+    """Splits by whole documents, or the end of the longest if these miss the share."""
     tokens, begins, lengths = documents
     wanted = validation_share * lengths.sum()
     if len(lengths) > 1:
@@ -141,7 +141,7 @@ def _split(documents: Documents, *, validation_share: float, seed: int) -> list[
 def _encode(
     paths: list[Path], tokenizer: Tokenizer, field: str, notes: list[str]
 ) -> Iterator[Encoded]:
-    """Chunks of all documents, each with a begin token (if any) and an end token around it."""
+    """Yields chunks of all documents, with a begin token (if any) and an end token around each."""
     between = [tokenizer.end, *([] if tokenizer.begin is None else [tokenizer.begin])]
     none = np.empty(0, np.uint8)
     begins: list[bool] = []  # of each piece of a chunk
@@ -179,7 +179,7 @@ def _pieces_of(
 
 
 def _documents(path: Path, field: str, fields: Fields) -> Iterator[Iterable[str]]:
-    """Returns the documents of a file; one may come in parts, as a text file comes line by line."""
+    """Yields the documents of a file; a text file comes line by line."""
     if path.name.lower().endswith(".txt"):
         yield (line for _, line in lines(path))
         return

@@ -1,7 +1,7 @@
-"""Real text that every machine has: the source files of the running Python's standard library.
+"""Real text on every machine: the source files of Python's standard library.
 
-A byte is a token. The files are shuffled with the seed, and cut off where the wanted size is
-reached; the first ones validate. Each side is joined, one zero byte before each file.
+A byte is a token. The files are shuffled with the seed, and cut off at the wanted size; the first
+ones validate. Each side is joined, with a zero byte before each file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY = 256  # the values of a byte
 
 FILE_START = b"\0"  # occurs in no source file
 
-# What is installed below it, what many distributions leave out, and tables in the shape of code.
+# Installed packages, parts that many distributions leave out, and tables in the form of code.
 SKIPPED_FOLDERS = frozenset(
     "site-packages dist-packages __pycache__ test tests idlelib turtledemo encodings "
     "pydoc_data".split()
@@ -31,7 +31,7 @@ SKIPPED_FOLDERS = frozenset(
 def make(
     *, seed: int, sequence_length: int, corpus_megabytes: float, validation_share: float
 ) -> Task:
-    """Returns the task of predicting the next byte of Python's source files."""
+    """Makes the task of predicting the next byte of Python's source files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     options = {"max_bytes": int(corpus_megabytes * 1e6), "validation_share": validation_share}
     sides = split_files(root, source_files(root), seed=seed, **options)
@@ -41,7 +41,7 @@ def make(
 
 
 def source_files(root: Path) -> list[Path]:
-    """Paths of the Python source files below `root`, relative to it and sorted."""
+    """Returns the Python source files below `root`, as sorted relative paths."""
     paths = []
     for folder, subfolders, names in os.walk(root):
         # In place, so that the walk does not enter them: site-packages can be huge.
@@ -57,10 +57,10 @@ def source_files(root: Path) -> list[Path]:
 def split_files(
     root: Path, files: list[Path], *, seed: int, max_bytes: int, validation_share: float
 ) -> tuple[list[Path], list[Path]]:
-    """Which of `files` train and which validate, by a share of `max_bytes` at most; sorted."""
+    """Splits `files`, of at most `max_bytes`, into sorted training and validation files."""
     shuffled = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     ends = np.cumsum([(root / path).stat().st_size for path in shuffled])
-    # The file that crosses a limit still belongs to the side before it.
+    # The file that crosses a limit belongs to the side before it.
     taken = int(np.searchsorted(ends, max_bytes)) + 1
     shuffled, ends = shuffled[:taken], ends[:taken]
     if len(shuffled) < 2:
@@ -75,7 +75,7 @@ def split_files(
 
 
 def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
-    """Returns the text of `files` as windows, which overlap by one."""
+    """Returns the text of `files` as overlapping windows."""
     joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:

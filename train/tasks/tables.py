@@ -1,7 +1,7 @@
-"""Tables as Hugging Face `datasets` has them: Parquet, and Arrow as `save_to_disk` writes it.
+"""Tables of Hugging Face's `datasets`: Parquet, and Arrow files from `save_to_disk`.
 
-Needs `pyarrow`, the extra `data`. A table's row is as an object of JSON: a dict by column. Objects
-inside have no nulls: in a column they all have the fields that any of them has.
+Needs `pyarrow`, the extra `data`. A row is a dict by column, like an object of JSON. Nested objects
+lose their nulls: a column gives all objects the fields of any object.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from train.tasks.batches import DataError
 
 SUFFIXES = (".parquet", ".arrow")
 
-# Of what `save_to_disk` writes: which parts a folder has, and which files a part.
+# Names in the output of `save_to_disk`: parts of a folder, and files of a part.
 PARTS, STATE = "dataset_dict.json", "state.json"
 INFO = "dataset_info.json"  # also in its cache
 
-# Rows that are made into objects at a time: some have long texts.
+# Rows that are converted at once: some have long texts.
 ROWS = 256
 
 
@@ -30,7 +30,7 @@ def is_table(path: Path) -> bool:
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Returns the rows of a table, each with where it is: path and number, from 1."""
+    """Yields the rows of a table, each with its location: path and number, from 1."""
     number = 0
     with _opened(path) as (_, batches):
         for batch in batches:
@@ -42,14 +42,14 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a value without the fields that its objects have because others have them."""
+    """Removes the null fields that an object has only because others have them."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def class_names(path: Path, column: str) -> list[str] | None:
-    """Returns the names of the classes whose numbers a column holds; None if it says none."""
+    """Returns the class names that a column's schema lists, or None."""
     with _opened(path) as (schema, _):
         metadata = schema.metadata or {}
     try:
@@ -61,7 +61,7 @@ def class_names(path: Path, column: str) -> list[str] | None:
 
 
 def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
-    """Returns the files that `save_to_disk` has written, by part (a single one has ""), or None."""
+    """Returns the files from `save_to_disk` by part (a single part is ""), or None."""
     if (folder / PARTS).is_file():
         names = _listed(folder / PARTS, "splits")
         return {str(name): _files_of(folder / str(name)) for name in names}

@@ -1,12 +1,12 @@
-"""Tokens of texts in files that are mapped into memory, so that data may be larger than memory.
+"""Tokens in files that are mapped into memory, so that data may be larger than memory.
 
-The files are temporary ones without names, of which a kill leaves nothing. With a cache they are
+The files are temporary and have no names, so a kill leaves nothing. With a cache they are
 
-    CACHE/DIGEST/tokens, marks, starts, whole   the arrays of `Encoded`, their bytes alone
+    CACHE/DIGEST/tokens, marks, starts, whole   the arrays of `Encoded`, raw bytes
     CACHE/DIGEST/encoded.json                   their checksum, and notes on the data
 
-where the digest is of all that decides the tokens. Data counts by path, size and time of change,
-which nobody can set: a file that came with an older time of modification is new.
+where the digest covers everything that determines the tokens. Data counts by path, size and change
+time, which cannot be set: a new file with an old modification time is still new.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from train.tasks.encoding import Encoded, smallest_dtype
 NAMES = Encoded._fields[:-1]
 RECORD = "encoded.json"
 
-STEP = 10**9  # bytes of tokens, after which a line says how far it is
+STEP = 10**9  # bytes of tokens between two lines of progress
 
 
 def stored(
@@ -48,8 +48,8 @@ def stored(
 ) -> Encoded:
     """Returns the texts of the `paths` as tokens, cached by an earlier start or new.
 
-    `encode_all` yields all chunks, and appends notes on the data. `form` is all that decides the
-    tokens besides the paths and the tokenizer, as JSON knows it.
+    `encode_all` yields all chunks, and appends notes on the data. `form` has all other facts that
+    determine the tokens, besides paths and tokenizer, as JSON.
     """
     dtypes = [smallest_dtype(tokenizer.vocabulary), np.uint8, np.int64, np.int64]
     with contextlib.ExitStack() as stack:
@@ -96,7 +96,7 @@ def _write_folder(
 
 
 def _digest(tokenizer: Tokenizer, paths: Sequence[Path], form: Sequence[object]) -> str:
-    """Changes with all that decides the tokens."""
+    """Returns a digest of everything that determines the tokens."""
     files = [(str(p.resolve()), p.stat().st_size, p.stat().st_ctime_ns) for p in paths]
     versions = zenflow_jax.__version__, tokenizers.__version__
     facts = [versions, tokenizer.tokens.to_str(), tokenizer[1:], form, files]
@@ -110,7 +110,7 @@ def _write(
     where: str | Path,
     say: Callable[[str], None],
 ) -> int:
-    """Writes the chunks as one into the files of its arrays, and returns their checksum."""
+    """Writes the chunks to the files of the arrays, and returns their checksum."""
     checksums, total, said = [0] * len(files), 0, 0
 
     def write(*arrays: np.ndarray) -> None:
@@ -137,6 +137,6 @@ def _write(
 
 
 def _mapped(file: IO[bytes], dtype: np.dtype) -> np.ndarray:
-    """Returns the array that a file consists of."""
-    is_empty = not file.seek(0, 2)  # of which there are no maps
+    """Maps a file as an array."""
+    is_empty = not file.seek(0, 2)  # empty files cannot be mapped
     return np.empty(0, dtype) if is_empty else np.asarray(np.memmap(file, dtype, "r"))
