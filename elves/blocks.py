@@ -198,8 +198,8 @@ class Coder:
         return min(candidates, key=len)
 
     def _in_stretches(self, plane: np.ndarray) -> bytes:
-        """Returns number and sizes, then a frame for each part, or its bytes if they are no larger."""
         """Returns number and sizes, then a frame for each part, or its bytes if no larger."""
+        pieces = [plane[i : i + _STRETCH] for i in range(0, plane.size, _STRETCH)]
         frames = [self._huffman.compress(piece) for piece in pieces]
         if len(frames) == 1:
             return b"\1" + frames[0]
