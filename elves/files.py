@@ -163,8 +163,9 @@ class PlainFile(TensorFile):
         self.head = self._mapped[:end].tobytes()
         header = json.loads(self.head[8:])
         header.pop("__metadata__", None)
-        for name, said in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-            (begin, stop), shape, dtype = said["data_offsets"], tuple(said["shape"]), said["dtype"]
+        for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            (begin, stop), dtype = entry["data_offsets"], entry["dtype"]
+            shape = tuple(entry["shape"])
             if len(self.head) + begin != end or stop < begin or type(stop) is not int:
                 raise ValueError(f"`{name}` from {begin} to {stop}")
             if dtype in WIDTHS and math.prod(shape) * WIDTHS[dtype] != stop - begin:

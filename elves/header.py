@@ -193,48 +193,48 @@ def read_header(path: Path) -> tuple[Header, int]:
     return header, 8 + length
 
 
-def _header(said: Mapping[str, Any]) -> Header:
+def _header(fields: Mapping[str, Any]) -> Header:
     """Parses and checks the description. Raises ValueError, or the errors of wrong types."""
-    if said["block_bytes"] != BLOCK or said["kind"] not in (SAFETENSORS, BYTES):
-        raise ValueError(f"blocks of {said['block_bytes']} bytes of the kind {said['kind']}")
-    head = base64.b64decode(said["head"], validate=True)
+    if fields["block_bytes"] != BLOCK or fields["kind"] not in (SAFETENSORS, BYTES):
+        raise ValueError(f"blocks of {fields['block_bytes']} bytes of the kind {fields['kind']}")
+    head = base64.b64decode(fields["head"], validate=True)
     reader = zlib.decompressobj()
     head_bytes = len(reader.decompress(head, _LONGEST_HEAD))
     if head and not reader.eof:
         raise ValueError("a head that is too long")
-    tensors = {name: _tensor(name, fields) for name, fields in said["tensors"].items()}
-    size = _count(said["bytes"])
+    tensors = {name: _tensor(name, fields) for name, fields in fields["tensors"].items()}
+    size = _count(fields["bytes"])
     if size != head_bytes + sum(t.bytes for t in tensors.values()):
         raise ValueError(f"{size} bytes, which its tensors do not have")
-    if not isinstance(said["base"], str | None):
-        raise ValueError(f"the base {said['base']}")
-    return Header(said["kind"], head, size, _count(said["crc32"]), said["base"], tensors)
+    if not isinstance(fields["base"], str | None):
+        raise ValueError(f"the base {fields['base']}")
+    return Header(fields["kind"], head, size, _count(fields["crc32"]), fields["base"], tensors)
 
 
-def _tensor(name: str, said: Mapping[str, Any]) -> Tensor:
-    shape = tuple(_count(n) for n in said["shape"])
-    size, dtype, codec = _count(said["bytes"]), said["dtype"], said["codec"]
+def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
+    shape = tuple(_count(n) for n in fields["shape"])
+    size, dtype, codec = _count(fields["bytes"]), fields["dtype"], fields["codec"]
     if codec not in (*CODECS, DUPLICATE) or not isinstance(dtype, str):
         raise ValueError(f"`{name}` of {dtype} in {codec}")
     if dtype in WIDTHS and math.prod(shape) * WIDTHS[dtype] != size:
         raise ValueError(f"`{name}`, {dtype} of the shape {shape}, in {size} bytes")
     of = None
-    if said["of"] is not None:
-        of = Of(*said["of"])
+    if fields["of"] is not None:
+        of = Of(*fields["of"])
         if of.where not in ("file", "folder", "base") or not isinstance(of.file + of.tensor, str):
-            raise ValueError(f"`{name}` of {said['of']}")
+            raise ValueError(f"`{name}` of {fields['of']}")
         _count(of.crc32)
-    blocks = tuple(_count(n) for n in said["blocks"])
+    blocks = tuple(_count(n) for n in fields["blocks"])
     # Bounds the restored size by the file's size: no small file can request much memory.
     expected = 0 if codec == DUPLICATE else -(-size // BLOCK)
     if len(blocks) != expected or (codec == DUPLICATE and of is None):
         raise ValueError(f"`{name}` with {len(blocks)} blocks in place of {expected}")
     if not all(HEAD < n <= BLOCK + HEAD for n in blocks):
         raise ValueError(f"`{name}` with a block of an impossible size")
-    bound, error = said["bound"], said["error"]
+    bound, error, checksum = fields["bound"], fields["error"], _count(fields["crc32"])
     if not (bound is None or (type(bound) is float and bound > 0)) or type(error) is not float:
         raise ValueError(f"`{name}` with the bound {bound} and the error {error}")
-    return Tensor(name, dtype, shape, size, codec, bound, error, _count(said["crc32"]), of, blocks)
+    return Tensor(name, dtype, shape, size, codec, bound, error, checksum, of, blocks)
 
 
 def _count(value: Any) -> int:

@@ -44,7 +44,7 @@ from train.log.summary import read_summary
 from train.run import models
 from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
-from train.run.memory import lack_behind, lack_of_memory
+from train.run.memory import describe_oom, find_oom
 from train.run.optimizers import with_deepspeed
 from train.run.setup import evaluate, prepare, read
 from train.tasks import is_loss
@@ -82,7 +82,7 @@ def train(
     folder = make_run_folder(
         job.output.output_dir, job.output.run, label=job.training.optimizer, fresh=fresh
     )
-    peers.go_on = (
+    peers.restart = (
         f"Start all of them again with --run {folder.name}: the run goes on from its last "
         "checkpoint, if it has one."
     )
@@ -139,15 +139,15 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
     # The run's template, whatever the settings contain now.
     copy = folder / TEMPLATE
-    texts = models.texts_of(str(copy) if copy.is_file() else settings.chat_template)
+    texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
     task = trained_on(vars(settings))
     models.write(target, origin, weights, labels=labels, texts=texts, task=task)
-    said = f"{target} has the weights of checkpoint {step} in {folder}"
+    line = f"{target} has the weights of checkpoint {step} in {folder}"
     if settings.optimizer != "adamw":
-        said += ", without the updates that were on their way"
+        line += ", without the updates that were on their way"
         if has_end and step == summary["steps"]:
-            said += f"; {end} has them"
-    say(said)
+            line += f"; {end} has them"
+    say(line)
 
 
 def _copy(model: Path, target: Path) -> None:
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         program = typed if typed == "zenflow-plan" else PROGRAM
         command = read_command_line(arguments, program=program)
-        return _carry_out(command, arguments)
+        return _execute(command, arguments)
     except Stopped as stopped:
         if processes.is_first():
             sys.stderr.write(f"{stopped}\n")
@@ -203,10 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Failure as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:  # jax's errors are subclasses
-        lack = lack_behind(error)
-        if lack is None or command is None:
+        oom = find_oom(error)
+        if oom is None or command is None:
             raise
-        message = lack_of_memory(lack, command.settings)
+        message = describe_oom(oom, command.settings)
     except OSError as error:
         if error.errno not in CANNOT_WRITE or command is None:
             raise
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _carry_out(command: Command, arguments: Sequence[str]) -> int:
+def _execute(command: Command, arguments: Sequence[str]) -> int:
     start = command.start
     if command.planning.plan:
         show_plan(command.settings, command.planning, arguments, Console())
@@ -235,7 +235,7 @@ def _carry_out(command: Command, arguments: Sequence[str]) -> int:
         return 0
     host = (command.launch.coordinator or "").rpartition(":")[0] or None
     # Before reading anything, which may take minutes.
-    peers = Peers(host, go_on="Start all of them again.", say=say)
+    peers = Peers(host, restart="Start all of them again.", say=say)
     with StopRequest(say) as stop, peers:
         train(
             command.settings,

@@ -32,17 +32,17 @@ from train.cli.settings import Dir, SettingsError
 from train.huggingface import loading
 from train.huggingface.chat_template import ASSISTANT, ConversationError, read_template
 from train.huggingface.config import CONFIG, TASK, ModelError
-from train.huggingface.end_tokens import answer_ends
+from train.huggingface.end_tokens import answer_end_tokens
 from train.huggingface.hub import model_folder
 from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained, read_folder
 from train.huggingface.saving import dtype_of
-from train.huggingface.template_checks import Unwritten
+from train.huggingface.template_checks import TemplateChecks
 from train.huggingface.tokenizer import Tokenizer, all_end_tokens, read_tokenizer
-from train.model.sampling import Sampling, continued
+from train.model.sampling import Sampling, continue_tokens
 from train.run import models
 from train.tasks import answers
-from train.tasks.classify import check_classifier, classified
+from train.tasks.classify import check_classifier, classify_texts
 
 PROGRAM = command_of("generate")
 
@@ -82,11 +82,11 @@ class Options:
 
     def check_of_classifier(self) -> None:
         """Refuses options that a classifier ignores."""
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            if one.name not in ("prompt", "model", "dtype") and value != one.default:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if spec.name not in ("prompt", "model", "dtype") and value != spec.default:
                 raise SettingsError(
-                    f"`{one.name}`: expected none for a model that classifies, got {value}. It is "
+                    f"`{spec.name}`: expected none for a model that classifies, got {value}. It is "
                     "an option of models that continue a prompt."
                 )
 
@@ -112,7 +112,7 @@ class Options:
 class Prompt(NamedTuple):
     tokens: list[int]
     ends: frozenset[int]  # end the continuation
-    said: str  # how the prompt was made
+    description: str  # how the prompt was made
 
 
 def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
@@ -127,7 +127,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
         options.check_of_classifier()
         lines = sys.stdin if options.prompt == "-" else [options.prompt]
         texts = [line.rstrip("\n") for line in lines]  # str.splitlines also ends a line at U+2028
-        for name, share in classified(origin, *_load(origin, options.dtype), tokenizer, texts):
+        for name, share in classify_texts(origin, *_load(origin, options.dtype), tokenizer, texts):
             write(f"{name}\t{share:.4f}\n")
         return
     prompt = read_prompt(options, tokenizer)
@@ -137,7 +137,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
             f"`prompt`: expected one token at least and at most {origin.config.positions - 1}, for "
             f"which the model in {folder} has positions, got {len(prompt.tokens)}."
         )
-    say(f"{len(prompt.tokens)} tokens of prompt, {prompt.said}")
+    say(f"{len(prompt.tokens)} tokens of prompt, {prompt.description}")
     graphdef, params = _load(origin, options.dtype)
     most = min(options.max_tokens, room)
     begin = time.perf_counter()
@@ -145,7 +145,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     numbers: list[int] = []
     stream, written = DecodeStream(skip_special_tokens=True), ""
     choice = {"ends": prompt.ends, "sampling": options.sampling, "seed": options.seed}
-    for number in continued(graphdef, params, prompt.tokens, most=most, **choice):
+    for number in continue_tokens(graphdef, params, prompt.tokens, most=most, **choice):
         times.append(time.perf_counter())
         numbers.append(number)
         if text := stream.step(tokenizer.tokens, number):  # only whole characters
@@ -179,25 +179,25 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
             f"`system`: expected none with --format {form}, got {options.system!r}. Pass --format "
             "chat for a model with a chat template."
         )
-    text, said = options.prompt, "as it is"
+    text, form_of_prompt = options.prompt, "as it is"
     if form == "alpaca":
-        text, said = answers.prompt(options.prompt), "in Alpaca's template"
+        text, form_of_prompt = answers.prompt(options.prompt), "in Alpaca's template"
     tokens = tokenizer.tokens.encode(text, add_special_tokens=False).ids
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    return Prompt(begin + tokens, all_end_tokens(folder, tokenizer), said + because)
+    return Prompt(begin + tokens, all_end_tokens(folder, tokenizer), form_of_prompt + because)
 
 
 def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt:
     folder = Path(options.model)
     template = read_template(folder, tokenizer.tokens)
-    asked = [{"role": "user", "content": options.prompt}]
+    messages = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
-        asked.insert(0, {"role": "system", "content": options.system})
+        messages.insert(0, {"role": "system", "content": options.system})
     try:
-        text = template.render(asked, ask=True)
-        Unwritten(template).check([*asked, {"role": ASSISTANT, "content": "Yes"}])
+        text = template.render(messages, ask=True)
+        TemplateChecks(template).check([*messages, {"role": ASSISTANT, "content": "Yes"}])
         # The special tokens that end an answer may differ from those that end a text.
-        ends = answer_ends(template, tokenizer, asked)
+        ends = answer_end_tokens(template, tokenizer, messages)
     except ConversationError as error:
         raise SettingsError(f"`format`: {error}, or take --format text.") from error
     return Prompt(

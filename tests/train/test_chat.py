@@ -255,7 +255,7 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
         prompt = generate.read_prompt(options, tokenizer)
         text = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
         assert text == f"{BEGIN}[ Who? ]"
-        assert "as the run was trained (chat)" in prompt.said
+        assert "as the run was trained (chat)" in prompt.description
 
 
 @pytest.mark.parametrize(

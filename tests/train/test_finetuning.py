@@ -20,7 +20,7 @@ from train.cli.command_line import load_settings
 from train.cli.settings import Settings
 from train.huggingface.loading import read_folder
 from train.run import setup
-from train.run.optimizers import in_force, make_optimizer, with_deepspeed
+from train.run.optimizers import finalize_settings, make_optimizer, with_deepspeed
 
 SHORT = {
     "batch_size": 4,
@@ -195,7 +195,7 @@ def test_what_settings_cannot_say_is_the_configs(tmp_path):
     settings, deepspeed = with_deepspeed(asked, devices=1)
     Path(path).unlink()  # the config is read once
     assert settings.provisional_share == 0  # in DeepSpeed deferred weights wait for their update
-    settings, deepspeed = in_force(settings, deepspeed, steps_per_epoch=8)
+    settings, deepspeed = finalize_settings(settings, deepspeed, steps_per_epoch=8)
     assert (settings.warmup_steps, settings.select_interval) == (2, 16)
     tx = make_optimizer(settings, deepspeed, steps_per_epoch=8)
     schedule = zenflow_jax.find_state(tx.init({"kernel": jax.numpy.ones((4, 4))})).schedule

@@ -15,7 +15,7 @@ from tests.hf_models import FIXTURES, assert_close, change_config, change_tensor
 from train import Failure, generate
 from train.cli.settings import trained_on
 from train.huggingface.tokenizer import read_tokenizer
-from train.model.sampling import Sampling, continued, narrowed
+from train.model.sampling import Sampling, continue_tokens, narrowed
 from train.tasks import classify
 
 PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
@@ -39,7 +39,7 @@ def test_logits_and_tokens_with_a_cache_are_those_of_the_whole_sequence(name):
     assert times_compiled(extend) == 2  # the prompt, and one token
 
     prompt = tokens[0, :PROMPT].tolist()
-    written = list(continued(graphdef, params, prompt, most=MORE))
+    written = list(continue_tokens(graphdef, params, prompt, most=MORE))
     logits = nnx.merge(graphdef, params)(np.array([prompt + written], np.int32))[0]
     assert written == np.argmax(logits[PROMPT - 1 : -1], axis=-1).tolist()
 
@@ -67,7 +67,11 @@ def test_logits_that_are_not_finite_are_an_error():
     _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
     params["head"]["kernel"] = params["head"]["kernel"].at[0, 0].set(jnp.nan)
     with pytest.raises(Failure, match="expected finite logits"):
-        list(continued(graphdef, params, [1], most=1, sampling=Sampling(1.0, top_k=3, top_p=0.5)))
+        list(
+            continue_tokens(
+                graphdef, params, [1], most=1, sampling=Sampling(1.0, top_k=3, top_p=0.5)
+            )
+        )
 
 
 def run(capsys, *arguments):
@@ -86,7 +90,7 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
     tokenizer = read_tokenizer(folder, vocabulary=1000)
     prompt = [tokenizer.begin, *tokenizer.tokens.encode("the cat", add_special_tokens=False).ids]
     _, graphdef, params = load(folder, scan_layers=True)
-    tokens = list(continued(graphdef, params, prompt, most=9, ends={tokenizer.end}))
+    tokens = list(continue_tokens(graphdef, params, prompt, most=9, ends={tokenizer.end}))
     assert out == tokenizer.tokens.decode(tokens) + "\n"
     assert f"{len(prompt)} tokens of prompt, as it is" in err
     assert "9 tokens" in err
@@ -110,7 +114,7 @@ def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, tmp_
     ):
         (copy / "config.json").write_text(json.dumps(config | {"zenflow_task": task}))
         options = generate.Options(prompt="Add.", model=str(copy), format=form)
-        assert generate.read_prompt(options, tokenizer).said == said
+        assert generate.read_prompt(options, tokenizer).description == said
 
 
 def test_a_continuation_ends_with_an_end_token_or_where_the_positions_do(folder, tmp_path, capsys):
@@ -118,7 +122,7 @@ def test_a_continuation_ends_with_an_end_token_or_where_the_positions_do(folder,
     tokenizer = read_tokenizer(copy, vocabulary=1000)
     prompt = [tokenizer.begin, *tokenizer.tokens.encode("the cat", add_special_tokens=False).ids]
     _, graphdef, params = load(copy, scan_layers=True)
-    second = list(continued(graphdef, params, prompt, most=2))[1]
+    second = list(continue_tokens(graphdef, params, prompt, most=2))[1]
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, second]}))
     _, _, err = run(capsys, "--model", copy, "the cat", "--max-tokens", 9)
     assert "2 tokens" in err.splitlines()[1]

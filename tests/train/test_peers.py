@@ -30,7 +30,7 @@ processes.from_first = from_first
 def no_more():
     raise AssertionError("jax is asked when it may have been taken down")
 
-with Peers("127.0.0.1", go_on="Go on.", say=print):
+with Peers("127.0.0.1", restart="Go on.", say=print):
     print("ready", flush=True)
     jax.process_count = jax.process_index = no_more
     word = sys.stdin.readline()

@@ -34,7 +34,7 @@ from tests.hf_models import (
     outputs,
 )
 from train.huggingface import saving
-from train.huggingface.loading import ModelError, drawn_anew, load_weights, read_folder
+from train.huggingface.loading import ModelError, load_weights, newly_drawn, read_folder
 from train.huggingface.saving import save_folder
 from train.huggingface.tensors import transpose
 from train.model.attention import attention
@@ -119,7 +119,7 @@ def test_heads_that_the_folder_lacks_or_has_for_others_are_drawn(tmp_path):
     assert read_folder(token_classifier).labels is None
     _, shapes = make(pretrained, labels=3)
     heads = ("classifier/bias", "classifier/kernel", "pooler/bias", "pooler/kernel")
-    assert drawn_anew(pretrained, shapes) == heads
+    assert newly_drawn(pretrained, shapes) == heads
     params, again, other = (load_weights(pretrained, shapes, seed=s) for s in (0, 0, 1))
     assert_same_bits(params, again)
     kernel = params["classifier"]["kernel"]
@@ -134,7 +134,7 @@ def test_heads_that_the_folder_lacks_or_has_for_others_are_drawn(tmp_path):
         load_weights(pretrained, shapes)
     params = load_weights(pretrained, shapes, anew=("classifier",))
     assert params["classifier"]["kernel"].shape == (16, 2)
-    assert drawn_anew(pretrained, shapes, anew=("classifier",)) == heads[:2]
+    assert newly_drawn(pretrained, shapes, anew=("classifier",)) == heads[:2]
     assert_same_bits(params["pooler"], kept["pooler"])
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from tests.processes import output, start
 from train.cli.settings import Settings, SettingsError
-from train.distributed.stopping import Interrupted, StopRequest, how_to_go_on
-from train.run.memory import check_memory, host_bytes, lack_behind, lack_of_memory
+from train.distributed.stopping import Interrupted, StopRequest, how_to_resume
+from train.run.memory import check_memory, describe_oom, find_oom, host_bytes
 from zenflow_jax import _commands
 
 # The main thread is where no handler of Python's can run, and signals do not wake it: it waits for
@@ -98,11 +98,11 @@ def test_an_interrupt_before_a_command_has_begun_is_one_line(monkeypatch, capsys
 
 def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    said = how_to_go_on(signal.SIGTERM, 7, Path("runs/my first"))
+    said = how_to_resume(signal.SIGTERM, 7, Path("runs/my first"))
     assert said.endswith(" 'runs/my first/settings.toml' --run 'my first'")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     said = "stopped by SIGTERM after step 7, which is saved. Go on with the same sbatch or srun and"
-    assert how_to_go_on(signal.SIGTERM, 7, Path("runs/job-17")) == f"{said} --run job-17"
+    assert how_to_resume(signal.SIGTERM, 7, Path("runs/job-17")) == f"{said} --run job-17"
 
 
 def check(parameters, vocabulary, **settings):
@@ -144,6 +144,6 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
 def test_lack_of_memory_is_one_message_with_what_was_asked_for(provoke, expected):
     with pytest.raises((MemoryError, jax.errors.JaxRuntimeError)) as raised:
         provoke()
-    assert lack_behind(raised.value) is raised.value
-    assert re.search(expected, lack_of_memory(raised.value, Settings()))
-    assert lack_behind(RuntimeError("RESOURCE_EXHAUSTED")) is None
+    assert find_oom(raised.value) is raised.value
+    assert re.search(expected, describe_oom(raised.value, Settings()))
+    assert find_oom(RuntimeError("RESOURCE_EXHAUSTED")) is None

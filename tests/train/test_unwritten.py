@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from train.huggingface.chat_template import ChatTemplate, ConversationError
-from train.huggingface.template_checks import Unwritten
+from train.huggingface.template_checks import TemplateChecks
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "chat"
 
@@ -27,7 +27,7 @@ def said(role, **answer):
 
 
 def of(text):
-    return Unwritten(ChatTemplate(text, {}, (), "here"))
+    return TemplateChecks(ChatTemplate(text, {}, (), "here"))
 
 
 def test_templates_that_write_all_are_taken():

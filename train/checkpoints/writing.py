@@ -57,7 +57,7 @@ class Checkpoints(SavedCheckpoints):
 
     def __enter__(self) -> Checkpoints:
         self._unraisable = sys.unraisablehook
-        sys.unraisablehook = partial(_pass_over_late_writes, self._unraisable)
+        sys.unraisablehook = partial(_ignore_late_writes, self._unraisable)
         return self
 
     def __exit__(self, *exception) -> None:
@@ -279,7 +279,7 @@ class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
         return [step in kept for step in steps]
 
 
-def _pass_over_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:
+def _ignore_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:
     """Ignores writes after orbax has closed its event loop (orbax 0.12.8)."""
     error = unraisable.exc_value
     if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):

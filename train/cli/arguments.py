@@ -41,7 +41,7 @@ _PAIRS = (
     "validation-data:validation-share validation-file:validation-share "
     "validation-split-percentage:validation-share warmup-ratio:warmup-share"
 )
-THEIRS = {theirs: ours for theirs, ours in (pair.split(":") for pair in _PAIRS.split())}
+SYNONYMS = {foreign: own for foreign, own in (pair.split(":") for pair in _PAIRS.split())}
 
 
 # Options of other trainers without a counterpart: the start of their names, and the answer.
@@ -118,7 +118,7 @@ def read_arguments(
             )
         alone = [f"--{x.name}" for x in fields(kind) if x.metadata.get("positional")]
         known = [x.replace("_", "-") for x in vars(values)]
-        said = " ".join(
+        problems = " ".join(
             f"unknown option {name}."
             + (
                 " Write its value alone, without the name."
@@ -127,7 +127,7 @@ def read_arguments(
             )
             for name in names
         )
-        raise ArgumentError(f"{said} All options are in {program} --help")
+        raise ArgumentError(f"{problems} All options are in {program} --help")
     return _made(kind, vars(values))
 
 
@@ -140,10 +140,10 @@ def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
     name = name.lstrip("-").partition("=")[0].replace("_", "-")
     if answer := _answer(name):
         return answer
-    ours = THEIRS.get(name, name)
+    own = SYNONYMS.get(name, name)
     if not prefix:
-        name, ours = name.replace("-", "_"), ours.replace("-", "_")
-    near = [ours] if ours in known else difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        name, own = name.replace("-", "_"), own.replace("-", "_")
+    near = [own] if own in known else difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(f'{prefix}{x}' for x in near)}?" if near else ""
 
 
@@ -164,9 +164,9 @@ def _add_options(
 ) -> None:
     """Adds the fields of a dataclass, each to the group of the class that declares it."""
     hints = get_type_hints(kind, include_extras=True)
-    for one in fields(kind):
-        hint, name = hints[one.name], one.name
-        value = one.default if default is None else getattr(default, name)
+    for spec in fields(kind):
+        hint, name = hints[spec.name], spec.name
+        value = spec.default if default is None else getattr(default, name)
         if is_dataclass(hint):
             _add_options(parser, hint, value, groups)
             continue
@@ -174,7 +174,7 @@ def _add_options(
         if owner not in groups:
             groups[owner] = parser.add_argument_group((owner.__doc__ or "").rstrip("."))
         group = groups[owner]
-        text, kinds, flag = one.metadata["help"], _kinds(hint), name.replace("_", "-")
+        text, kinds, flag = spec.metadata["help"], _kinds(hint), name.replace("_", "-")
         if hint is bool:
             text += f" (on; --no-{flag})" * value
             group.add_argument(f"--{flag}", action="store_true", default=value, help=text)
@@ -185,8 +185,8 @@ def _add_options(
             text += f" (default: {value})".replace("%", "%%")
         words = "|".join(_word(kind) for kind in kinds if kind is not NoneType)
         options = {"type": partial(_read, kinds), "metavar": words, "default": value, "help": text}
-        options |= one.metadata["argparse"]
-        if not one.metadata["positional"]:
+        options |= spec.metadata["argparse"]
+        if not spec.metadata["positional"]:
             group.add_argument(f"--{flag}", required=value is MISSING, **options)
             continue
         nargs = None if value is MISSING else "?"
@@ -224,4 +224,4 @@ def _read(kinds: Sequence[Any], text: str) -> Any:
 def _made(kind: Any, values: dict[str, Any]) -> Any:
     """Builds the dataclass, and its nested dataclasses, from the values of all options."""
     nested = {n: _made(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
-    return kind(**{one.name: (values | nested)[one.name] for one in fields(kind)})
+    return kind(**{spec.name: (values | nested)[spec.name] for spec in fields(kind)})

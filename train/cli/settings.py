@@ -272,14 +272,14 @@ class Settings(OutputSettings, StepSettings, DataSettings):
 
     def __post_init__(self):
         # zenflow checks its own arguments, which have the same names.
-        for one in fields(self):
-            value, bounds = getattr(self, one.name), one.metadata
+        for setting in fields(self):
+            value, bounds = getattr(self, setting.name), setting.metadata
             if value is not None and bounds["above"] is not None:
                 fits = math.isfinite(value) and value > bounds["above"]
-                self._check(one.name, fits, f"a finite number above {bounds['above']}")
+                self._check(setting.name, fits, f"a finite number above {bounds['above']}")
             if value is not None and bounds["least"] is not None:
                 fits = math.isfinite(value) and value >= bounds["least"]
-                self._check(one.name, fits, f"a finite number of at least {bounds['least']}")
+                self._check(setting.name, fits, f"a finite number of at least {bounds['least']}")
         for name, value in vars(self).items():
             # Bytes of a command line that are not UTF-8 become surrogates.
             is_text = not isinstance(value, str) or not re.search(r"[\ud800-\udfff]", value)
@@ -329,11 +329,11 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         for name in ("model", "data"):
             wanted = f"none for {self.task}" if own else f"a path, for {self.task}"
             self._check(name, own == (getattr(self, name) is None), wanted)
-        for one in fields(self):
-            tasks = one.metadata["tasks"]
+        for setting in fields(self):
+            tasks = setting.metadata["tasks"]
             if tasks and self.task not in tasks.split():
-                wanted = f"{one.default}, as {self.task} does not read it (read by: {tasks})"
-                self._check(one.name, getattr(self, one.name) == one.default, wanted)
+                wanted = f"{setting.default}, as {self.task} does not read it (read by: {tasks})"
+                self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
 # Required values where layers stream.

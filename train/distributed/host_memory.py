@@ -68,9 +68,9 @@ def on_device(params: Any) -> Any:
 
 def nbytes(params: Any) -> int:
     """Returns the bytes of those stacks per device."""
-    ours = [x for x in jax.tree.leaves(params) if is_stack_of_matrices(x)]
-    shapes = (x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in ours)
-    return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, ours, strict=True))
+    stacks = [x for x in jax.tree.leaves(params) if is_stack_of_matrices(x)]
+    shapes = (x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in stacks)
+    return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, stacks, strict=True))
 
 
 def in_host_memory(params: Any) -> bool:

@@ -32,12 +32,12 @@ BYE, FAILED = b".", b"!"
 class Peers:
     """Ends this process when another process of the run is gone. Use with `with`, in each of them.
 
-    `host` is the address of process 0; `go_on` says how to restart, and may be changed.
+    `host` is the address of process 0; `restart` says how to restart, and may be changed.
     """
 
-    def __init__(self, host: str | None, *, go_on: str, say: Callable[[str], None]):
+    def __init__(self, host: str | None, *, restart: str, say: Callable[[str], None]):
         self._host = host
-        self.go_on = go_on
+        self.restart = restart
         self._say = say
         self._connections: dict[socket.socket, int] = {}  # with their process numbers
         self._has_failed = False  # this process, which shows its error and ends by itself
@@ -80,10 +80,10 @@ class Peers:
             try:
                 connection, _ = listener.accept()
                 connection.settimeout(MEET_S)
-                said, index = connection.makefile("r").readline().split()
+                received, index = connection.makefile("r").readline().split()
             except (OSError, ValueError):
                 return
-            if said == token:
+            if received == token:
                 self._connections[_kept_alive(connection)] = int(index)
 
     def _watch(self) -> None:
@@ -95,39 +95,39 @@ class Peers:
                 connection = key.data
                 try:
                     # Two messages may arrive at once; the first one counts.
-                    heard = connection.recv(64).partition(b"\n")[0]
+                    news = connection.recv(64).partition(b"\n")[0]
                 except OSError:
-                    heard = b""
+                    news = b""
                 index = self._connections[connection]
-                if heard.startswith((BYE, FAILED)):
+                if news.startswith((BYE, FAILED)):
                     selector.unregister(connection)
-                if heard.startswith(FAILED):
-                    index = int(heard[1:] or index)
+                if news.startswith(FAILED):
+                    index = int(news[1:] or index)
                     self._pass_on(FAILED + str(index).encode())
                     why = f"process {index} has ended with an error, which it shows"
                     timer = threading.Timer(GRACE_S, self._end, [why])
                     timer.daemon = True
                     timer.start()
-                elif not heard.startswith(BYE):
+                elif not news.startswith(BYE):
                     # Process 0 learns it from the kernel, and tells the others the number.
-                    index = int(heard) if heard.isdigit() else index
+                    index = int(news) if news.isdigit() else index
                     self._pass_on(str(index).encode())
                     self._end(f"process {index} is gone: it was killed, or its machine was")
 
-    def _pass_on(self, news: bytes) -> None:
+    def _pass_on(self, message: bytes) -> None:
         if self._is_first:
-            self._tell(news)
+            self._tell(message)
 
-    def _tell(self, news: bytes) -> None:
+    def _tell(self, message: bytes) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # the process is gone, which the thread notices
-                connection.sendall(news + b"\n")
+                connection.sendall(message + b"\n")
 
     def _end(self, why: str) -> NoReturn:
         if self._has_failed:
             os._exit(2)  # it has shown its own error, and waits for the others to shut jax down
         # Not through `sys.stderr`, whose lock the main thread may hold. Silences jax and gloo.
-        os.write(2, f"error: {why}. This one ends, too. {self.go_on}\n".encode())
+        os.write(2, f"error: {why}. This one ends, too. {self.restart}\n".encode())
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os._exit(1)
 

@@ -91,9 +91,9 @@ class StopRequest:
             raise Interrupted
 
     def _listen(self) -> None:
-        while heard := os.read(self._pipe, 1):
-            if heard[0] in self.SIGNALS:
-                self._take(heard[0])
+        while received := os.read(self._pipe, 1):
+            if received[0] in self.SIGNALS:
+                self._take(received[0])
         os.close(self._pipe)
 
     def _take(self, number: int) -> None:
@@ -109,9 +109,9 @@ class StopRequest:
             _leave(number, f"stopped by {name}: {why}")
         self._say(f"{name}: stopping after this step, saving; again to abort")
         if not self._alone:
-            ours = _swapped_handler(signal.SIGTERM, self._of_sigterm)
+            own = _swapped_handler(signal.SIGTERM, self._of_sigterm)
             signal.raise_signal(signal.SIGTERM)  # on this thread, so done when it returns
-            _swapped_handler(signal.SIGTERM, ours)
+            _swapped_handler(signal.SIGTERM, own)
 
 
 def _swapped_handler(number: int, new: ctypes.Array | None = None) -> ctypes.Array:
@@ -131,7 +131,7 @@ def _leave(number: int, line: str) -> None:
     os._exit(128 + number)
 
 
-def how_to_go_on(signal_number: int, step: int, folder: Path) -> str:
+def how_to_resume(signal_number: int, step: int, folder: Path) -> str:
     saved = f"stopped by {signal.Signals(signal_number).name} after step {step}, which is saved."
     run = f"--run {shlex.quote(folder.name)}"
     if "SLURM_JOB_ID" in os.environ:

@@ -77,12 +77,12 @@ class ChatTemplate:
         )
         # Jinja's own filter is for HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals["raise_exception"] = _refuse
+        environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = DATE.strftime
         try:
             self._template = environment.from_string(text)
             blocks = environment.parse(text).find_all(jinja2.nodes.CallBlock)
-            self._says_what = any(
+            self._marks_answers = any(
                 isinstance(block.call.node, jinja2.nodes.ExtensionAttribute) for block in blocks
             )
         except jinja2.TemplateError as error:
@@ -120,8 +120,8 @@ class ChatTemplate:
             raise ConversationError("expected text, got U+FDD2, which is none")
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
         learned = [i for i in of_assistant if i not in skipped]
-        if self._says_what:
-            text, spans = _unmarked(whole)
+        if self._marks_answers:
+            text, spans = _split_marks(whole)
             if not any(start < stop for start, stop in spans):
                 raise ConversationError(
                     f"expected text in `{{% generation %}}` of {self.where}, got none"
@@ -139,9 +139,9 @@ class ChatTemplate:
         return Conversation(whole, answers)
 
     def _answer(self, whole, messages, i, tools) -> tuple[int, int]:
-        said = str(messages[i].get("content") or "")
+        content = str(messages[i].get("content") or "")
         # Templates of reasoning models drop the thoughts of all answers but the last.
-        said = said.rpartition("</think>")[2].strip()
+        content = content.rpartition("</think>")[2].strip()
         placed = [*messages[:i], {**messages[i], "content": _PLACE}, *messages[i + 1 :]]
 
         def rendered(count: int, ask: bool = False) -> str:
@@ -157,7 +157,7 @@ class ChatTemplate:
             stop = len(ended) if whole.startswith(ended) else None
             if stop is None:
                 stop = self._stop(whole, with_place(i + 1), with_place(len(messages)))
-        if start is None or stop is None or said not in whole[start:stop]:
+        if start is None or stop is None or content not in whole[start:stop]:
             raise ConversationError(
                 f"expected to find the answer in message {i + 1}, which the template in "
                 f"{self.where} hides. Put `{{% generation %}}` and `{{% endgeneration %}}` around "
@@ -180,7 +180,7 @@ class ChatTemplate:
         return len(whole) - len(rest) + max(marks) if marks else None
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
-        text = json.dumps(messages, ensure_ascii=False, default=str) if self._says_what else ""
+        text = json.dumps(messages, ensure_ascii=False, default=str) if self._marks_answers else ""
         if _BEGIN in text or _END in text:
             raise ConversationError("expected text, got U+FDD0 or U+FDD1, which is none")
         try:
@@ -207,7 +207,7 @@ def read_template(
     marks = [t.content for t in tokens.get_added_tokens_decoder().values() if t.special]
     file = file or (folder / TEMPLATE if (folder / TEMPLATE).is_file() else None)
     if file is not None:
-        return ChatTemplate(text_of(file), special, marks, str(file))
+        return ChatTemplate(read_template_text(file), special, marks, str(file))
     for path in (folder / CONFIG, folder / "chat_template.json"):
         text = _read_json(path).get("chat_template")
         if isinstance(text, list):  # several, with names
@@ -227,7 +227,7 @@ def rename_roles(*roles: str) -> str | None:
     return f"Rename the role {', '.join(pairs)}" if pairs else None
 
 
-def text_of(file: Path) -> str:
+def read_template_text(file: Path) -> str:
     """Returns the text of a chat template."""
     try:
         return file.read_text(encoding="utf-8")
@@ -252,19 +252,19 @@ def _start(
     if i == 0:  # many templates need a message
         placed = with_place(messages)
         return len(os.path.commonprefix([placed, whole])) if _PLACE in placed else None
-    asked = rendered(i, ask=True)
-    if whole.startswith(asked):
-        return len(asked)
+    prompt = rendered(i, ask=True)
+    if whole.startswith(prompt):
+        return len(prompt)
     # The prompt may start a thought, which the answer does not contain.
     before = rendered(i)
-    shared = len(os.path.commonprefix([asked, whole]))
+    shared = len(os.path.commonprefix([prompt, whole]))
     if not whole.startswith(before) or shared < len(before):
         return None
     # The answer may begin with the same characters as the thought.
     return min(shared, len(os.path.commonprefix([with_place(messages), whole])))
 
 
-def _unmarked(marked: str) -> tuple[str, list[tuple[int, int]]]:
+def _split_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
     """Returns the text without marks, and the ranges of the marked parts, some of them empty."""
     parts = re.split(f"[{_BEGIN}{_END}]", marked)  # every second part is marked
     ends = [*itertools.accumulate(map(len, parts))]
@@ -285,5 +285,5 @@ class _Generation(jinja2.ext.Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)

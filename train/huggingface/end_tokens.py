@@ -31,11 +31,11 @@ GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def answer_ends(
-    template: ChatTemplate, tokenizer: Tokenizer, asked: list[dict[str, str]]
+def answer_end_tokens(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, str]]
 ) -> frozenset[int]:
     """Returns the special tokens that a template puts after the answer to these messages."""
-    answered = [*asked, {"role": ASSISTANT, "content": "Yes"}]
+    answered = [*messages, {"role": ASSISTANT, "content": "Yes"}]
     start, stop = (whole := template.conversation(answered)).answers[0]
     ending = whole.text[start:stop].rpartition("Yes")[2]
     decoder = tokenizer.tokens.get_added_tokens_decoder()
@@ -53,7 +53,9 @@ def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
     if task == "chat":
         template = read_template(folder, tokenizer.tokens)
         try:
-            ends |= answer_ends(template, tokenizer, [{"role": "user", "content": "Is it so?"}])
+            ends |= answer_end_tokens(
+                template, tokenizer, [{"role": "user", "content": "Is it so?"}]
+            )
         except ConversationError:
             pass  # `train.generate` refuses this template
     config = read_object(folder / CONFIG, TokenizerError)

@@ -13,7 +13,7 @@ from pathlib import Path
 from train.huggingface.config import CONFIG, ModelError
 
 # The folder of the trained model in a run's folder.
-OF_RUN = "model"
+MODEL_FOLDER = "model"
 
 # All files of a model; no pickles, and no second copy of the weights.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
@@ -23,7 +23,7 @@ NO_FILES = ("*/*", "consolidated*")
 def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     """Returns the local folder of this name, or the `files` of `org/name` from the Hub."""
     folder, name = Path(model), str(model)
-    if (below := folder / OF_RUN).is_dir() and not (folder / CONFIG).exists():
+    if (below := folder / MODEL_FOLDER).is_dir() and not (folder / CONFIG).exists():
         raise ModelError(
             f"`model`: expected a folder with a {CONFIG}, got {folder}, a run whose model is in a "
             f"folder below. Pass --model {below}"

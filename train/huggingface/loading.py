@@ -124,7 +124,7 @@ def load_weights(
     if shardings is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: first, shapes)
-    drawn = set(drawn_anew(pretrained, shapes, anew=anew))
+    drawn = set(newly_drawn(pretrained, shapes, anew=anew))
 
     with Reader() as reader:
 
@@ -146,7 +146,7 @@ def load_weights(
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
 
-def drawn_anew(
+def newly_drawn(
     pretrained: Pretrained, shapes: Any, *, anew: Collection[str] = ()
 ) -> tuple[str, ...]:
     """Returns the names of the leaves that `load_weights` draws instead of reading."""

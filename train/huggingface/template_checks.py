@@ -32,7 +32,7 @@ FORMS = 1024
 _REMEDY = "which skips it. Pass another with --chat-template, or leave that out"
 
 
-class Unwritten:
+class TemplateChecks:
     """Refuses conversations that a template renders incompletely; counts other fields and roles."""
 
     def __init__(self, template: ChatTemplate):

@@ -125,13 +125,13 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
     of_layers = module.startswith("blocks/") and layer is None
     rank = len(shape)
     stacked = of_layers or rank > 2
-    one = shape[1:] if stacked else shape
+    entry = shape[1:] if stacked else shape
     layers: Iterable[Any] = range(shape[0]) if of_layers else [layer and layer[1]]
     transposed = part == "kernel"
     names = tuple(name.format(i) for i in layers)
     parts = shape[0] if stacked and not of_layers else 1
-    one = one[::-1] if transposed else one
-    return Source(names, (parts * one[0], *one[1:]), stacked, transposed, parts)
+    entry = entry[::-1] if transposed else entry
+    return Source(names, (parts * entry[0], *entry[1:]), stacked, transposed, parts)
 
 
 def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:

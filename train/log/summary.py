@@ -28,7 +28,7 @@ import zenflow_jax
 from elves.atomic import write_text_atomically
 from train import command_of
 from train.log.meter import Row
-from train.tasks.classify import is_of_pairs
+from train.tasks.classify import is_pair_task
 from zenflow_jax import planning
 
 # Minimum number of steps for advice from the timings.
@@ -122,11 +122,11 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
 
 def command_of_use(model: Path, task: str) -> str | None:
     """Returns the command that uses the model in this folder; None if no command does."""
-    if is_of_pairs(task):
+    if is_pair_task(task):
         return None
     path = Path(os.path.abspath(model))
-    if path.is_relative_to(here := Path.cwd()):
-        path = path.relative_to(here)
+    if path.is_relative_to(cwd := Path.cwd()):
+        path = path.relative_to(cwd)
     prompts = {"language": "The beginning of a text", "alpaca": "An instruction"}
     prompt = {**prompts, "chat": "A question"}.get(task, "A text")
     return f'{command_of("generate")} --model {shlex.quote(str(path))} "{prompt}"'
@@ -144,8 +144,8 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
     for name, words, form in SHOWN:
         value = figures[name]
         if value is not None and (value or name != "resumed_at"):
-            of = first if name in ("wait_share", "host_s") else ""
-            table.add_row(words + of, format(value, form))
+            suffix = first if name in ("wait_share", "host_s") else ""
+            table.add_row(words + suffix, format(value, form))
     for when in ("before", "after"):
         for name, value in figures[f"validation_{when}"].items():
             table.add_row(f"validation {name} {when}", format(value, ".3f"))
@@ -154,7 +154,7 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
     return table
 
 
-def hidden_share(
+def host_load(
     opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
 ) -> planning.Hiding | None:
     """Returns the host's load; None after few steps, and on a CPU, which shares its cores."""

@@ -26,7 +26,7 @@ class Sampling(NamedTuple):
 LIKELIEST = Sampling()
 
 
-def continued(
+def continue_tokens(
     graphdef: nnx.GraphDef,
     params: Any,
     prompt: Sequence[int],

@@ -33,7 +33,7 @@ from train.huggingface.hub import model_folder
 from train.huggingface.loading import Pretrained
 from train.run import models
 from train.run.memory import host_bytes
-from train.run.optimizers import initial_state, make_optimizer, with_values_of
+from train.run.optimizers import initial_state, make_optimizer, with_deepspeed_values
 from train.run.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
 from zenflow_jax import find_state, planning
@@ -154,7 +154,7 @@ def plan_run(
     }
 
     def plan_of(other: StepSettings) -> planning.Plan | None:
-        if deepspeed is not None and with_values_of(deepspeed, other) != other:
+        if deepspeed is not None and with_deepspeed_values(deepspeed, other) != other:
             return None  # the config overrides the change
         return planner.plan_to_fit(other)
 

@@ -17,12 +17,12 @@ from train.checkpoints.reading import CheckpointError
 from train.checkpoints.writing import Checkpoints
 from train.cli.settings import SettingsError, trained_on
 from train.distributed import host_memory, processes
-from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
+from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
 from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
 from train.log.run_log import NoLog, RunLog, read_rows, show
 from train.log.summary import (
     command_of_use,
-    hidden_share,
+    host_load,
     read_summary,
     summary_table,
     write_picture,
@@ -87,7 +87,7 @@ class Run:
                 return False
         elif (self.folder / "settings.toml").is_file():  # a start that ended before its first save
             self._say(f"no checkpoint to resume from in {self.folder}: the run starts again")
-        drawn = models.described_as_drawn(self.job.model, self.job.task.labels)
+        drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
         if self.job.training.optimizer != "adamw":
@@ -184,16 +184,16 @@ class Run:
             self.log.say("compiling the training step")
         for step in range(self.done + 1, self.steps + 1):
             self._step(step, lengths)
-            asked = self.stop.after(step)
+            number = self.stop.after(step)
             try:
-                if not asked and self._is_validated(step):
+                if not number and self._is_validated(step):
                     self._validated(step)
             except Interrupted:
-                asked = self.stop.after(step)
-            if asked:  # the sender of the signal may not wait long
+                number = self.stop.after(step)
+            if number:  # the sender of the signal may not wait long
                 self._save(step)
                 self.checkpoints.finish()
-                raise Stopped(how_to_go_on(asked, step, self.folder), signal_number=asked)
+                raise Stopped(how_to_resume(number, step, self.folder), signal_number=number)
             if self._is_saved(step):
                 if self.meter.skipped_last():
                     # The weights may be useless by now; only older checkpoints are good.
@@ -215,8 +215,8 @@ class Run:
             # had them from the start.
             self._save(self.steps)
         self.checkpoints.wait()
-        if asked := self.stop.end(f"all {self.steps} steps are done and saved"):
-            raise Stopped(how_to_go_on(asked, self.steps, self.folder), signal_number=asked)
+        if number := self.stop.end(f"all {self.steps} steps are done and saved"):
+            raise Stopped(how_to_resume(number, self.steps, self.folder), signal_number=number)
 
     def _step(self, step: int, lengths: set[int | None]) -> None:
         job = self.job
@@ -286,11 +286,11 @@ class Run:
         self.console.print(summary_table(figures))
         if self.engine:
             timed = self.engine.stats, ended.totals.seconds
-            if hiding := hidden_share(self.opt_state, *timed, self.job.host.host_state):
+            if hiding := host_load(self.opt_state, *timed, self.job.host.host_state):
                 self._say(hiding.advice)
         if self.job.output.keep_best:
-            said = f"the weights of step {ended.best}, the best validated checkpoint"
-            self._say(f"{ended.written} has {said}")
+            weights = f"the weights of step {ended.best}, the best validated checkpoint"
+            self._say(f"{ended.written} has {weights}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
         use = command_of_use(self.folder / ended.written, trained_on(self.job.settings))
         if use and ended.written == models.FOLDER:

@@ -66,7 +66,7 @@ def device_bytes() -> int | None:
     return None
 
 
-def lack_behind(error: BaseException) -> BaseException | None:
+def find_oom(error: BaseException) -> BaseException | None:
     """Returns the out-of-memory error in the chain of causes, if any."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, MemoryError):
@@ -78,7 +78,7 @@ def lack_behind(error: BaseException) -> BaseException | None:
     return cause
 
 
-def lack_of_memory(error: BaseException, run: TrainingSettings) -> str:
+def describe_oom(error: BaseException, run: TrainingSettings) -> str:
     other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
     reason = str(error).partition("\n")[0]
     return (

@@ -17,8 +17,8 @@ from train.cli.settings import StepSettings
 from train.distributed import host_memory, processes
 from train.distributed.sharding import committed, weight_shardings
 from train.huggingface import loading
-from train.huggingface.chat_template import TEMPLATE, text_of
-from train.huggingface.hub import OF_RUN
+from train.huggingface.chat_template import TEMPLATE, read_template_text
+from train.huggingface.hub import MODEL_FOLDER
 from train.huggingface.saving import Entry, save_folder, write_by_first, write_file
 from train.huggingface.tensors import leaf_name
 from train.model.decoder import DecoderConfig, parts_that_stream
@@ -28,7 +28,7 @@ from train.tasks import standard_library
 
 # The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model made from sizes
-FOLDER = OF_RUN  # of a model loaded from a folder: a folder in the same layout
+FOLDER = MODEL_FOLDER  # of a model loaded from a folder: a folder in the same layout
 
 
 class Model(NamedTuple):
@@ -66,10 +66,10 @@ def make(
         return Model(graphdef, params, None)
     anew = () if _has_head_for(origin, labels) else ("classifier",)
     params = loading.load_weights(origin, shapes, shardings, anew=anew, seed=seed)
-    return Model(graphdef, params, origin, loading.drawn_anew(origin, shapes, anew=anew))
+    return Model(graphdef, params, origin, loading.newly_drawn(origin, shapes, anew=anew))
 
 
-def described_as_drawn(model: Model, labels: Sequence[str]) -> str:
+def describe_new_weights(model: Model, labels: Sequence[str]) -> str:
     """Returns a line on weights that were not in the folder; "" if all were."""
     if not model.drawn:
         return ""
@@ -166,9 +166,9 @@ def write(
         save_folder(folder, origin, params, as_read=True, **options)
 
 
-def texts_of(chat_template: str | None) -> dict[str, str]:
+def template_files(chat_template: str | None) -> dict[str, str]:
     """Returns the files, by name, that replace files of the model's folder in the new one."""
-    return {} if chat_template is None else {TEMPLATE: text_of(Path(chat_template))}
+    return {} if chat_template is None else {TEMPLATE: read_template_text(Path(chat_template))}
 
 
 def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) -> None:

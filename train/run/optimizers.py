@@ -43,7 +43,7 @@ def make_optimizer(
     *,
     steps_per_epoch: int | None = None,
 ) -> optax.GradientTransformation:
-    """Makes the optimizer of the settings, with `steps`; `deepspeed` as `in_force` returns it."""
+    """Makes the optimizer of the settings, with `steps`; `deepspeed` from `finalize_settings`."""
     norm = settings.max_grad_norm
     if deepspeed is not None and deepspeed.scheduler is not None:
         rate = deepspeed.learning_rate
@@ -138,14 +138,14 @@ def with_deepspeed(settings: S, devices: int) -> tuple[S, DeepSpeedOptions | Non
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script lists untranslated keys itself
             names = "learning_rate b1 b2 eps weight_decay max_grad_norm".split()
-            asked = settings.subset(names)
-            options = from_deepspeed(settings.deepspeed, devices=devices, mask=decayed, **asked)
+            values = settings.subset(names)
+            options = from_deepspeed(settings.deepspeed, devices=devices, mask=decayed, **values)
     except (ValueError, OSError) as error:
         raise SettingsError(f"`deepspeed`: {error}") from error
-    return with_values_of(options, settings), options
+    return with_deepspeed_values(options, settings), options
 
 
-def with_values_of(options: DeepSpeedOptions, settings: S) -> S:
+def with_deepspeed_values(options: DeepSpeedOptions, settings: S) -> S:
     """Returns the settings with the values of a DeepSpeed config in their place."""
     open_or_not = {
         "optimizer": options.kind if options.has_zero else None,
@@ -164,7 +164,7 @@ def with_values_of(options: DeepSpeedOptions, settings: S) -> S:
     return dataclasses.replace(settings, **values)
 
 
-def in_force(
+def finalize_settings(
     settings: S, deepspeed: DeepSpeedOptions | None, steps_per_epoch: int
 ) -> tuple[S, DeepSpeedOptions | None]:
     """Completes the results of `with_deepspeed` when the steps of run and epoch are known."""
@@ -194,13 +194,15 @@ def in_force(
     return dataclasses.replace(settings, **values), deepspeed
 
 
-def said_of_deepspeed(asked: S, settings: S, deepspeed: DeepSpeedOptions | None) -> list[str]:
+def describe_deepspeed_changes(
+    original: S, settings: S, deepspeed: DeepSpeedOptions | None
+) -> list[str]:
     """Returns lines on the settings that the DeepSpeed config changes, and on ignored keys."""
     if deepspeed is None:
         return []
     lines = []
     names = [field.name for field in dataclasses.fields(settings) if field.name != "steps"]
-    changed = [n for n in names if getattr(asked, n) != getattr(settings, n)]
+    changed = [n for n in names if getattr(original, n) != getattr(settings, n)]
     if changed:
         listed = ", ".join(f"{name} {getattr(settings, name)}" for name in changed)
         lines.append(f"{settings.deepspeed} sets: {listed}")

@@ -33,10 +33,10 @@ from train.model.encoder import EncoderConfig
 from train.run import models
 from train.run.memory import check_memory
 from train.run.optimizers import (
-    in_force,
+    describe_deepspeed_changes,
+    finalize_settings,
     initial_state,
     make_optimizer,
-    said_of_deepspeed,
     with_deepspeed,
 )
 from train.run.step import PER_EXAMPLE, make_train_step, make_validate
@@ -51,7 +51,7 @@ FEW_STEPS = 50
 
 
 class Sources(NamedTuple):
-    asked: StepSettings  # without the values of a DeepSpeed config
+    original: StepSettings  # without the values of a DeepSpeed config
     settings: Settings
     deepspeed: DeepSpeedOptions | None
     mesh: Mesh | None
@@ -89,7 +89,7 @@ def read(
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
-    settings, deepspeed = with_deepspeed(asked := settings, batch_parts(mesh))
+    settings, deepspeed = with_deepspeed(original := settings, batch_parts(mesh))
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
             "`--timeline`: expected a training with work on the host (zenflow or offload), got "
@@ -99,7 +99,7 @@ def read(
         _check_evaluation(settings.run, settings.model, settings.output_dir)
     origin = None if settings.model is None else read_folder(settings.model)
     config = models.config_of(origin, settings)
-    texts = models.texts_of(settings.chat_template)
+    texts = models.template_files(settings.chat_template)
     if not force:
         parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
         # A classifier has no logits over tokens.
@@ -134,7 +134,7 @@ def read(
         task = task._replace(notes=(*task.notes, *test.notes))
         checksum ^= test.checksum
     return Sources(
-        asked, settings, deepspeed, mesh, origin, config, texts, task, samples, tested, checksum
+        original, settings, deepspeed, mesh, origin, config, texts, task, samples, tested, checksum
     )
 
 
@@ -158,8 +158,8 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
                 f"only {steps} steps: pass --epochs {epochs} for {epochs * batches.per_epoch}, or "
                 "a smaller --batch-size"
             )
-    settings, deepspeed = in_force(settings, sources.deepspeed, batches.per_epoch)
-    notes = said_of_deepspeed(sources.asked, settings, deepspeed)
+    settings, deepspeed = finalize_settings(settings, sources.deepspeed, batches.per_epoch)
+    notes = describe_deepspeed_changes(sources.original, settings, deepspeed)
     notes = (*notes, *task.notes, *task.overview, *few)
     # A resumed run with more steps must have the same number of rounds.
     rounds = settings.warm_up_rounds
@@ -228,7 +228,7 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     for line in (*task.notes, *task.overview):
         say(line)
     model = make_model(sources)
-    if drawn := models.described_as_drawn(model, task.labels):
+    if drawn := models.describe_new_weights(model, task.labels):
         say(f"{drawn}. These figures are at chance level.")
     figures = make_validate(model.graphdef, PER_EXAMPLE[task.kind], task, samples)(model.params)
     counts = ", ".join(f"{sample.examples} examples of {name}" for name, sample in samples.items())

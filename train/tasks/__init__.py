@@ -64,8 +64,8 @@ class Task(NamedTuple):
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of a validation's metrics."""
-        one = np.zeros(1, np.int32)
-        names = ["loss", *(self.score(one, one) if self.score else ())]
+        ids = np.zeros(1, np.int32)
+        names = ["loss", *(self.score(ids, ids) if self.score else ())]
         if len(self.validation) == 1:
             return tuple(names)
         return tuple(f"{data}/{name}" for data in self.validation for name in names)

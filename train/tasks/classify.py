@@ -32,19 +32,19 @@ def check_classifier(origin: Pretrained) -> None:
             f"{origin.folder} ({origin.raw['model_type']}), which has none. Pass runs/NAME/model."
         )
     task = origin.raw.get(TASK)
-    if is_of_pairs(task):
+    if is_pair_task(task):
         raise SettingsError(
             f"`model`: expected a model of the classes of single texts, got {origin.folder}, which "
             f"was trained on pairs ({task})."
         )
 
 
-def is_of_pairs(task: str | None) -> bool:
+def is_pair_task(task: str | None) -> bool:
     """Returns whether the examples of a task are pairs of texts."""
     return task == PAIRS or (task in glue.FORMATS and len(glue.FORMATS[task].sentences) == 2)
 
 
-def classified(
+def classify_texts(
     origin: Pretrained,
     graphdef: nnx.GraphDef,
     params: Any,

@@ -8,7 +8,7 @@ from typing import Any
 
 from train.huggingface.chat_template import ChatTemplate, Conversation, ConversationError
 from train.huggingface.json_files import loads_unique
-from train.huggingface.template_checks import Unwritten
+from train.huggingface.template_checks import TemplateChecks
 from train.tasks import fields
 from train.tasks.batches import DataError
 from train.tasks.files import records, shorten, text_field
@@ -22,7 +22,7 @@ class Conversations:
     def __init__(self, template: ChatTemplate):
         self._template = template
         self._fields = fields.Fields(MESSAGES, TOOLS, refused=fields.OF_CHATS)
-        self._unwritten = Unwritten(template)
+        self._unwritten = TemplateChecks(template)
 
     def read(self, path: Path) -> Iterator[Conversation]:
         for where, record in records(path):
@@ -59,7 +59,7 @@ def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]],
     """Returns the messages of a record, and the indices of those that are not learned."""
     if MESSAGES not in record:
         names = ", ".join(map(repr, record)) or "none"
-        remedy = fields.make_conversation(record)
+        remedy = fields.conversation_remedy(record)
         raise DataError(f"{where}: expected a field {MESSAGES!r}, found {names}. {remedy}.")
     messages = record[MESSAGES]
     if not isinstance(messages, list) or not messages:

@@ -120,11 +120,11 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
     lacking = [name for name in ("instruction", "output") if name not in record]
     for name in misnamed + lacking:
         names = ", ".join(map(repr, record)) or "none"
-        remedy = rename_to_alpaca(record)
+        remedy = alpaca_remedy(record)
         raise DataError(f"{where}: expected a field {name!r}, found {names}. {remedy}.")
 
 
-def rename_to_alpaca(record: Mapping[str, Any]) -> str:
+def alpaca_remedy(record: Mapping[str, Any]) -> str:
     """Returns the remedy for a record that is no instruction."""
     if "messages" in record or "conversations" in record:
         return "That is a conversation: take --task chat"
@@ -133,14 +133,14 @@ def rename_to_alpaca(record: Mapping[str, Any]) -> str:
     return f"Rename {' and '.join(names)}" if names else "Rename the field"
 
 
-def make_conversation(record: Mapping[str, Any]) -> str:
+def conversation_remedy(record: Mapping[str, Any]) -> str:
     """Returns the remedy for a record without `messages`."""
     if "conversations" in record:
-        return _rename_conversations(record["conversations"])
+        return _conversations_remedy(record["conversations"])
     if "message_tree_id" in record or {"message_id", "parent_id"} <= record.keys():
         return "That is a tree of messages (OASST): make a conversation of each path through it"
     if "instruction" in record:
-        rename = rename_to_alpaca(record).removesuffix("Rename the field")
+        rename = alpaca_remedy(record).removesuffix("Rename the field")
         return "".join([rename, ", and take" if rename else "Take", " --task alpaca"])
     if "text" in record:
         return "That is text: take --task language"
@@ -149,7 +149,7 @@ def make_conversation(record: Mapping[str, Any]) -> str:
     return "Rename the field"
 
 
-def _rename_conversations(messages: Any) -> str:
+def _conversations_remedy(messages: Any) -> str:
     messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
     roles = dict.fromkeys(str(message.get("from", message.get("role"))) for message in messages)
     steps = ["Rename it to `messages`"]

@@ -111,7 +111,7 @@ def _write(
     say: Callable[[str], None],
 ) -> int:
     """Writes the chunks to the files of the arrays, and returns their checksum."""
-    checksums, total, said = [0] * len(files), 0, 0
+    checksums, total, shown = [0] * len(files), 0, 0
 
     def write(*arrays: np.ndarray) -> None:
         for i, array in enumerate(arrays):
@@ -129,9 +129,9 @@ def _write(
     for tokens, marks, starts, whole, _ in chunks:
         write(tokens, marks, starts[:-1] + total, whole)
         total += len(tokens)
-        if (steps := total * dtypes[0].itemsize // STEP) > said:
+        if (steps := total * dtypes[0].itemsize // STEP) > shown:
             say(f"{steps} GB of tokens are in {where}")
-            said = steps
+            shown = steps
     write(*np.empty((2, 0)), np.array([total]))
     return zlib.crc32(repr(checksums).encode())
 
