@@ -107,7 +107,8 @@ class HostEngine:
         ValueError: If an argument is out of range; if the state is not one ZenFlowState with
             `offload=True`; if the state has taken steps and `engine_state` is not given; if
             `engine_state` is another run's, or has other options; if the parameters are not those
-            of the state, or lie elsewhere; or if jax has too little pinned memory for the run.
+            of the state, or lie elsewhere; or if jax has too little pinned memory for the run. It
+            is a `planning.UnfitRunError` where other settings, or another checkpoint, remedy it.
         TypeError: If parameters or state are NumPy arrays, which lie on no device.
 
     Examples:
