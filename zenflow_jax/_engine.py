@@ -7,6 +7,7 @@ host's work; `_exchange/updates.py` has what crosses where a window closes.
 import contextlib
 import dataclasses
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
+
+_logger = logging.getLogger("zenflow_jax")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -92,15 +95,20 @@ class HostEngine:
             call. One that waits for it in a collective makes no next call: the engine ends it 30 s
             after the failure, by `os._exit(1)`, with the reason on stderr. False leaves it waiting.
         check: How the engine notices that something else changes parameters. "samples": now and
-            then, by some values of each leaf. "all": by all values at each step, for debugging; it
-            takes time and a copy of the parameters on the device. Neither sees what is changed
-            between two steps in selected channels of low precision, which the next step undoes.
+            then, by some values of each leaf. "all": by all values on the device, at each step from
+            the second on, for debugging; it takes time and a copy of the parameters on the device.
+            "all" does not compare steps that are skipped, values that become NaN, and all of a
+            layer in host memory (samples there); a selected float32 weight may be off by a
+            twentieth of its step, and a deferred weight may have moved by its provisional step or
+            not. Neither sees what is changed between two steps in selected channels of low
+            precision, which the next step undoes.
 
     Raises:
         ValueError: If an argument is out of range; if the state is not one ZenFlowState with
             `offload=True`; if the state has taken steps and `engine_state` is not given; if
             `engine_state` is another run's, or has other options; if the parameters are not those
-            of the state, or lie elsewhere; or if jax has too little pinned memory for the run.
+            of the state, or lie elsewhere; or if jax has too little pinned memory for the run. It
+            is a `planning.UnfitRunError` where other settings, or another checkpoint, remedy it.
         TypeError: If parameters or state are NumPy arrays, which lie on no device.
 
     Examples:
@@ -172,6 +180,15 @@ class HostEngine:
         self._saver = Saver(state, weights, offloaded, host_kernel, self._mailbox, *host_side)
         self._all_groups = list(range(state.schedule.groups))
         self._interrupted = self._flushed = False
+        # Groups with gradients that no provisional step stands in for, and whether nothing of their
+        # open windows is lost if the engine closes now.
+        none = state.schedule.provisional_share is None
+        self._by_updates_alone = [
+            number
+            for number, group in enumerate(offloaded.groups)
+            if any(x.k < x.n and (none or x.hosted) for x in group.specs)
+        ]
+        self._kept = True
         # When nothing else can fail: who has no engine cannot end its thread.
         worker.start(peers)
         # A forgotten engine's thread ends by itself.
@@ -210,7 +227,8 @@ class HostEngine:
 
         Returns:
             Both for the next step, of the same structure, shapes and placement. What the last call
-            returned is returned as it is, once, as trainers run their hooks again at the end.
+            returned is returned as it is, once, as trainers run their hooks again at the end; a
+            step after that is an error.
 
         Raises:
             RuntimeError: If the engine is closed, has failed or was interrupted; if not one step
@@ -237,7 +255,7 @@ class HostEngine:
             self._masters.follow(taken.offloaded)
             self._updates.note_parameters(taken.offloaded, state.leaves)
         with self._all_or_nothing():
-            self._flushed = False
+            self._flushed = self._kept = False
             weights = taken.offloaded
             if at_once != self._all_groups:  # else updates bring others before this returns
                 weights = self._hosted.hide(weights, self._worker.leaves())
@@ -280,7 +298,8 @@ class HostEngine:
         Call it after the last exchange; go on only from what it returns. Open windows stay open,
         so a run that goes on has the same windows. Their gradients are in the parameters as
         provisional steps alone, and with `provisional_share=None` not at all: end such a run where
-        a window ends. A layer in host memory brings in the updates of all groups.
+        a window ends. Layers in host memory, which have no provisional steps,
+        get all their updates.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -294,13 +313,15 @@ class HostEngine:
         state, taken = self._between_steps(params, opt_state, "flush")
         self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=True))
         # An update in mid-window would replace the provisional steps since the window began.
-        at_once = state.schedule.provisional_share is None or bool(self._hosted)
+        at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
         if self._progress.step:
             others = [group for group in self._all_groups if group not in arriving]
             self._updates.compare(taken.offloaded, others, state)
-        self._flushed = True
+        if self._hosted:  # which take the host's arrays, pending updates and all
+            self._updates.wait()
+        self._flushed, self._kept = True, False
         if not arriving:
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
@@ -333,6 +354,7 @@ class HostEngine:
             RuntimeError: If the engine is closed or has failed, or a former call was interrupted.
         """
         self._settle()
+        self._kept = True
         return self._saver.tree()
 
     @_recorded("state")
@@ -342,6 +364,7 @@ class HostEngine:
         It must be written or closed, or the run waits for ever. `copy_bytes` is `EngineSave`'s.
         """
         self._settle()
+        self._kept = True
         return self._saver.stream(copy_bytes)
 
     @_recorded("state")
@@ -377,6 +400,16 @@ class HostEngine:
 
     def close(self) -> None:
         """Ends the thread and frees the host memory; drops updates. Safe twice, and during work."""
+        steps = max((self._progress.open_steps[i] for i in self._by_updates_alone), default=0)
+        if steps and not self._kept:
+            _logger.warning(
+                "the parameters lack the gradients of up to %d steps, whose windows are open when "
+                "the engine closes: with `provisional_share=None`, and in layers in host memory, "
+                "no provisional steps stand in for them. Let the run end where all windows close: "
+                "with `rolling=False`, after a multiple of `update_interval` steps.",
+                steps,
+            )
+        self._kept = True
         self._worker.stop()
         self._mailbox.close()
         self._updates.forget()
@@ -395,6 +428,7 @@ class HostEngine:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         closed = self._worker.closed
         behind = self._hosted.behind or bool(self._updates.pending and not self._flushed)
+        self._kept = self._kept or error is not None
         self.close()
         if error is not None or closed or self._worker.told:
             return

@@ -34,6 +34,7 @@ from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job
 from train.tasks import is_loss
+from zenflow_jax import planning
 
 
 class Ended(NamedTuple):
@@ -133,7 +134,7 @@ class Run:
                 # The process only runs this job, and can be restarted, so it may end itself.
                 exit_if_stuck=True,
             )
-        except ValueError as error:  # too little pinned memory, or other options than before
+        except planning.UnfitRunError as error:
             raise SettingsError(str(error)) from error
         self.engine = self.stack.enter_context(engine)
         if timeline and processes.is_first():

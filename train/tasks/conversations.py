@@ -14,15 +14,17 @@ from train.tasks.batches import DataError
 from train.tasks.files import records, shorten, text_field
 
 MESSAGES, TOOLS = "messages", "tools"
+SYSTEM = "system"  # the role
 
 
 class Conversations:
-    """Reads conversations, and collects fields that nothing reads."""
+    """Reads conversations; counts unread fields and conversations with a system message."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
         self._fields = fields.Fields(MESSAGES, TOOLS, refused=fields.OF_CHATS)
-        self._unwritten = TemplateChecks(template)
+        self._checks = TemplateChecks(template)
+        self._conversations = self._with_system = 0
 
     def read(self, path: Path) -> Iterator[Conversation]:
         for where, record in records(path):
@@ -34,11 +36,19 @@ class Conversations:
                 conversation = self._written(where, messages, tools, skipped)
             except ConversationError as error:
                 raise DataError(f"{where}: {error}.") from error
+            self._conversations += 1
+            self._with_system += messages[0]["role"] == SYSTEM
             yield conversation
 
     def notes(self, where: Path) -> list[str]:
-        """Returns sentences about fields that are not read."""
-        return self._fields.notes(where) + self._unwritten.notes()
+        """Returns sentences about fields that are not read, and about system messages."""
+        notes = self._fields.notes(where) + self._checks.notes()
+        if self._with_system:
+            notes.append(
+                f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
+                "system message: ask the model with one, too (zenflow-generate --system)"
+            )
+        return notes
 
     def _written(
         self, where: str, messages: list[dict], tools: list | None, skipped: set[int]
@@ -51,7 +61,7 @@ class Conversations:
                 raise
             # Some templates, such as DeepSeek R1's, only accept arguments as text.
             conversation, parsed = self._template.conversation(messages, tools, skipped), messages
-        self._unwritten.check(parsed, tools)
+        self._checks.check(parsed, tools)
         return conversation
 
 

@@ -65,7 +65,7 @@ class Mailbox:
         self._most = IN_FLIGHT.get(state.send_gradients, 2 * state.schedule.longest_window + 2)
         self._running: deque[StepScalars] = deque()  # of steps that the device may still run
         self._last: Mail | None = None
-        self._repeated = False  # whether the last state given has been sent again
+        self._repeated = False  # whether the last state given has come again
         # Token, and its number, of the state that a flush has replaced since the last step.
         self._replaced: tuple[jax.Array, int] | None = None
 
@@ -76,18 +76,28 @@ class Mailbox:
     def is_repeated(self, state: ZenFlowState) -> bool:
         """Whether it is the last state given, and comes for the first time since a step.
 
-        A loop that goes on with what it had before its step passes it every time.
+        Trainers that run their hooks again at the end pass it. So does a loop that goes on with
+        what it had before its step: `check_new_step` refuses the step after it.
         """
-        before, self._repeated = self._repeated, True
-        return state.token is self._last_token and self._last is not None and not before
+        if self._repeated or self._last is None or state.token is not self._last_token:
+            return False
+        self._repeated = True
+        return True
 
     def check_new_step(self, state: ZenFlowState) -> None:
-        """Refuses a state that no step was made with since it was given."""
+        """Refuses a state that no step was made with since it was given, and a dropped step."""
         self._check_flushed(state)
         if state.token is self._last_token:
             raise RuntimeError(
                 "expected the state of a new step, got the one that this engine returned last. "
                 "Call `exchange` once after each step, with what the step returned."
+            )
+        if self._repeated:
+            raise RuntimeError(
+                "expected no step after an `exchange` of what the `exchange` before it had "
+                "returned, got another step: the step between those two was dropped. Call "
+                "`exchange` after each step, with what the step returned. Between a trainer's last "
+                "hooks and a further training, call `flush`."
             )
 
     def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
@@ -96,6 +106,7 @@ class Mailbox:
         A step without an update makes a copy: a micro-batch of `optax.MultiSteps`. Waits for it.
         """
         self._check_flushed(state)
+        self._repeated = False  # a flush ends a training
         if state.token is self._last_token:
             return False
         token = int(read(state.token))
@@ -125,7 +136,7 @@ class Mailbox:
 
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
-        self._replaced, self._repeated = None, False
+        self._replaced = None
         while len(self._unread) >= self._most:
             self._take_back()
         token = self._token
