@@ -152,8 +152,7 @@ class PlainFile(TensorFile):
             size = self._mapped.size
             self.close()
             raise ElvesError(
-                f"expected a whole safetensors file {path}, got {size} bytes that cannot be read "
-                f"({error}). {REMEDY}"
+                f"cannot read the safetensors file {path}, of {size} bytes ({error}). {REMEDY}"
             ) from error
 
     def _read_header(self) -> None:

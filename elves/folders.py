@@ -215,8 +215,8 @@ def _check_bound(path: Path, pieces: Sequence[Piece], options: Options) -> None:
         if piece.dtype == "F32" and _STATE.search(piece.name):
             raise ElvesError(
                 f"the tensor `{piece.name}` in {path}: expected no optimizer state with a bound, "
-                f"got {options.bound:g}. Of second moments nearly all would become zero. Leave "
-                "--bound out, or pack the weights alone."
+                f"got {options.bound:g}. Nearly all second moments would become zero. Omit "
+                "--bound, or pack only the weights."
             )
     check_bound(path, pieces, options.bound)
 

@@ -47,7 +47,7 @@ NUMPY |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_d
 _LONGEST = 2**30
 # The longest header of an original file.
 _LONGEST_HEAD = 100_000_000
-REMEDY = "Copy the file again, or take another copy."
+REMEDY = "Copy the file again, or use another copy."
 
 
 class ElvesError(Exception):
@@ -182,7 +182,7 @@ def read_header(path: Path) -> tuple[Header, int]:
             raise ValueError("one that was changed")
         end = 8 + length + sum(t.packed_bytes for t in header.tensors.values())
         if size != end:
-            raise ValueError(f"a file of {size} bytes in place of {end}")
+            raise ValueError(f"a file of {size} bytes instead of {end}")
     except OSError as error:
         raise ElvesError(f"expected a packed file {path}, got {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
@@ -228,7 +228,7 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
     # Bounds the restored size by the file's size: no small file can request much memory.
     expected = 0 if codec == DUPLICATE else -(-size // BLOCK)
     if len(blocks) != expected or (codec == DUPLICATE and of is None):
-        raise ValueError(f"`{name}` with {len(blocks)} blocks in place of {expected}")
+        raise ValueError(f"`{name}` with {len(blocks)} blocks instead of {expected}")
     if not all(HEAD < n <= BLOCK + HEAD for n in blocks):
         raise ValueError(f"`{name}` with a block of an impossible size")
     bound, error, checksum = fields["bound"], fields["error"], _count(fields["crc32"])
@@ -239,5 +239,5 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} in place of a whole number")
+        raise ValueError(f"{value!r} instead of an integer")
     return value

@@ -165,9 +165,9 @@ def test_a_job_that_meets_its_time_limit_goes_on_and_ends_with_the_bits_of_one_t
     # SLURM looks every half a minute, so it sends the signal 30 to 60 seconds after the start.
     job = Job(slurm, tmp_path, "--time=2", "--signal=TERM@60", steps=10**6)
     job.says("SIGTERM: stopping after this step, saving")
-    step = int(job.says(r"stopped by SIGTERM after step (\d+), which is saved. Go on with the")[1])
+    step = int(job.says(r"stopped by SIGTERM after step (\d+), which is saved. Resume with the")[1])
     job.write_config(step + 5)  # it waits for ten seconds at least
-    job.says(f"going on from checkpoint {step} in .*/job-{job.id}\n")
+    job.says(f"resuming from checkpoint {step} in .*/job-{job.id}\n")
     wait_for(lambda: job.is_in("COMPLETED", restarts=1), 240)
 
     straight = Job(slurm, tmp_path, "--time=10", steps=step + 5)

@@ -51,7 +51,7 @@ class Command:
     threads: int | None = option(None, "Number of threads. Default: the number of cores.")
     replace: bool = option(False, "Replace each file by the packed one. Without TARGET.")
     restore: bool = option(False, "Restore a packed file or folder.")
-    check: bool = option(False, "Decode a packed file or folder, to see whether it is whole.")
+    check: bool = option(False, "Decode a packed file or folder, to check whether it is intact.")
 
 
 def run(command: Command) -> None:
@@ -67,7 +67,7 @@ def run(command: Command) -> None:
     if command.check:
         files, size = check_path(command.source, base=command.base, threads=threads)
         seconds = time.perf_counter() - begin
-        print(f"{command.source} is whole: {_files(files)}, {_bytes(size)} in {seconds:.1f} s")
+        print(f"{command.source} is intact: {_files(files)}, {_bytes(size)} in {seconds:.1f} s")
     elif command.restore:
         assert command.target is not None
         files = restore_path(command.source, command.target, base=command.base, threads=threads)
@@ -102,7 +102,7 @@ def _say_packed(command: Command, packed: Sequence[Result], seconds: float) -> N
     exact = [t for t in tensors if t.dtype != "F32" and t.bytes]
     if exact:
         kinds = ", ".join(sorted({t.dtype for t in exact}))
-        print(f"{len(exact)} tensors of {kinds} keep their bits: a bound is for F32 alone")
+        print(f"{len(exact)} tensors of {kinds} keep their bits: a bound applies to F32 only")
 
 
 def _check(command: Command) -> None:
@@ -151,9 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Failure as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    left = f"{command.source} is as it was."
+    left = f"{command.source} is unchanged."
     if command.replace:
-        left = f"Each file of {command.source} is whole, packed or not; the same command goes on."
+        left = (
+            f"Each file of {command.source} is intact, packed or not; run the same command again."
+        )
     try:
         run(command)
     except ElvesError as error:

@@ -83,7 +83,7 @@ def train(
         job.output.output_dir, job.output.run, label=job.training.optimizer, fresh=fresh
     )
     peers.restart = (
-        f"Start all of them again with --run {folder.name}: the run goes on from its last "
+        f"Start all of them again with --run {folder.name}: the run is resumed from its last "
         "checkpoint, if it has one."
     )
     for line in job.notes:
@@ -144,7 +144,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     models.write(target, origin, weights, labels=labels, texts=texts, task=task)
     line = f"{target} has the weights of checkpoint {step} in {folder}"
     if settings.optimizer != "adamw":
-        line += ", without the updates that were on their way"
+        line += ", without pending updates"
         if has_end and step == summary["steps"]:
             line += f"; {end} has them"
     say(line)
@@ -212,8 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message = (
             f"expected to write the run's files to {command.settings.output_dir}, got: {error}. "
-            "Make room or see to the permissions, and start it again with --run: it goes on from "
-            "its last checkpoint, if it has one."
+            "Free disk space or fix the permissions, and start it again with --run: it is "
+            "resumed from its last checkpoint, if it has one."
         )
     sys.stderr.write(f"error: {message}\n")
     return 2

@@ -199,7 +199,7 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
         # The special tokens that end an answer may differ from those that end a text.
         ends = answer_end_tokens(template, tokenizer, messages)
     except ConversationError as error:
-        raise SettingsError(f"`format`: {error}, or take --format text.") from error
+        raise SettingsError(f"`format`: {error}, or pass --format text.") from error
     return Prompt(
         tokenizer.tokens.encode(text, add_special_tokens=False).ids,
         all_end_tokens(folder, tokenizer) | ends,

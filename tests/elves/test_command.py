@@ -90,7 +90,7 @@ def test_what_was_packed_is_restored_and_checked(model, tmp_path, capsys):
     assert compress.main([str(model), packed, "--threads", "2"]) == 0
     assert compress.main(["--check", packed]) == 0
     assert "ratio 1.2" in (out := capsys.readouterr().out)
-    assert "is whole: 2 packed file" in out
+    assert "is intact: 2 packed file" in out
     assert compress.main(["--restore", packed, back]) == 0
     for path in ("config.json", "model.safetensors", "more/other.safetensors"):
         assert (tmp_path / "back" / path).read_bytes() == (model / path).read_bytes()

@@ -167,7 +167,7 @@ def rewritten(packed, tmp_path, change):
     [
         (("version",), 2, "expected a packed file of version 1, got .* of version 2"),
         (("tensors", "zeros", "bytes"), 2**42, r"`zeros`, F32 of the shape .* in 4398046511104"),
-        (("tensors", "w", "blocks", 0), -5, "-5 in place of a whole number"),
+        (("tensors", "w", "blocks", 0), -5, "-5 instead of an integer"),
         (("tensors", "same", "of"), ["file", "", "same", 0], "`same` in .*: expected `same` in"),
         (
             ("tensors", "same", "of"),
@@ -294,7 +294,7 @@ def test_places_that_do_not_fit_and_a_file_that_is_cut_off_are_refused(tmp_path)
         ("in/one.safetensors", "base", "expected a new path .*, which exists"),
         ("in", "gone/out", "expected a new path .*, whose folder does not exist"),
         ("pickles", "out", "expected safetensors in .*pickles, got none"),
-        ("cut", "out", "expected a whole safetensors file .*one"),
+        ("cut", "out", "cannot read the safetensors file .*one"),
     ):
         with pytest.raises(elves.ElvesError, match=message):
             pack_path(tmp_path / source, tmp_path / target, Options())

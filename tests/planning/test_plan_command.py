@@ -190,6 +190,6 @@ def test_a_run_that_the_host_cannot_hold_is_refused_before_data_are_looked_at(mo
     run += ["--data", "nowhere"]
     monkeypatch.setattr(memory, "host_bytes", lambda: 20_000)
     assert finetune.main(run) == 2
-    assert "`model`: expected one" in capsys.readouterr().err
+    assert "`model`: not enough memory" in capsys.readouterr().err
     assert finetune.main([*run, "--force"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err  # the first that is looked at

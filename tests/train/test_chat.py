@@ -242,7 +242,7 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
     assert (run / "model" / "chat_template.jinja").read_text() == text
     with jax.numpy_dtype_promotion("standard"):
         assert finetune.main([str(run / "settings.toml"), "--run", "a", "--steps", "3"]) == 0
-    assert "going on from checkpoint 2" in capsys.readouterr().out
+    assert "resuming from checkpoint 2" in capsys.readouterr().out
 
     # Who exports need not name it.
     exporting = ["--run", "a", "--chat-template", "None", "--export", "2", str(out)]

@@ -80,7 +80,7 @@ def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsy
     cut_short(whole, cut, after=5)
     assert finetune.main([config, "--run", cut.name]) == 0
     shown = capsys.readouterr().out
-    assert "going on from checkpoint 5" in shown
+    assert "resuming from checkpoint 5" in shown
     assert "newly initialized" not in shown
     before, *weights = (
         load_file(folder / "model.safetensors")

@@ -81,7 +81,7 @@ def changed_at(folder: Path) -> dict[Path, float]:
 @pytest.mark.slow
 def test_a_run_that_is_stopped_and_killed_ends_with_the_same_bits(runs):
     assert (runs.code, runs.killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
-    assert re.search(r"going on from checkpoint \d+ in ", runs.ended)
+    assert re.search(r"resuming from checkpoint \d+ in ", runs.ended)
     assert differences(runs.folder / "whole", runs.folder / "interrupted") == []
 
 
@@ -111,7 +111,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     assert finetune.main([str(config), "--run", cut.name]) == 0
     text = capsys.readouterr().out
     assert "checkpoint 10 is damaged: " in text
-    assert "going on from checkpoint 5" in text  # in the middle of a window
+    assert "resuming from checkpoint 5" in text  # in the middle of a window
     assert "checkpoints/10 to damaged-10" in text
     assert differences(whole, cut) == []
 
@@ -147,10 +147,10 @@ def test_an_export_says_which_updates_it_lacks(runs, tmp_path, capsys):
     for step, also in ((last, f"; {model} has them"), (oldest, "")):
         assert finetune.main([*command, str(step), str(tmp_path / str(step))]) == 0
         said = capsys.readouterr().out
-        assert said.endswith(f"without the updates that were on their way{also}\n")
+        assert said.endswith(f"without pending updates{also}\n")
 
 
-NO_ROOM = "expected to write .*{disk}.*Make room"
+NO_ROOM = "expected to write .*{disk}.*Free disk space"
 
 
 # Of checkpoints orbax leaves a trace for each array.
@@ -162,7 +162,7 @@ NO_ROOM = "expected to write .*{disk}.*Make room"
         # Which file finds no room first, that of the model or the last checkpoint's, is chance.
         (
             "2m",
-            f"({NO_ROOM}|the last checkpoint is missing: see above. {{disk}}/.*tensors is whole)",
+            f"({NO_ROOM}|the last checkpoint is missing: see above. {{disk}}/.*tensors has the weights)",
         ),
     ],
     ids=["metrics", "checkpoints"],

@@ -57,7 +57,7 @@ def test_a_run_and_all_its_weights_have_the_bits_of_one_whose_layers_are_on_the_
         ends = "model-5"  # and is read from the checkpoint at the end
         monkeypatch.setattr(Checkpoints, "_best_of", lambda *_: 5)
     assert finetune.main([config, "--run", cut.name, *stream]) == 0
-    assert "going on from checkpoint 5" in capsys.readouterr().out
+    assert "resuming from checkpoint 5" in capsys.readouterr().out
     assert validations(plain) == validations(whole) == validations(cut)
     for name in ("model-5", "model-10", "model"):
         assert bits(plain / name) == bits(whole / name)

@@ -210,7 +210,7 @@ def test_eight_devices_train_layers_in_host_memory_and_resume_to_the_bit(tmp_pat
     runs = [tmp_path / "runs" / name for name in ("plain", "whole", "cut")]
     code, text = output(start("-c", STREAMED_ON_A_MESH, config, *map(str, runs), devices=8))
     assert code == 0, text
-    assert "going on from checkpoint 2" in text
+    assert "resuming from checkpoint 2" in text
     plain, whole, cut = runs
     assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
     np.testing.assert_allclose(losses(whole), losses(plain), rtol=0, atol=FUSED_OTHERWISE_ATOL)
@@ -241,6 +241,6 @@ def test_a_signal_to_one_of_two_processes_saves_the_run_and_both_go_on(tmp_path)
 
     (code, text), (other_code, _) = map(output, start_two(config, "--steps", str(int(step) + 1)))
     assert (code, other_code) == (0, 0), text
-    assert f"going on from checkpoint {step}" in text
+    assert f"resuming from checkpoint {step}" in text
     figures = summary(tmp_path / "runs" / "two")
     assert (figures["resumed_at"], figures["steps"]) == (int(step), int(step) + 1)

@@ -77,7 +77,7 @@ def check_same_run(
                 before, value = saved.get(name, before), wanted[name]
             copy, also = folder.parents[1] / DEEPSPEED, ""
             if copy.exists():
-                also = f"--deepspeed {copy}, which the run has gone by and which goes first, or "
+                also = f"--deepspeed {copy}, the run's own config, which takes precedence, or "
             if name == "full_warm_up_rounds":
                 also += "--full-warm-up-share None "
             raise SettingsError(

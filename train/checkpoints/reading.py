@@ -135,8 +135,8 @@ class SavedCheckpoints:
         folder = self._folder / str(step)
         if problem := processes.from_first(damage(folder) or ""):
             raise CheckpointError(
-                f"expected a whole checkpoint {step} in {self._folder}, got one that is damaged: "
-                f"{problem}. Take another one, or at the end of a run --no-keep-best."
+                f"checkpoint {step} in {self._folder} is damaged: "
+                f"{problem}. Use another one, or at the end of a run --no-keep-best."
             )
         saved, others = split_arrays({"params": like, "opt_state": ()})
         run = self._read_run(step)
@@ -208,8 +208,8 @@ class SavedCheckpoints:
         if damaged:
             listed = "; ".join(f"{step}: {what}" for step, what in damaged.items())
             raise SettingsError(
-                f"expected a whole checkpoint in {self._folder}, got damaged ones alone "
-                f"({listed}). Put a copy in their place, or name another --run to start again."
+                f"all checkpoints in {self._folder} are damaged "
+                f"({listed}). Restore a copy, or name another --run to start again."
             )
         return None
 
@@ -283,8 +283,8 @@ def check_arrays(
                 f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
                 f"got {wanted.get(name, 'none')}: that checkpoint is of another model, "
                 f"optimizer or mesh, or of another layout (zenflow_jax {version} wrote it, this is "
-                f"{zenflow_jax.__version__}). Take {folder.parent.parent / 'settings.toml'} as the "
-                "config, or name another --run to begin a new one."
+                f"{zenflow_jax.__version__}). Pass {folder.parent.parent / 'settings.toml'} as the "
+                "config, or name another --run to start again."
             )
 
 

@@ -43,7 +43,7 @@ from train.distributed import host_memory, processes
 class Checkpoints(SavedCheckpoints):
     """The checkpoints of the run that writes them; keeps the newest `keep`."""
 
-    _otherwise = "or name another --run to begin a new one."
+    _otherwise = "or name another --run to start again."
 
     def __init__(self, folder: Path, *, keep: int, keep_best: bool, **reading: Any):
         super().__init__(folder, **reading)
@@ -238,8 +238,8 @@ class Checkpoints(SavedCheckpoints):
                 raise
             self._failed = (
                 f"expected to write checkpoint {self._writing} to {self._folder}, got: "
-                f"{_shortened(error)}. Make room there or see to its permissions; older "
-                "checkpoints are as they were."
+                f"{_shortened(error)}. Free disk space or fix the permissions; older "
+                "checkpoints are unchanged."
             )
             self._say(f"error: {self._failed}")
             # At exit, Python warns of writes that never started, after the message that matters

@@ -186,8 +186,8 @@ def _check_place(config: Path, output_dir: str, run: str | None) -> None:
     if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
         raise SettingsError(
             f"`--run`: expected the folder of {config} in {Path(output_dir).absolute()}, found "
-            "none. Paths in the settings of a run count from the folder where it was started: "
-            "start it there again."
+            "none. Paths in the settings of a run are relative to the folder where it was "
+            "started: start it there again."
         )
 
 

@@ -59,8 +59,8 @@ def check_same(settings: str, data: int) -> None:
     others = np.flatnonzero(checksums != checksums[0])
     if len(others):
         raise SettingsError(
-            "expected the same settings and the same data in every process, got others than those "
-            f"of process 0 in: {', '.join(map(str, others))}."
+            "settings or data differ from those of process 0 in "
+            f"process {', '.join(map(str, others))}."
         )
 
 

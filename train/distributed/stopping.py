@@ -104,7 +104,7 @@ class StopRequest:
             first, self._number = self._number is None, self._number or number
             why = self._nothing_to_save
         if not first:
-            _leave(number, f"aborted by {name}; the last whole checkpoint is as it was")
+            _leave(number, f"aborted by {name}; the last checkpoint is unchanged")
         if why is not None:
             _leave(number, f"stopped by {name}: {why}")
         self._say(f"{name}: stopping after this step, saving; again to abort")
@@ -135,7 +135,7 @@ def how_to_resume(signal_number: int, step: int, folder: Path) -> str:
     saved = f"stopped by {signal.Signals(signal_number).name} after step {step}, which is saved."
     run = f"--run {shlex.quote(folder.name)}"
     if "SLURM_JOB_ID" in os.environ:
-        return f"{saved} Go on with the same sbatch or srun and {run}"
+        return f"{saved} Resume with the same sbatch or srun and {run}"
     command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} {run}"
     also = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
-    return f"{saved} Go on with:\n{command}{also}"
+    return f"{saved} Resume with:\n{command}{also}"

@@ -117,7 +117,7 @@ class ChatTemplate:
             )
         whole = self._render(messages, False, tools)
         if _PLACE in whole:
-            raise ConversationError("expected text, got U+FDD2, which is none")
+            raise ConversationError("expected text, got the noncharacter U+FDD2")
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
         learned = [i for i in of_assistant if i not in skipped]
         if self._marks_answers:
@@ -182,7 +182,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         text = json.dumps(messages, ensure_ascii=False, default=str) if self._marks_answers else ""
         if _BEGIN in text or _END in text:
-            raise ConversationError("expected text, got U+FDD0 or U+FDD1, which is none")
+            raise ConversationError("expected text, got the noncharacter U+FDD0 or U+FDD1")
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
             return self._template.render(**self.special, messages=list(messages), **options)

@@ -85,8 +85,8 @@ def read_raw(folder: Path) -> dict[str, Any]:
             )
         if quantized:
             raise ModelError(
-                f"`model`: {folder} has the GGUF file {quantized[0]}, from which no model can be "
-                "trained or read here. Take the folder of safetensors that it was made from."
+                f"`model`: {folder} has the GGUF file {quantized[0]}, which is not supported. "
+                "Use the folder of safetensors that it was made from."
             )
     return read_object(folder / CONFIG, ModelError)
 

@@ -77,8 +77,8 @@ def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.n
             write()
     except OSError as error:
         raise ModelError(
-            f"expected to write the model to {path}, got: {error}. Make room there or see to its "
-            "permissions, and start the run again: it goes on from its last checkpoint."
+            f"expected to write the model to {path}, got: {error}. Free disk space or fix the "
+            "permissions, and start the run again: it is resumed from its last checkpoint."
         ) from error
     finally:
         # All processes must gather: otherwise they would wait for a process that has failed.

@@ -229,8 +229,7 @@ def _read_header(path: Path) -> list[Tensor]:
     except (OSError, SafetensorError) as error:
         size = f"{path.stat().st_size} bytes" if path.exists() else "none"
         raise ModelError(
-            f"expected a whole safetensors file {path}, got {size} that cannot be read "
-            f"({error}). Copy the file again."
+            f"cannot read the safetensors file {path}, of {size} ({error}). Copy the file again."
         ) from error
 
 

@@ -46,7 +46,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
     if last >= vocabulary:
         raise TokenizerError(
             f"{folder / TOKENIZER}: expected ids below {vocabulary}, the model's `vocab_size`, but "
-            f"the last one is {last}. Take the tokenizer that the model came with."
+            f"the last one is {last}. Use the tokenizer that came with the model."
         )
     entries = {
         name: read_object(folder / name, TokenizerError)

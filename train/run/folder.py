@@ -59,7 +59,7 @@ def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool
     written = names & {models.WEIGHTS, models.FOLDER}
     if written and "checkpoints" not in names:
         raise SettingsError(
-            f"`run`: expected a folder with checkpoints to go on from, or a new one, got {folder} "
+            f"`run`: expected a folder with checkpoints to resume from, or a new one, got {folder} "
             f"with a {written.pop()} and no checkpoints."
         )
     processes.from_first(str(folder))

@@ -111,12 +111,12 @@ class Run:
         if done == steps and summary and summary["steps"] == done:
             larger = "--steps" if steps == self.job.training.steps else "--early-stopping-patience"
             self._say(
-                f"{self.folder} has done all its {done} steps. Pass a larger {larger} to go on "
-                f"with it, after {self.folder / 'settings.toml'} as the config, or name another "
-                "--run to begin a new one."
+                f"{self.folder} has done all its {done} steps. Pass a larger {larger} to "
+                f"continue it, with {self.folder / 'settings.toml'} as the config, or name "
+                "another --run to start again."
             )
             return True
-        self._say(f"going on from checkpoint {done} in {self.folder}")
+        self._say(f"resuming from checkpoint {done} in {self.folder}")
         if done > steps:
             raise SettingsError(
                 f"`steps`: expected at least {done}, which {self.folder} has done, got {steps}."
@@ -268,7 +268,7 @@ class Run:
         except CheckpointError as error:
             if not processes.is_first():
                 raise  # other processes show nothing before
-            model = f"{self.folder / written} is whole, with the weights of step {best}"
+            model = f"{self.folder / written} has the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
         test = self.job.test and self.job.test(weights)
         if test:

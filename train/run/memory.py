@@ -45,10 +45,10 @@ def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepS
     ):
         if needed > room:
             raise SettingsError(
-                f"`{name}`: expected one whose {what} fit in {gb(room)}, got {run.batch_size} x "
-                f"{run.sequence_length} tokens in {run.micro_batches} micro-batches, "
-                f"{run.optimizer} and {parameters:,} parameters, for which they take {gb(needed)} "
-                f"alone. Take a smaller one, {remedy}, or --force, which starts it all the same."
+                f"`{name}`: not enough memory for {what}: needs {gb(needed)}, has {gb(room)}, with "
+                f"{run.batch_size} x {run.sequence_length} tokens in {run.micro_batches} "
+                f"micro-batches, {run.optimizer} and {parameters:,} parameters. Use a smaller one, "
+                f"{remedy}, or --force to start anyway."
             )
 
 
@@ -82,7 +82,7 @@ def describe_oom(error: BaseException, run: TrainingSettings) -> str:
     other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
     reason = str(error).partition("\n")[0]
     return (
-        f"expected memory enough for batches of {run.batch_size} x {run.sequence_length} tokens in "
-        f"{run.micro_batches} micro-batches and {run.optimizer}, got: {reason} "
-        f"Take a --batch-size below {run.batch_size}, more --micro-batches, --remat, or {other}."
+        f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
+        f"{run.micro_batches} micro-batches and {run.optimizer}: {reason} Use a --batch-size below "
+        f"{run.batch_size}, more --micro-batches, --remat, or {other}."
     )

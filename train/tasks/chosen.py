@@ -22,7 +22,7 @@ def make_test(data: DataSettings, origin: Pretrained, task: Task, **options: Any
     """Returns the task with the examples of `test_data` for validation, and none to train on."""
     file = Path(data.test_data)
     if not file.is_file():
-        raise SettingsError(f"`test_data`: expected a file, got {file}, which is none.")
+        raise SettingsError(f"`test_data`: expected a file, got {file}, which is not a file.")
     test = make_task(data, origin, path=file, validation_share=1.0, known=task.labels, **options)
     if test.labels != task.labels:
         raise SettingsError(
@@ -89,7 +89,7 @@ def with_best(task: Task, best: str | None) -> Task:
         return task
     if best not in task.metrics:
         raise SettingsError(
-            f"`best`: the task {task.name} has no metric {best}. Take one of: "
+            f"`best`: the task {task.name} has no metric {best}. Use one of: "
             f"{', '.join(task.metrics)}."
         )
     return task._replace(best=best)

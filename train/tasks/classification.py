@@ -229,7 +229,7 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     first = next(lines(path), (1, ""))[1]
     if "\r" in first.strip() and not first.endswith("\n"):
         raise DataError(
-            f"{path}: lines end with a carriage return alone. Convert it: tr '\\r' '\\n' < A > B"
+            f"{path}: lines end with a bare carriage return. Convert it: tr '\\r' '\\n' < A > B"
         )
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     _check_header(path, names, columns)

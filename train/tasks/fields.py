@@ -16,10 +16,10 @@ from train.tasks.batches import DataError
 from train.tasks.files import shorten
 
 _PAIRS = (
-    "That is preference data (DPO, KTO), and there is no training on preferences. Keep the good "
-    "answers alone, without that field"
+    "That is preference data (DPO, KTO), and training on preferences is not supported. Keep "
+    "only the good answers, without that field"
 )
-_MEDIA = "Models here read text alone. Leave those examples out"
+_MEDIA = "Models here read only text. Leave those examples out"
 _PARTS = "An answer is learned as a whole, or with `weight` 0 not at all. Remove the field"
 _KWARGS = "Templates do not get it here. Remove the field, or write it into the messages"
 
@@ -39,7 +39,7 @@ OF_MESSAGES = REFUSED | {
     "function_call": "Write it into `tool_calls`, as [{'type': 'function', 'function': ...}]",
 }
 OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
-    ("system", "history"), "Alpaca has no such field. Write conversations and take --task chat"
+    ("system", "history"), "Alpaca has no such field. Write conversations and use --task chat"
 )
 
 # 1 or true if an example, or a message, is learned, 0 or false if not.
@@ -127,7 +127,7 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
 def alpaca_remedy(record: Mapping[str, Any]) -> str:
     """Returns the remedy for a record that is no instruction."""
     if "messages" in record or "conversations" in record:
-        return "That is a conversation: take --task chat"
+        return "That is a conversation: use --task chat"
     pairs = {name: RENAMED[name] for name in RENAMED if name in record}
     names = [f"`{name}` to `{to}`" for name, to in pairs.items() if to not in record]
     return f"Rename {' and '.join(names)}" if names else "Rename the field"
@@ -143,7 +143,7 @@ def conversation_remedy(record: Mapping[str, Any]) -> str:
         rename = alpaca_remedy(record).removesuffix("Rename the field")
         return "".join([rename, ", and take" if rename else "Take", " --task alpaca"])
     if "text" in record:
-        return "That is text: take --task language"
+        return "That is text: use --task language"
     if "prompt" in record:
         return 'Write [{"role": "user", "content": PROMPT}, {"role": "assistant", ...}] into it'
     return "Rename the field"
