@@ -162,7 +162,7 @@ NO_ROOM = "expected to write .*{disk}.*Free disk space"
         # Which file finds no room first, that of the model or the last checkpoint's, is chance.
         (
             "2m",
-            f"({NO_ROOM}|the last checkpoint is missing: see above. {{disk}}/.*tensors has the weights)",
+            f"({NO_ROOM}|the last checkpoint is missing: see above. {{disk}}/.*has the weights)",
         ),
     ],
     ids=["metrics", "checkpoints"],
