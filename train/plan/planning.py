@@ -124,7 +124,8 @@ class _Planner:
     def plan_to_fit(self, run: StepSettings) -> planning.Plan | None:
         """Plans a run, and compiles only if it fits by shapes; None if it cannot be planned."""
         try:
-            plan = self.by_shapes(run)
+            # These bytes do not depend on remat; the trace of a deep model takes seconds.
+            plan = self.by_shapes(dataclasses.replace(run, remat=self.settings.remat))
             if not plan.fits or not self.by_compiler:
                 return plan
             return self.plan(run) if self._peak.cache_info().misses < COMPILATIONS else None
