@@ -1,8 +1,8 @@
-"""The console commands, each of which runs a script of `train/` in its own process.
+"""Console commands, each of which runs a script of `train/` in its own process.
 
-Scripts, what packs files, and configs are no packages of an environment: a wheel has them in a
-folder of this package, a clone in its root. Only a command puts that folder on its path, ahead of
-all else, so that a user's own `train.py` is not taken for them.
+Scripts, `elves` and configs are not packages of an environment: a wheel has them in a folder of
+this package, a clone in its root. Only a command puts that folder on its path, before everything
+else, so that a user's own `train.py` is not imported instead.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-#: What has them: the wheel's folder, or the root of a clone.
+#: The folder that contains them: in the wheel, or the root of a clone.
 _SCRIPTS = _HERE / "_scripts" if (_HERE / "_scripts").is_dir() else _HERE.parent
 
 
@@ -19,7 +19,7 @@ def finetune() -> int:
 
 
 def plan() -> int:
-    if len(sys.argv) > 1:  # otherwise it is an error, which should not name what nobody has typed
+    if len(sys.argv) > 1:  # the error without arguments must not mention it
         sys.argv.insert(2, "--plan")
     return _run("finetune")
 

@@ -77,7 +77,7 @@ def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_comp
     plan = planned(str(QUICKSTART), *run)
     assert list(plan.of_optimizers) == ["adamw", "offload", "zenflow"]
     assert plan.chosen.device["uploads"] == 0 < plan.chosen.late
-    assert (plan.chosen.by, plan.chosen.host_bytes_there) == ("shapes", 64 * 10**9)
+    assert (plan.chosen.by, plan.chosen.host_capacity_bytes) == ("shapes", 64 * 10**9)
     assert plan.of_optimizers["adamw"].host == {}
     assert finetune.main([str(QUICKSTART), *run, "--plan"]) == 0
     out = capsys.readouterr().out

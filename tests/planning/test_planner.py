@@ -80,9 +80,9 @@ def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays():
 
         plan = library.plan(jax.jit(step), training.params, state, host_state=host_state)
     need = needs_of(state, host_state=host_state)
-    assert plan.host_pinned == need.mail + need.hand_over
-    pageable = need.state + need.sums + need.hand_over + need.saving
-    assert plan.host_bytes == plan.host_pinned + pageable
+    parts = (need.state, need.sums, need.mail, need.weights, need.hand_over, need.hand_over)
+    assert list(plan.host.values()) == [*parts, need.saving]
+    assert plan.host_bytes == sum(parts) + need.saving
     assert plan.device["uploads"] == needs_of(state).uploads
     blank = jax.tree.leaves((state.mail, state.step_scalars))
     on_device = {id(x): x.nbytes for x in jax.tree.leaves((training.params, state))}

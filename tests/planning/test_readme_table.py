@@ -10,7 +10,7 @@ import pytest
 from train.cli.command_line import read_command_line
 from train.plan.planning import plan_run
 from zenflow_jax import planning
-from zenflow_jax.planning import GPUS, HOST_RESERVE, USABLE
+from zenflow_jax.planning import GPUS, HOST_RESERVE, MAX_FRACTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_scripts_run")]
 
@@ -71,4 +71,6 @@ def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
     assert least <= round(plan.host_bytes / plan.parameters) <= most
     assert plan.host_bytes + HOST_RESERVE <= int(memory) * 1e9
     # The compiler adds gradients and activations.
-    assert plan.device_bytes / 1e9 < int(on_device) <= USABLE * GPUS[DEVICES[gpu]].memory / 1e9
+    assert (
+        plan.device_bytes / 1e9 < int(on_device) <= MAX_FRACTION * GPUS[DEVICES[gpu]].memory / 1e9
+    )

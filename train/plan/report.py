@@ -12,7 +12,14 @@ from rich.table import Table
 from train.cli.command_line import PROGRAM, Planning
 from train.cli.settings import option_words
 from train.plan.planning import RunPlan, Way
-from zenflow_jax.planning import EFFICIENCY, HOST_RESERVE, INSTALL, UNASKED, USABLE, gb
+from zenflow_jax.planning import (
+    DEFAULT_FRACTION,
+    EFFICIENCY,
+    HOST_RESERVE,
+    INSTALL,
+    MAX_FRACTION,
+    gb,
+)
 
 
 def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
@@ -40,13 +47,13 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     for name in dict.fromkeys(name for plan in plans for name in plan.device):
         row(f"device: {name}", [x.device.get(name) for x in plans])
     row("device, total", [x.device_bytes for x in plans], "bold")
-    row("  available", [x.device_bytes_there for x in plans])
+    row("  available", [x.device_capacity_bytes for x in plans])
     table.add_section()
     for name in dict.fromkeys(name for plan in plans for name in plan.host):
         pinned = " (pinned)" if name in ("mail", "weights") else ""
         row(f"host: {name}{pinned}", [x.host.get(name) for x in plans])
     row("host, total", [x.host_bytes or None for x in plans], "bold")
-    row("  available", [x.host_bytes_there - HOST_RESERVE for x in plans])
+    row("  available", [x.host_capacity_bytes - HOST_RESERVE for x in plans])
     table.add_section()
     row("a checkpoint on disk", [x.checkpoint for x in plans])
     row("a step, device to host", [x.to_host or None for x in plans])
@@ -97,8 +104,8 @@ def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
         changes = {"batch_size": way.batch_size} | changes
     dropped = {field.name for field in dataclasses.fields(Planning)} | changes.keys()
     words, keep = PROGRAM.split(), True
-    if way.plan.device_bytes > UNASKED * run_plan.chosen.gpu.memory:
-        words.insert(0, f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}")
+    if way.plan.device_bytes > DEFAULT_FRACTION * run_plan.chosen.gpu.memory:
+        words.insert(0, f"XLA_PYTHON_CLIENT_MEM_FRACTION={MAX_FRACTION}")
     for word in arguments:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")

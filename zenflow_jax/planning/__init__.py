@@ -1,18 +1,18 @@
-"""Whether a run fits, and whether its host work hides, before there is a device to try it on.
+"""Plans whether a run fits, and whether its host work hides, without a device.
 
-`plan` needs the shapes of a step's arguments. For the step's gradients and activations
-`described_mesh` and `peak_bytes` ask XLA's compiler, for a GPU that need not be there.
+`plan` needs the shapes of a step's arguments. `described_mesh` and `peak_bytes` add gradients and
+activations, with XLA's compiler, for a GPU that need not exist here.
 """
 
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_here, gpu_of_kind
 from zenflow_jax.planning._host_work import Hiding, hiding, host_bandwidth
 from zenflow_jax.planning._plans import (
+    DEFAULT_FRACTION,
     EFFICIENCY,
     HOST_RESERVE,
+    MAX_FRACTION,
     TEMPORARIES,
-    UNASKED,
-    USABLE,
     Plan,
     gb,
     plan,
@@ -25,8 +25,8 @@ __all__ = [
     "HOST_RESERVE",
     "INSTALL",
     "TEMPORARIES",
-    "UNASKED",
-    "USABLE",
+    "DEFAULT_FRACTION",
+    "MAX_FRACTION",
     "Gpu",
     "Hiding",
     "Plan",

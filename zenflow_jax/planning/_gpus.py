@@ -1,8 +1,8 @@
-"""The GPUs that a plan can be made for: the one table, with its sources.
+"""The GPUs that a plan supports, with the sources of their numbers.
 
 Memory is as the driver reports it, in MiB; the rest is from NVIDIA's data sheets: bandwidth of its
-memory, bfloat16 products with float32 sums on dense matrices, PCIe per direction. A host's share
-for each GPU is assumed: of a server's memory channels, or a desktop's two.
+memory, bfloat16 products with float32 sums on dense matrices, PCIe per direction. The host's share
+per GPU is assumed: of a server's memory channels, or a desktop's two.
 
 https://www.nvidia.com/en-us/data-center/h100/, .../h200/, .../a100/, .../l40s/;
 the architecture white papers of Ada and GA102 for the RTX cards, whose tensor cores take float32
@@ -18,16 +18,16 @@ _MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The figures of a GPU that a plan needs.
+    """The properties of a GPU that a plan needs.
 
     Attributes:
         name: The driver's name for it.
         memory: Bytes.
-        bandwidth: Bytes a second of its memory.
-        flops: Operations a second of bfloat16 matrix products, at most.
-        bus: Bytes a second each way between it and pinned host memory: 0.8 of PCIe's raw rate.
-        host_bandwidth: Bytes a second of host memory for each GPU, assumed.
-        host_memory: Bytes of host memory for each GPU, assumed.
+        bandwidth: Bytes per second of its memory.
+        flops: Peak operations per second of bfloat16 matrix products.
+        bus: Bytes per second each way between it and pinned host memory: 0.8 of PCIe's raw rate.
+        host_bandwidth: Bytes per second of host memory per GPU, assumed.
+        host_memory: Bytes of host memory per GPU, assumed.
         capability: CUDA's compute capability.
         cores: Number of multiprocessors.
         l2_cache: Bytes.
@@ -47,9 +47,9 @@ class Gpu:
     core_memory: int
 
     def host_beside(self, devices: int) -> tuple[float, int]:
-        """Bytes a second and bytes of a host with so many `devices`: assumed.
+        """Returns bytes per second and bytes of a host with so many `devices`: assumed.
 
-        A server grows with its GPUs, but for its bandwidth to four times at most; a desktop not.
+        A server grows with its GPUs, its bandwidth to four times at most; a desktop does not.
         """
         if self.host_memory < _SERVER:
             return self.host_bandwidth, self.host_memory
@@ -57,7 +57,7 @@ class Gpu:
 
     @property
     def description(self) -> str:
-        """Its GpuTargetConfig for XLA, in text form."""
+        """XLA's GpuTargetConfig in text form."""
         major, minor = self.capability
         threads = 2048 if major == 9 or minor == 0 else 1536
         return f"""
@@ -87,7 +87,7 @@ device_description_str: "{self.name}"
 """
 
 
-# The bus, and what the host gives: PCIe 4 or 5 of a server, PCIe 4 of a desktop.
+# Bus, host bandwidth and host memory: PCIe 4 or 5 of a server, PCIe 4 of a desktop.
 _SERVER = 256 * 10**9
 _SERVER4, _SERVER5 = (25e9, 100e9, _SERVER), (50e9, 100e9, _SERVER)
 _PC = (25e9, 50e9, 128 * 10**9)
@@ -108,17 +108,17 @@ GPUS = {
 
 
 def gpu_here() -> Gpu | None:
-    """The GPU that jax has; None if the table has no such GPU, or jax no device at all."""
+    """Returns the GPU of this machine; None if the table lacks it, or jax has no device."""
     try:
         kind = jax.local_devices()[0].device_kind
-    # The second is raised under JAX_PLATFORMS=cuda and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 (0.10.2).
+    # AssertionError: JAX_PLATFORMS=cuda and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 (jax 0.10.2).
     except (RuntimeError, AssertionError):
         return None
     return gpu_of_kind(kind)
 
 
 def gpu_of_kind(kind: str) -> Gpu | None:
-    """The GPU that a driver's name means; None if the table has none."""
+    """Returns the GPU with a driver's name; None if the table has none."""
     words = set(kind.lower().replace("-", " ").split())
     for key, gpu in GPUS.items():
         number = key.removeprefix("rtx")

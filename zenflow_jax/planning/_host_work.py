@@ -1,6 +1,6 @@
-"""An engine's needs of host and device, and how well the host's work hides.
+"""The needs of an engine on host and device, and how well its host work hides.
 
-States may be of shapes alone. Updates wait for the host's memory, so work is counted in bytes.
+States may consist of shapes. Host memory limits updates, so work is counted in bytes.
 """
 
 import contextlib
@@ -27,43 +27,43 @@ from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._spec.groups import in_groups
 from zenflow_jax._spec.scalars import AdamScalars, window_step
 
-#: The windows that are compared, in steps.
+#: The window lengths that are compared, in steps.
 INTERVALS = (1, 2, 4, 8, 16)
-#: The share of its time that host work may take: a fifth is to spare.
+#: The share of its time that host work may take; a fifth is a reserve.
 BUSY = 0.8
 _FLOAT32 = 4
 
 
 class Needs(NamedTuple):
-    """Bytes; on a mesh each process, and each device, has its share.
+    """Bytes; on a mesh each process and each device has its share.
 
-    Host memory that may be in use at once. Pages that nobody has written take no memory yet:
-    moments do from the first update on.
+    Host memory that may be in use at once. Pages take no memory until they are written: moments
+    do from the first update on.
     """
 
-    state: int  # masters, casts for uploads, moments, counts and numbers of channels: NumPy
-    sums: int  # of mails that are too many to keep: NumPy
-    mail: int  # pinned: kept, unread, being written, and blank
-    weights: int  # pinned: parameters in host memory, and new ones that mail leaves no room for
-    hand_over: int  # of a group's selected channels: pinned as they come, NumPy as they go
-    saving: int  # copies that `EngineSave` makes by default while it writes
+    state: int  # masters, casts for uploads, moments, counts and channel indices: NumPy
+    sums: int  # of mail beyond the limit: NumPy
+    mail: int  # pinned: kept, unread, in flight, and blank
+    weights: int  # pinned: parameters in host memory, and new ones beyond the mail's buffers
+    hand_over: int  # a group's selected channels: pinned on the way in, NumPy on the way out
+    saving: int  # copies that `EngineSave` makes by default while writing
     # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
     # the memory of its uploads, and again in that of a leaf that is cut into ranges.)
-    uploads: int  # updates that wait to be merged; `prefetch_bytes` bounds them
-    late: int  # what that leaves for a boundary, of the group that has most: not while a step runs
-    under_way: int  # gradients of the step before, or a group's sums, until they are on the host
-    # Bytes that the host reads and writes. Mail is written by the device and read by the update; an
-    # update reads and writes masters and moments; an upload reads once more.
-    busiest: float  # for the largest group's update, and the mail that comes in meanwhile
-    steps: int  # the steps within which that has to be done
-    mean: float  # in a step, on average
-    late_mean: float  # bytes that a boundary waits for, in a step, on average
+    uploads: int  # updates that wait to be merged; limited by `prefetch_bytes`
+    late: int  # the rest, uploaded at a boundary, for the largest group: not while a step runs
+    under_way: int  # gradients of the previous step, or a group's sums, until they are on the host
+    # Bytes that the host reads and writes. The device writes mail, the update reads it; an update
+    # also reads and writes masters and moments; an upload reads once more.
+    busiest: float  # for the largest group's update, and the mail that arrives meanwhile
+    steps: int  # the number of steps in which that must be done
+    mean: float  # per step, on average
+    late_mean: float  # bytes that boundaries wait for, per step, on average
 
 
 def needs_of(
     state: ZenFlowState, *, host_state: str = "float32", prefetch_bytes: int | None = None
 ) -> Needs:
-    """The needs of the engine of this state."""
+    """Returns the needs of this state's engine."""
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
@@ -89,20 +89,20 @@ def needs_of(
     added_up = not on_device and most_kept(state) > MAILS_KEPT
     read = mail * (1 if on_device else window)
     if added_up:
-        # Written once, read and written again for each pass of gradients, and read by the update.
+        # Written once, read and written for each pass of gradients, and read by the update.
         passes = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
         read = read + 2 * _FLOAT32 * passes * size
     updates = 2 * kept + upload + 2 * weights + read
     arriving = mail.sum() / (window if on_device else 1)
-    # An update that must arrive at once still has a step's time, in which the loop waits.
+    # Even an update without staleness has a step's time, in which the loop waits.
     steps = window if staleness is None else max(staleness, 1)
-    # In turn, the updates of so many groups wait at once; together, one of all.
+    # With groups in turn, this many updates wait at once; together, the single one.
     waiting = min(staleness or 1, schedule.groups)
     neighbours = np.tile(upload - late, 2)
     under_way = mail.max() if on_device else mail.sum()
     return Needs(
         state=int(kept.sum() + counts.sum()),
-        # A leaf's open window may have one, and the window that is being updated another.
+        # A leaf's open window may have a sum, and the window that is being updated another.
         sums=int(2 * _FLOAT32 * size.sum()) if added_up else 0,
         mail=round(buffers(state) * sent.sum()),
         weights=weight_bytes(state),
@@ -119,14 +119,14 @@ def needs_of(
 
 
 def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
-    """The state, of arrays or shapes, of the same run with windows of so many steps.
+    """Returns the state, of arrays or shapes, of the same run with another window length.
 
-    Select intervals are the default ones. Leaves take turns if the state has several groups.
+    Select intervals are the defaults. Leaves take turns if the state has several groups.
     """
     schedule = state.schedule
     in_turn, staleness = schedule.groups > 1 or schedule.window == 1, schedule.staleness
     if staleness is None or (staleness == schedule.window and not in_turn):
-        staleness = interval  # an update has the time until the next window ends
+        staleness = interval  # an update may take until the next window ends
     schedule = dataclasses.replace(
         schedule,
         window=interval,
@@ -143,12 +143,12 @@ def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
 
 @dataclasses.dataclass(frozen=True)
 class Hiding:
-    """How well the host's work hides, in a plan or in a run.
+    """How well the host work hides, in a plan or in a run.
 
     Attributes:
-        interval: Steps in a window; None where windows adapt.
-        busy: The share of its time that the host needs, at worst.
-        of_intervals: `busy` with windows of other lengths; empty where windows adapt.
+        interval: Steps per window; None if windows adapt.
+        busy: The share of its time that the host needs, in the worst case.
+        of_intervals: `busy` for other window lengths; empty if windows adapt.
     """
 
     interval: int | None
@@ -157,13 +157,13 @@ class Hiding:
 
     @property
     def smallest_interval(self) -> int | None:
-        """Steps of the shortest windows that hide with a fifth to spare; None if none do."""
+        """The shortest windows that hide with a fifth in reserve, in steps; None if none do."""
         hidden = [s for s, busy in self.of_intervals.items() if busy <= BUSY]
         return min(hidden, default=None)
 
     @property
     def advice(self) -> str:
-        """How busy the host is, and which longer windows would do if it is too busy."""
+        """Says how busy the host is, and which longer windows would suffice."""
         smallest = self.smallest_interval
         text = (
             f"The host needs {self.busy:.0%} of the available time with "
@@ -181,14 +181,14 @@ class Hiding:
 
 
 def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, host_state: str) -> Hiding:
-    """How well this engine's work hides behind steps of `step_s` seconds.
+    """Returns how well an engine's work hides behind steps of `step_s` seconds.
 
-    Updates read and write `rate` bytes of host memory in a second.
+    Updates read and write `rate` bytes of host memory per second.
     """
 
     def busy(of: ZenFlowState) -> float:
         work = needs_of(of, host_state=host_state)
-        # Without a leaf that is offloaded there is neither work nor a rate.
+        # Without offloaded leaves there is neither work nor a rate.
         return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0
 
     window = state.schedule.window
@@ -200,9 +200,9 @@ def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, host_state: st
 def hiding(
     opt_state: Any, stats: EngineStats, seconds: float, *, host_state: str = "float32"
 ) -> Hiding | None:
-    """How busy the host was in a run, and which windows would have hidden its work.
+    """Returns how busy the host was in a run, and which windows would have hidden its work.
 
-    Work with other windows follows from the measured work, by the bytes that each moves.
+    Work for other windows follows from the measured work, by the bytes that each moves.
 
     Args:
         opt_state: The run's last state.
@@ -211,7 +211,7 @@ def hiding(
         host_state: As for `HostEngine`.
 
     Returns:
-        None before two windows, and where windows adapt or every step waits for its update.
+        None before two windows, and if windows adapt or every step waits for its update.
 
     Raises:
         ValueError: If there is not one `ZenFlowState`, or `host_state` is unknown.
@@ -228,7 +228,7 @@ def hiding(
     window = state.schedule.window
     if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
         return None
-    # What the device alone would have taken, as it did not compute while the loop waited.
+    # The device's own time: it did not compute while the loop waited.
     step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
     before = int(read(state.step)) - stats.steps
     # In the warm-up each step updated everything.
@@ -247,16 +247,16 @@ def host_bandwidth(
     host_state: str = "float32",
     seconds: float = 2.0,
 ) -> float:
-    """Bytes a second that updates get out of this machine's memory, measured.
+    """Measures the bytes per second that updates get from this machine's memory.
 
     Args:
-        leaves: A state's leaves; the measurement is for the largest one's dtypes and shape.
+        leaves: A state's leaves; measures with the largest one's dtypes and shape.
         threads: As for `HostEngine`.
         host_state: As for `HostEngine`.
-        seconds: Time to measure, about, without compiling.
+        seconds: Approximate time to measure, without compiling.
 
     Returns:
-        Bytes a second of state read and written, and of gradients read.
+        Bytes per second of state read and written, and of gradients read.
 
     Raises:
         ValueError: If `threads` or `host_state` is out of range.
@@ -277,14 +277,14 @@ def host_bandwidth(
     mu, nu = new_moments(shape, compact=compact)
     arrays = (*masters.arrays, *mu.arrays, *nu.arrays)
     for x in arrays:
-        x[...] = 0  # until they are written, pages take no memory
+        x[...] = 0  # pages take no memory until they are written
     steps, active = np.zeros((1, rows), np.int32), np.ones((1, rows), bool)
     gradients = [(np.ones(shape, mail), 1.0) for _ in range(GRADIENTS_PER_PASS)]
     step = window_step(AdamScalars(*[0.5] * len(AdamScalars._fields)), 4, None, np)
     moved = 2 * sum(x.nbytes for x in arrays) + sum(g.nbytes for g, _ in gradients)
     took = []
     with contextlib.closing(HostAdam("numba", threads)) as adam:
-        # The first time compiles.
+        # The first call compiles.
         while len(took) < 2 or sum(took[1:]) < seconds:
             start = time.perf_counter()
             for _ in adam.adamw(masters, mu, nu, steps, gradients, 0.25, active, step):

@@ -1,4 +1,4 @@
-"""Estimates what a run takes of device and host, without either: `plan()`."""
+"""Estimates the needs of a run on device and host, without either: `plan()`."""
 
 import dataclasses
 import math
@@ -17,46 +17,44 @@ from zenflow_jax.planning._gpus import GPUS, Gpu
 from zenflow_jax.planning._host_work import BUSY, Hiding, Needs, hiding_of, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
-#: The shares of a GPU's products and of its memory's bandwidth that a step is assumed to get.
+#: Assumed shares of a GPU's peak operations and of its memory bandwidth.
 EFFICIENCY = 0.4
 OF_BANDWIDTH = 0.7
-#: The most of a GPU's memory that jax may take, and its default (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
-USABLE = 0.95
-UNASKED = 0.75
-#: Bytes of a host's memory that the system, Python, CUDA and XLA need.
+#: The largest share of GPU memory that jax may use, and its default.
+MAX_FRACTION = 0.95
+DEFAULT_FRACTION = 0.75
+#: Bytes of host memory for the system, Python, CUDA and XLA.
 HOST_RESERVE = 8 * 10**9
-#: The kinds of host memory that jax pins.
-PINNED = ("mail", "weights", "hand-over, pinned")
 #: The kind of device memory that only a compiler knows.
 TEMPORARIES = "gradients, activations"
-#: What a boundary uploads beyond that, as the step's own memory is free by then.
+#: Uploads at a boundary beyond that kind, whose memory is free by then.
 LATE = "late uploads"
 _WITHOUT = " without gradients and activations"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The memory and time that a run takes, and those that it has.
+    """The memory and time that a run needs, and the capacity of its machine.
 
     Attributes:
-        gpu: The device that it is planned for.
-        devices: How many of them.
-        device: Bytes of one device at the peak of a step, by their use. "weights" are those there.
-            "late uploads" are what `prefetch_bytes` leaves for a boundary, less "gradients,
-            activations", which are gone by then: 0 unless the boundary is the peak.
+        gpu: The planned device.
+        devices: Their number.
+        device: Bytes of one device at the peak of a step, by use.
+            "late uploads" are the uploads at a boundary, less "gradients, activations", which are
+            freed by then: 0 unless the boundary is the peak.
         checkpoint: Bytes of a checkpoint on disk: parameters, the optimizer's state, the engine's.
         parameters: Number of parameters.
         flops: Operations of one device's matrix products in a step.
-        step_s: Seconds of a step at the assumed efficiency, with its waits for late uploads.
-        host_bytes_there: Bytes of the host's memory, assumed or given.
-        host_bandwidth: Bytes a second of the host's memory, assumed or given.
-        host: Bytes of the host at most, by their use, for all devices. jax pins "mail",
+        step_s: Seconds of a step at the assumed efficiency, with waits for late uploads.
+        host_capacity_bytes: Bytes of the host's memory, assumed or given.
+        host_bandwidth: Bytes per second of the host's memory, assumed or given.
+        host: Peak bytes of the host, by use, for all devices. jax pins "mail",
             "weights" and "hand-over, pinned". Empty without an engine.
         to_host: Bytes that one device sends in a step.
-        to_device: Bytes that one device gets in a step, on average.
-        late: Bytes that one device gets at a boundary, at most, as `prefetch_bytes` has it.
-        host_s: Seconds of host work that a step has to hide, on average; 0 without an engine.
-        hides: How well that work hides; None without an engine, and where each step waits for it.
+        to_device: Bytes that one device receives in a step, on average.
+        late: Peak bytes that one device receives at a boundary, because of `prefetch_bytes`.
+        host_s: Seconds of host work per step, on average; 0 without an engine.
+        hides: How well that work hides; None without an engine, or if each step waits for it.
     """
 
     gpu: Gpu
@@ -66,7 +64,7 @@ class Plan:
     parameters: int
     flops: float
     step_s: float
-    host_bytes_there: int
+    host_capacity_bytes: int
     host_bandwidth: float
     host: Mapping[str, int] = dataclasses.field(default_factory=dict)
     to_host: int = 0
@@ -77,50 +75,45 @@ class Plan:
 
     @property
     def by(self) -> str:
-        """Says "compiler" if XLA has said what gradients and activations take, else "shapes"."""
+        """Returns "compiler" if XLA planned gradients and activations, else "shapes"."""
         return "compiler" if TEMPORARIES in self.device else "shapes"
 
     @property
     def bus(self) -> float:
-        """The share of a step that the bus needs, in the direction with more to carry."""
+        """The share of a step that the bus needs, in its busier direction."""
         return max(self.to_host, self.to_device) / self.gpu.bus / self.step_s
 
     @property
     def device_bytes(self) -> int:
-        """At the peak of a step, or of all but gradients and activations: see `by`."""
+        """Bytes of one device at the peak of a step; `by` "shapes" without activations."""
         return sum(self.device.values())
 
     @property
-    def device_bytes_there(self) -> int:
-        """Bytes of one device that jax may take."""
-        return int(USABLE * self.gpu.memory)
+    def device_capacity_bytes(self) -> int:
+        """Bytes of one device that jax may use."""
+        return int(MAX_FRACTION * self.gpu.memory)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that all devices together take of the host, at most."""
+        """Peak bytes of the host for all devices together."""
         return sum(self.host.values())
 
     @property
-    def host_pinned(self) -> int:
-        """Bytes among them that jax pins."""
-        return sum(self.host.get(name, 0) for name in PINNED)
-
-    @property
     def short(self) -> Mapping[str, str]:
-        """Says what "device", "host" and "bus" lack; only those that lack something are keys."""
+        """Says what "device", "host" and "bus" lack; only short ones are keys."""
         short = {}
-        lack = self.device_bytes - self.device_bytes_there
+        lack = self.device_bytes - self.device_capacity_bytes
         if lack > 0:
             without = _WITHOUT if self.by == "shapes" else ""
             short["device"] = (
                 f"the device lacks {gb(lack)} (needs {gb(self.device_bytes)}{without}, has "
-                f"{gb(self.device_bytes_there)} for jax)"
+                f"{gb(self.device_capacity_bytes)} for jax)"
             )
-        lack = self.host_bytes + HOST_RESERVE - self.host_bytes_there
+        lack = self.host_bytes + HOST_RESERVE - self.host_capacity_bytes
         if self.host and lack > 0:
             short["host"] = (
                 f"the host lacks {gb(lack)} (needs {gb(self.host_bytes)} and {gb(HOST_RESERVE)} "
-                f"for everything else, has {gb(self.host_bytes_there)})"
+                f"for everything else, has {gb(self.host_capacity_bytes)})"
             )
         if self.hides is not None and self.bus > BUSY:
             short["bus"] = (
@@ -146,10 +139,10 @@ class Plan:
         bus = short.pop("bus", "")
         if short:
             return f"Does not fit: {' and '.join(short.values())}."
-        spare = self.device_bytes_there - self.device_bytes
+        spare = self.device_capacity_bytes - self.device_bytes
         text = f"Fits with {gb(spare)} of the device to spare"
-        if self.device_bytes > UNASKED * self.gpu.memory:
-            text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE} is set"
+        if self.device_bytes > DEFAULT_FRACTION * self.gpu.memory:
+            text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={MAX_FRACTION} is set"
         if self.by == "shapes":
             text += f"{_WITHOUT}, which {INSTALL} adds to the plan"
         lines = [f"{text}."]
@@ -160,7 +153,7 @@ class Plan:
         return " ".join([*lines, *([f"T{bus[1:]}."] if bus else [])])
 
     def with_peak(self, peak: int) -> "Plan":
-        """The same plan with gradients and activations, by `peak_bytes` of the compiled step."""
+        """Returns the plan with gradients and activations, from `peak_bytes` of the step."""
         known = self.device["weights"] + self.device["optimizer state"]
         temporaries = max(peak - known, 0)
         device = {**self.device, TEMPORARIES: temporaries}
@@ -181,21 +174,21 @@ def plan(
     prefetch_bytes: int | None = None,
     compiled: Any = None,
 ) -> Plan:
-    """The memory and time that training takes, from the shapes of a step's arguments alone.
+    """Plans the memory and time of training from the shapes of a step's arguments.
 
     Args:
         step: The training step `(params, opt_state, *arguments)`, jitted with both donated.
         params: Its parameters: arrays, or `jax.ShapeDtypeStruct`s. On a mesh they have shardings.
-        opt_state: What `tx.init(params)` gives, or `jax.eval_shape(tx.init, params)`.
+        opt_state: The result of `tx.init(params)`, or `jax.eval_shape(tx.init, params)`.
         arguments: The step's other arguments, such as a batch.
-        device: A key of `GPUS`, or another GPU's figures.
-        host_memory_bytes: Memory of the machine with these devices. None: the usual amount.
-        bandwidth: Bytes a second that host updates move, as `host_bandwidth()` measures. None: the
+        device: A key of `GPUS`, or another `Gpu`.
+        host_memory_bytes: Memory of the machine with these devices. None: a usual amount.
+        bandwidth: Bytes per second of host updates, as `host_bandwidth()` measures. None: a
             usual rate.
         host_state: As for `HostEngine`.
-        prefetch_bytes: As for `HostEngine`. Loops wait for the rest, whose copies hide no more.
-        compiled: The step compiled for such devices, as for `described_mesh`. None: gradients and
-            activations are not in the plan.
+        prefetch_bytes: As for `HostEngine`. Loops wait for the remaining copies.
+        compiled: The step compiled for such devices, as for `described_mesh`. None: without
+            gradients and activations.
 
     Raises:
         ValueError: If `device` or `host_state` is unknown, or `prefetch_bytes` is below 0.
@@ -238,7 +231,7 @@ def plan(
     }
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
     flops, moved_bytes = (x / _shares(arguments) for x in work)
-    moved_bytes += 2 * sum(needs.values())  # weights and state are read and written as well
+    moved_bytes += 2 * sum(needs.values())  # weights and state are also read and written
     products_s, memory_s = flops / gpu.flops, moved_bytes / gpu.bandwidth
     step_s = max(1e-9, products_s / EFFICIENCY, memory_s / OF_BANDWIDTH)
     devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
@@ -265,7 +258,7 @@ def plan(
         parameters=sum(math.prod(x.shape) for x in weights),
         flops=flops,
         step_s=step_s + waits_s,
-        host_bytes_there=usual_bytes if host_memory_bytes is None else host_memory_bytes,
+        host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
         host_bandwidth=rate,
         **of_host,
     )
@@ -273,7 +266,7 @@ def plan(
 
 
 def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> dict[str, Any]:
-    """The fields of a plan about the host and the bus."""
+    """Returns the fields of a plan about the host and the bus."""
     parts = [part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges]
     window = state.schedule.window if isinstance(state.schedule.window, int) else 2
     sending = state.send_gradients
@@ -300,7 +293,7 @@ def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> di
 
 
 def gb(number: int | float) -> str:
-    """Writes bytes for a reader, in units of 10**9."""
+    """Formats bytes in units of 10**9."""
     amount = number / 1e9
     return f"{amount:.0f} GB" if amount >= 100 else f"{amount:.1f} GB"
 
@@ -311,7 +304,7 @@ def _states(opt_state: Any) -> list[ZenFlowState]:
 
 
 def _on_device(opt_state: Any) -> list[Any]:
-    """The arrays of an optimizer's state, but for blank mail."""
+    """Returns the arrays of an optimizer's state, except blank mail."""
     blank = set()
     for state in _states(opt_state):
         mail = () if state.send_gradients.sums_on_device else state.mail

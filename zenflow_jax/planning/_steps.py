@@ -1,4 +1,4 @@
-"""Matrix products of a step, by its trace, and its memory on the device, by XLA."""
+"""Traces the matrix products of a step, and asks XLA for its memory on the device."""
 
 import functools
 import math
@@ -13,12 +13,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax.planning._gpus import GPUS
 
-#: Installs the compiler for GPUs, on any x86 machine.
+#: Installs the compiler for GPUs on any x86 machine.
 INSTALL = 'pip install "jax[cuda12]"'
 
 
 def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
-    """A mesh of GPUs that need not be there, in one node, to compile a step for.
+    """Returns a mesh of GPUs in one node that need not exist, to compile a step for.
 
     Args:
         gpu: A key of `GPUS`.
@@ -37,11 +37,11 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
         topology = topologies.get_topology_desc(
             gpu, "cuda", target_config=GPUS[gpu].description, topology=f"1x1x{count}"
         )
-    # What is raised differs with what is missing: the plugin, its libraries, or another version.
+    # The exception depends on what is missing: the plugin, its libraries, or another version.
     except Exception as error:  # noqa: BLE001
         raise RuntimeError(
-            "expected jax's CUDA plugin, with which a step can be compiled for a GPU that is not "
-            f"there, got: {str(error).splitlines()[0][:200]}. Install it: {INSTALL}."
+            "cannot compile for a GPU without jax's CUDA plugin: "
+            f"{str(error).splitlines()[0][:200]}. Install it: {INSTALL}."
         ) from error
     auto = (AxisType.Auto,) * len(sizes)
     devices = np.array(topology.devices).reshape(tuple(sizes.values()))
@@ -50,7 +50,7 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
 
 @functools.cache
 def has_compiler() -> bool:
-    """Whether steps can be compiled for GPUs that are not there.
+    """Returns whether steps can be compiled for GPUs that are not installed.
 
     Examples:
         >>> has_compiler()  # doctest: +SKIP
@@ -64,10 +64,10 @@ def has_compiler() -> bool:
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """Shapes that lie on the mesh as they say, or whole on each device.
+    """Returns shapes on the mesh, with their own sharding or replicated.
 
-    A described device has no host memory to put arguments in. A step reads no mail, so jit drops
-    those, and their place does not matter.
+    A described device has no host memory for arguments. A step reads no mail, so jit drops it, and
+    its placement does not matter.
 
     Examples:
         >>> shapes = placed((params, opt_state, batch), mesh)  # doctest: +SKIP
@@ -82,7 +82,7 @@ def placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def peak_bytes(compiled: Any) -> int:
-    """The memory of one device that a compiled step takes at its peak, its arguments included.
+    """Returns a device's peak memory in a compiled step, its arguments included.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -99,9 +99,9 @@ def peak_bytes(compiled: Any) -> int:
 
 
 def products(jaxpr: Jaxpr) -> tuple[float, float]:
-    """The operations, and the bytes read and written, of a step's matrix products and convolutions.
+    """Counts operations, and bytes read and written, of matrix products and convolutions.
 
-    Of a loop whose number of rounds is not known, one is counted; of what no result needs, nothing.
+    A loop with an unknown number of rounds counts once; unused results count nothing.
     """
     flops = moved = 0.0
     needed = {x for x in jaxpr.outvars if isinstance(x, Var)}
@@ -130,7 +130,7 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
 
 
 def nbytes(x: Any) -> int:
-    """Bytes of an array, or of one that has a shape alone."""
+    """Returns the bytes of an array or a shape."""
     return math.prod(x.shape) * x.dtype.itemsize
 
 
