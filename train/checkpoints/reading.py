@@ -240,7 +240,7 @@ def _is_zenflow(x: Any) -> bool:
 def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
     """Returns `trees` with the arrays that `split_arrays` returned for similar trees."""
 
-    def one(path, _):
+    def restored(path, _):
         name = _name_of(path)
         if name in saved:
             return saved[name]
@@ -250,13 +250,13 @@ def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any])
             return jax.make_array_from_callback(x.shape, x.sharding, lambda index: blank[index])
         return x
 
-    return jax.tree_util.tree_map_with_path(one, trees)
+    return jax.tree_util.tree_map_with_path(restored, trees)
 
 
 def lacking(params: Any, opt_state: Any) -> dict[str, host_memory.Selected]:
     """Returns parameters whose selected channels only the state has, by name in a checkpoint."""
     paths = jax.tree_util.tree_leaves_with_path({"params": params})
-    return {_name_of(paths[one.leaf][0]): one for one in host_memory.selected(opt_state)}
+    return {_name_of(paths[x.leaf][0]): x for x in host_memory.selected(opt_state)}
 
 
 def _empty_rows(shape: tuple[int, ...], of: host_memory.Selected) -> dict[str, np.ndarray]:

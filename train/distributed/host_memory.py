@@ -33,32 +33,32 @@ def shardings_of(weights: Any, shardings: Any = None) -> Any:
         first = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: first, weights)
 
-    def one(x: Any, where: Any) -> Any:
+    def place(x: Any, where: Any) -> Any:
         return where.with_memory_kind(KIND) if is_stack_of_matrices(x) else where
 
-    return jax.tree.map(one, weights, shardings)
+    return jax.tree.map(place, weights, shardings)
 
 
 def put_shapes(shapes: Any) -> Any:
     """Returns shapes on a mesh, stacks in host memory, for a described device without any."""
 
-    def one(x: Any) -> Any:
+    def move(x: Any) -> Any:
         if not is_stack_of_matrices(x):
             return x
         mesh, spec = x.sharding.mesh.abstract_mesh, x.sharding.spec
         where = NamedSharding(mesh, spec, memory_kind=KIND)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    return jax.tree.map(one, shapes)
+    return jax.tree.map(move, shapes)
 
 
 def put(params: Any) -> Any:
     """Moves those stacks to host memory, under jit as well."""
 
-    def one(x: Any) -> Any:
+    def move(x: Any) -> Any:
         return jax.device_put(x, jax.memory.Space.Host) if is_stack_of_matrices(x) else x
 
-    return jax.tree.map(one, params)
+    return jax.tree.map(move, params)
 
 
 def on_device(params: Any) -> Any:
@@ -117,7 +117,7 @@ def with_selected(weights: Any, channels: Any, master: Any, axis: int) -> np.nda
 
 def whole_weights(params: Any, opt_state: Any) -> Iterator[Any]:
     """Yields the parameters, those in host memory with their selected channels."""
-    axes = {one.leaf: one.axis for one in selected(opt_state)}
+    axes = {x.leaf: x.axis for x in selected(opt_state)}
     for i, x in enumerate(jax.tree.leaves(params)):
         if i not in axes:
             yield x

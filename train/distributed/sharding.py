@@ -83,11 +83,11 @@ def mesh_over(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 def weight_shardings(mesh: Mesh, weights: Any) -> Any:
     """Returns the sharding of each leaf of `weights`, arrays or shapes, by `RULES`."""
 
-    def one(path: Any, leaf: Any) -> NamedSharding:
+    def sharding_of(path: Any, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, _spec(mesh, name, leaf.shape))
 
-    return jax.tree_util.tree_map_with_path(one, weights)
+    return jax.tree_util.tree_map_with_path(sharding_of, weights)
 
 
 def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> NamedSharding:
@@ -126,7 +126,7 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
     if mesh is None:
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
 
-    def one(x: jax.Array) -> jax.Array:
+    def commit(x: jax.Array) -> jax.Array:
         if x.committed:
             return x
         everywhere = NamedSharding(mesh, PartitionSpec(), memory_kind=x.sharding.memory_kind)
@@ -134,7 +134,7 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
         value = np.asarray(x)
         return jax.make_array_from_callback(x.shape, everywhere, lambda index: value[index])
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(commit, tree)
 
 
 def mesh_axes(text: str) -> dict[str, int]:

@@ -71,7 +71,7 @@ class TemplateChecks:
             "conversations that it does not write with other texts in them, so that no check shows "
             "what it skips": self._failures,
         }
-        return [f"{where}: {what}: {listed(count)}" for what, count in counts.items() if count]
+        return [f"{where}: {label}: {listed(count)}" for label, count in counts.items() if count]
 
     def _render(self, form: str) -> tuple[list[tuple[str, str]], list[str]]:
         """Returns unwritten fields with the numbers of their messages, and failures."""

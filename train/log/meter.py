@@ -178,7 +178,7 @@ class Meter:
         """Returns everything that a resumed run needs, as JSON. Blocks until all steps are done."""
         unread = jax.device_get(list(self._unread))
         return {
-            "unread": [(float(one.loss), int(one.skipped), one.schedule) for one in unread],
+            "unread": [(float(x.loss), int(x.skipped), x.schedule) for x in unread],
             "skipped": self._skipped,
         }
 
@@ -209,9 +209,9 @@ class Meter:
         count = min(self._to_next_row(), len(self._unread))
         self._judge(self._steps_read + count)
         taken = [self._unread.popleft() for _ in range(count)]
-        figures = jax.device_get([(one.loss, one.skipped) for one in taken])  # blocks
+        figures = jax.device_get([(x.loss, x.skipped) for x in taken])  # blocks
         self._steps_read += count
-        self._tokens_read += sum(one.tokens for one in taken)
+        self._tokens_read += sum(x.tokens for x in taken)
         mark = self._mark()
         rates = mark.since(self._last_two[0])
         self._last_two.append(mark)

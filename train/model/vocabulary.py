@@ -84,8 +84,8 @@ def token_losses(x: jax.Array, head: Any, targets: jax.Array, dtype: DTypeLike) 
 def _over_parts(step: Callable[[T, Any, jax.Array], T], carry: T, stack: Any, words: int) -> T:
     """Returns the carry after `step(carry, part, start)` for each part in turn."""
 
-    def body(carry: T, one: tuple[Any, jax.Array]) -> tuple[T, None]:
-        return step(carry, *one), None
+    def body(carry: T, part: tuple[Any, jax.Array]) -> tuple[T, None]:
+        return step(carry, *part), None
 
     starts = words * jnp.arange(stack.shape[0])
     return streaming.scan_layers(jax.checkpoint(body, prevent_cse=False), carry, (stack, starts))[0]

@@ -38,14 +38,14 @@ def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepS
     host /= jax.process_count()
     memory = device_bytes() or math.inf
     other = "--optimizer zenflow" if adamw else "--host-state compact"
-    for name, needed, room, what, remedy in (
+    for name, needed, room, use, remedy in (
         ("model", device, memory, "weights and gradients on each device", f"{other}, more devices"),
         ("model", host, host_bytes(), "state on the host", f"{other}, more machines"),
         ("batch_size", logits, memory, "the logits of a micro-batch", "more --micro-batches"),
     ):
         if needed > room:
             raise SettingsError(
-                f"`{name}`: not enough memory for {what}: needs {gb(needed)}, has {gb(room)}, with "
+                f"`{name}`: not enough memory for {use}: needs {gb(needed)}, has {gb(room)}, with "
                 f"{run.batch_size} x {run.sequence_length} tokens in {run.micro_batches} "
                 f"micro-batches, {run.optimizer} and {parameters:,} parameters. Use a smaller one, "
                 f"{remedy}, or --force to start anyway."

@@ -73,12 +73,12 @@ def placed(tree: Any, mesh: Mesh) -> Any:
         >>> shapes = placed((params, opt_state, batch), mesh)  # doctest: +SKIP
     """
 
-    def one(x: Any) -> jax.ShapeDtypeStruct:
+    def place(x: Any) -> jax.ShapeDtypeStruct:
         known = getattr(x, "sharding", None)
         spec = known.spec if isinstance(known, NamedSharding) else PartitionSpec()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(place, tree)
 
 
 def peak_bytes(compiled: Any) -> int:
