@@ -65,9 +65,9 @@ def ended(process):
 @pytest.mark.parametrize("victim", [0, 2])
 def test_when_one_is_killed_the_others_say_which_and_end(peers, victim):
     peers[victim].kill()
-    gone = f"error: process {victim} is gone: it was killed, or its machine was."
+    gone = f"error: process {victim} is gone: it was killed, or its machine failed."
     for me in {0, 1, 2} - {victim}:
-        assert ended(peers[me]) == (1, f"{gone} This one ends, too. Go on.\n")
+        assert ended(peers[me]) == (1, f"{gone} This process ends as well. Go on.\n")
 
 
 def test_when_one_fails_the_others_have_time_to_say_what_they_know_and_end(peers):
@@ -76,7 +76,9 @@ def test_when_one_fails_the_others_have_time_to_say_what_they_know_and_end(peers
     assert [ended(peers[me])[0] for me in (1, 2)] == [2, 2]
     code, text = ended(peers[0])
     assert code == 1
-    assert re.match("error: process [12] has ended with an error, which it shows. This one", text)
+    assert re.match(
+        "error: process [12] has failed; its own output has the error. This process", text
+    )
 
 
 def tell(process, word):

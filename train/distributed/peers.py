@@ -104,7 +104,7 @@ class Peers:
                 if news.startswith(FAILED):
                     index = int(news[1:] or index)
                     self._pass_on(FAILED + str(index).encode())
-                    why = f"process {index} has ended with an error, which it shows"
+                    why = f"process {index} has failed; its own output has the error"
                     timer = threading.Timer(GRACE_S, self._end, [why])
                     timer.daemon = True
                     timer.start()
@@ -112,7 +112,7 @@ class Peers:
                     # Process 0 learns it from the kernel, and tells the others the number.
                     index = int(news) if news.isdigit() else index
                     self._pass_on(str(index).encode())
-                    self._end(f"process {index} is gone: it was killed, or its machine was")
+                    self._end(f"process {index} is gone: it was killed, or its machine failed")
 
     def _pass_on(self, message: bytes) -> None:
         if self._is_first:
@@ -127,7 +127,7 @@ class Peers:
         if self._has_failed:
             os._exit(2)  # it has shown its own error, and waits for the others to shut jax down
         # Not through `sys.stderr`, whose lock the main thread may hold. Silences jax and gloo.
-        os.write(2, f"error: {why}. This one ends, too. {self.restart}\n".encode())
+        os.write(2, f"error: {why}. This process ends as well. {self.restart}\n".encode())
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os._exit(1)
 
