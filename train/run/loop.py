@@ -166,8 +166,8 @@ class Run:
             stats=(lambda: engine.stats) if engine else None,
             max_skipped=job.training.max_skipped,
             remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
-            "--learning-rate, a start goes on from the last checkpoint, if there is one; another "
-            "--run starts again.",
+            "--learning-rate, a start resumes from the last checkpoint, if any; another --run "
+            "starts again.",
             steps_done=done,
             state=metered,
         )
