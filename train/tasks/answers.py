@@ -76,7 +76,7 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
             yield chunk
         if not ends:
             notes.append(
-                f"{template.where}: puts no special token behind an answer, so a model may not "
+                f"{template.where}: puts no special token after an answer, so a model may not "
                 "learn where to end"
             )
         notes += reader.notes(common_place(paths))
