@@ -11,7 +11,6 @@ the tokens.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 import time
@@ -27,7 +26,7 @@ from flax import nnx
 from tokenizers.decoders import DecodeStream
 
 from train import Failure, command_of
-from train.cli.arguments import option, read_arguments
+from train.cli.arguments import option, out_of_bounds, read_arguments
 from train.cli.settings import Dir, SettingsError
 from train.huggingface import loading
 from train.huggingface.chat_template import ASSISTANT, ConversationError, read_template
@@ -66,16 +65,17 @@ class Options:
         "text.",
     )
     system: str | None = option(None, "chat: system message ahead of the prompt.")
-    max_tokens: int = option(256, "Largest number of tokens to write.")
+    max_tokens: int = option(256, "Largest number of tokens to write.", least=1)
     temperature: float | None = option(
         None,
         "Divides the logits; 0 is greedy decoding. Default: 0, or 1 with --top-k or --top-p.",
+        least=0,
     )
-    top_k: int | None = option(None, "Sample from this many most likely tokens.")
+    top_k: int | None = option(None, "Sample from this many most likely tokens.", least=1)
     top_p: float | None = option(
-        None, "Sample from the fewest tokens whose probabilities add up to this."
+        None, "Sample from the fewest tokens whose probabilities add up to this.", above=0
     )
-    seed: int = option(0, "Seed of the sampling.")
+    seed: int = option(0, "Seed of the sampling.", least=0)
     dtype: Literal["bfloat16", "float32"] | None = option(
         None, "Dtype of weights and products. Default: the folder's."
     )
@@ -91,15 +91,12 @@ class Options:
                 )
 
     def check(self) -> None:
-        for name, fits, expected in (
-            ("max_tokens", self.max_tokens >= 1, "a number of at least 1"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "a number of at least 1"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "a share above 0 and up to 1"),
-            ("temperature", 0 <= (self.temperature or 0) < math.inf, "a finite number from 0 on"),
-            ("seed", 0 <= self.seed < 2**32, "a number from 0 to below 2**32"),
-        ):
-            if not fits:
-                raise SettingsError(f"`{name}`: expected {expected}, got {getattr(self, name)}.")
+        for name, expected in out_of_bounds(self):
+            raise SettingsError(f"`{name}`: expected {expected}, got {getattr(self, name)}.")
+        if self.top_p is not None and self.top_p > 1:
+            raise SettingsError(f"`top_p`: expected a share of at most 1, got {self.top_p}.")
+        if self.seed >= 2**32:
+            raise SettingsError(f"`seed`: expected a number below 2**32, got {self.seed}.")
 
     @property
     def sampling(self) -> Sampling:

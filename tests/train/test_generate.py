@@ -140,7 +140,7 @@ def test_a_continuation_ends_with_an_end_token_or_where_the_positions_do(folder,
 
 def test_a_mistake_ends_the_command_with_one_message(folder, capsys):
     for arguments, expected in (
-        (["--max-tokens", 0], "`max_tokens`: expected a number of at least 1, got 0"),
+        (["--max-tokens", 0], "`max_tokens`: expected a finite number of at least 1, got 0"),
         (["--top-k", 0], "`top_k`: expected"),
         (["--top-p", 1.5], "`top_p`: expected"),
         (["--temperature", "nan"], "`temperature`: expected"),

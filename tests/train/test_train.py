@@ -115,9 +115,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_p
     command = tiny_command(tmp_path, learning_rate=1e30, max_skipped=5, log_every=2, save_every=2)
     assert finetune.main(command) == 2
     shown = capsys.readouterr()
-    assert re.search(
-        r"error: steps \d+ to \d+ were skipped.*1e\+30", shown.err
-    )
+    assert re.search(r"error: steps \d+ to \d+ were skipped.*1e\+30", shown.err)
     assert "2 skipped" in shown.out
     folder = tmp_path / "runs" / "001-zenflow"
     # The first step has made weights of which nothing can be computed.

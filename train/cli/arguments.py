@@ -11,10 +11,11 @@ import argparse
 import contextlib
 import difflib
 import inspect
+import math
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, field, fields, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
@@ -52,6 +53,10 @@ ANSWERS = {
 }
 
 
+#: The keys of an option's metadata for the limits of its value.
+BOUNDS = ("above", "least")
+
+
 class ArgumentError(Failure):
     """A mistake in a command line."""
 
@@ -82,6 +87,18 @@ def option(
     metadata = {"help": help, "positional": positional, "tasks": tasks}
     metadata |= {"above": above, "least": least, "argparse": argparse_options}
     return field(default=default, metadata=metadata)
+
+
+def out_of_bounds(options: Any) -> Iterator[tuple[str, str]]:
+    """Yields the name of each option of a dataclass outside of its bounds, with these in words."""
+    for spec in fields(options):
+        value, above, least = getattr(options, spec.name), *map(spec.metadata.get, BOUNDS)
+        if value is None or isinstance(value, str) or above is least is None:
+            continue
+        if above is not None and not (math.isfinite(value) and value > above):
+            yield spec.name, f"a finite number above {above}"
+        if least is not None and not (math.isfinite(value) and value >= least):
+            yield spec.name, f"a finite number of at least {least}"
 
 
 def read_arguments(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train import CONFIGS, Failure, command_of
-from train.cli.arguments import did_you_mean, option, read_arguments
+from train.cli.arguments import did_you_mean, option, out_of_bounds, read_arguments
 from train.cli.settings import File, Settings, SettingsError, impossible, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
@@ -92,19 +91,18 @@ class Planning:
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = option(
         None, "GPU to plan for. Default: this machine's, or else h100."
     )
-    host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).")
+    host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).", above=0)
     host_bandwidth: float | Literal["here"] | None = option(
         None,
         "Speed of host memory in GB/s; here: measured. Default: measured if the GPU is "
         "here, or usual for --device.",
+        above=0,
     )
     force: bool = option(False, "Start a run even if its memory cannot suffice.")
 
     def __post_init__(self):
-        for name in ("host_memory", "host_bandwidth"):
-            value = getattr(self, name)
-            if isinstance(value, float) and not (math.isfinite(value) and value > 0):
-                raise SettingsError(impossible(name, "a finite number above 0", value))
+        for name, expected in out_of_bounds(self):
+            raise SettingsError(impossible(name, expected, getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)

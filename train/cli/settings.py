@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from train import Failure
-from train.cli.arguments import option
+from train.cli.arguments import option, out_of_bounds
 
 OwnTask = Literal["standard_library", "language", "alpaca", "chat", "classification"]
 GlueTask = Literal["cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte"]
@@ -272,14 +272,8 @@ class Settings(OutputSettings, StepSettings, DataSettings):
 
     def __post_init__(self):
         # zenflow checks its own arguments, which have the same names.
-        for setting in fields(self):
-            value, bounds = getattr(self, setting.name), setting.metadata
-            if value is not None and bounds["above"] is not None:
-                fits = math.isfinite(value) and value > bounds["above"]
-                self._check(setting.name, fits, f"a finite number above {bounds['above']}")
-            if value is not None and bounds["least"] is not None:
-                fits = math.isfinite(value) and value >= bounds["least"]
-                self._check(setting.name, fits, f"a finite number of at least {bounds['least']}")
+        for name, expected in out_of_bounds(self):
+            self._check(name, False, expected)
         for name, value in vars(self).items():
             # Bytes of a command line that are not UTF-8 become surrogates.
             is_text = not isinstance(value, str) or not re.search(r"[\ud800-\udfff]", value)

@@ -91,8 +91,8 @@ class _Skips:
     def fail(self) -> NoReturn:
         first = self.known - self.in_a_row + 1
         raise NotFiniteError(
-            f"steps {first} to {self.known} were skipped, as their gradients are not finite: the run "
-            f"learns nothing. {self._remedy}"
+            f"steps {first} to {self.known} were skipped, as their gradients are not finite. "
+            f"{self._remedy}"
         )
 
 
