@@ -82,10 +82,10 @@ def run(command: Command) -> None:
         if not packed:
             print(f"{command.source} is packed already: nothing to do")
             return
-        _say_packed(command, packed, time.perf_counter() - begin)
+        _print_result(command, packed, time.perf_counter() - begin)
 
 
-def _say_packed(command: Command, packed: Sequence[Result], seconds: float) -> None:
+def _print_result(command: Command, packed: Sequence[Result], seconds: float) -> None:
     before, after = sum(r.before for r in packed), sum(r.after for r in packed)
     print(
         f"{command.target or command.source}: {_bytes(before)} in {_bytes(after)}, ratio "

@@ -32,7 +32,7 @@ from train import Failure
 from train.checkpoints.compatibility import OF_THE_MODEL, description_of_model
 from train.checkpoints.reading import CheckpointError, SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
-from train.cli.settings import Settings, SettingsError, trained_on
+from train.cli.settings import Settings, SettingsError, task_name
 from train.distributed import processes
 from train.distributed.peers import Peers
 from train.distributed.sharding import BATCH_AXES, mesh_axes
@@ -140,7 +140,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     # The run's template, whatever the settings contain now.
     copy = folder / TEMPLATE
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
-    task = trained_on(vars(settings))
+    task = task_name(vars(settings))
     models.write(target, origin, weights, labels=labels, texts=texts, task=task)
     line = f"{target} has the weights of checkpoint {step} in {folder}"
     if settings.optimizer != "adamw":

@@ -176,11 +176,11 @@ DAMAGES = {
 def test_every_damage_of_a_checkpoint_is_named(tmp_path):
     saved_run(tmp_path, 10)
     whole = tmp_path / "checkpoints" / "10"
-    assert checksums.damage(whole) is None
+    assert checksums.find_damage(whole) is None
     for name, (make, expected) in DAMAGES.items():
         copy = shutil.copytree(whole, tmp_path / name)
         make(copy)
-        assert expected in checksums.damage(copy), name
+        assert expected in checksums.find_damage(copy), name
 
 
 def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_none_is_an_error(tmp_path):
@@ -196,7 +196,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_none_is_an_error(tm
         assert_same(job.restored(10), values[0])
         # A start that ends here, for any reason, has left all as it was.
         assert names_in(checkpoints) == ["10", "20", "damaged-20"]
-        job.checkpoints.set_aside()
+        job.checkpoints.rename_damaged()
         job.save(20)
         job.checkpoints.finish()
         assert job.checkpoints.newest() == 20
@@ -219,14 +219,14 @@ def test_half_a_checkpoint_is_cleared_away_by_writers_and_a_copy_stays(tmp_path)
     saved = SavedCheckpoints(checkpoints, describe=describe, say=print)
     weights = saved.weights(saved.find("10"), Job(tmp_path).params)
     jax.tree.map(np.testing.assert_array_equal, weights, values[0][0])
-    assert checksums.damage(half) is None
+    assert checksums.find_damage(half) is None
     with Job(tmp_path) as job:
         assert job.checkpoints.newest() == 10
         job.restored(10)
         job.save(20)
         job.checkpoints.finish()
     assert sorted(p.name for p in checkpoints.iterdir()) == ["10", "20", "20.copy"]
-    assert checksums.damage(checkpoints / "20.copy") is None
+    assert checksums.find_damage(checkpoints / "20.copy") is None
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_stays(tmp_path):
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_run_at_the_first_save(
         for call in (job.checkpoints.poll, job.checkpoints.finish):
             with pytest.raises(CheckpointError, match=r"checkpoint 1 in .* cannot be read: NOT_F"):
                 call()
-    assert checksums.damage(tmp_path / "a[1]" / "checkpoints" / "1") is None
+    assert checksums.find_damage(tmp_path / "a[1]" / "checkpoints" / "1") is None
     assert "No per-process OCDBT" in caplog.text  # orbax's own warning
 
 

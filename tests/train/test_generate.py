@@ -13,9 +13,9 @@ from flax import nnx
 from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, assert_close, change_config, change_tensors, load, write_model
 from train import Failure, generate
-from train.cli.settings import trained_on
+from train.cli.settings import task_name
 from train.huggingface.tokenizer import read_tokenizer
-from train.model.sampling import Sampling, continue_tokens, narrowed
+from train.model.sampling import Sampling, continue_tokens, narrow
 from train.tasks import classify
 
 PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
@@ -56,7 +56,7 @@ def test_tokens_that_are_too_unlikely_are_not_drawn():
         # Of the two that are left 0.4 is 0.57.
         (Sampling(1.0, top_k=2, top_p=0.5), [1]),
     ):
-        logits = narrowed(jnp.log(jnp.asarray(PROBABILITIES)), sampling)
+        logits = narrow(jnp.log(jnp.asarray(PROBABILITIES)), sampling)
         assert np.flatnonzero(np.isfinite(logits)).tolist() == taken
         kept = np.array(PROBABILITIES)[taken]
         shares = jax.nn.softmax(logits)[np.array(taken)]
@@ -182,7 +182,7 @@ def test_the_class_of_each_text_is_that_of_the_text_alone(tmp_path, capsys, monk
     assert run(capsys, "--model", folder, texts[0])[1] == out.splitlines(keepends=True)[0]
     refused = run(capsys, "--model", folder, "a cat", "--system", "Be brief.")[2]
     assert "`system`: expected none for a model that classifies, got Be brief." in refused
-    for task in ("rte", trained_on({"task": "classification", "second_text_column": "b"})):
+    for task in ("rte", task_name({"task": "classification", "second_text_column": "b"})):
         change_config(folder, zenflow_task=task)
         assert f"trained on pairs ({task})" in run(capsys, "--model", folder, "a cat")[2]
 

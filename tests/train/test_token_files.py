@@ -13,7 +13,7 @@ from train.huggingface.chat_template import ChatTemplate
 from train.huggingface.tokenizer import read_tokenizer
 from train.tasks import answers, encoding, language, token_files
 from train.tasks.batches import DataError
-from train.tasks.token_files import stored
+from train.tasks.token_files import store_tokens
 
 CHAT = ChatTemplate("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", {}, (), "here")
 
@@ -99,7 +99,7 @@ def test_a_later_start_reads_what_an_earlier_one_has_encoded(tmp_path, monkeypat
     path = file_of(kind, tmp_path, 5)
     path.write_text(path.read_text() + records({"text": " "} | KINDS[kind][1](9)))
     expected = task_of(kind, path, decoder)
-    store = partial(stored, cache=tmp_path / "cache")
+    store = partial(store_tokens, cache=tmp_path / "cache")
     assert_same(task_of(kind, path, decoder, store=store), expected)
     monkeypatch.setattr(token_files, "_write", None)
     assert_same(task_of(kind, path, decoder, store=store), expected)
@@ -118,8 +118,8 @@ def test_a_later_start_reads_what_an_earlier_one_has_encoded(tmp_path, monkeypat
 def test_a_cache_has_what_is_whole_and_names_what_is_damaged(tmp_path, decoder):
     path = file_of("language", tmp_path, 5)
     with pytest.raises(DataError, match="`token_cache`: expected a folder .*jsonl"):
-        task_of("language", path, decoder, store=partial(stored, cache=path))
-    store = partial(stored, cache=tmp_path / "cache")
+        task_of("language", path, decoder, store=partial(store_tokens, cache=path))
+    store = partial(store_tokens, cache=tmp_path / "cache")
     path.write_text(path.read_text() + "{}")
     with pytest.raises(DataError, match="line 6: expected a field 'text'"):
         task_of("language", path, decoder, store=store)
@@ -146,7 +146,7 @@ def test_a_cache_has_what_is_whole_and_names_what_is_damaged(tmp_path, decoder):
 def test_a_full_disk_is_an_error_that_names_the_option(tmp_path, decoder, small_disk):
     path, disk = file_of("language", tmp_path, 40), small_disk("40k")
     with pytest.raises(DataError, match=rf"room .* in {disk}, got: .*No space.* --token-cache"):
-        task_of("language", path, decoder, store=partial(stored, cache=disk))
+        task_of("language", path, decoder, store=partial(store_tokens, cache=disk))
     assert not [*disk.iterdir()]
 
 
@@ -155,5 +155,5 @@ def test_a_line_says_how_much_is_written(tmp_path, monkeypatch, decoder):
     monkeypatch.setattr(encoding, "CHUNK_TEXTS", 1)
     said = []
     path = file_of("language", tmp_path, 4)
-    task_of("language", path, decoder, store=partial(stored, say=said.append))
+    task_of("language", path, decoder, store=partial(store_tokens, say=said.append))
     assert [line.partition(" of")[0] for line in said] == ["1 GB", "2 GB", "3 GB", "4 GB"]

@@ -32,7 +32,7 @@ def _checksum(path: Path) -> tuple[int, int]:
     return size, checksum
 
 
-def damage(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """Returns the first damage in a checkpoint; None if it is intact."""
     if (folder / UNPACKED).exists():
         return f"it is packed ({command_of('compress')} --restore {folder} makes it what it was)"

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 import zenflow_jax
 from train import Failure
-from train.checkpoints.checksums import damage
+from train.checkpoints.checksums import find_damage
 from train.checkpoints.compatibility import check_same_run
 from train.cli.settings import SettingsError
 from train.distributed import host_memory, processes
@@ -98,7 +98,7 @@ class SavedCheckpoints:
         fresh = {"params": params, "opt_state": opt_state}
         saved, others = split_arrays(fresh)
         folder = self._folder / str(step)
-        check_arrays(folder, run["arrays"], described(saved), run["zenflow_jax"])
+        check_arrays(folder, run["arrays"], describe_arrays(saved), run["zenflow_jax"])
         arrays = self._read_state(folder, saved)
         engine_state = None
         if run["settings"]["optimizer"] != "adamw":
@@ -133,7 +133,7 @@ class SavedCheckpoints:
     def weights(self, step: int, like: Any) -> Any:
         """Restores only the parameters, in place of those in `like`, which are consumed."""
         folder = self._folder / str(step)
-        if problem := processes.from_first(damage(folder) or ""):
+        if problem := processes.from_first(find_damage(folder) or ""):
             raise CheckpointError(
                 f"checkpoint {step} in {self._folder} is damaged: "
                 f"{problem}. Use another one, or at the end of a run --no-keep-best."
@@ -141,7 +141,7 @@ class SavedCheckpoints:
         saved, others = split_arrays({"params": like, "opt_state": ()})
         run = self._read_run(step)
         arrays = {name: x for name, x in run["arrays"].items() if name.startswith("params.")}
-        check_arrays(folder, arrays, described(saved), run["zenflow_jax"])
+        check_arrays(folder, arrays, describe_arrays(saved), run["zenflow_jax"])
         of_rows = {name: host_memory.Selected(*of) for name, of in run.get("lacking", {}).items()}
         rows = {name: _empty_rows(saved[name].shape, of) for name, of in of_rows.items()}
         templates = dict(saved)
@@ -195,7 +195,7 @@ class SavedCheckpoints:
         damaged: dict[int, str] = {}
         try:
             for step in reversed(self.steps()):
-                if (problem := damage(self._folder / str(step))) is None:
+                if (problem := find_damage(self._folder / str(step))) is None:
                     self._damaged = list(damaged)
                     for newer, what in damaged.items():
                         self._say(f"checkpoint {newer} is damaged: {what}. {step} is whole.")
@@ -269,7 +269,7 @@ def _empty_rows(shape: tuple[int, ...], of: host_memory.Selected) -> dict[str, n
     }
 
 
-def described(arrays: Mapping[str, Any]) -> dict[str, str]:
+def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
 
 

@@ -33,7 +33,7 @@ from train.checkpoints.checksums import CHECKSUMS, checksums
 from train.checkpoints.reading import (
     CheckpointError,
     SavedCheckpoints,
-    described,
+    describe_arrays,
     lacking,
     split_arrays,
 )
@@ -68,7 +68,7 @@ class Checkpoints(SavedCheckpoints):
         if self._failed is None and self._unreadable is None:
             sys.unraisablehook = self._unraisable
 
-    def set_aside(self) -> None:
+    def rename_damaged(self) -> None:
         """Renames the damaged checkpoints that `newest` skipped."""
         if processes.is_first():
             for step in self._damaged:
@@ -108,7 +108,7 @@ class Checkpoints(SavedCheckpoints):
             **self._description,
             "zenflow_jax": zenflow_jax.__version__,
             "step": step,
-            "arrays": described(saved),
+            "arrays": describe_arrays(saved),
             "lacking": lacking(params, opt_state),
             "figures": list(self._figures.items()),
             "progress": progress,
@@ -170,9 +170,11 @@ class Checkpoints(SavedCheckpoints):
             opened = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
             if (folder / "engine").exists():
                 zenflow_jax.EngineCheckpointHandler().restore(folder / "engine")
-            problem = None if described(opened) == listed else "it has other arrays than were saved"
+            problem = (
+                None if describe_arrays(opened) == listed else "it has other arrays than were saved"
+            )
         except (OSError, ValueError) as error:
-            problem = _shortened(error)
+            problem = _shorten(error)
         return problem and (
             f"checkpoint {step} in {self._folder} was written, but cannot be read: {problem}. Name "
             "another --output-dir, and report this if that does not help."
@@ -238,7 +240,7 @@ class Checkpoints(SavedCheckpoints):
                 raise
             self._failed = (
                 f"expected to write checkpoint {self._writing} to {self._folder}, got: "
-                f"{_shortened(error)}. Free disk space or fix the permissions; older "
+                f"{_shorten(error)}. Free disk space or fix the permissions; older "
                 "checkpoints are unchanged."
             )
             self._say(f"error: {self._failed}")
@@ -258,7 +260,7 @@ class Checkpoints(SavedCheckpoints):
             self._writing = None
 
 
-def _shortened(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     """Returns an error's message in one line, with the middle cut out if it is long."""
     text = " ".join(str(error).split())
     return text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"

@@ -145,7 +145,7 @@ def read_arguments(
             for name in names
         )
         raise ArgumentError(f"{problems} All options are in {program} --help")
-    return _made(kind, vars(values))
+    return _build(kind, vars(values))
 
 
 def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
@@ -238,7 +238,7 @@ def _read(kinds: Sequence[Any], text: str) -> Any:
     raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}.")
 
 
-def _made(kind: Any, values: dict[str, Any]) -> Any:
+def _build(kind: Any, values: dict[str, Any]) -> Any:
     """Builds the dataclass, and its nested dataclasses, from the values of all options."""
-    nested = {n: _made(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
+    nested = {n: _build(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
     return kind(**{spec.name: (values | nested)[spec.name] for spec in fields(kind)})

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from train import CONFIGS, Failure, command_of
 from train.cli.arguments import did_you_mean, option, out_of_bounds, read_arguments
-from train.cli.settings import File, Settings, SettingsError, impossible, option_words
+from train.cli.settings import File, Settings, SettingsError, bad_value, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -102,7 +102,7 @@ class Planning:
 
     def __post_init__(self):
         for name, expected in out_of_bounds(self):
-            raise SettingsError(impossible(name, expected, getattr(self, name)))
+            raise SettingsError(bad_value(name, expected, getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class SettingsError(Failure):
     """A mistake in the settings."""
 
 
-def trained_on(settings: Mapping[str, Any]) -> str:
+def task_name(settings: Mapping[str, Any]) -> str:
     """Returns the task that the config of the trained model names."""
     is_own = settings["task"] == "classification"
     return PAIRS if is_own and settings.get("second_text_column") else settings["task"]
@@ -304,7 +304,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
 
     def _check(self, name: str, fits: bool, expected: str) -> None:
         if not fits:
-            raise SettingsError(impossible(name, expected, getattr(self, name)))
+            raise SettingsError(bad_value(name, expected, getattr(self, name)))
 
     def _check_one(self, share: str, count: str) -> None:
         values = getattr(self, share), getattr(self, count)
@@ -342,7 +342,7 @@ def may_stream(settings: StepSettings) -> bool:
     return all(getattr(settings, name) == value for name, value in _OF_STREAMS.items())
 
 
-def impossible(name: str, expected: str, got: object) -> str:
+def bad_value(name: str, expected: str, got: object) -> str:
     got = repr(got) if got == "" else got
     remedy = f"Change it in the config or pass {flag_of(name)}."
     return f"`{name}`: expected {expected}, got {got}. {remedy}"

@@ -109,8 +109,8 @@ def selected(opt_state: Any) -> list[Selected]:
 
 def with_selected(weights: Any, channels: Any, master: Any, axis: int) -> np.ndarray:
     """Returns a copied stack of matrices, with the masters of its selected channels inserted."""
-    whole = np.array(processes.whole(weights))
-    channels, rows = processes.whole(channels), processes.whole(master).astype(whole.dtype)
+    whole = np.array(processes.gather(weights))
+    channels, rows = processes.gather(channels), processes.gather(master).astype(whole.dtype)
     np.put_along_axis(whole, np.expand_dims(channels, 3 - axis), rows, axis)
     return whole
 

@@ -52,7 +52,7 @@ class Peers:
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._has_failed = not (kind is None or issubclass(kind, Stopped))
-        self._tell(FAILED if self._has_failed else BYE)
+        self._send(FAILED if self._has_failed else BYE)
 
     def _meet(self) -> None:
         if processes.is_first():
@@ -72,7 +72,7 @@ class Peers:
         except OSError:
             return  # process 0 reports it
         connection.sendall(f"{token} {jax.process_index()}\n".encode())
-        self._connections[_kept_alive(connection)] = 0
+        self._connections[_keep_alive(connection)] = 0
 
     def _accept(self, listener: socket.socket, token: str) -> None:
         listener.settimeout(MEET_S)
@@ -84,7 +84,7 @@ class Peers:
             except (OSError, ValueError):
                 return
             if received == token:
-                self._connections[_kept_alive(connection)] = int(index)
+                self._connections[_keep_alive(connection)] = int(index)
 
     def _watch(self) -> None:
         selector = selectors.DefaultSelector()
@@ -103,27 +103,27 @@ class Peers:
                     selector.unregister(connection)
                 if news.startswith(FAILED):
                     index = int(news[1:] or index)
-                    self._pass_on(FAILED + str(index).encode())
+                    self._forward(FAILED + str(index).encode())
                     why = f"process {index} has failed; its own output has the error"
-                    timer = threading.Timer(GRACE_S, self._end, [why])
+                    timer = threading.Timer(GRACE_S, self._exit, [why])
                     timer.daemon = True
                     timer.start()
                 elif not news.startswith(BYE):
                     # Process 0 learns it from the kernel, and tells the others the number.
                     index = int(news) if news.isdigit() else index
-                    self._pass_on(str(index).encode())
-                    self._end(f"process {index} is gone: it was killed, or its machine failed")
+                    self._forward(str(index).encode())
+                    self._exit(f"process {index} is gone: it was killed, or its machine failed")
 
-    def _pass_on(self, message: bytes) -> None:
+    def _forward(self, message: bytes) -> None:
         if self._is_first:
-            self._tell(message)
+            self._send(message)
 
-    def _tell(self, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # the process is gone, which the thread notices
                 connection.sendall(message + b"\n")
 
-    def _end(self, why: str) -> NoReturn:
+    def _exit(self, why: str) -> NoReturn:
         if self._has_failed:
             os._exit(2)  # it has shown its own error, and waits for the others to shut jax down
         # Not through `sys.stderr`, whose lock the main thread may hold. Silences jax and gloo.
@@ -138,7 +138,7 @@ def _listener() -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def _kept_alive(connection: socket.socket) -> socket.socket:
+def _keep_alive(connection: socket.socket) -> socket.socket:
     """Returns the connection, which now breaks within 10 s if the other machine dies."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -81,7 +81,7 @@ def from_first(text: str) -> str:
     return multihost_utils.broadcast_one_to_all(padded).tobytes().rstrip(b"\0").decode()
 
 
-def whole(x: jax.Array | np.ndarray) -> np.ndarray:
+def gather(x: jax.Array | np.ndarray) -> np.ndarray:
     """Gathers an array, whose shards may be on several processes, in each of them."""
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)

@@ -93,10 +93,10 @@ class StopRequest:
     def _listen(self) -> None:
         while received := os.read(self._pipe, 1):
             if received[0] in self.SIGNALS:
-                self._take(received[0])
+                self._handle(received[0])
         os.close(self._pipe)
 
-    def _take(self, number: int) -> None:
+    def _handle(self, number: int) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
             number = signal.SIGTERM
@@ -104,9 +104,9 @@ class StopRequest:
             first, self._number = self._number is None, self._number or number
             why = self._nothing_to_save
         if not first:
-            _leave(number, f"aborted by {name}; the last checkpoint is unchanged")
+            _exit_now(number, f"aborted by {name}; the last checkpoint is unchanged")
         if why is not None:
-            _leave(number, f"stopped by {name}: {why}")
+            _exit_now(number, f"stopped by {name}: {why}")
         self._say(f"{name}: stopping after this step, saving; again to abort")
         if not self._alone:
             own = _swapped_handler(signal.SIGTERM, self._of_sigterm)
@@ -125,7 +125,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Does nothing: only with a Python handler does Python write to the pipe."""
 
 
-def _leave(number: int, line: str) -> None:
+def _exit_now(number: int, line: str) -> None:
     # Not `sys.stderr` or a normal exit: the main thread may hold either's locks.
     os.write(2, f"{line}\n".encode())
     os._exit(128 + number)

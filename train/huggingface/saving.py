@@ -166,7 +166,7 @@ def _gathered(
     dtypes: Iterable[Sequence[np.dtype]],
 ) -> Iterator[np.ndarray]:
     for x, of, each in zip(leaves, sources, dtypes, strict=True):
-        value = processes.whole(x)
+        value = processes.gather(x)
         value = value if of.stacked else value[None]
         entries = value.reshape(-1, of.parts, *value.shape[1:])
         for parts, dtype in zip(entries, each, strict=True):

@@ -58,7 +58,7 @@ class Mark(NamedTuple):
         return Totals(seconds, tokens / seconds if tokens else None, waited / seconds)
 
 
-class Taken(NamedTuple):
+class UnreadStep(NamedTuple):
     """A step that is not in a row yet."""
 
     loss: jax.Array | float
@@ -120,7 +120,7 @@ class Meter:
         self._stats = stats
         state = state or {"unread": [], "skipped": 0}
         self._unread = deque(
-            Taken(loss, skipped, 0, schedule) for loss, skipped, schedule in state["unread"]
+            UnreadStep(loss, skipped, 0, schedule) for loss, skipped, schedule in state["unread"]
         )
         self._steps_read = steps_done - len(self._unread)
         self._tokens_read = 0
@@ -140,13 +140,13 @@ class Meter:
 
         It then blocks until the device has finished all but the last `log_every` steps.
         """
-        step = self._taken + 1
+        step = self._steps_taken + 1
         schedule = ()
         if self._stats and (step in (1, self._steps) or step % self._log_every == 0):
             stats = self._stats()
             schedule = mean_window_length(stats), stats.kept_share, stats.reselections
-        self._unread.append(Taken(loss, skipped, tokens, schedule))
-        self._judge(step - BEHIND)
+        self._unread.append(UnreadStep(loss, skipped, tokens, schedule))
+        self._read_skips(step - BEHIND)
         enough = self._to_next_row() + self._log_every
         return self._next_row() if len(self._unread) >= enough else None
 
@@ -166,12 +166,12 @@ class Meter:
 
     def skipped_last(self) -> bool:
         """Returns whether the last step was skipped; blocks until the device has done it."""
-        self._judge(self._taken)
+        self._read_skips(self._steps_taken)
         return self._skips.in_a_row > 0
 
     def finish(self) -> None:
         """Raises `NotFiniteError` if every step of this start was skipped."""
-        self._judge(self._taken)
+        self._read_skips(self._steps_taken)
         self._skips.finish()
 
     def state(self) -> dict[str, Any]:
@@ -190,10 +190,10 @@ class Meter:
         return self._skips.total
 
     @property
-    def _taken(self) -> int:
+    def _steps_taken(self) -> int:
         return self._steps_read + len(self._unread)
 
-    def _judge(self, until: int) -> None:
+    def _read_skips(self, until: int) -> None:
         """Reads which steps up to `until` were skipped."""
         while self._skips.known < until:
             taken = self._unread[self._skips.known - self._steps_read]
@@ -207,7 +207,7 @@ class Meter:
 
     def _next_row(self) -> Row:
         count = min(self._to_next_row(), len(self._unread))
-        self._judge(self._steps_read + count)
+        self._read_skips(self._steps_read + count)
         taken = [self._unread.popleft() for _ in range(count)]
         figures = jax.device_get([(x.loss, x.skipped) for x in taken])  # blocks
         self._steps_read += count

@@ -238,7 +238,7 @@ class DecoderBlock(nnx.Module):
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)  # float32
         # Rounded only after the rotation.
-        q, k = (turned(heads, cos, sin).astype(v.dtype) for heads in (q, k))
+        q, k = (rotate(heads, cos, sin).astype(v.dtype) for heads in (q, k))
         return q, k, v
 
     def _mixed_in(self, x, mixed):
@@ -271,7 +271,7 @@ def rotation_speeds(config: DecoderConfig) -> np.ndarray:
             return speed * (kept + (1 - kept) / factor)
 
 
-def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates queries or keys `(b, t, h, d)`, each pair `(i, i + d/2)`: float32."""
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -59,17 +59,17 @@ def continue_tokens(
         token = following
 
 
-def chosen(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+def choose(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """Returns the next token, int32 `()`, by its logits `(vocabulary,)`; -1 if not finite."""
     finite = jnp.isfinite(logits.max())
     if sampling.temperature == 0:
         token = jnp.argmax(logits)
     else:
-        token = jax.random.categorical(key, narrowed(logits / sampling.temperature, sampling))
+        token = jax.random.categorical(key, narrow(logits / sampling.temperature, sampling))
     return jnp.where(finite, token, -1).astype(jnp.int32)
 
 
-def narrowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def narrow(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Returns the logits, with minus infinity for tokens that may not be drawn."""
     if sampling.top_k is not None:
         least = jax.lax.top_k(logits, min(sampling.top_k, len(logits)))[0][-1]
@@ -87,4 +87,4 @@ def narrowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
 def _extend(graphdef, sampling, params, key, cache, tokens, start):
     """Returns the token `(1,)` after `tokens` `(t,)`, which begin at `start`, and the cache."""
     logits, cache = nnx.merge(graphdef, params).extend(tokens[None], cache, start)
-    return chosen(logits[0], jax.random.fold_in(key, start), sampling)[None], cache
+    return choose(logits[0], jax.random.fold_in(key, start), sampling)[None], cache

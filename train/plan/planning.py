@@ -308,11 +308,11 @@ def planned_step(
         put = host_memory.put if in_host_memory else lambda params: params
         opt_state = jax.eval_shape(lambda params: initial_state(tx, put(params)), params)
     else:
-        params = jax.tree.map(_at, params, weight_shardings(divided, params))
+        params = jax.tree.map(_shape_at, params, weight_shardings(divided, params))
         is_adamw = settings.optimizer == "adamw"
         everywhere = NamedSharding(divided, PartitionSpec())
         shapes = host_memory.put_shapes(params) if in_host_memory else params
-        opt_state = _beside(tx, params, everywhere) if is_adamw else tx.init(shapes)
+        opt_state = _state_shapes(tx, params, everywhere) if is_adamw else tx.init(shapes)
         sharding = batches
     if sharding is not None:
         params, opt_state = planning.placed((params, opt_state), mesh)
@@ -339,16 +339,16 @@ def planned_step(
     return PlannedStep(step, params, opt_state, batch | {"label": array()})
 
 
-def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def _shape_at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _beside(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
+def _state_shapes(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
     """Returns a state with moments sharded like their parameters, and all else `everywhere`."""
     return optax.tree.map_params(
         tx,
-        lambda x, p: _at(x, p.sharding),
+        lambda x, p: _shape_at(x, p.sharding),
         jax.eval_shape(tx.init, params),
         params,
-        transform_non_params=lambda x: _at(x, everywhere),
+        transform_non_params=lambda x: _shape_at(x, everywhere),
     )

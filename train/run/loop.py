@@ -15,7 +15,7 @@ import zenflow_jax
 from train.checkpoints.compatibility import description
 from train.checkpoints.reading import CheckpointError
 from train.checkpoints.writing import Checkpoints
-from train.cli.settings import SettingsError, trained_on
+from train.cli.settings import SettingsError, task_name
 from train.distributed import host_memory, processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
 from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
@@ -37,7 +37,7 @@ from train.tasks import is_loss
 from zenflow_jax import planning
 
 
-class Ended(NamedTuple):
+class Result(NamedTuple):
     totals: Totals
     best: int  # the step of the written weights
     written: str  # name of the model's file or folder
@@ -93,7 +93,7 @@ class Run:
             self._say(drawn)
         if self.job.training.optimizer != "adamw":
             self._open_engine(engine_state, timeline)
-        self.checkpoints.set_aside()  # this start is valid
+        self.checkpoints.rename_damaged()  # this start is valid
         self._open_log(progress)
         if not self.done:
             check_finite(self._validated(0), self.job.causes_of_infinity)
@@ -246,7 +246,7 @@ class Run:
             self.log.add(row)
         self.checkpoints.poll()
 
-    def finish(self) -> Ended:
+    def finish(self) -> Result:
         """Flushes and validates, and writes the model."""
         steps = self.steps
         if self.done == steps:
@@ -273,9 +273,9 @@ class Run:
         test = self.job.test and self.job.test(weights)
         if test:
             self.log.validation(best, test, "test")
-        return Ended(totals, best, written, test)
+        return Result(totals, best, written, test)
 
-    def report(self, ended: Ended, begun_s: float) -> None:
+    def report(self, ended: Result, begun_s: float) -> None:
         """Writes and shows the summary of a run that began at `begun_s`; all files are closed."""
         figures = self._figures(ended, begun_s)
         if not processes.is_first():
@@ -293,7 +293,7 @@ class Run:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} has {weights}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
-        use = command_of_use(self.folder / ended.written, trained_on(self.job.settings))
+        use = command_of_use(self.folder / ended.written, task_name(self.job.settings))
         if use and ended.written == models.FOLDER:
             self._say(f"Try it: {use}")
 
@@ -312,10 +312,10 @@ class Run:
 
     def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
         job = self.job
-        options = {"labels": job.task.labels, "texts": job.texts, "task": trained_on(job.settings)}
+        options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.settings)}
         models.write(folder, job.model.origin, weights, values, **options)
 
-    def _figures(self, ended: Ended, begun_s: float) -> dict[str, Any]:
+    def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:
         job = self.job
         stats = self.engine.stats if self.engine else None
         parameters = sum(x.size for x in jax.tree.leaves(self.params))

@@ -179,7 +179,7 @@ def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) 
         for path, x in leaves
     ]
     values = iter([x for _, x in leaves]) if values is None else values
-    tensors = (np.ascontiguousarray(processes.whole(x), np.float32) for x in values)
+    tensors = (np.ascontiguousarray(processes.gather(x), np.float32) for x in values)
 
     def write() -> None:
         with atomic_path(file) as part:

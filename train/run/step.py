@@ -160,9 +160,9 @@ def make_validate(
             loss += float(losses)
             targets += float(counts)
             if task.score is not None:
-                rows = processes.whole(batch[ROWS]) > 0
-                predictions.append(processes.whole(predicted)[rows])
-                labels.append(processes.whole(batch["label"])[rows])
+                rows = processes.gather(batch[ROWS]) > 0
+                predictions.append(processes.gather(predicted)[rows])
+                labels.append(processes.gather(batch["label"])[rows])
         figures = {"loss": loss / max(targets, 1)}
         if task.score is not None:
             figures |= task.score(np.concatenate(predictions), np.concatenate(labels))

@@ -31,7 +31,7 @@ from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtyp
 from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
 from train.tasks.files import common_place, expect_examples, find_files, records, text_field
-from train.tasks.token_files import stored
+from train.tasks.token_files import store_tokens
 
 SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
 
@@ -95,12 +95,12 @@ def task_of_answers(
     validation_share: float,
     seed: int,
     form: tuple[object, ...] = (),
-    store: Callable[..., Encoded] = stored,
+    store: Callable[..., Encoded] = store_tokens,
 ) -> Task:
     """Makes the task of predicting the answers in the files of `data`.
 
     Examples of more than T + 1 tokens are cut on the right; those that lose their answer are
-    dropped. `store` is `stored` with its options; `form` has other facts that determine tokens.
+    dropped. `store` is `store_tokens` with options; `form` has other facts that determine tokens.
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)

@@ -12,7 +12,7 @@ from train.huggingface.chat_template import read_template
 from train.huggingface.loading import Pretrained
 from train.huggingface.tokenizer import read_tokenizer
 from train.tasks import Task, answers, classification, glue, language, standard_library
-from train.tasks.token_files import stored
+from train.tasks.token_files import store_tokens
 
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 KINDS = {"decoder": "a decoder, such as a Llama or Qwen", "encoder": "an encoder, such as a BERT"}
@@ -62,7 +62,7 @@ def make_task(
     check_length(sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
     tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
-    store = partial(stored, cache=data.token_cache and Path(data.token_cache), say=say)
+    store = partial(store_tokens, cache=data.token_cache and Path(data.token_cache), say=say)
     if task == "language":
         joined = data.packing == "joined"
         return language.make(

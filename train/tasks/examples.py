@@ -16,7 +16,7 @@ from train.tasks import Score, Task
 from train.tasks.batches import DataError, Padded, Source
 from train.tasks.encoding import Encoded, Text, encode
 from train.tasks.files import split
-from train.tasks.token_files import stored
+from train.tasks.token_files import store_tokens
 
 #: The shown example: the number of parts, learned or not, and of characters in each.
 PARTS, CHARACTERS = 8, 240
@@ -93,7 +93,7 @@ class Sentences(Examples):
         self, texts: Iterable[Text], labels: Sequence[int], tokenizer: Tokenizer, length: int
     ):
         chunks = encode(tokenizer, texts, special=True, longest=length)
-        encoded = stored(lambda _: chunks, tokenizer, [], [])
+        encoded = store_tokens(lambda _: chunks, tokenizer, [], [])
         self._labels = np.array(labels, np.int32)
         rows = np.arange(len(self._labels))
         super().__init__(encoded, rows, most=length, longest=length, pad=tokenizer.pad)

@@ -28,7 +28,7 @@ from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode
 from train.tasks.examples import describe_example
 from train.tasks.fields import Fields
 from train.tasks.files import common_place, find_files, lines, records, split, text_field
-from train.tasks.token_files import stored
+from train.tasks.token_files import store_tokens
 
 # Four to a chunk, for four cores. With pieces of 2**20, 20 MB of text took 430 MB of memory on top
 # of the tokens instead of 150 MB, in the same time.
@@ -45,7 +45,7 @@ def make(
     seed: int,
     joined: bool = False,
     field: str = "text",
-    store: Callable[..., Encoded] = stored,
+    store: Callable[..., Encoded] = store_tokens,
 ) -> Task:
     """Makes the task of predicting the next token; arguments as for `task_of_answers`."""
     files = find_files(data, SUFFIXES)

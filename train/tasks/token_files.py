@@ -36,7 +36,7 @@ RECORD = "encoded.json"
 STEP = 10**9  # bytes of tokens between two lines of progress
 
 
-def stored(
+def store_tokens(
     encode_all: Callable[[list[str]], Iterator[Encoded]],
     tokenizer: Tokenizer,
     paths: Sequence[Path],
@@ -56,7 +56,7 @@ def stored(
         if cache is None:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in NAMES]
             checksum = _write(encode_all(notes), files, dtypes, tempfile.gettempdir(), say)
-            return Encoded._make([*map(_mapped, files, dtypes), checksum])
+            return Encoded._make([*map(_map_file, files, dtypes), checksum])
         folder = cache / _digest(tokenizer, paths, form)
         if not folder.exists():
             _write_folder(folder, encode_all, dtypes, say)
@@ -64,7 +64,7 @@ def stored(
             record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             notes += record["notes"]
             files = [stack.enter_context(open(folder / name, "rb")) for name in NAMES]
-            return Encoded._make([*map(_mapped, files, dtypes), record["checksum"]])
+            return Encoded._make([*map(_map_file, files, dtypes), record["checksum"]])
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
                 f"{folder}: expected tokens that an earlier start has written, got {error!r}. "
@@ -136,7 +136,7 @@ def _write(
     return zlib.crc32(repr(checksums).encode())
 
 
-def _mapped(file: IO[bytes], dtype: np.dtype) -> np.ndarray:
+def _map_file(file: IO[bytes], dtype: np.dtype) -> np.ndarray:
     """Maps a file as an array."""
     is_empty = not file.seek(0, 2)  # empty files cannot be mapped
     return np.empty(0, dtype) if is_empty else np.asarray(np.memmap(file, dtype, "r"))
