@@ -13,7 +13,7 @@ from tests.comparisons import assert_same_bits
 from tests.hf_models import FIXTURES, load
 from tests.processes import assert_ends, start
 from train import compress
-from train.checkpoints.checksums import damage
+from train.checkpoints.checksums import find_damage
 from train.huggingface.loading import ModelError, read_folder
 
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_is_not_packed_and_a_packed_one_is_restored(model, tmp_path
     # As an earlier version left it: the checksums of before, and those of the packed files.
     (packed / "unpacked.json").write_text("before")
     (packed / "checksums.json").write_text("after")
-    assert "is packed (python -m train.compress --restore" in damage(packed)
+    assert "is packed (python -m train.compress --restore" in find_damage(packed)
     assert compress.main(["--restore", str(packed), str(back)]) == 0
     assert (back / "checksums.json").read_text() == "before"
     assert not (back / "unpacked.json").exists()
