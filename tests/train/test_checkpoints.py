@@ -192,7 +192,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_none_is_an_error(tm
         with pytest.raises(CheckpointError, match=r"20 .*damaged.*no-keep-best"):
             job.checkpoints.weights(20, job.params)
         assert job.checkpoints.newest() == 10
-        assert re.fullmatch(r"checkpoint 20 is damaged: .* 10 is whole\.", job.said[0])
+        assert re.fullmatch(r"checkpoint 20 is damaged: .* 10 is intact\.", job.said[0])
         assert_same(job.restored(10), values[0])
         # A start that ends here, for any reason, has left all as it was.
         assert names_in(checkpoints) == ["10", "20", "damaged-20"]

@@ -197,8 +197,8 @@ class SavedCheckpoints:
             for step in reversed(self.steps()):
                 if (problem := find_damage(self._folder / str(step))) is None:
                     self._damaged = list(damaged)
-                    for newer, what in damaged.items():
-                        self._say(f"checkpoint {newer} is damaged: {what}. {step} is whole.")
+                    for newer, problem in damaged.items():
+                        self._say(f"checkpoint {newer} is damaged: {problem}. {step} is intact.")
                     return step
                 damaged[step] = problem
         except OSError as error:
@@ -206,7 +206,7 @@ class SavedCheckpoints:
                 f"expected checkpoints that can be read in {self._folder}, got: {error}."
             ) from error
         if damaged:
-            listed = "; ".join(f"{step}: {what}" for step, what in damaged.items())
+            listed = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())
             raise SettingsError(
                 f"all checkpoints in {self._folder} are damaged "
                 f"({listed}). Restore a copy, or name another --run to start again."
