@@ -197,8 +197,8 @@ def test_a_folder_has_its_template_in_one_of_several_files(tmp_path, tokenizer):
         (tmp_path / name).write_text(json.dumps(content))
         assert read_template(tmp_path, tokenizer.tokens).render(talk("a")) == text
     (tmp_path / "other").write_text("{% if %}")
-    for name, reason in (("other", "what Jinja cannot read"), ("none", "what cannot be read")):
-        with pytest.raises(TokenizerError, match=f"got {reason}"):
+    for name, reason in (("other", "Jinja cannot parse"), ("none", "cannot read")):
+        with pytest.raises(TokenizerError, match=reason):
             read_template(tmp_path, tokenizer.tokens, tmp_path / name)
 
 
@@ -221,7 +221,7 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
         tmp_path / "a.jsonl", *[talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")] * 8
     )
     settings = {"task": "chat", "model": str(folder), "data": str(data), "sequence_length": 120}
-    with pytest.raises(TokenizerError, match="expected a chat template in"):
+    with pytest.raises(TokenizerError, match="has no chat template"):
         read(**settings)
     template_file = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "template.jinja")
     settings["chat_template"] = str(template_file)

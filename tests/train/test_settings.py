@@ -43,7 +43,7 @@ def config_file(folder: Path, text: str) -> Path:
         ("width = 250", "`width`: expected a multiple of 8.*got 250"),
         ("b1 = 1.0", "`b1`: expected a share from 0"),
         ("seed = 4294967296", "`seed`: expected a number below"),
-        ("steps = 3\nwidth 4", "expected a config in TOML, .*line 2"),
+        ("steps = 3\nwidth 4", "the config is not valid TOML: .*line 2"),
         ('run = ".."', "`run`: expected the name of a folder"),
         ('update_interval = "often"', "--update-interval: .*'often'"),
         ("select_interval = 64.0", r"--select-interval: .*'64\.0'"),

@@ -203,7 +203,7 @@ class SavedCheckpoints:
                 damaged[step] = problem
         except OSError as error:
             raise SettingsError(
-                f"expected checkpoints that can be read in {self._folder}, got: {error}."
+                f"cannot read the checkpoints in {self._folder}: {error}."
             ) from error
         if damaged:
             listed = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())

@@ -199,9 +199,5 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"zenflow_jax have names: {', '.join(shipped())}.)"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        data = (
-            "" if path.suffix == ".toml" else " Data are passed by --data, behind a config's name."
-        )
-        raise SettingsError(
-            f"{path}: expected a config in TOML, got what cannot be read: {error}.{data}"
-        ) from None
+        data = "" if path.suffix == ".toml" else " Pass data with --data, after a config's name."
+        raise SettingsError(f"{path}: the config is not valid TOML: {error}.{data}") from None

@@ -87,7 +87,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise TokenizerError(
-                f"expected a chat template in {where}, got what Jinja cannot read: {error}."
+                f"Jinja cannot parse the chat template in {where}: {error}."
             ) from error
 
     def render(
@@ -215,7 +215,7 @@ def read_template(
         if isinstance(text, str):
             return ChatTemplate(text, special, marks, str(path))
     raise TokenizerError(
-        f"expected a chat template in {folder}, found neither {TEMPLATE} nor `chat_template` in "
+        f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in "
         f"{CONFIG}. Put one there as {TEMPLATE}, or train with --chat-template FILE."
     )
 
@@ -232,9 +232,7 @@ def read_template_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(
-            f"expected a chat template in {file}, got what cannot be read: {error}."
-        ) from error
+        raise TokenizerError(f"cannot read the chat template {file}: {error}.") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

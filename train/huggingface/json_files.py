@@ -15,7 +15,7 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     except OSError as problem:
         raise error(f"expected the file {path}, got: {problem.strerror}.") from problem
     except (ValueError, RecursionError) as problem:  # not UTF-8, or not JSON
-        raise error(f"expected JSON in {path}, got what cannot be read ({problem}).") from problem
+        raise error(f"{path} is not valid JSON ({problem}).") from problem
     if not isinstance(content, dict):
         raise error(f"expected a JSON object in {path}, got {type(content).__name__}.")
     return content
