@@ -141,7 +141,7 @@ def conversation_remedy(record: Mapping[str, Any]) -> str:
         return "That is a tree of messages (OASST): make a conversation of each path through it"
     if "instruction" in record:
         rename = alpaca_remedy(record).removesuffix("Rename the field")
-        return "".join([rename, ", and take" if rename else "Take", " --task alpaca"])
+        return "".join([rename, ", and use" if rename else "Use", " --task alpaca"])
     if "text" in record:
         return "That is text: use --task language"
     if "prompt" in record:
