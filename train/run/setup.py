@@ -148,16 +148,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         mesh=mesh,
         buckets=settings.length_buckets,
     )
-    few = []
-    if settings.steps is None:
-        steps = steps_of(settings.epochs, batches.per_epoch)
-        settings = dataclasses.replace(settings, steps=steps)
-        if steps < FEW_STEPS:
-            epochs = math.ceil(2 * FEW_STEPS / batches.per_epoch)
-            few.append(
-                f"only {steps} steps: pass --epochs {epochs} for {epochs * batches.per_epoch}, or "
-                "a smaller --batch-size"
-            )
+    settings, few = _with_steps(settings, batches.per_epoch)
     settings, deepspeed = finalize_settings(settings, sources.deepspeed, batches.per_epoch)
     notes = describe_deepspeed_changes(sources.original, settings, deepspeed)
     notes = (*notes, *task.notes, *task.overview, *few)
@@ -190,7 +181,6 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     def figures_on(samples: Mapping[str, Sample]) -> Callable[..., dict[str, float]]:
         return make_validate(model.graphdef, per_example, task, samples, check)
 
-    causes = causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
     job = Job(
         settings=values,
         training=settings,
@@ -206,9 +196,23 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         validate=figures_on(sources.samples),
         test=figures_on(sources.test) if sources.test else None,
         notes=notes,
-        causes_of_infinity=causes,
+        causes_of_infinity=causes_of_infinity(
+            settings.model, settings.dtype, settings.learning_rate
+        ),
     )
     return job, opt_state
+
+
+def _with_steps(settings: Settings, per_epoch: int) -> tuple[Settings, list[str]]:
+    """Returns the settings with their number of steps, and notes if these are few."""
+    if settings.steps is not None:
+        return settings, []
+    settings = dataclasses.replace(settings, steps=steps_of(settings.epochs, per_epoch))
+    if settings.steps >= FEW_STEPS:
+        return settings, []
+    epochs = math.ceil(2 * FEW_STEPS / per_epoch)
+    remedy = f"pass --epochs {epochs} for {epochs * per_epoch}, or a smaller --batch-size"
+    return settings, [f"only {settings.steps} steps: {remedy}"]
 
 
 def make_model(sources: Sources) -> models.Model:
