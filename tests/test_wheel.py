@@ -160,7 +160,7 @@ TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24 --no-pro
     ("words", "expected"),
     [
         (f"zenflow-finetune quickstart --steps 2 --run first {TINY}", "runs/quickstart/first"),
-        (f"zenflow-plan quickstart {TINY}", "in all"),
+        (f"zenflow-plan quickstart {TINY}", "device, total"),
         ("zenflow-generate --model model a --max-tokens 3", "3 tokens, "),
         ("zenflow-compress model packed", "ratio"),
     ],
