@@ -1,7 +1,7 @@
 """The arithmetic of ZenFlow in plain NumPy: slow, obvious, one channel after the other.
 
 Here is when windows close and channels are selected; what a step does to a channel is
-`arithmetic.py`. The tests hold the engine and the in-graph mode to these two files, which is why
+`arithmetic.py`. The tests hold the engine to these two files, which is why
 they import nothing of them but the names of options: a mistake shared by two of them would be seen
 by nobody.
 

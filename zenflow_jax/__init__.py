@@ -8,7 +8,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
-from zenflow_jax._device.in_graph import flush
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, Timeline
@@ -37,7 +36,6 @@ __all__ = [
     "ZenFlowState",
     "abstract_engine_state",
     "find_state",
-    "flush",
     "iter_master_params",
     "master_params",
     "plot_timeline",

@@ -97,10 +97,10 @@ class HostEngine:
             between two steps in selected channels of low precision, which the next step undoes.
 
     Raises:
-        ValueError: If an argument is out of range; if the state is not one ZenFlowState with
-            `offload=True`; if the state has taken steps and `engine_state` is not given; if
-            `engine_state` is another run's, or has other options; if the parameters are not those
-            of the state, or lie elsewhere; or if jax has too little pinned memory for the run.
+        ValueError: If an argument is out of range; if there is not one ZenFlowState; if the state
+            has taken steps and `engine_state` is not given; if `engine_state` is another run's, or
+            has other options; if the parameters are not those of the state, or lie elsewhere; or if
+            jax has too little pinned memory for the run.
         TypeError: If parameters or state are NumPy arrays, which lie on no device.
 
     Examples:

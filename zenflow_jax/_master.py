@@ -16,7 +16,7 @@ from zenflow_jax._device.step import rounded
 from zenflow_jax._engine import HostEngine
 
 
-def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None) -> Any:
+def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
     """The parameters in float32: the masters, of which low-precision parameters are the casts.
 
     Where a parameter has moved by provisional steps, or lacks an update that is under way, the
@@ -27,7 +27,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
     Args:
         params: The parameters that the last `exchange` or `flush` returned.
         opt_state: The state that the same call returned.
-        engine: The engine; None for `zenflow(..., offload=False)`.
+        engine: The engine that trained them.
 
     Returns:
         A tree like `params` of float32 arrays, placed like them. Leaves that the state does not
@@ -35,7 +35,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
 
     Raises:
         RuntimeError: If the engine is closed or has failed.
-        ValueError: If state or parameters do not belong to the engine, or the engine is missing.
+        ValueError: If state or parameters do not belong to the engine.
 
     Examples:
         >>> import jax, jax.numpy as jnp, zenflow_jax
@@ -50,7 +50,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
 
 
 def iter_master_params(
-    params: Any, opt_state: Any, engine: HostEngine | None = None
+    params: Any, opt_state: Any, engine: HostEngine
 ) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
     """The leaves of `master_params`, one after the other, to write them to a file.
 
@@ -78,19 +78,11 @@ def iter_master_params(
     params = as_pure(params)
     opt_state = as_pure(opt_state)
     state = find_state(opt_state)
-    if state.offload != (engine is not None):
-        raise ValueError(
-            "expected the engine that trained as the third argument, got none: it keeps the "
-            "masters. Pass it, before it is closed."
-            if state.offload
-            else "expected no engine with a state of `zenflow(..., offload=False)`, which has all "
-            f"masters itself, got {type(engine).__name__}. Leave it out."
-        )
     weights, _, places = match_leaves(params, state)
-    of_host = None if engine is None else engine._host_masters(params, opt_state)
+    of_host = engine._host_masters(params, opt_state)
     numbers = itertools.count()  # of the offloaded leaves
     leaf_at = {
-        place: (leaf, next(numbers) if leaf.offloaded else None)
+        place: (leaf, None if leaf.spec.resident else next(numbers))
         for place, leaf in zip(places, state.leaves, strict=True)
     }
 
@@ -100,16 +92,11 @@ def iter_master_params(
                 yield path, weight
                 continue
             leaf, number = leaf_at[place]
-            host = None
-            if leaf.deferred is not None:
-                host = leaf.deferred.master
-            elif of_host is not None and number is not None:
-                host = of_host(number)
+            host = None if number is None else of_host(number)
             if leaf.spec.hosted:
                 yield path, host
-                continue
-            bare = leaf._replace(deferred=None, spec=leaf.spec.anonymous)
-            yield path, _master(weight, bare, host)
+            else:
+                yield path, _master(weight, leaf._replace(spec=leaf.spec.anonymous), host)
 
     return pairs()
 
@@ -138,5 +125,5 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
         host = jnp.where(rounded(host, weight.dtype) == wide, host, wide)
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
-    takes = [layout.block, leaf_layout(spec, deferred=False), layout.part]
+    takes = [layout.block, leaf_layout(spec), layout.part]
     return on_each_device(one, spec, takes, layout.block)(weight, leaf, host)

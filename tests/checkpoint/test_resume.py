@@ -139,7 +139,7 @@ def test_a_run_goes_on_from_what_leaves_jax_as_bytes(through):
 def test_what_flax_has_written_of_other_options_is_refused(changes, words):
     params, states = runs.initial(ONE), []
     for settings in (SETTINGS, dataclasses.replace(SETTINGS, **changes)):
-        states.append(runs.transformation(ONE, settings, offload=False).init(params))
+        states.append(runs.transformation(ONE, settings).init(params))
     with pytest.raises(ValueError, match=words):
         serialization.from_state_dict(states[1], serialization.to_state_dict(states[0]))
 
@@ -240,9 +240,8 @@ def test_an_engine_and_the_state_that_it_gives_or_goes_on_from_share_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", [True, False])
-def test_masters_are_those_of_the_reference(offload):
-    with Training(FIRST, SETTINGS, offload=offload) as training:
+def test_masters_are_those_of_the_reference():
+    with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 16)
         before, slow = comparisons.reference(FIRST, SETTINGS, PLAN._replace(steps=16))
         trees = training.params, training.state, training.engine
@@ -259,9 +258,6 @@ def test_masters_are_those_of_the_reference(offload):
             expected = np.where(is_cast, expected, param.astype(np.float32))
             np.testing.assert_allclose(masters[name], expected, rtol=0, atol=comparisons.ATOL)
         assert moved
-        if offload:
-            with pytest.raises(ValueError, match="expected the engine that trained as the third"):
-                zenflow_jax.master_params(training.params, training.state)
         training.flush()
         masters = zenflow_jax.master_params(training.params, training.state, training.engine)
         for name, x in training.params.items():

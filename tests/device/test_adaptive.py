@@ -1,4 +1,4 @@
-"""Windows and selections that adapt: engine, in-graph mode and reference do the same."""
+"""Windows and selections that adapt: engine and reference do the same."""
 
 import numpy as np
 import pytest
@@ -39,5 +39,3 @@ def test_windows_and_selections_that_adapt_are_those_of_the_reference(leaves, ch
         comparisons.assert_agree(training.history(plan), expected)
         stats = training.engine.stats
         assert (stats.windows, stats.reselections) == (slow.windows, slow.reselections)
-    with Training(leaves, settings, offload=False) as training:
-        comparisons.assert_agree(training.history(plan), expected)

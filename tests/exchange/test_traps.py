@@ -146,11 +146,10 @@ def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatc
         assert [v for v in views if v() is not None] == []
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_the_first_state_shares_no_buffer_with_the_parameters_nor_with_itself(offload):
+def test_the_first_state_shares_no_buffer_with_the_parameters_nor_with_itself():
     # A step that donates both would give up the same buffer twice, which XLA refuses.
     params = runs.initial(FIRST)
-    state = runs.transformation(FIRST, OPTIONS, offload=offload).init(params)
+    state = runs.transformation(FIRST, OPTIONS).init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
     assert len(set(pointers)) == len(pointers)
 
@@ -244,11 +243,11 @@ def test_nothing_empty_goes_to_host_memory():
         training.flush()
 
 
-@pytest.mark.parametrize("options", [{"offload": False}, {"send_gradients": "per_window"}], ids=str)
-def test_a_gradient_is_rounded_for_its_sum_by_what_no_compiler_leaves_out(options):
+def test_a_gradient_is_rounded_for_its_sum_by_what_no_compiler_leaves_out():
     # A GPU's leaves out a cast to bfloat16 and back. A CPU's does not, so its result shows nothing.
     params = runs.initial(ONE)
-    tx = zenflow_jax.zenflow(1e-2, provisional_share=None, **options)  # which rounds so, too
+    options = {"provisional_share": None}  # which rounds so, too
+    tx = zenflow_jax.zenflow(1e-2, send_gradients="per_window", **options)
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     program = jax.jit(tx.update).lower(wide, tx.init(params), params).as_text()
     assert "reduce_precision" in program

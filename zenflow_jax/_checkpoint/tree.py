@@ -78,7 +78,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         A tree of `ShapeDtypeStruct`s with shapes, dtypes, shardings and memory kinds.
 
     Raises:
-        ValueError: If there is not one `ZenFlowState` with `offload=True` in `opt_state`.
+        ValueError: If there is not one `ZenFlowState` in `opt_state`.
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax
@@ -88,11 +88,6 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         (8, 4)
     """
     state = find_state(opt_state)
-    if not state.offload:
-        raise ValueError(
-            "expected a state of `zenflow(..., offload=True)`, got one that has its deferred half "
-            "in itself. Save that state alone: it is all there is."
-        )
     leaves, none = arrays_of_leaves(state), [0] * state.schedule.groups
     counts = Counts(
         schedule_state=first_schedule_state(state.schedule, len(leaves)),
@@ -141,7 +136,7 @@ def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
 
 
 def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
-    schedule_state = {name: np.zeros(0, np.float32) for name in ScheduleState._fields}
+    schedule_state: dict[str, Any] = dict.fromkeys(ScheduleState._fields, np.zeros(0, np.float32))
     schedule_state |= {name: np.asarray(x)[()] for name, x in tree["schedule_state"].items()}
     lengths = enumerate(np.asarray(tree["window_lengths"]).tolist())
     return Counts(
@@ -158,7 +153,11 @@ def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct
     """The arrays that are kept for each offloaded leaf."""
     sums_on_device = state.send_gradients.sums_on_device
     leaves = zip(state.leaves, state.mail, strict=True)
-    return [_arrays_of(leaf.spec, mail, sums_on_device) for leaf, mail in leaves if leaf.offloaded]
+    return [
+        _arrays_of(leaf.spec, mail, sums_on_device)
+        for leaf, mail in leaves
+        if not leaf.spec.resident
+    ]
 
 
 def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any]:

@@ -17,22 +17,11 @@ from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.schedule import Schedule
 
 
-class DeferredState(NamedTuple):
-    """The deferred channels of one leaf, in-graph (`offload=False`). Full shapes."""
-
-    master: Any  # float32, the leaf's shape; rows of selected channels are not current
-    mu: Any  # float32
-    nu: Any  # float32
-    steps: Any  # int32 (*stack, n): Adam steps of each channel
-    total: Any  # sum of the open window's gradients: float32; the mail's dtype if "per_window"
-    pending: Any  # bool (*stack, n): the master is ahead of the parameter
-
-
 class LeafState(NamedTuple):
     """Adam state of one leaf on the device.
 
     Selected arrays have the leaf's shape with `k` channels in place of `n`. A resident leaf is
-    wholly selected: full shape, one step count, and no channels, scores or deferred half.
+    wholly selected: full shape, one step count, and neither channels nor scores.
     """
 
     channels: Any  # int32 (*stack, k), ascending
@@ -41,13 +30,7 @@ class LeafState(NamedTuple):
     mu: Any  # float32 selected
     nu: Any  # float32 selected
     scores: Any  # float32 (*stack, n): sum of squares since the last selection
-    deferred: Any  # DeferredState in-graph, if anything is deferred; None with an engine
     spec: Any  # LeafSpec, static
-
-    @property
-    def offloaded(self) -> bool:
-        """Whether its gradients go to an engine."""
-        return self.deferred is None and not self.spec.resident
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -74,7 +57,6 @@ class Static:
     """What no step of a run changes."""
 
     schedule: Schedule  # when windows close and channels are selected
-    offload: bool  # whether the deferred half is with an engine
     send_gradients: SendGradients  # when gradients leave the device
 
 
@@ -88,16 +70,13 @@ class ZenFlowState(NamedTuple):
         leaves: A tuple with one state for each leaf of the parameters, in their order. It is no
             tree like the parameters, because flax nnx shows other trees at init than at update.
         mail: A tuple of each leaf's gradient, or of its sum, as `send_gradients` says; None for a
-            resident leaf, and with `offload=False`. `exchange` replaces it after every step.
-        token: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
-        step_scalars: The scalars in the mail; None with `offload=False`.
-        open_steps: int32 (groups,). Steps summed in each group's open window; None with an engine.
-        scalars: float32 (). Hyperparameters of the last step; None with an engine.
-        schedule_state: What an adaptive schedule decides by; None with any other, or an engine.
-        reach: The last provisional steps; None without any, or with `offload=False`.
+            resident leaf. `exchange` replaces it after every step.
+        token: int32 (). Set by the engine's exchange, -1 after a step.
+        step_scalars: The scalars in the mail.
+        reach: The last provisional steps; None without any.
         layout: int32 (). The number of the state's layout (`_version.py`), in a dict under a name
             that says it, too.
-        static: What no step changes, in the treedef: `schedule`, `offload` and `send_gradients`.
+        static: What no step changes, in the treedef: `schedule` and `send_gradients`.
 
     With `send_gradients="during_step"` mail is in pinned host memory, with unit axes. With
     "after_step" it stays on the device, where `exchange` puts one element per device in its place;
@@ -106,9 +85,9 @@ class ZenFlowState(NamedTuple):
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax
-        >>> state = zenflow_jax.zenflow(1e-2, offload=False).init({"w": jnp.ones((8, 4))})
-        >>> int(state.step), state.offload, state.leaves[0].mu.shape
-        (0, False, (1, 4))
+        >>> state = zenflow_jax.zenflow(1e-2).init({"w": jnp.ones((8, 4))})
+        >>> int(state.step), state.leaves[0].mu.shape
+        (0, (1, 4))
     """
 
     step: Any
@@ -118,9 +97,6 @@ class ZenFlowState(NamedTuple):
     mail: Any
     token: Any
     step_scalars: Any
-    open_steps: Any
-    scalars: Any
-    schedule_state: Any
     reach: Any
     layout: Any
     static: Any
@@ -128,10 +104,6 @@ class ZenFlowState(NamedTuple):
     @property
     def schedule(self) -> Schedule:
         return self.static.schedule
-
-    @property
-    def offload(self) -> bool:
-        return self.static.offload
 
     @property
     def send_gradients(self) -> SendGradients:
@@ -143,8 +115,8 @@ class ZenFlowState(NamedTuple):
         return "\n  ".join(["ZenFlowState(", f"{self.static},", *map(repr, leaves)]) + "\n)"
 
 
-def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
-    """The partition specs of a leaf's state; `deferred` says whether that half is in it."""
+def leaf_layout(spec: LeafSpec) -> LeafState:
+    """The partition specs of a leaf's state."""
     lay = Layout(spec)
     each = None if spec.resident else lay.channels
     return LeafState(
@@ -154,9 +126,6 @@ def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
         mu=lay.part,
         nu=lay.part,
         scores=each,
-        deferred=DeferredState(lay.part, lay.part, lay.part, each, lay.part, each)
-        if deferred and not spec.resident
-        else None,
         spec=spec,
     )
 
@@ -249,7 +218,7 @@ def tell_flax() -> None:
 
 def _shaping(static: LeafSpec | Static) -> dict[str, Any]:
     if isinstance(static, Static):
-        return {"offload": static.offload, "send_gradients": static.send_gradients.value}
+        return {"send_gradients": static.send_gradients.value}
     shape = ",".join(map(str, static.shape))
     return {"leaf": f"{static.dtype}[{shape}]", "axis": static.axis, "selected": static.k}
 

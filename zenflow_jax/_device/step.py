@@ -1,7 +1,7 @@
 """One step of the device half: read each gradient once, check the step, step what is selected.
 
 The functions take a leaf at a time; on a mesh each device works on its own part (`shards.py`). The
-gradient of deferred channels goes on as mail, or to `in_graph.py`.
+gradient of deferred channels goes on as mail.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class GradientParts(NamedTuple):
     squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
     gradient: Any  # selected channels, in the gradient's dtype
     signs: Any  # of the whole gradient, packed by `_pack_signs`, or itself; None if not needed
-    mail: Any  # None if nothing is offloaded
+    mail: Any  # None of a resident leaf
 
 
 def split_gradient(
@@ -65,8 +65,7 @@ def split_gradient(
     `packing` for the dtype that they are packed in.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
-    offloaded = leaf.offloaded
-    crosses = offloaded and sending.in_step
+    crosses = not spec.resident and sending.in_step
     if not crosses:
         rank = len(spec.shape)
     signs = signs and not spec.resident
@@ -74,7 +73,7 @@ def split_gradient(
     if packing is None and crosses and not spec.stack:
         packing = jnp.uint8
     see = on_each_device(
-        partial(_split, rank=rank if offloaded else None, signs=signs, packing=packing),
+        partial(_split, rank=rank, signs=signs, packing=packing),
         spec,
         [layout.part, layout.channels],
         GradientParts(layout.channels, layout.part, layout.part, layout.mail(rank)),
@@ -88,7 +87,7 @@ def _split(
     g: jax.Array,
     channels: jax.Array | None,
     *,
-    rank: int | None,
+    rank: int,
     signs: bool,
     packing: type | None,
 ) -> GradientParts:
@@ -97,8 +96,6 @@ def _split(
     if channels is None:
         return GradientParts(shard.sum(squares), g, None, None)
     selected = take(g, shard.to_local(channels), spec)
-    if rank is None:
-        return GradientParts(shard.sum(squares), selected, g if signs else None, None)
     # All that stays of the gradient until it is known whether the step counts.
     sign = _pack_signs(g, _packed_axis(shard), packing) if signs and packing else None
     # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
@@ -211,7 +208,7 @@ def step_selected(
     `length` is that of a provisional step on what is deferred. A parameter in host memory is None,
     and so is its change: its masters are the state's alone.
     """
-    lay, state = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
+    lay, state = Layout(leaf.spec), leaf_layout(leaf.spec)
     parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
     step = on_each_device(
         _step,
@@ -219,11 +216,9 @@ def step_selected(
         [lay.block, parts, state, REPLICATED, REPLICATED, REPLICATED],
         (lay.block, state),
     )
-    # The step touches neither `mail` nor `deferred`; outside it they need no partition spec.
-    seen, bare = seen._replace(mail=None), leaf._replace(deferred=None)
     length = None if seen.signs is None else length
-    change, new = step(p, seen, bare, scalars, verdict, length)
-    return change, new._replace(deferred=leaf.deferred)
+    # The step does not touch the mail, which needs no partition spec here.
+    return step(p, seen._replace(mail=None), leaf, scalars, verdict, length)
 
 
 def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Verdict) -> jax.Array:

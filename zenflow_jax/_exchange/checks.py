@@ -40,7 +40,6 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     _check_wrappers(opt_state, state)
     _check_arrays(jax.tree.leaves(state))
     _check_one_run(state)
-    _check_offload(state)
     if fresh:
         _check_fresh(state)
     leaves, _, places = match_leaves(params, state)
@@ -70,16 +69,8 @@ def _check_one_run(state: ZenFlowState) -> None:
     if shape:
         raise ValueError(
             f"expected the state of one run, got those of {math.prod(shape)} in one, as "
-            "`jax.vmap(tx.init)` makes them. Train them with `zenflow(..., offload=False)`, or "
-            "give each its own state, step and engine; a stacked layer needs no `vmap`."
-        )
-
-
-def _check_offload(state: ZenFlowState) -> None:
-    if not state.offload:
-        raise ValueError(
-            "expected a state of `zenflow(..., offload=True)`, got one that keeps its deferred "
-            "half on the device. It needs no engine."
+            "`jax.vmap(tx.init)` makes them. Give each its own state, step and engine; a stacked "
+            "layer needs no `vmap`."
         )
 
 
@@ -193,7 +184,7 @@ class Expected:
         misplaced = [
             leaf.spec.name
             for leaf, new, mail, new_mail in pairs
-            if leaf.offloaded and (mail is not new_mail or _has_moved(leaf, new))
+            if not leaf.spec.resident and (mail is not new_mail or _has_moved(leaf, new))
         ]
         if not misplaced:
             self._of_state = shardings

@@ -159,7 +159,7 @@ class Integrity:
 def _alone(leaf: LeafState) -> LeafState:
     """The leaf without what distinguishes it from like ones, which share its programs."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
-    return leaf._replace(deferred=None, scores=None, spec=spec)
+    return leaf._replace(scores=None, spec=spec)
 
 
 class _Rows(NamedTuple):
@@ -209,14 +209,14 @@ def _compare(
             length = jnp.zeros((), jnp.float32)
             if extent.schedule.provisional_share is not None:
                 rate, counts = of_step.learning_rate, jnp.ones((), bool)
-                length = extent.schedule.provisional_step(step, rate, counts, jnp)
+                length = extent.schedule.provisional_step(step, rate, counts)
             deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
             deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
             stray = _strays(rows.others, after.others, length) & extent.sample(deferred)
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
 
-    of_leaf = leaf_layout(leaf.spec, deferred=False)._replace(scores=None)
+    of_leaf = leaf_layout(leaf.spec)._replace(scores=None)
     takes = [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
     return counted(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)

@@ -66,7 +66,7 @@ class OffloadedLeaves:
     @classmethod
     def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
         """Those of a state. Uploads may take `prefetch_bytes` on each device; None for all."""
-        places = [i for i, leaf in enumerate(state.leaves) if leaf.offloaded]
+        places = [i for i, leaf in enumerate(state.leaves) if not leaf.spec.resident]
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
         groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))

@@ -79,7 +79,7 @@ class Progress:
         """Says what happens to each group after the next step."""
         state = self.schedule_state
         return [
-            Boundary(*map(bool, self._schedule.boundary(self.step + 1, state, group)))
+            self._schedule.boundary(self.step + 1, state, group)
             for group in range(self._schedule.groups)
         ]
 
@@ -111,7 +111,7 @@ class Progress:
             self._statistics = statistics
             return
         selects = np.array([boundary.selects for boundary in boundaries])
-        self._state = self._state.close_window(self._first, closes, selects, np)
+        self._state = self._state.close_window(self._first, closes, selects)
         self._statistics, self._measured = None, measured
         self.reselections += int(selects.sum())
 

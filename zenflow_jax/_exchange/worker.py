@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
-from zenflow_jax._diagnostics.stats import EngineStats, tell_of_skipped
+from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
 from zenflow_jax._exchange.parts import OffloadedLeaves
@@ -271,7 +271,7 @@ class Worker:
             bytes_to_host=read,
         )
         if not sent.finite:
-            tell_of_skipped(before + 1, step, self._max_skipped)
+            check_skipped_steps(before + 1, step, self._max_skipped)
 
     def _take_in_sums(self, item: Sums) -> None:
         self._where = f"the sums of window {self._window}"

@@ -197,7 +197,7 @@ class HostState:
         closed = ClosedWindow(
             number=self.windows,
             counted=counted,
-            step=window_step(self.scalars, max(counted, 1), self._scaling, np),
+            step=window_step(self.scalars, max(counted, 1), self._scaling),
             leaves=window.leaves,
             gradients={i: x.open for i, x in leaves.items() if counted},
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
