@@ -161,7 +161,7 @@ class HostEngine:
         self._integrity = Integrity(
             specs, state.schedule, int(read(state.step)), everything=check == "all"
         )
-        self._updates = Updates(worker, offloaded, self._integrity)
+        self._updates = Updates(worker, offloaded)
         host_side = worker, self._progress, self._updates
         number = join_run(engine_state, offloaded, state, weights, *host_side)
         self._hosted = Hosted(offloaded, picked, state)
@@ -235,7 +235,7 @@ class HostEngine:
         self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=waits))
         if first:
             self._masters.follow(taken.offloaded)
-            self._updates.note_parameters(taken.offloaded, state.leaves)
+            self._updates.note_channels(state.leaves)
         with self._all_or_nothing():
             self._flushed = False
             weights = taken.offloaded
@@ -247,7 +247,7 @@ class HostEngine:
             self._mailbox.send(state, self._progress.step + 1)
             for group in closing:
                 state = self._mailbox.send_sums(state, group)
-            weights, leaves = self._updates.collect(weights, arriving, state), state.leaves
+            weights, leaves = self._updates.collect(weights, arriving, state.step), state.leaves
             measured = {}
             for group in closing:
                 if boundaries[group].selects:
@@ -259,7 +259,7 @@ class HostEngine:
                     if state.schedule.needs_kept_share:
                         measured[group] = self._updates.measure(group, leaves)
                 self._progress.window_closed(group)
-            weights = self._updates.collect(weights, at_once, state)
+            weights = self._updates.collect(weights, at_once, state.step)
             if any(x is not y for x, y in zip(weights, taken.offloaded, strict=True)):
                 self._hosted.note(weights, taken.offloaded)
                 taken = taken.with_offloaded(weights)
@@ -297,9 +297,6 @@ class HostEngine:
         at_once = state.schedule.provisional_share is None or bool(self._hosted)
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
-        if self._progress.step:
-            others = [group for group in self._all_groups if group not in arriving]
-            self._updates.compare(taken.offloaded, others, state)
         self._flushed = True
         if not arriving:
             self._mailbox.drain()
@@ -307,7 +304,7 @@ class HostEngine:
             return self._current(taken, taken.offloaded, state), opt_state
         with self._all_or_nothing():
             self._integrity.forget()
-            weights = self._updates.collect(taken.offloaded, arriving, state)
+            weights = self._updates.collect(taken.offloaded, arriving, state.step)
             self._mailbox.drain()
             self._integrity.check(self._progress.step)
             moved = taken.with_offloaded(weights)
@@ -422,7 +419,7 @@ class HostEngine:
         self._integrity.check(self._progress.step - 1)
 
     def _settle(self) -> None:
-        """Waits until the worker has nothing to do and all samples have been compared."""
+        """Waits until the worker has nothing to do and all comparisons have been read."""
         self._check_open()
         self._integrity.check(self._progress.step)
         self._mailbox.drain()

@@ -25,7 +25,6 @@ from zenflow_jax._device.step import (
     Verdict,
     add_mail,
     judge,
-    next_reach,
     split_gradient,
     step_selected,
 )
@@ -263,11 +262,9 @@ def _update(
         for g, leaf in zip(gradients, state.leaves, strict=True)
     ]
     verdict = judge([s.squares for s in seen], max_grad_norm)
-    reach, length = state.reach, None
+    length = None
     if moves:
         length = schedule.provisional_step(step, scalars.learning_rate, verdict.finite)
-        if reach is not None:
-            reach = next_reach(reach, length, schedule.longest_window)
 
     stepped = [
         step_selected(None if leaf.spec.hosted else p, s, leaf, scalars, verdict, length)
@@ -282,7 +279,6 @@ def _update(
         skipped=state.skipped + jnp.where(verdict.finite, 0, 1).astype(jnp.int32),
         skipped_in_a_row=jnp.where(verdict.finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
         leaves=tuple(leaf for _, leaf in stepped),
-        reach=reach,
     )
     # Without `exchange` in between, the last step's mail is lost: deferred channels would silently
     # stop learning. A jitted update cannot raise; NaN is seen.

@@ -173,7 +173,7 @@ def test_weights_loaded_after_the_engine_was_made_are_those_that_train():
 )
 def test_parameters_that_something_else_changes_are_refused(where, leaf, check):
     with started(where, STALE, check=check) as run:
-        run.go(7)
+        run.go(8)  # then a step is compared
         other = other_on_the_last_device(run.params, run.shardings)[leaf]
         run.params = run.params | runs.place({leaf: other}, run.shardings)
         with pytest.raises(RuntimeError, match=rf"got other values of \['{leaf}'\] after step"):

@@ -100,7 +100,7 @@ def donate_whatever_can_be_donated() -> None:
 
 
 #: The programs of engine, step and `master_params` that the runs below need.
-PROGRAMS = "step, merge, compare, choose, enter, samples, channel_rows, split, _rows, _compare"
+PROGRAMS = "step, merge, choose, enter, channel_rows, split, _rows, _compare"
 
 
 def compute_only_by_programs_of_their_own() -> None:

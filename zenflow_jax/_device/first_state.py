@@ -24,7 +24,7 @@ from zenflow_jax._device.memory import (
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
-from zenflow_jax._device.state import LeafState, Reach, Static, ZenFlowState, leaf_layout
+from zenflow_jax._device.state import LeafState, Static, ZenFlowState, leaf_layout
 from zenflow_jax._device.streamed import layer_spec
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
@@ -94,8 +94,6 @@ def _build(
     few = slice(None, None, len(weights) // 8 + 1)
     bits = sum(fingerprints(weights[few], specs[few]), start=jnp.zeros((), jnp.uint32))
     state = state._replace(token=(bits & 0x3FFFFFFF).astype(jnp.int32))
-    if static.schedule.provisional_share is not None:
-        state = state._replace(reach=Reach(*(jnp.zeros((), jnp.float32) for _ in Reach._fields)))
     if mail:
         rank, sending = mail_rank(specs), static.send_gradients
         whole = _first_mail_is_whole(specs, static)

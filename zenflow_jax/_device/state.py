@@ -39,18 +39,6 @@ class LeafState(NamedTuple):
         return f"{spec.name} {spec.dtype}[{shape}], {kind}"
 
 
-class Reach(NamedTuple):
-    """The last provisional steps, of which older ones fade: float32 scalars.
-
-    Those of the last two windows count by more than a third. Not one vector, of which jit may write
-    the sharding in another way than it came.
-    """
-
-    total: Any  # the sum of their lengths
-    last: Any  # the last length
-    drift: Any  # the sum of the changes from one length to the next
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
@@ -73,7 +61,6 @@ class ZenFlowState(NamedTuple):
             resident leaf. `exchange` replaces it after every step.
         token: int32 (). Set by the engine's exchange, -1 after a step.
         step_scalars: The scalars in the mail.
-        reach: The last provisional steps; None without any.
         layout: int32 (). The number of the state's layout (`_version.py`), in a dict under a name
             that says it, too.
         static: What no step changes, in the treedef: `schedule` and `send_gradients`.
@@ -97,7 +84,6 @@ class ZenFlowState(NamedTuple):
     mail: Any
     token: Any
     step_scalars: Any
-    reach: Any
     layout: Any
     static: Any
 

@@ -28,7 +28,7 @@ from zenflow_jax._device.shards import (
     as_its_parameter,
     on_each_device,
 )
-from zenflow_jax._device.state import LeafState, Reach, leaf_layout
+from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import AdamScalars
@@ -184,15 +184,6 @@ def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) 
     norm = jnp.sqrt(jnp.sum(per_leaf))
     limit = jnp.asarray(max_grad_norm, jnp.float32)
     return Verdict(jnp.where(norm < limit, jnp.ones_like(norm), limit / norm), finite)
-
-
-def next_reach(reach: Reach, length: jax.Array, window: int) -> Reach:
-    """What is known of the last provisional steps after one more; `window` has the most steps."""
-    length = jnp.abs(length)
-    fade = 1 - 1 / (2 * window)
-    last = jnp.where(length > 0, length, reach.last)
-    drift = reach.drift * fade + jnp.where(reach.last > 0, jnp.abs(last - reach.last), 0)
-    return Reach(reach.total * fade + length, last, drift)
 
 
 def step_selected(

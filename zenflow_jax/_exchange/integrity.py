@@ -1,12 +1,12 @@
 """Notices when something other than zenflow changes the parameters.
 
-Programs on the device count what differs from what it must be: each merge compares its deferred
-channels with those of the last merge (`_device/samples.py`), and this file, now and then, what a
-step emitted with what reached the parameters. The counts are read late, so as not to wait.
+A comparison covers one step: values of some leaves before it, what the step emitted, and what
+reached the parameters. A program on the device counts the values that differ, and the counts are
+read late, so as not to wait. Every comparison takes the next few leaves.
 
 The state says what a step made of selected channels: a low-precision leaf has a master, a float32
 leaf moments from which its change follows. A deferred weight has moved by a provisional step, up or
-down, or has stayed. Other leaves are compared each time.
+down, or has stayed.
 """
 
 import dataclasses
@@ -54,11 +54,6 @@ class _Extent:
         """Number of selected channels of each stack entry that are compared; None: all of them."""
         return None if self.everything else _CHANNELS
 
-    @property
-    def deferred(self) -> bool:
-        """Whether deferred channels are compared: else the merges' samples must do."""
-        return self.everything or self.schedule.provisional_share is not None
-
     def sample(self, x: Array) -> Array:
         # A copy: jit would return its argument itself, which the next step donates.
         return jnp.copy(x) if self.everything else sample_of(x)
@@ -81,17 +76,12 @@ class Integrity:
     ):
         self._known = ""  # what is wrong, in words
         self._step = step
-        self._unread: deque[tuple[int, Sequence[str], Array | Sequence[Array]]] = deque()
+        self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
         self._specs, self._extent = specs, _Extent(schedule, everything)
-        all_move = self._extent.deferred
-        moving = [
-            i
-            for i, s in enumerate(specs)
-            if 0 not in s.shape and (s.resident or s.k or all_move) and not s.hosted
-        ]
-        gap = min(len(moving), 1) if everything else -(-len(moving) // _LEAVES_PER_LOOK)
+        compared = [i for i, s in enumerate(specs) if 0 not in s.shape and not s.hosted]
+        gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_LOOK)
         # Each has leaves from all over the tree.
-        self._looks = [moving[start::gap] for start in range(gap)]
+        self._looks = [compared[start::gap] for start in range(gap)]
         self._turn = 0
         self._since = _APART
         self._before: list[_Rows] | None = None
@@ -113,14 +103,6 @@ class Integrity:
             self._known = _words(self._step + 1, names)
             raise RuntimeError(self._known)
 
-    def add(self, names: Sequence[str], counts: Array | Sequence[Array]) -> None:
-        """Takes counts, int32 `(leaves,)` or a scalar for each, of changed numbers.
-
-        They are of the last step. Scalars stay apart, as nothing joins arrays outside of programs:
-        there are GPUs that compute single operations wrongly (jax-ml/jax#40633).
-        """
-        self._unread.append((self._step, names, counts))
-
     def step_made(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
     ) -> None:
@@ -137,7 +119,12 @@ class Integrity:
             _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
             for i, rows in zip(look, before, strict=True)
         ]
-        self.add([self._specs[i].name for i in look], counts)
+        self._add([self._specs[i].name for i in look], counts)
+
+    def _add(self, names: Sequence[str], counts: Sequence[Array]) -> None:
+        # Scalars stay apart, as nothing joins arrays outside of programs: there are GPUs that
+        # compute single operations wrongly (jax-ml/jax#40633).
+        self._unread.append((self._step, names, counts))
 
     def forget(self) -> None:
         """Drops what was noted, where something else than a step has moved parameters."""
@@ -166,7 +153,7 @@ class _Rows(NamedTuple):
     """Some values of a parameter, on each device."""
 
     selected: Array | None  # of selected channels, or of a resident leaf; of a scalar, a vector
-    others: Array | None  # of all channels; None if deferred ones are not compared
+    others: Array | None  # of all channels; None for a resident leaf
 
 
 @partial(jax.jit, static_argnames="extent")
@@ -184,7 +171,7 @@ def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, extent: _Ex
         selected = shard.own(take(weight, index, shard.block)) if shard.part.k else None
     return _Rows(
         None if selected is None else jnp.atleast_1d(extent.sample(selected)),
-        extent.sample(weight) if channels is not None and extent.deferred else None,
+        None if channels is None else extent.sample(weight),
     )
 
 

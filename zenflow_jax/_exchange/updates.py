@@ -14,12 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._device.boundary import (
-    Merged,
-    SinceMerge,
     channel_rows,
     channel_widths,
     choose,
-    compare,
     cut_states,
     enter,
     measure,
@@ -28,9 +25,7 @@ from zenflow_jax._device.boundary import (
     uploads_in_two,
 )
 from zenflow_jax._device.memory import read, upload
-from zenflow_jax._device.samples import samples
-from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._exchange.integrity import Integrity
+from zenflow_jax._device.state import LeafState
 from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
     Group,
@@ -60,16 +55,14 @@ class Updates:
     Everywhere `weights` are the parameters of the offloaded leaves, `leaves` the states of all.
     """
 
-    def __init__(self, worker: Worker, offloaded: OffloadedLeaves, integrity: Integrity):
-        self._integrity = integrity
+    def __init__(self, worker: Worker, offloaded: OffloadedLeaves):
         self._worker = worker
         self._offloaded = offloaded
         self._parts = offloaded.parts
         self._specs = offloaded.specs
         #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
-        #: Of each group: samples of the parameters at their last merge, and the selected channels.
-        self._samples: list[jax.Array | None] = [None] * len(offloaded.groups)
+        #: Of each group: its selected channels, as `channel_rows` gives them.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
         #: Donated uploads. The worker frees these: it takes half as long as dispatching a merge.
         self._used_up: list[Any] = []
@@ -111,68 +104,33 @@ class Updates:
         return kinds
 
     def collect(
-        self, weights: Sequence[jax.Array], groups: Sequence[int], state: ZenFlowState
+        self, weights: Sequence[jax.Array], groups: Sequence[int], after: jax.Array
     ) -> list[jax.Array]:
-        """The parameters with the pending updates of some groups, if there are any."""
+        """Merges the pending updates of some groups; the last step made `after`."""
         weights = list(weights)
         for number in groups:
             if number not in self.pending:
                 continue
-            uploads = self._worker.wait(self.pending[number].made, state.step)
+            uploads = self._worker.wait(self.pending[number].made, after)
             before = self.pending.pop(number).before
             group = self._offloaded.groups[number]
-            if not group.leaves:
-                continue
-            if not uploads and group.hosted:
-                continue
             if not uploads:
-                # All steps of its window were skipped. The next merge could not tell what has
-                # changed until now, as `before` is gone, which knew the channels that left.
-                static = {"specs": group.specs, "window": state.schedule.longest_window}
-                since = self._since(number, before, state)
-                seen, changed = compare(_on_device(group.pick(weights), group), since, **static)
-            else:
-                uploads = self._fetch_rest(group, uploads, state.step)
-                new, seen, changed = self._merge(number, weights, uploads, before, state)
-                if group.on_one_device and not group.in_ranges:
-                    self._used_up.append(uploads)
-                for i, weight in zip(group.leaves, new, strict=True):
-                    weights[i] = weight
-            if group.hosted:
-                continue
-            self._samples[number] = seen
-            self._integrity.add([self._specs[i].name for i in group.leaves], changed)
+                continue  # all steps of its window were skipped
+            uploads = self._fetch_rest(group, uploads, after)
+            new = self._merge(number, weights, uploads, before)
+            if group.on_one_device and not group.in_ranges:
+                self._used_up.append(uploads)
+            for i, weight in zip(group.leaves, new, strict=True):
+                weights[i] = weight
         return weights
 
-    def compare(
-        self, weights: Sequence[jax.Array], groups: Sequence[int], state: ZenFlowState
-    ) -> None:
-        """Compares the parameters of some groups, as their next merge will."""
-        for number in groups:
-            group, pending = self._offloaded.groups[number], self.pending.get(number)
-            if group.hosted or not group.leaves:
-                continue
-            since = self._since(number, pending and pending.before, state)
-            static = {"specs": group.specs, "window": state.schedule.longest_window}
-            _, changed = compare(_on_device(group.pick(weights), group), since, **static)
-            self._integrity.add([self._specs[i].name for i in group.leaves], changed)
-
-    def note_parameters(self, weights: Sequence[jax.Array], leaves: Sequence[LeafState]) -> None:
-        """Samples the parameters: until the next merge only steps may change them."""
+    def note_channels(self, leaves: Sequence[LeafState]) -> None:
+        """Notes the selected channels of a new or resumed run, of which merges are told."""
         for number, group in enumerate(self._offloaded.groups):
             if group.leaves:
-                if not group.hosted:
-                    on_device = _on_device(group.pick(weights), group)
-                    self._samples[number] = samples(on_device, specs=group.specs)
                 states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
-
-    def _since(self, number: int, before: jax.Array | None, state: ZenFlowState) -> SinceMerge:
-        """What a group's parameters are compared by; `before` as of its pending update."""
-        rows = self._rows[number]
-        before = rows if before is None else before
-        return SinceMerge(before, rows, self._samples[number], state.reach)
 
     def _merge(
         self,
@@ -180,8 +138,7 @@ class Updates:
         weights: Sequence[jax.Array],
         uploads: Sequence[Sequence[jax.Array]],
         before: jax.Array | None,
-        state: ZenFlowState,
-    ) -> Merged:
+    ) -> list[jax.Array]:
         group = self._offloaded.groups[number]
         params = group.pick(weights)
         if group.on_one_device and not isinstance(params[0].sharding, NamedSharding):
@@ -199,16 +156,14 @@ class Updates:
                 )
             ]
         if group.hosted:
-            return Merged([as_before(*pair) for pair in zip(new, params, strict=True)], None, None)
-        since, uploaded = self._since(number, before, state), _on_device(new, group)
-        static = {"specs": group.specs, "window": state.schedule.longest_window}
-        in_two = uploads_in_two(uploaded, group.specs)
-        merged = merge(_on_device(params, group), *in_two, since, **static)
-        placed = [
+            return [as_before(*pair) for pair in zip(new, params, strict=True)]
+        in_two, rows = uploads_in_two(_on_device(new, group), group.specs), self._rows[number]
+        during = rows if before is None else before
+        merged = merge(_on_device(params, group), *in_two, during, rows, specs=group.specs)
+        return [
             hosted if x is None else as_before(x, weight)
-            for x, weight, hosted in zip(merged.weights, params, new, strict=True)
+            for x, weight, hosted in zip(merged, params, new, strict=True)
         ]
-        return merged._replace(weights=placed)
 
     def _fetch_rest(self, group: Group, uploads: Sequence[Any], after: Any) -> Sequence[Any]:
         """An update with its parts that were not prefetched; waits until those are there."""
@@ -338,7 +293,7 @@ class Updates:
                 for *of_device, device in zip(*rows, devices, strict=True)
             ]
             like = self._rows[number]
-            assert like is not None, "the parameters have been noted"
+            assert like is not None, "the channels have been noted"
             # Rows without channels (`topk_ratio=0`) jit places as it likes, and all are alike.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
             self.pending[number] = _Pending(made, rows_then)
