@@ -79,12 +79,23 @@ def iter_master_params(
     opt_state = as_pure(opt_state)
     state = find_state(opt_state)
     weights, _, places = match_leaves(params, state)
-    of_host = engine._host_masters(params, opt_state)
+    moment = engine._settled(params, opt_state)
+    step, begun = engine.stats.steps, moment()
     numbers = itertools.count()  # of the offloaded leaves
     leaf_at = {
         place: (leaf, None if leaf.spec.resident else next(numbers))
         for place, leaf in zip(places, state.leaves, strict=True)
     }
+
+    def of_host(number: int, leaf: LeafState) -> jax.Array:
+        engine._check_open()
+        if moment() != begun:
+            raise RuntimeError(
+                f"expected the masters of step {step}, got to step {engine.stats.steps} "
+                "or to other parameters before all of them were asked for. Make no step, call "
+                "no `flush`, and go through those of one tree of parameters at a time."
+            )
+        return engine._updates.masters(number, leaf)
 
     def pairs() -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
         for place, (path, weight) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
@@ -92,7 +103,7 @@ def iter_master_params(
                 yield path, weight
                 continue
             leaf, number = leaf_at[place]
-            host = None if number is None else of_host(number)
+            host = None if number is None else of_host(number, leaf)
             if leaf.spec.hosted:
                 yield path, host
             else:

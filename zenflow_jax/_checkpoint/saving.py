@@ -6,9 +6,11 @@ leaves that are this process's to save, each under its place in the leaf (`store
 
 import contextlib
 import json
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,19 @@ from zenflow_jax._checkpoint.tree import (
 )
 from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.mailbox import Mailbox
+from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of, joined
 from zenflow_jax._exchange.progress import Counts, Progress
-from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank
-from zenflow_jax._host.leaf import HostLeaf
+from zenflow_jax._host.state import HostLeaf
 
 # Elements that are put together at once, where memory does not have them as they are written.
 _AT_ONCE = 1024 * 1024
+# How often somebody who waits looks whether it should end.
+_LOOK_S = 0.1
 
 
 class Saver:
@@ -49,7 +52,7 @@ class Saver:
         weights: Sequence[jax.Array],
         offloaded: OffloadedLeaves,
         host_kernel: str,
-        mailbox: Mailbox,
+        tokens: Tokens,
         worker: Worker,
         progress: Progress,
         updates: Updates,
@@ -58,8 +61,10 @@ class Saver:
         self.note(weights)
         self._abstract = jax.tree.map(_abstract, state)
         self._offloaded, self._host_kernel = offloaded, host_kernel
-        self._worker, self._mailbox = worker, mailbox
+        self._worker, self._tokens = worker, tokens
         self._progress, self._updates = progress, updates
+        self._snapshots: list[Snapshot] = []  # which somebody may still be saving
+        worker.host.before_write = self._before_write
 
     def note(self, weights: Sequence[jax.Array]) -> None:
         """Remembers the parameters that the caller has now, without keeping them alive."""
@@ -79,8 +84,14 @@ class Saver:
         saved = [i for i, part in enumerate(parts) if part.saved]
         saved.sort(key=lambda i: order.index(parts[i].spec.group))
         stream = self._stream(saved, copy_bytes)
-        self._worker.hold(stream.snapshot)
+        self._snapshots = [*(x for x in self._snapshots if not x.done), stream.snapshot]
         return stream
+
+    def _before_write(self, i: int) -> None:
+        """Waits until no checkpoint needs the arrays of part `i` any more."""
+        for snapshot in self._snapshots:
+            if not snapshot.done:
+                self._worker.pause(partial(snapshot.before_write, i))
 
     def _stream(self, parts: Sequence[int], copy_bytes: int | None) -> "EngineStream":
         pending, progress, host = self._updates.wait(), self._progress, self._worker.host
@@ -92,7 +103,7 @@ class Saver:
             step=progress.step,
             open_steps=progress.open_steps,
             pending=pending,
-            token=self._mailbox.token,
+            token=self._tokens.number,
             reselections=progress.reselections,
             window_lengths=progress.window_lengths,
             schedule_state=progress.schedule_state,
@@ -126,6 +137,77 @@ class Saver:
             snapshot=Snapshot({i: leaves[i] for i in parts}, copy_bytes),
             processes=sorted({device.process_index for device in self._devices}),
         )
+
+
+class Snapshot:
+    """The host's leaves as of one moment, in the order in which they will be saved.
+
+    A leaf that is written before it is saved is copied, if there is room for copies; else its
+    writer waits for the saver, which takes that leaf next.
+    """
+
+    def __init__(self, leaves: Mapping[int, HostLeaf], copy_bytes: int):
+        self._condition = threading.Condition()
+        self._unsaved = {i: leaf.alias() for i, leaf in leaves.items()}
+        self._copied: set[int] = set()
+        self._room = copy_bytes
+        self._in_use: int | None = None  # the leaf whose memory the saver reads
+        self._wanted: int | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody need ever wait for the saver again."""
+        with self._condition:
+            return self._in_use is None and self._unsaved.keys() <= self._copied
+
+    def before_write(self, i: int, ended: Callable[[], bool]) -> bool:
+        """Returns when leaf `i`, if it is in here, may be written; False where `ended` says so."""
+        with self._condition:
+            leaf = self._unsaved.get(i)
+            if leaf is not None and i not in self._copied and leaf.nbytes <= self._room:
+                # Where there is less memory than the user thought, who would write waits.
+                with contextlib.suppress(MemoryError):
+                    self._unsaved[i] = leaf.copy()
+                    self._copied.add(i)
+                    self._room -= leaf.nbytes
+            self._wanted = i
+            while self._reads(i):
+                if ended():
+                    return False
+                self._condition.wait(_LOOK_S)
+            self._wanted = None
+            return True
+
+    def leaves(self) -> Iterator[tuple[int, HostLeaf]]:
+        """Each leaf as it was; the saver is done with one when it asks for the next."""
+        while True:
+            with self._condition:
+                if not self._unsaved:
+                    return
+                i = self._wanted
+                if i is None or not self._reads(i):
+                    i = next(iter(self._unsaved))
+                leaf = self._unsaved.pop(i)
+                self._in_use = None if i in self._copied else i
+            yield i, leaf
+            with self._condition:
+                self._in_use = None
+                if i in self._copied:
+                    self._copied.remove(i)
+                    self._room += leaf.nbytes
+                self._condition.notify_all()
+            del leaf
+
+    def close(self) -> None:
+        """Lets go of all leaves: what is not saved now never will be. Safe twice."""
+        with self._condition:
+            self._unsaved.clear()
+            self._in_use = None
+            self._condition.notify_all()
+
+    def _reads(self, i: int) -> bool:
+        """Whether the saver reads memory of leaf `i`, or will."""
+        return self._in_use == i or (i in self._unsaved and i not in self._copied)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Checks what users pass to `HostEngine`, at its start and in every call.
 
 In a call shardings are compared with those that were right last time: a compiled step gives the
-same objects every time.
+same objects every time. Step tokens prove that no mail was lost.
 """
 
 import dataclasses
@@ -17,11 +17,12 @@ import optax
 from jax.core import Tracer
 
 from zenflow_jax._device.leaves import Places, as_pure, check_leaves, first_names, match_leaves
-from zenflow_jax._device.memory import HOST, read
+from zenflow_jax._device.memory import HOST, put_everywhere, read
 from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.rules import SendGradients, check_one_of
+from zenflow_jax._spec.scalars import USED
 
 
 def is_compact(host_state: Any) -> bool:
@@ -48,6 +49,37 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     _check_devices(weights, state)
     state, moved = put_back(state, weights)
     return state, weights, moved
+
+
+# flax is imported on first use: it takes as long to import as all of this library.
+
+
+def is_nnx_pair(values: Sequence[Any]) -> bool:
+    from flax import nnx
+
+    return len(values) >= 2 and all(map(isinstance, values, (nnx.Module, nnx.Optimizer)))
+
+
+def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Returns the parameters and the optimizer state of a pair; refuses anything else."""
+    from flax import nnx
+
+    for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
+        if not isinstance(x, kind):
+            raise TypeError(
+                f"expected `{name}` to be an `nnx.{kind.__name__}`, got {type(x).__name__}. Pass "
+                "the model and the `nnx.Optimizer` themselves, in this order; for trees of arrays "
+                "there are the methods without `_nnx`."
+            )
+    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    return params, nnx.as_pure(optimizer.opt_state)
+
+
+def update_nnx(model: Any, optimizer: Any, params: Any, opt_state: Any) -> None:
+    from flax import nnx
+
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
 
 def _check_arrays(arrays: Sequence[Any]) -> None:
@@ -229,6 +261,88 @@ def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
 def _has_moved(old: LeafState, new: LeafState) -> bool:
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     return any(x is not y and x.size for x, y in pairs)
+
+
+class Tokens:
+    """The step tokens of one engine's states. For one calling thread.
+
+    `number` is the run's, the same in all processes: runs that resume from one checkpoint have
+    different tokens.
+    """
+
+    def __init__(self, state: ZenFlowState, number: int):
+        self.last = state.token  # in the state that was returned last
+        self.number = int(read(state.token))  # the same as a Python number
+        self._run = number
+        # Token, and its number, of the state that a flush has replaced since the last step.
+        self._replaced: tuple[jax.Array, int] | None = None
+        self._may_repeat = False  # a step was made, and its state was not passed again yet
+
+    def advance(self, step: int, like: jax.Array) -> int:
+        """Makes the token for the state after `step`; returns the number in the step's mail."""
+        number, self._replaced, self._may_repeat = self.number, None, True
+        self._make(self._run + step, like)
+        return number
+
+    def renew(self, like: jax.Array) -> jax.Array:
+        """Makes a new token after a flush: nobody can go on from the old state."""
+        self._replaced = (self.last, self.number)
+        self._make(self.number + 500_009, like)
+        return self.last
+
+    def is_repeated(self, state: ZenFlowState) -> bool:
+        """Whether it is the last state returned, and comes for the first time since a step.
+
+        A loop that goes on with what it had before its step passes it every time.
+        """
+        may_repeat, self._may_repeat = self._may_repeat, False
+        return state.token is self.last and may_repeat
+
+    def check_new_step(self, state: ZenFlowState) -> None:
+        """Refuses a state that no step was made with since it was returned."""
+        self._check_flushed(state)
+        if state.token is self.last:
+            raise RuntimeError(
+                "expected the state of a new step, got the one that this engine returned last. "
+                "Call `exchange` once after each step, with what the step returned."
+            )
+
+    def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
+        """Refuses another state than the last one returned; True if it is a copy of that.
+
+        A step without an update makes a copy: a micro-batch of `optax.MultiSteps`. Waits for it.
+        """
+        self._check_flushed(state)
+        if state.token is self.last:
+            return False
+        number = int(read(state.token))
+        if number == self.number:
+            return True
+        got = (
+            f"one whose step's mail has not been taken. Call `exchange` first, then `{name}`."
+            if number == USED
+            else f"one of another step or run. Call `{name}` with the one it returned."
+        )
+        raise RuntimeError(f"expected the state that the last `exchange` returned, got {got}")
+
+    def _check_flushed(self, state: ZenFlowState) -> None:
+        """Refuses the state that the last flush was called with, a copy, or a step made from it."""
+        if self._replaced is None or state.token is self.last:
+            return
+        replaced, number = self._replaced
+        if state.token is not replaced:
+            sent = jax.tree.map(read, state.step_scalars._replace(statistics=None))
+            if number not in (int(read(state.token)), int(sent.unpack().token)):
+                return
+        raise RuntimeError(
+            "expected parameters and state that the last `flush` returned, got those that it was "
+            "called with, or a step made from them: they lack the updates that it has brought. Go "
+            "on with `params, opt_state = engine.flush(params, opt_state)`."
+        )
+
+    def _make(self, number: int, like: jax.Array) -> None:
+        self.number = number & 0x7FFFFFFF  # never USED, which is negative
+        (self.last,) = put_everywhere([np.int32(self.number)], like.shape, like.sharding)
 
 
 @dataclasses.dataclass(frozen=True)

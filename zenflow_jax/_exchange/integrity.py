@@ -22,11 +22,11 @@ from jaxtyping import Array
 from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import first_names
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
-from zenflow_jax._device.state import LeafState, leaf_layout
+from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
 from zenflow_jax._device.step import provisional_change
-from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 from zenflow_jax._spec.schedule import Schedule
 
@@ -66,19 +66,13 @@ class Integrity:
     are compared at each step, which takes another copy of the parameters on the device.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[LeafSpec],
-        schedule: Schedule,
-        step: int,
-        *,
-        everything: bool = False,
-    ):
+    def __init__(self, state: ZenFlowState, *, everything: bool):
         self._known = ""  # what is wrong, in words
-        self._step = step
+        self._step = int(read(state.step))
         self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
-        self._specs, self._extent = specs, _Extent(schedule, everything)
-        compared = [i for i, s in enumerate(specs) if 0 not in s.shape and not s.hosted]
+        self._specs = [leaf.spec for leaf in state.leaves]
+        self._extent = _Extent(state.schedule, everything)
+        compared = [i for i, s in enumerate(self._specs) if 0 not in s.shape and not s.hosted]
         gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_LOOK)
         # Each has leaves from all over the tree.
         self._looks = [compared[start::gap] for start in range(gap)]

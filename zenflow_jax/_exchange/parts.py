@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding
 from zenflow_jax._device.memory import HOST, read, shape_with_rank, upload, without_units
 from zenflow_jax._device.shards import Layout, Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.state import HostState
 from zenflow_jax._spec.groups import of_group
 from zenflow_jax._spec.leaf import LeafSpec
 
@@ -42,7 +44,7 @@ class Part:
         return x.addressable_data(self.positions[0])
 
     def cut(self, piece: np.ndarray) -> np.ndarray:
-        """Its range of what a device has of the leaf; of an array of the range, all of it."""
+        """Slices this part's range out of the device's piece, unless that is the range."""
         if self.spec.start is None or piece.shape[0] == self.spec.shape[0]:
             return piece
         return piece[self.index[0]]
@@ -198,6 +200,28 @@ def joined(ranges: Sequence[np.ndarray]) -> np.ndarray:
     return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
 
 
+def new_host_state(
+    weights: Sequence[jax.Array],
+    state: ZenFlowState,
+    offloaded: OffloadedLeaves,
+    adam: HostAdam,
+    *,
+    compact: bool,
+) -> HostState:
+    """Makes the host's arrays from the parameters of the offloaded leaves."""
+    parts, states = offloaded.parts, offloaded.pick(state.leaves)
+    return HostState(
+        [part.spec for part in parts],
+        # One at a time: besides the masters there is room for the copy of one part.
+        (host_part(weights[part.leaf], part) for part in parts),
+        (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
+        adam,
+        state.schedule,
+        offloaded.pieces,
+        compact=compact,
+    )
+
+
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:
     piece = piece_of(weight, part.index)
     assert piece is not None, "a part of this process lies in one of its blocks"
@@ -265,13 +289,14 @@ def assemble(
 
 
 def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` with its sharding written as that of `old`.
+    """Returns `new`, with the exact sharding spelling of `old`.
 
     To jit `P("data")` and `P("data", None)` are two things, and it compiles a step for each.
     """
-    ours, theirs = new.sharding, old.sharding
     # Comparing takes longer than looking.
-    if ours is theirs or not isinstance(theirs, NamedSharding) or ours == theirs:
+    if new.sharding is old.sharding or not isinstance(old.sharding, NamedSharding):
+        return new
+    if new.sharding == old.sharding:
         return new
     return assemble([s.data for s in new.addressable_shards], old.shape, old.sharding)
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,10 +57,15 @@ class Progress:
         self._measured: dict[int, jax.Array] = {}
 
     @property
-    def kept_share(self) -> float | None:
-        """The mean of `shares`; None if none is known."""
+    def counts(self) -> dict[str, Any]:
+        """The fields of `EngineStats` that the schedule decides."""
         known = self.shares[~np.isnan(self.shares)]
-        return float(known.mean()) if known.size else None
+        return {
+            "steps": self.step,
+            "window_lengths": dict(sorted(self.window_lengths.items())),
+            "reselections": self.reselections,
+            "kept_share": float(known.mean()) if known.size else None,
+        }
 
     @property
     def schedule_state(self) -> ScheduleState:

@@ -26,6 +26,7 @@ from zenflow_jax._device.boundary import (
 )
 from zenflow_jax._device.memory import read, upload
 from zenflow_jax._device.state import LeafState
+from zenflow_jax._exchange.hosted import with_selected
 from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
     Group,
@@ -33,7 +34,9 @@ from zenflow_jax._exchange.parts import (
     as_before,
     assemble,
     by_leaf,
+    host_part,
     part_sharding,
+    put_leaf,
     put_piece,
     select_anew,
 )
@@ -62,6 +65,8 @@ class Updates:
         self._specs = offloaded.specs
         #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
+        #: How often the host's masters have followed parameters.
+        self.loads = 0
         #: Of each group: its selected channels, as `channel_rows` gives them.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
         #: Donated uploads. The worker frees these: it takes half as long as dispatching a merge.
@@ -123,6 +128,32 @@ class Updates:
             for i, weight in zip(group.leaves, new, strict=True):
                 weights[i] = weight
         return weights
+
+    def load(self, weights: Sequence[jax.Array]) -> None:
+        """Takes over parameters as masters, until the first step has been exchanged.
+
+        That step moves no deferred channel, so they are as they were before it. The worker must be
+        idle.
+        """
+        for i, part in enumerate(self._parts):
+            if not part.spec.hosted:  # whose selected channels could not follow
+                self._worker.host.take_master(i, host_part(weights[part.leaf], part))
+        self.loads += 1
+
+    def masters(self, number: int, leaf: LeafState) -> jax.Array:
+        """Returns a leaf's masters on the devices, in parts; not those of selected channels.
+
+        For a parameter in host memory it returns all masters, there. The worker must be idle.
+        """
+        leaves = self._worker.leaves()
+
+        def of_part(i: int) -> np.ndarray:
+            part = self._parts[i]
+            wide = leaves[i].master.as_float32().reshape(part.spec.shape)
+            return with_selected(wide, leaf, part) if part.spec.hosted else wide
+
+        # The uploads may read live masters, which the next update writes.
+        return jax.block_until_ready(put_leaf(self._offloaded, number, of_part))
 
     def note_channels(self, leaves: Sequence[LeafState]) -> None:
         """Notes the selected channels of a new or resumed run, of which merges are told."""

@@ -13,7 +13,8 @@ import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank, copied
-from zenflow_jax._host.leaf import HostLeaf, WindowGradients
+from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
@@ -22,6 +23,97 @@ from zenflow_jax._spec.schedule import Schedule
 #: The most mails that are kept. An update frees the closed window's mails leaf by leaf while those
 #: of the next one come in. So windows of four steps need no sums as long as the update keeps up.
 MAILS_KEPT = 5
+
+
+@dataclasses.dataclass
+class WindowGradients:
+    """One leaf's gradients of a window, until they are used."""
+
+    # The float32 sum of the first of them, if they were added up; the leaf owns its memory.
+    total: np.ndarray | None = None
+    # The others in order, each with its factor: views of host memory that is freed with them.
+    mails: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def sources(self) -> list[tuple[np.ndarray, float]]:
+        return [*([] if self.total is None else [(self.total, 1.0)]), *self.mails]
+
+    def clear(self) -> None:
+        self.total, self.mails = None, []
+
+
+@dataclasses.dataclass
+class HostLeaf:
+    """One leaf's arrays, all `(entries, rows, n, tail)` unless said otherwise."""
+
+    spec: LeafSpec
+    master: Masters
+    mu: Moment
+    nu: Moment
+    steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
+    channels: np.ndarray  # int32 (entries, k), ascending: the selected ones
+    open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
+    # Sums not in use. While an update runs two may be in use: its window's, and the next one's.
+    spare: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def new(
+        cls, spec: LeafSpec, weight: np.ndarray, channels: np.ndarray, *, compact: bool
+    ) -> "HostLeaf":
+        """A leaf with this parameter, which is copied, and zero moments."""
+        shape = spec.view4(spec.n)
+        mu, nu = new_moments(shape, compact=compact)
+        leaf = cls(
+            spec=spec,
+            master=Masters.zeros(shape, spec.dtype),
+            mu=mu,
+            nu=nu,
+            steps=blank((shape[0], spec.n), np.int32),
+            channels=np.array(channels, np.int32).reshape(shape[0], spec.k),
+        )
+        leaf.master.write(weight)
+        return leaf
+
+    @property
+    def written(self) -> list[np.ndarray]:
+        """The arrays that updates write, which `copy` copies."""
+        total = [] if self.open.total is None else [self.open.total]
+        return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *total]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All that are the leaf's own, spare ones included; mails are not."""
+        return [*self.written, self.channels, *self.spare]
+
+    @property
+    def to_upload(self) -> np.ndarray:
+        """The masters in the leaf's dtype and shape, for an upload. Not a copy."""
+        return self.master.to_upload.reshape(self.spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.written)
+
+    def keep(self, gradient: np.ndarray, factor: float) -> None:
+        self.open.mails.append((gradient.reshape(self.master.shape), factor))
+
+    def alias(self) -> "HostLeaf":
+        """The leaf in the same memory; mails that are added later are not in it."""
+        window = dataclasses.replace(self.open, mails=list(self.open.mails))
+        return dataclasses.replace(self, open=window, spare=[])
+
+    def copy(self) -> "HostLeaf":
+        """The leaf in memory of its own, but for mails and channels, which nobody writes."""
+        total, leaf = self.open.total, self.alias()
+        window = dataclasses.replace(leaf.open, total=None if total is None else copied(total))
+        return dataclasses.replace(
+            leaf,
+            master=self.master.copy(),
+            mu=self.mu.copy(),
+            nu=self.nu.copy(),
+            steps=copied(self.steps),
+            open=window,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +146,18 @@ class SelectedRows:
     mu: np.ndarray
     nu: np.ndarray
     steps: np.ndarray  # int32 (entries, k)
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray], spec: LeafSpec) -> "SelectedRows":
+        """Takes the arrays of a part as the device has them."""
+        shape = spec.view4(spec.k)
+        master, mu, nu = (x.reshape(shape) for x in arrays[:3])
+        return cls(master, mu, nu, arrays[3].reshape(shape[::2]))
+
+    def on_device(self, spec: LeafSpec) -> tuple[np.ndarray, ...]:
+        """The inverse of `of`."""
+        wide = (x.reshape(spec.selected_shape) for x in (self.master, self.mu, self.nu))
+        return (*wide, self.steps.reshape(*spec.stack, spec.k))
 
 
 class HostState:
