@@ -59,7 +59,7 @@ def go_and(call):
 @pytest.mark.parametrize(
     ("settings", "change", "end", "words"),
     [
-        (TOGETHER, clip, go, r"\['bias'\], \['columns'\], \['rows'\], \['stack'\]"),
+        (TOGETHER, clip, go, r"\['columns'\], \['rows'\], \['stack'\]"),
         (SETTINGS, one_layer, go, r"\['stack'\]"),
         (MOVING, turn, go, r"\['columns'\]"),
         # Before they are saved.

@@ -25,7 +25,7 @@ from tests.exchange.hooks import views_of_mail
 from tests.runs import BUSY, FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import parts, updates, uploads
+from zenflow_jax._exchange import parts, updates, worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank
 
@@ -225,7 +225,7 @@ def test_what_an_upload_may_still_read_is_not_written(monkeypatch, train):
             writes(arrays)
             super().put(arrays, channels, rows)
 
-    for module in (parts, uploads, updates):
+    for module in (parts, worker, updates):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
     monkeypatch.setattr(_engine, "HostAdam", Watched)
