@@ -19,7 +19,7 @@ import numpy as np
 
 from tests import arithmetic
 from tests.arithmetic import Channel, Leaf, Settings
-from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax import AutoSelect, AutoWindow
 
 
 @dataclasses.dataclass
@@ -285,8 +285,6 @@ class Reference:
         if isinstance(rule, AutoSelect):
             windows = len(turn.boundaries) + 1 - turn.selected_at
             return windows == rule.max_windows or turn.kept_share[-1] < rule.keep
-        if isinstance(rule, EpochSelect):
-            return any(u % (rule.epochs * rule.steps_per_epoch) == 0 for u in window)
         if rule is None:
             longest = s.update_interval
             rule = 16 * (longest.max_interval if isinstance(longest, AutoWindow) else longest)

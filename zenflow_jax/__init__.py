@@ -14,7 +14,7 @@ from zenflow_jax._diagnostics.timeline import Span, Timeline
 from zenflow_jax._diagnostics.timeline_output import plot_timeline, save_trace
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._master import iter_master_params, master_params
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._transform import STATIC_ARGS, zenflow
 from zenflow_jax._version import __version__ as __version__
 
@@ -29,7 +29,6 @@ __all__ = [
     "EngineRestore",
     "EngineSave",
     "EngineStats",
-    "EpochSelect",
     "HostEngine",
     "Span",
     "Timeline",

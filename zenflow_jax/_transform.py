@@ -46,7 +46,7 @@ from zenflow_jax._spec.leaf_warnings import (
     warn_of_uneven_pieces,
 )
 from zenflow_jax._spec.resolve import LeafRules, check_hosted, resolve_specs
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
@@ -78,7 +78,7 @@ def zenflow(
     mask: Any | Callable[[Any], Any] | None = None,
     topk_ratio: float = 0.1,
     update_interval: int | AutoWindow = 4,
-    select_interval: int | AutoSelect | EpochSelect | None = None,
+    select_interval: int | AutoSelect | None = None,
     full_warm_up_rounds: int = 0,
     rolling: bool = True,
     staleness: int | None = None,
@@ -116,9 +116,9 @@ def zenflow(
             parameters that returns one: True where weight decay applies. Everywhere by default.
         topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
         update_interval: Steps in a window, at least 1; or an `AutoWindow`.
-        select_interval: Steps between two selections, a multiple of `update_interval`, by default
-            16 (longest) windows; or an `AutoSelect` or an `EpochSelect`. The first selection is at
-            the first boundary.
+        select_interval: Steps between two selections, by default 16 (longest) windows; or an
+            `AutoSelect`. A selection waits for the end of its window; the first one is at the first
+            boundary.
         full_warm_up_rounds: Number of first steps that update all channels.
         rolling: True: the offloaded leaves are in `update_interval` groups of nearly equal bytes,
             and at each step one group closes its window. A gradient then takes effect 1 to

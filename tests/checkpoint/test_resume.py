@@ -23,7 +23,7 @@ from tests.resuming import (
     without_tokens,
 )
 from tests.runs import FIRST, ONE, SCANNED, SECOND, THIRD, Training
-from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, HostEngine
+from zenflow_jax import AutoSelect, AutoWindow, HostEngine
 from zenflow_jax._exchange import updates
 
 # Of the largest moment of a leaf: half of the step between two codes of 8 bits, and a little more.
@@ -157,7 +157,7 @@ def after_six():
     [
         ({"update_interval": 2}, "`update_interval` as in the saved run, 4, got 2"),
         ({"update_interval": AutoWindow(4)}, "`update_interval` .*, 4, got 4 .rule"),
-        ({"select_interval": EpochSelect(8)}, "`select_interval` .*, 8, got 8 .rule"),
+        ({"select_interval": AutoSelect(0.5, 8)}, "`select_interval` .*, 8, got 8 .rule"),
         ({"full_warm_up_rounds": 0}, "`full_warm_up_rounds` as in the saved run, 2, got 0"),
         ({"staleness": 2}, "`staleness` as in the saved run, 1, got 2"),
         ({"rolling": False, "staleness": 1}, "`rolling` as in the saved run, 1, got 0"),

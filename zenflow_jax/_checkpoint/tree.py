@@ -19,7 +19,7 @@ from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import NONE, Counts
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
 
@@ -62,8 +62,6 @@ def _rule(rule: Any) -> tuple[Any, ...]:
             return rule.max_interval, 1, rule.share
         case AutoSelect():
             return rule.max_windows, 1, rule.keep
-        case EpochSelect():
-            return rule.steps, 2, 0
         case _:
             return rule, 0, 0
 

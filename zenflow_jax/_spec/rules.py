@@ -70,33 +70,6 @@ class AutoSelect:
         check_int("AutoSelect.max_windows", self.max_windows, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class EpochSelect:
-    """Selects at the end of every epoch, or of every few epochs.
-
-    It selects at the first boundary at or after the epoch's end: windows need not divide an epoch.
-
-    Attributes:
-        steps_per_epoch: Optimizer steps in an epoch, counted from the first step of the run.
-        epochs: Epochs between two selections.
-
-    Examples:
-        >>> from zenflow_jax import zenflow
-        >>> tx = zenflow(1e-3, select_interval=EpochSelect(steps_per_epoch=1250))
-    """
-
-    steps_per_epoch: int
-    epochs: int = 1
-
-    def __post_init__(self):
-        check_int("EpochSelect.steps_per_epoch", self.steps_per_epoch, 1)
-        check_int("EpochSelect.epochs", self.epochs, 1)
-
-    @property
-    def steps(self) -> int:
-        return self.steps_per_epoch * self.epochs
-
-
 class SendGradients(enum.StrEnum):
     """When the gradients of offloaded leaves leave the device."""
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 
 
 class Boundary(NamedTuple):
@@ -95,7 +95,7 @@ class Schedule:
     """
 
     window: int | AutoWindow
-    select: int | AutoSelect | EpochSelect
+    select: int | AutoSelect
     full_warm_up_rounds: int
     groups: int
     staleness: int | None
@@ -166,10 +166,5 @@ class Schedule:
             lost = bool(schedule_state.kept_share[group] < self.select.keep)
             return lost or int(schedule_state.windows[group]) + 1 >= self.select.max_windows
         # It is due if an interval ends within the window.
-        if isinstance(self.select, EpochSelect):
-            epoch = self.select.steps
-            # A group's first window may be shorter: what the warm-up had is no part of it.
-            after_warm_up = step // epoch > self.full_warm_up_rounds // epoch
-            return after_warm_up and step // epoch > (step - length) // epoch
         since = step - self.full_warm_up_rounds + group
         return since // self.select > (since - length) // self.select
