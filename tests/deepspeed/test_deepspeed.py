@@ -210,9 +210,7 @@ def test_selection_is_by_strategy_and_interval(
 
 @pytest.mark.parametrize("interval", [8, 10])
 @pytest.mark.parametrize("warm_up", [0, 3])
-def test_selections_are_at_deepspeeds_steps_after_the_warm_up_or_where_their_window_ends(
-    interval, warm_up
-):
+def test_selections_are_at_deepspeeds_steps_or_at_the_end_of_their_window(interval, warm_up):
     keys = {"update_interval": 4, "select_strategy": "step", "select_interval": interval}
     options = from_deepspeed(zenflow_section(**keys, full_warm_up_rounds=warm_up))
     schedule = options.optimizer.init({"w": jnp.ones((4, 4))}).schedule

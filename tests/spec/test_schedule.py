@@ -40,7 +40,7 @@ BOUNDARIES = [
     ((3, 6, 2, 3, 2), ["CS..c.as.a", "CS.c.as.ac", "CSc.as.ac."]),
     # Intervals that end inside a window: the selection waits for its end.
     ((2, 5, 0, 2, 2), [".s.c.s.c.s.", "s.c.s.c.s.c"]),
-    ((4, 3, 3, 4, 1), ["CCS...sa.", "CCS..sa..", "CCS.sa..s", "CCSsa..sa"]),
+    ((4, 3, 3, 4, 1), ["CCS...sa.", "CCS..sa..", "CCS.sa..s", "CCSca..sa"]),
 ]
 
 

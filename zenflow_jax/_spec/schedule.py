@@ -165,6 +165,6 @@ class Schedule:
         if isinstance(self.select, AutoSelect):
             lost = bool(schedule_state.kept_share[group] < self.select.keep)
             return lost or int(schedule_state.windows[group]) + 1 >= self.select.max_windows
-        # It is due if an interval ends within the window.
+        # It is due if an interval ends within the window. A group's first one may be shorter.
         since = step - self.full_warm_up_rounds + group
-        return since // self.select > (since - length) // self.select
+        return since // self.select > max(since - length, group) // self.select
