@@ -12,7 +12,7 @@ from zenflow_jax._device.channels import broadcast_channels, gather_to_channels,
 from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.shards import Layout, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout
-from zenflow_jax._device.step import rounded
+from zenflow_jax._device.step import current_masters, rounded
 from zenflow_jax._engine import HostEngine
 
 
@@ -116,21 +116,18 @@ def iter_master_params(
 def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
     """One leaf's masters: `host` on deferred channels; elsewhere the device's, or the parameter.
 
-    As in the step, a selected channel's master follows its parameter before its first step. A
-    deferred one counts where the parameter is its cast.
+    A deferred channel's master counts where the parameter is its cast.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     if leaf.channels is None:
-        wide = weight.astype(jnp.float32)
-        return wide if leaf.master is None else jnp.where(leaf.steps == 0, wide, leaf.master)
+        return current_masters(weight, leaf, spec).astype(jnp.float32)
 
     def one(shard, weight, leaf, host):
         place = positions(shard.to_local(leaf.channels), shard.block.n)
         wide = selected = weight.astype(jnp.float32)
         if leaf.master is not None:
-            fresh = broadcast_channels(leaf.steps == 0, shard.block)
-            of_weight = take(wide, shard.to_local(leaf.channels), shard.block)
-            master = jnp.where(fresh, of_weight, shard.gather(leaf.master))
+            of_weight = take(weight, shard.to_local(leaf.channels), shard.block)
+            master = shard.gather(current_masters(shard.own(of_weight), leaf, shard.part))
             selected = gather_to_channels(master, place, shard.block)
         host = shard.gather(host)
         host = jnp.where(rounded(host, weight.dtype) == wide, host, wide)

@@ -80,20 +80,12 @@ def _build(
             leaf_layout(spec),
         )
         leaves.append(make(p))
-    state = ZenFlowState(*[None] * len(ZenFlowState._fields))._replace(
-        step=jnp.zeros((), jnp.int32),
-        skipped=jnp.zeros((), jnp.int32),
-        skipped_in_a_row=jnp.zeros((), jnp.int32),
-        leaves=tuple(leaves),
-        layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
-        static=static,
-    )
     # Tokens start from a number that differs between runs and is the same when a run is repeated,
     # so that an engine knows another run's state. Parameters come from a seed or a checkpoint: of
     # these, a few leaves are enough.
     few = slice(None, None, len(weights) // 8 + 1)
     bits = sum(fingerprints(weights[few], specs[few]), start=jnp.zeros((), jnp.uint32))
-    state = state._replace(token=(bits & 0x3FFFFFFF).astype(jnp.int32))
+    each, step_scalars = None, None
     if mail:
         rank, sending = mail_rank(specs), static.send_gradients
         whole = _first_mail_is_whole(specs, static)
@@ -101,8 +93,18 @@ def _build(
             None if spec.resident else _first_mail(p, spec, sending, rank, whole)
             for p, spec in zip(weights, specs, strict=True)
         )
-        state = state._replace(mail=each, step_scalars=_first_scalars(weights, specs, static))
-    return state
+        step_scalars = _first_scalars(weights, specs, static)
+    return ZenFlowState(
+        step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+        leaves=tuple(leaves),
+        mail=each,  # pyright: ignore[reportArgumentType] - the caller adds what is None here
+        token=(bits & 0x3FFFFFFF).astype(jnp.int32),
+        step_scalars=step_scalars,  # pyright: ignore[reportArgumentType]
+        layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
+        static=static,
+    )
 
 
 def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:

@@ -1,7 +1,6 @@
 """The state that `zenflow()` keeps between steps: named tuples, with static facts in their treedef.
 
-The engine needs nothing else. Fields are annotated `Any` because trees of shardings, shapes and
-wrapped variables use the same classes.
+The engine needs nothing else. Trees of shapes, shardings and partition specs use the same classes.
 """
 
 import dataclasses
@@ -10,27 +9,30 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import Array, Float, Float32, Int32
 
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
+from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._spec.schedule import Schedule
 
 
 class LeafState(NamedTuple):
     """Adam state of one leaf on the device.
 
-    Selected arrays have the leaf's shape with `k` channels in place of `n`. A resident leaf is
-    wholly selected: full shape, one step count, and neither channels nor scores.
+    Selected arrays have the leaf's shape with `k` channels in place of `n`; where the channel axis
+    is the last one of a matrix, its rows precede it and there is no tail. A resident leaf is wholly
+    selected: its arrays have the leaf's shape, and it has one step count, no channels, no scores.
     """
 
-    channels: Any  # int32 (*stack, k), ascending
-    steps: Any  # int32 (*stack, k), or () if resident
-    master: Any  # float32 selected; None for a float32 leaf on the device, which is its master
-    mu: Any  # float32 selected
-    nu: Any  # float32 selected
-    scores: Any  # float32 (*stack, n): sum of squares since the last selection
-    spec: Any  # LeafSpec, static
+    channels: Int32[Array, "*stack k"] | None  # ascending
+    steps: Int32[Array, "*stack k"]  # () if resident
+    master: Float32[Array, "*stack k tail"] | None  # a float32 leaf on the device is its master
+    mu: Float32[Array, "*stack k tail"]
+    nu: Float32[Array, "*stack k tail"]
+    scores: Float32[Array, "*stack n"] | None  # sums of squares since the last selection
+    spec: LeafSpec  # static
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -77,15 +79,15 @@ class ZenFlowState(NamedTuple):
         (0, (1, 4))
     """
 
-    step: Any
-    skipped: Any
-    skipped_in_a_row: Any
-    leaves: Any
-    mail: Any
-    token: Any
-    step_scalars: Any
-    layout: Any
-    static: Any
+    step: Int32[Array, ""]
+    skipped: Int32[Array, ""]
+    skipped_in_a_row: Int32[Array, ""]
+    leaves: tuple[LeafState, ...]
+    mail: tuple[Float[Array, "..."] | None, ...]
+    token: Int32[Array, ""]
+    step_scalars: StepScalars
+    layout: dict[str, Int32[Array, ""]]
+    static: Static
 
     @property
     def schedule(self) -> Schedule:
@@ -103,11 +105,12 @@ class ZenFlowState(NamedTuple):
 
 def leaf_layout(spec: LeafSpec) -> LeafState:
     """The partition specs of a leaf's state."""
-    lay = Layout(spec)
-    each = None if spec.resident else lay.channels
+    lay: Any = Layout(spec)  # partition specs in the place of arrays
+    everywhere: Any = REPLICATED
+    each: Any = None if spec.resident else lay.channels
     return LeafState(
         channels=each,
-        steps=REPLICATED if spec.resident else each,
+        steps=everywhere if spec.resident else each,
         master=lay.part if spec.keeps_master else None,
         mu=lay.part,
         nu=lay.part,

@@ -52,7 +52,8 @@ class GradientParts(NamedTuple):
 
 def split_gradient(
     g: jax.Array,
-    leaf: LeafState,
+    spec: LeafSpec,
+    channels: jax.Array | None,
     sending: SendGradients,
     rank: int,
     *,
@@ -64,7 +65,7 @@ def split_gradient(
     `rank` is that of mail in host memory. `signs` asks for signs, for a provisional step, and
     `packing` for the dtype that they are packed in.
     """
-    spec, layout = leaf.spec, Layout(leaf.spec)
+    layout = Layout(spec)
     crosses = not spec.resident and sending.in_step
     if not crosses:
         rank = len(spec.shape)
@@ -78,7 +79,7 @@ def split_gradient(
         [layout.part, layout.channels],
         GradientParts(layout.channels, layout.part, layout.part, layout.mail(rank)),
     )
-    seen = see(as_its_parameter(g, spec), leaf.channels)
+    seen = see(as_its_parameter(g, spec), channels)
     return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
 
 
@@ -236,12 +237,7 @@ def _step(
     spec = shard.part
     index = None if leaf.channels is None else shard.to_local(leaf.channels)
     old = p if index is None or p is None else take(p, index, shard.block)
-    master = leaf.master if old is None else shard.own(old)
-    if leaf.master is not None and old is not None:
-        # Before its first step a master follows its parameter, so weights may be loaded after
-        # `init`, as with `optax.adamw`, which keeps no masters.
-        fresh = leaf.steps == 0 if spec.resident else broadcast_channels(leaf.steps == 0, spec)
-        master = jnp.where(fresh, master.astype(jnp.float32), leaf.master)
+    master = current_masters(None if old is None else shard.own(old), leaf, spec)
     steps = leaf.steps + 1
     change, mu, nu = adamw(
         master,
@@ -280,8 +276,24 @@ def _step(
         others = provisional_change(p, length * sign)
     if change is not None:
         change = _spread_out(shard, change, index, others)
+    assert leaf.scores is not None
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
     return change, leaf._replace(scores=if_counted(scores, leaf.scores))
+
+
+def current_masters(weights: jax.Array | None, leaf: LeafState, spec: LeafSpec) -> jax.Array:
+    """Returns a part's masters of what is selected; `weights` are these in the parameter.
+
+    Before its first step a master follows its parameter, so weights may be loaded after `init`, as
+    with `optax.adamw`, which keeps no masters. (`Updates.load` does the same on the host.)
+    """
+    if leaf.master is None:
+        assert weights is not None
+        return weights
+    if weights is None:  # a leaf in host memory
+        return leaf.master
+    fresh = leaf.steps == 0 if spec.resident else broadcast_channels(leaf.steps == 0, spec)
+    return jnp.where(fresh, weights.astype(jnp.float32), leaf.master)
 
 
 def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:

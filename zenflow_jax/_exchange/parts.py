@@ -39,8 +39,9 @@ class Part:
     devices: tuple[Any, ...]  # the same, as jax devices
     saved: bool  # whether it is this process that saves it, of all that have it
 
-    def of(self, x: jax.Array) -> jax.Array:
+    def of(self, x: jax.Array | None) -> jax.Array:
         """Its first device's piece of an array that lies as the leaf does."""
+        assert x is not None, "a part is of an offloaded leaf"
         return x.addressable_data(self.positions[0])
 
     def cut(self, piece: np.ndarray) -> np.ndarray:
@@ -317,6 +318,8 @@ def select_anew(
     pieces: Sequence[tuple[jax.Array, ...] | None],
 ) -> tuple[LeafState, jax.Array | None]:
     """The state of a leaf with newly selected channels, and their masters."""
+    assert leaf.channels is not None
+    assert leaf.scores is not None
     leaf = leaf._replace(
         channels=as_before(chosen, leaf.channels), scores=as_before(scores, leaf.scores)
     )
