@@ -311,7 +311,7 @@ class Training:
     @property
     def on_their_way(self) -> list[Any]:
         """Futures of the updates that have not reached the parameters, the oldest first."""
-        return [pending.made for pending in self.engine._updates.pending.values()]
+        return [pending.update for pending in self.engine._updates.pending.values()]
 
     @property
     def unread(self) -> list[Any]:

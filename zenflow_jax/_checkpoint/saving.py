@@ -299,7 +299,7 @@ class EngineStream:
         window = leaf.open
         if window.total is not None:
             np.copyto(total, window.total.reshape(-1)[begin:end])
-        mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.mails]
+        mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.kept]
         self.adam.accumulate(total, mails, first=window.total is None)
         return total
 

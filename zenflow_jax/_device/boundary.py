@@ -40,7 +40,7 @@ Specs = tuple[LeafSpec, ...]
 def uploads_in_two(
     uploads: Sequence[Any], specs: Sequence[LeafSpec]
 ) -> tuple[list[Any], list[Any]]:
-    """The uploads whose memory a merge gives to its result, and the others."""
+    """Returns the uploads that a merge donates to its result, and those that it keeps."""
     pairs = list(zip(uploads, map(_becomes_weight, specs), strict=True))
     return [x for x, becomes in pairs if becomes], [x for x, becomes in pairs if not becomes]
 
@@ -53,11 +53,11 @@ def _becomes_weight(spec: LeafSpec) -> bool:
 
 # A merge consumes uploads, never the caller's parameters: those may be in use elsewhere. An upload
 # becomes the new parameter where it is as large as that.
-@partial(jax.jit, static_argnames="specs", donate_argnames="used_up")
+@partial(jax.jit, static_argnames="specs", donate_argnames="donated")
 def merge(
     weights: Weights,
-    used_up: Weights,
-    others: Weights,
+    donated: Weights,
+    kept: Weights,
     during: Array,
     after: Array,
     *,
@@ -65,7 +65,7 @@ def merge(
 ) -> list[Array | None]:
     """Returns the parameters, of whole leaves, with a window's update on deferred channels.
 
-    `used_up` and `others` are as `uploads_in_two` gives them, `specs` those of leaves or of ranges.
+    `donated` and `kept` are as `uploads_in_two` gives them, `specs` those of leaves or of ranges.
     `during` and `after` are rows of the channels that were selected during the window, and of those
     since: the update has neither. A leaf in host memory is None, and so is its upload.
     """
@@ -80,7 +80,7 @@ def merge(
         selected = broadcast_channels(next(either) | next(either), block)
         return jnp.where(selected, weight, shard.gather(upload))
 
-    uploads = {True: iter(used_up), False: iter(others)}
+    uploads = {True: iter(donated), False: iter(kept)}
     widths = channel_widths(specs)
     new = each_leaf(
         one,

@@ -101,7 +101,7 @@ class Close(_Message):
     """
 
     group: int
-    used_up: list[Any]  # uploads that are merged, to be freed
+    merged_uploads: list[Any]  # uploads that are merged, to be freed
     leaving: Sequence[tuple[jax.Array, ...] | None] = ()  # of each leaf, as in `entered`
     chosen: Sequence[jax.Array] = ()  # the channels that are selected now
     at_once: bool = False  # before the next step

@@ -48,7 +48,7 @@ from zenflow_jax._exchange.worker import Worker
 class _Pending:
     """A group's update that has not reached the parameters."""
 
-    made: Future  # as `Close.done`
+    update: Future  # as `Close.done`
     before: jax.Array | None = None  # channels selected in its window, if others are selected now
 
 
@@ -70,7 +70,7 @@ class Updates:
         #: Of each group: its selected channels, as `channel_rows` gives them.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
         #: Donated uploads. The worker frees these: it takes half as long as dispatching a merge.
-        self._used_up: list[Any] = []
+        self._merged_uploads: list[Any] = []
         #: Updates that have not reached the parameters, by group, as their windows closed.
         self.pending: dict[int, _Pending] = {}
 
@@ -90,13 +90,13 @@ class Updates:
 
     def forget(self) -> None:
         self.pending.clear()
-        self._used_up.clear()
+        self._merged_uploads.clear()
 
     def close_window(self, group: int, **hand_over: Any) -> Close:
         """Starts the update of a group's window, which ends here, with fields of `Close`."""
         assert group not in self.pending, "a window closed before the last update was collected"
-        close = Close(group, self._used_up, **hand_over)
-        self._used_up = []
+        close = Close(group, self._merged_uploads, **hand_over)
+        self._merged_uploads = []
         self.pending[group] = _Pending(close.done)
         self._worker.post(close)
         return close
@@ -105,7 +105,7 @@ class Updates:
         """Waits for pending updates; NONE, PENDING or EMPTY says what there is of each group's."""
         kinds = [NONE] * len(self._offloaded.groups)
         for group, pending in self.pending.items():
-            kinds[group] = PENDING if self._worker.wait(pending.made, None) else EMPTY
+            kinds[group] = PENDING if self._worker.wait(pending.update, None) else EMPTY
         return kinds
 
     def collect(
@@ -116,7 +116,7 @@ class Updates:
         for number in groups:
             if number not in self.pending:
                 continue
-            uploads = self._worker.wait(self.pending[number].made, after)
+            uploads = self._worker.wait(self.pending[number].update, after)
             before = self.pending.pop(number).before
             group = self._offloaded.groups[number]
             if not uploads:
@@ -124,7 +124,7 @@ class Updates:
             uploads = self._fetch_rest(group, uploads, after)
             new = self._merge(number, weights, uploads, before)
             if group.on_one_device and not group.in_ranges:
-                self._used_up.append(uploads)
+                self._merged_uploads.append(uploads)
             for i, weight in zip(group.leaves, new, strict=True):
                 weights[i] = weight
         return weights
@@ -308,8 +308,8 @@ class Updates:
                 uploads = [self._upload(i) if early[i] else [] for i in group.part_numbers]
                 # The next update writes to the arrays that they come from.
                 jax.block_until_ready(uploads)
-            made: Future = Future()
-            made.set_result(uploads)
+            update: Future = Future()
+            update.set_result(uploads)
             # Of each leaf, on each of this process's devices.
             rows = by_leaf(
                 group.parts,
@@ -327,7 +327,7 @@ class Updates:
             assert like is not None, "the channels have been noted"
             # Rows without channels (`topk_ratio=0`) jit places as it likes, and all are alike.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
-            self.pending[number] = _Pending(made, rows_then)
+            self.pending[number] = _Pending(update, rows_then)
 
 
 def _on_device(weights: Sequence[Any], group: Group) -> list[Any]:

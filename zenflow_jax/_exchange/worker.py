@@ -284,7 +284,7 @@ class Worker:
         self._count(bytes_to_host=read)
 
     def _begin(self, close: Close) -> None:
-        close.used_up.clear()
+        close.merged_uploads.clear()
         self.recorder.works_at("hand over" if close.chosen else "update", self.host.windows + 1)
         window = self.host.close_window(close.group)
         if close.chosen:

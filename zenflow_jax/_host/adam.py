@@ -37,7 +37,7 @@ _LEAST_TILE = 64 * 1024
 _CHUNK = 2 * 1024 * 1024
 
 #: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
-Sources = Sequence[tuple[np.ndarray, float]]
+WeighedGradients = Sequence[tuple[np.ndarray, float]]
 
 _FLOAT16, _BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -65,7 +65,7 @@ class HostAdam:
         # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
 
-    def accumulate(self, total: np.ndarray, gradients: Sources, *, first: bool) -> None:
+    def accumulate(self, total: np.ndarray, gradients: WeighedGradients, *, first: bool) -> None:
         """Adds gradients to `total`, float32, one after the other, each times its factor.
 
         `first` replaces what `total` held.
@@ -88,7 +88,7 @@ class HostAdam:
         mu: Moment,
         nu: Moment,
         steps: np.ndarray,
-        gradients: Sources,
+        gradients: WeighedGradients,
         scale: float,
         active: np.ndarray,
         of_window: WindowStep,

@@ -32,14 +32,14 @@ class WindowGradients:
     # The float32 sum of the first of them, if they were added up; the leaf owns its memory.
     total: np.ndarray | None = None
     # The others in order, each with its factor: views of host memory that is freed with them.
-    mails: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
+    kept: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
 
     @property
-    def sources(self) -> list[tuple[np.ndarray, float]]:
-        return [*([] if self.total is None else [(self.total, 1.0)]), *self.mails]
+    def weighed(self) -> list[tuple[np.ndarray, float]]:
+        return [*([] if self.total is None else [(self.total, 1.0)]), *self.kept]
 
     def clear(self) -> None:
-        self.total, self.mails = None, []
+        self.total, self.kept = None, []
 
 
 @dataclasses.dataclass
@@ -95,11 +95,11 @@ class HostLeaf:
         return sum(x.nbytes for x in self.written)
 
     def keep(self, gradient: np.ndarray, factor: float) -> None:
-        self.open.mails.append((gradient.reshape(self.master.shape), factor))
+        self.open.kept.append((gradient.reshape(self.master.shape), factor))
 
     def alias(self) -> "HostLeaf":
         """The leaf in the same memory; mails that are added later are not in it."""
-        window = dataclasses.replace(self.open, mails=list(self.open.mails))
+        window = dataclasses.replace(self.open, kept=list(self.open.kept))
         return dataclasses.replace(self, open=window, spare=[])
 
     def copy(self) -> "HostLeaf":
@@ -206,10 +206,10 @@ class HostState:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of the mails kept: these alone are in memory that jax has pinned."""
-        kept = [len(leaf.open.mails) for leaf in self.leaves]
+        kept = [len(leaf.open.kept) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
-                kept[i] += len(gradients.mails)
+                kept[i] += len(gradients.kept)
         # A mail is there until the last of the leaves in it has used it.
         return sum(
             sum(self._mail_bytes[i] for i in piece) * max(kept[i] for i in piece)
@@ -266,7 +266,7 @@ class HostState:
                 break
             self._overflowed = True
             for i, leaf in enumerate(self.leaves):
-                if len(leaf.open.mails) >= least:
+                if len(leaf.open.kept) >= least:
                     self._add_up(i, leaf.open)
 
     def count(self) -> None:
@@ -288,8 +288,8 @@ class HostState:
             gradients.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
         else:
             self.before_write(i)
-        self._adam.accumulate(gradients.total, gradients.mails[:end], first=first)
-        del gradients.mails[:end]
+        self._adam.accumulate(gradients.total, gradients.kept[:end], first=first)
+        del gradients.kept[:end]
 
     def close_window(self, group: int) -> ClosedWindow:
         """Ends a group's open window."""
@@ -370,11 +370,11 @@ class HostState:
         if not leaf.spec.decay:
             step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))
         gradients = window.gradients[i]
-        if len(gradients.sources) > GRADIENTS_PER_PASS:
+        if len(gradients.weighed) > GRADIENTS_PER_PASS:
             self._add_up(i, gradients, 1 - GRADIENTS_PER_PASS)
         arrays = leaf.master, leaf.mu, leaf.nu, leaf.steps
         scale = 1 / max(window.counted, 1)  # of the mean
-        return self._adam.adamw(*arrays, gradients.sources, scale, active, step)
+        return self._adam.adamw(*arrays, gradients.weighed, scale, active, step)
 
 
 def _keep_staying(
