@@ -1,7 +1,7 @@
 """AdamW for JAX where its state does not fit on the device: ZenFlow as an optax transformation.
 
-`zenflow()` is the optimizer, `HostEngine` the one object that works between its steps. By their
-modules one reaches `attach`, `planning`, `deepspeed` and `integrations`.
+`zenflow()` is the optimizer, `HostEngine` the object that works between its steps. Also available as
+submodules: `attach`, `streaming`, `planning`, `deepspeed` and `integrations`.
 """
 
 import importlib
@@ -42,7 +42,7 @@ __all__ = [
     "zenflow",
 ]
 
-# Imported by their first use: the handler imports orbax, which takes long.
+# Imported on first use: the handler imports orbax, which takes long.
 _OF_HANDLER = ("EngineCheckpointHandler", "EngineRestore", "EngineSave")
 _MODULES = ("attach", "deepspeed", "integrations", "planning", "streaming")
 
@@ -56,5 +56,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # With what is imported late, and without what this file imports for itself.
+    # Includes what is imported late, but not this file's own imports.
     return [*__all__, *_MODULES, "__version__"]

@@ -149,7 +149,7 @@ class HostEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """What was done so far: counts, seconds and bytes."""
+        """Returns counts, seconds and bytes so far."""
         stats = self._worker.stats
         return dataclasses.replace(
             stats,
@@ -161,7 +161,7 @@ class HostEngine:
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of this process's last few hundred steps, always recorded."""
+        """Returns the timeline of this process's last few hundred steps, always recorded."""
         return self._worker.recorder.timeline()
 
     @recorded("exchange")
@@ -242,7 +242,7 @@ class HostEngine:
 
     @recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Brings updates in that are under way, where no provisional step is lost by it.
+        """Brings pending updates in, where no provisional step is lost by it.
 
         Call it after the last exchange; go on only from what it returns. Open windows stay open,
         so a run that goes on has the same windows. Their gradients are in the parameters as
@@ -327,12 +327,12 @@ class HostEngine:
         return lambda: (self._tokens.number, self._updates.loads)
 
     def exchange_nnx(self, model: Any, optimizer: Any) -> None:
-        """`exchange` for flax nnx: updates `model` and `optimizer`, its own, in place."""
+        """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
         after = self.exchange(*checks.nnx_arrays(model, optimizer))
         checks.update_nnx(model, optimizer, *after)
 
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
-        """`flush` for flax nnx: updates `model` and `optimizer`, its own, in place."""
+        """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
         after = self.flush(*checks.nnx_arrays(model, optimizer))
         checks.update_nnx(model, optimizer, *after)
 
@@ -391,7 +391,7 @@ class HostEngine:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """After an interruption of the block the engine takes no more calls."""
+        """Makes the engine refuse all calls after an interruption of the block."""
         self._interrupted = True
         yield
         self._interrupted = False

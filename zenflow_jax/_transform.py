@@ -18,7 +18,7 @@ from jax.core import Tracer
 from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.leaves import check_outside_of_shard_map, check_update
 from zenflow_jax._device.memory import mail_rank, to_host
-from zenflow_jax._device.state import Static, ZenFlowState, tell_flax
+from zenflow_jax._device.state import Static, ZenFlowState, register_flax_serialization
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import (
     GradientParts,
@@ -209,7 +209,7 @@ def zenflow(
     check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
     check_selectors(channel_axis, resident, partition_replicated, mask)
     rules = LeafRules(topk_ratio, channel_axis, resident, partition_replicated, mail_dtype)
-    tell_flax()
+    register_flax_serialization()
 
     def init(params: Any) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")

@@ -71,7 +71,7 @@ class Saver:
         self._weights = [weakref.ref(x) for x in weights]
 
     def has_noted(self, weights: Sequence[jax.Array]) -> bool:
-        """Whether these are the parameters that were noted last."""
+        """Returns whether these are the parameters that were noted last."""
         return all(x is known() for x, known in zip(weights, self._weights, strict=True))
 
     def tree(self) -> dict[str, Any]:
@@ -156,12 +156,12 @@ class Snapshot:
 
     @property
     def done(self) -> bool:
-        """Whether nobody need ever wait for the saver again."""
+        """Returns whether no writer has to wait for the saver any more."""
         with self._condition:
             return self._in_use is None and self._unsaved.keys() <= self._copied
 
     def before_write(self, i: int, ended: Callable[[], bool]) -> bool:
-        """Returns when leaf `i`, if it is in here, may be written; False where `ended` says so."""
+        """Waits until leaf `i` may be written; returns False if `ended` says so first."""
         with self._condition:
             leaf = self._unsaved.get(i)
             if leaf is not None and i not in self._copied and leaf.nbytes <= self._room:
@@ -179,7 +179,7 @@ class Snapshot:
             return True
 
     def leaves(self) -> Iterator[tuple[int, HostLeaf]]:
-        """Each leaf as it was; the saver is done with one when it asks for the next."""
+        """Yields each leaf as it was; the saver is done with it when it asks for the next."""
         while True:
             with self._condition:
                 if not self._unsaved:
@@ -199,14 +199,14 @@ class Snapshot:
             del leaf
 
     def close(self) -> None:
-        """Lets go of all leaves: what is not saved now never will be. Safe twice."""
+        """Releases all leaves: unsaved ones stay unsaved. Safe twice."""
         with self._condition:
             self._unsaved.clear()
             self._in_use = None
             self._condition.notify_all()
 
     def _reads(self, i: int) -> bool:
-        """Whether the saver reads memory of leaf `i`, or will."""
+        """Returns whether the saver reads memory of leaf `i`, or will."""
         return self._in_use == i or (i in self._unsaved and i not in self._copied)
 
 
@@ -226,12 +226,12 @@ class EngineStream:
     processes: Sequence[int]  # ascending; each writes a file
 
     def close(self) -> None:
-        """Lets the run write where it likes; what is not saved then never will be. Safe twice."""
+        """Lets the run write all leaves: unsaved ones stay unsaved. Safe twice."""
         self.snapshot.close()
         self.adam.close()
 
     def tree(self) -> dict[str, Any]:
-        """The state in arrays of its own, if all parts of this process are in it."""
+        """Returns the state in arrays of its own, if all parts of this process are in it."""
         leaves = dict(self.snapshot.leaves())
         of_leaves = [
             {name: self._assembled(i, name, leaves) for name in arrays}
@@ -244,7 +244,7 @@ class EngineStream:
         return {"leaves": of_leaves, **small}
 
     def write(self, folder: Path) -> None:
-        """Writes this process's file into a folder that is there; then it is closed."""
+        """Writes this process's file into an existing folder, and closes the stream."""
         small = dict(_flat(self.small, ""))
         tensors = {name: (x.dtype, x.shape) for name, x in small.items()}
         for i, places in self.places.items():
@@ -280,7 +280,7 @@ class EngineStream:
         return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
 
     def _elements(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """The elements of an array of part `i`, some at once, with the number of the first one."""
+        """Yields the elements of an array of part `i`, some at once, with the first number."""
         if name == "steps":
             yield 0, leaf.steps
         elif name == "before":
@@ -294,7 +294,7 @@ class EngineStream:
             yield from getattr(leaf, name).chunks(_AT_ONCE)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
-        """Elements of the sum of the leaf's open window, to the same bits as any way to add."""
+        """Returns elements of the leaf's open window's sum, with the bits of any way to add."""
         total = np.empty(end - begin, np.float32)
         window = leaf.open
         if window.total is not None:
@@ -304,7 +304,7 @@ class EngineStream:
         return total
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
-        """An array of leaf `number`, next to each of its devices; CPUs share NumPy's memory."""
+        """Makes an array of leaf `number`, beside its devices; CPUs share NumPy's memory."""
         by_position = {}
         for numbers in self.offloaded.pieces_of(number):
             piece = joined([self._filled(i, leaves[i], name) for i in numbers])
@@ -317,7 +317,7 @@ class EngineStream:
         return assemble(pieces, array.shape, array.sharding)
 
     def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
-        """An array of part `i`, zero where nothing is saved."""
+        """Makes an array of part `i`, zero where nothing is saved."""
         places = self.places[i]
         place = places.get(name, places["master"])  # where the sum would be
         array = blank(_size(place), self._array(i, name).dtype)

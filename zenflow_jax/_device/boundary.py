@@ -46,7 +46,7 @@ def uploads_in_two(
 
 
 def _becomes_weight(spec: LeafSpec) -> bool:
-    """Whether a leaf's upload is as large as its parameter on each device."""
+    """Returns whether a leaf's upload is as large as its parameter on each device."""
     gathered = spec.placement is not None and any(spec.placement.shares)
     return spec.start is None and not gathered
 
@@ -97,7 +97,7 @@ def merge(
 
 @partial(jax.jit, static_argnames="specs")
 def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
-    """The numbers on each device of the selected channels of leaves, or of ranges of leaves."""
+    """Returns the numbers, on each device, of the selected channels of leaves or ranges."""
     rows = each_leaf(
         lambda shard, x: row(shard.to_local(x)),
         specs,
@@ -122,7 +122,7 @@ def choose(
     *,
     specs: Specs,
 ) -> tuple[Arrays, Array, Arrays, Arrays]:
-    """The channels to select, also as rows; masters of those selected so far; zero scores."""
+    """Returns the channels to select, also as rows, the current masters, and zero scores."""
 
     def one(
         shard: Shard, weight: Any, scores: Array, channels: Array, master: Array | None
@@ -148,7 +148,7 @@ def choose(
 
 @partial(jax.jit, static_argnames="specs")
 def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
-    """The parameters, with the masters' casts on the selected channels."""
+    """Returns the parameters, with the masters' casts on the selected channels."""
 
     def one(shard: Shard, weight: Array, master: Array, channels: Array) -> Array:
         place = positions(shard.to_local(channels), shard.block.n)
@@ -169,7 +169,7 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
 
 @partial(jax.jit, static_argnames="specs")
 def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
-    """The share of the best channels' score that the selected ones hold; on every device."""
+    """Returns the share of the best channels' score that the selected ones hold."""
     return kept_share(list(map(cut, scores, specs)), list(map(cut, channels, specs)), specs)
 
 

@@ -33,7 +33,7 @@ from zenflow_jax._version import LAYOUT, LAYOUT_NAME
 
 
 def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
-    """The state that `zenflow().init` returns for parameters: arrays, traced or abstract ones."""
+    """Makes the state that `zenflow().init` returns, of arrays, traced or abstract ones."""
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)
     if not traced and all(isinstance(x, jax.Array) for x in leaves):
@@ -144,7 +144,7 @@ def _first_masters(p: jax.Array, first: jax.Array, part: LeafSpec) -> jax.Array:
 
 
 def _first_mail_is_whole(specs: tuple[LeafSpec, ...], static: Static) -> bool:
-    """Whether blank mail has the shapes of mail; else it is one element per device.
+    """Returns whether blank mail has the shapes of mail; else it is one element per device.
 
     Sums begin with it; and where gradients leave in the step, branches (`optax.MultiSteps`) may
     return either. With parameters in host memory there are none, and no room.
@@ -157,7 +157,7 @@ def _first_mail_is_whole(specs: tuple[LeafSpec, ...], static: Static) -> bool:
 def _first_mail(
     p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int, whole: bool
 ) -> jax.Array:
-    """One leaf's mail before the first step."""
+    """Makes one leaf's mail before the first step."""
     small = (1,) * len(spec.shape)
     if not sending.in_step:
         rank = len(spec.shape)
@@ -178,7 +178,7 @@ def _first_mail(
 def _first_scalars(
     weights: list[jax.Array], specs: tuple[LeafSpec, ...], static: Static
 ) -> StepScalars:
-    """Step scalars of zero, on every device that takes part."""
+    """Makes step scalars of zero, on every device that takes part."""
     sizes = StepScalars.sizes(specs, static.schedule.needs_statistics)
     in_step = static.send_gradients.in_step
     rank = mail_rank(specs) if in_step else 1

@@ -21,7 +21,7 @@ from zenflow_jax._spec.mesh import placement_of
 
 
 def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Refuses leaves that do not lie where the state takes them to be: on one device, or a mesh."""
+    """Raises if a parameter is not where `init` saw it: on one device, or on a mesh."""
     for weight, spec in zip(weights, specs, strict=True):
         if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
             raise TypeError(

@@ -18,19 +18,19 @@ from zenflow_jax._spec.leaf import LeafSpec
 
 
 def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
-    """A uint32 checksum of all bits of each leaf, the same on any mesh."""
+    """Returns a uint32 checksum of all bits of each leaf, the same on any mesh."""
     # Leaves that are alike share a program.
     bare = (dataclasses.replace(x.anonymous, k=0, transfer_dtype=None) for x in specs)
     return [_checksum(x, spec=spec) for x, spec in zip(weights, bare, strict=True)]
 
 
 def sample_of(block: Array) -> Array:
-    """Some values of one device's block of a leaf, always from the same places."""
+    """Returns some values of one device's block of a leaf, always from the same places."""
     return block[places(block.shape)]
 
 
 def places(shape: Sequence[int]) -> tuple[slice, ...]:
-    """Where samples of an array are."""
+    """Returns the places of an array's samples."""
     # Of a stack all layers, or 32 to 63 of many; of a matrix about eight rows and columns.
     most = [32] * (len(shape) - 2) + [8, 8][max(2 - len(shape), 0) :]
     strides = [max(size // m, 1) for size, m in zip(shape, most, strict=True)]

@@ -104,7 +104,7 @@ class ZenFlowState(NamedTuple):
 
 
 def leaf_layout(spec: LeafSpec) -> LeafState:
-    """The partition specs of a leaf's state."""
+    """Returns the partition specs of a leaf's state."""
     lay: Any = Layout(spec)  # partition specs in the place of arrays
     everywhere: Any = REPLICATED
     each: Any = None if spec.resident else lay.channels
@@ -125,14 +125,14 @@ def leaf_layout(spec: LeafSpec) -> LeafState:
 
 
 def cut(x: Any, spec: LeafSpec) -> Any:
-    """A leaf's array for the range that `spec` is of; as it is if the leaf is in one piece."""
+    """Returns a leaf's array for the range of `spec`; unchanged if the leaf is in one piece."""
     if x is None or spec.start is None:
         return x
     return jax.lax.slice_in_dim(x, spec.start, spec.start + spec.shape[0], axis=0)
 
 
 def put(whole: Any, part: Any, spec: LeafSpec) -> Any:
-    """A leaf's array with `part` in the place of the range that `spec` is of."""
+    """Returns a leaf's array with `part` in the place of the range of `spec`."""
     if whole is None or spec.start is None:
         return part
     return jax.lax.dynamic_update_slice_in_dim(whole, part, spec.start, axis=0)
@@ -145,7 +145,7 @@ def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
 
 
 def put_state(whole: LeafState, part: LeafState) -> LeafState:
-    """A leaf's state with that of a range in its place."""
+    """Returns a leaf's state with that of a range in its place."""
     spec = part.spec
     if spec.start is None:
         return part
@@ -154,7 +154,7 @@ def put_state(whole: LeafState, part: LeafState) -> LeafState:
 
 
 def find_state(opt_state: Any) -> ZenFlowState:
-    """The one `ZenFlowState` inside any optimizer state.
+    """Finds the one `ZenFlowState` inside any optimizer state.
 
     Args:
         opt_state: What `init` or `update` returned, of an optax transformation with `zenflow`
@@ -188,8 +188,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
 
 
 @functools.cache
-def tell_flax() -> None:
-    """Has `flax.serialization` save what shapes the arrays, and refuse states of other options."""
+def register_flax_serialization() -> None:
+    """Makes `flax.serialization` save what shapes the arrays, and refuse other options."""
     # Not at import: flax takes as long to import as all of this library.
     from flax import serialization
 
@@ -213,7 +213,7 @@ def _shaping(static: LeafSpec | Static) -> dict[str, Any]:
 
 
 def is_nnx_state(tree: Any) -> bool:
-    """Whether it is an `nnx.State`; flax need not be imported for that."""
+    """Returns whether it is an `nnx.State`, without importing flax."""
     return isinstance(tree, Mapping) and type(tree).__module__.startswith("flax.nnx")
 
 

@@ -111,7 +111,7 @@ def _split(
 
 
 def _packed_axis(shard: Shard) -> int:
-    """The axis along which signs are packed: the longest of those that devices do not share.
+    """Returns the axis along which signs are packed: the longest that devices do not share.
 
     Never a stack axis, so that the signs of a stack's entries are those of the stack.
     """
@@ -126,7 +126,7 @@ _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
 def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """The signs of `g`, as digits: pieces along an axis, superposed; the rest in a second array.
+    """Packs the signs of `g` as digits: pieces along an axis, superposed, and the rest apart.
 
     The two are not joined, because a gradient that was put together of others could then meet a
     second concatenation in one kernel, which jax 0.10.2 and 0.11.0 miscompile on GPUs
@@ -147,7 +147,7 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
 
 
 def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Array:
-    """The inverse of `_pack_signs`, int8, for an axis of `size`."""
+    """Inverts `_pack_signs`, to int8, for an axis of `size`."""
     count, base = _SIGNS[np.dtype(packed[0].dtype)]
     # Joined as numbers of 32 bits they would take a CPU ten times as long.
     digits = [
@@ -160,13 +160,13 @@ def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Arra
 
 
 def _pieces(size: int, count: int) -> list[tuple[int, int]]:
-    """How an axis is cut: so many pieces of a width, twice, as padding costs a CPU much more."""
+    """Cuts an axis into pieces of a width, twice, because padding costs a CPU much more."""
     cuts = [(count, size // count), (size % count, 1)]
     return [(pieces, width) for pieces, width in cuts if pieces * width]
 
 
 def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-    """The signs of a block's gradient, int8, from what `_split` kept of the part's."""
+    """Returns the signs of a block's gradient, int8, from those that `_split` kept of a part."""
     if not isinstance(signs, tuple):
         return shard.gather(jnp.sign(signs).astype(jnp.int8))
     axis = _packed_axis(shard)
@@ -177,7 +177,7 @@ def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> j
 
 
 def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) -> Verdict:
-    """Whether a step counts, and the factor that clips its gradient, by the leaves' squares."""
+    """Decides whether a step counts, and by which factor its gradient is clipped."""
     per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
     finite = jnp.all(jnp.isfinite(per_leaf))
     if max_grad_norm is None:
@@ -195,7 +195,7 @@ def step_selected(
     verdict: Verdict,
     length: jax.Array | None,
 ) -> tuple[jax.Array | None, LeafState]:
-    """The float32 change of the whole leaf, and its state, after AdamW on what is selected.
+    """Takes the AdamW step of selected channels; returns the leaf's float32 change and state.
 
     `length` is that of a provisional step on what is deferred. A parameter in host memory is None,
     and so is its change: its masters are the state's alone.
@@ -214,7 +214,7 @@ def step_selected(
 
 
 def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Verdict) -> jax.Array:
-    """One leaf's sum of the open window, plus the step's gradient."""
+    """Returns one leaf's sum of the open window, plus the step's gradient."""
     part = Layout(spec).part
     add = on_each_device(
         lambda _, total, mail, verdict: add_gradient(total, mail, *verdict),
@@ -297,7 +297,7 @@ def current_masters(weights: jax.Array | None, leaf: LeafState, spec: LeafSpec) 
 
 
 def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
-    """The float32 change of `p` where `step` is subtracted and the result rounded to its dtype."""
+    """Returns the float32 change of `p` when `step` is subtracted and the result rounded."""
     if p.dtype == jnp.float32:
         return -step
     old = p.astype(jnp.float32)
@@ -305,7 +305,7 @@ def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Float32 numbers that `dtype` has, each the nearest to that of `x`.
+    """Rounds float32 numbers to the nearest ones that `dtype` has.
 
     A compiler may leave out a pair of casts, but not this. `reduce_precision` alone makes subnormal
     numbers zero.
@@ -319,7 +319,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 def _spread_out(
     shard: Shard, change: jax.Array, index: jax.Array, others: jax.Array | None
 ) -> jax.Array:
-    """The change of a block: of its selected channels `change`, of all others `others`, or none."""
+    """Returns a block's change: `change` on its selected channels, `others` or 0 elsewhere."""
     place = positions(index, shard.block.n)
     change = gather_to_channels(change, place, shard.block)
     others = jnp.zeros_like(change) if others is None else others

@@ -26,13 +26,13 @@ from zenflow_jax._spec.scalars import USED
 
 
 def is_compact(host_state: Any) -> bool:
-    """Whether the host keeps moments in 8 bits; refuses what is no `host_state`."""
+    """Returns whether the host keeps moments in 8 bits; refuses any other `host_state`."""
     check_one_of("host_state", host_state, ("float32", "compact"))
     return host_state == "compact"
 
 
 def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any], int]:
-    """The state, the parameter of each of its leaves, and how many arrays had to be put back.
+    """Returns the state, each leaf's parameter, and how many arrays had to be put back.
 
     Trainers may place a state elsewhere before they compile. `fresh`: it must be `tx.init`'s.
     """
@@ -155,7 +155,7 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
 
 
 def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
-    """The states of `optax.MultiSteps` around zenflow's, the outermost first."""
+    """Returns the states of `optax.MultiSteps` around zenflow's, the outermost first."""
     states, rest = [], opt_state
     while inner := [x for x in _states(rest, (optax.MultiStepsState,)) if has_state(x)]:
         states.append(inner[0])
@@ -190,7 +190,7 @@ class Expected:
         self._of_params: list[Any] = []
 
     def state(self, opt_state: Any) -> ZenFlowState:
-        """The state in `opt_state`."""
+        """Returns the state in `opt_state`."""
         state = find_state(opt_state)
         if [x.spec for x in state.leaves] != self._specs or state.schedule != self._schedule:
             raise ValueError(
@@ -201,7 +201,7 @@ class Expected:
         return state
 
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
-        """A step's state with all arrays where they belong; they are put back once in a run.
+        """Returns a step's state with all arrays in place; misplaced ones are moved once in a run.
 
         On a mesh each device would read its piece of a misplaced array as other channels. Mail that
         is in device memory has not left during the step, and takes the memory that it should free.
@@ -244,7 +244,7 @@ class Expected:
 
 
 def _memory_of_mail(state: ZenFlowState) -> str:
-    """What to say of mail that should be in host memory."""
+    """Describes mail that should be in host memory."""
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.mail)}
     if not state.send_gradients.in_step or kinds <= {HOST}:
         return ""
@@ -291,7 +291,7 @@ class Tokens:
         return self.last
 
     def is_repeated(self, state: ZenFlowState) -> bool:
-        """Whether it is the last state returned, and comes for the first time since a step.
+        """Returns whether it is the last state returned, passed for the first time since a step.
 
         A loop that goes on with what it had before its step passes it every time.
         """
@@ -367,7 +367,7 @@ class CallerTree:
         return jax.tree.unflatten(self.treedef, self.leaves)
 
     def with_offloaded(self, weights: Sequence[jax.Array]) -> "CallerTree":
-        """This with `weights` in the places of the offloaded leaves."""
+        """Returns this tree with `weights` in the places of the offloaded leaves."""
         leaves = list(self.leaves)
         for i, weight in zip(self.known.pick(self.places), weights, strict=True):
             leaves[i] = weight

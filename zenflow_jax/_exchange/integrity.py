@@ -51,7 +51,7 @@ class _Extent:
 
     @property
     def channels(self) -> int | None:
-        """Number of selected channels of each stack entry that are compared; None: all of them."""
+        """Returns how many selected channels are compared in each stack entry; None for all."""
         return None if self.everything else _CHANNELS
 
     def sample(self, x: Array) -> Array:
@@ -121,7 +121,7 @@ class Integrity:
         self._unread.append((self._step, names, counts))
 
     def forget(self) -> None:
-        """Drops what was noted, where something else than a step has moved parameters."""
+        """Drops what was noted, because something other than a step moves parameters."""
         self._before = None
 
     def note_parameters(
@@ -138,7 +138,7 @@ class Integrity:
 
 
 def _alone(leaf: LeafState) -> LeafState:
-    """The leaf without what distinguishes it from like ones, which share its programs."""
+    """Returns the leaf without its name, so that similar leaves share programs."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
     return leaf._replace(scores=None, spec=spec)
 
@@ -204,7 +204,7 @@ def _compare(
 
 
 def _strays(before: Array, after: Array, length: Array) -> Array:
-    """Bool: where a value is not what a provisional step, up or down, or none has made of it."""
+    """Returns where a value has moved by no provisional step, up or down, and not stayed."""
     old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     slack = _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new) + length)
     moved = [old + provisional_change(before, step) for step in (length, -length)]
@@ -220,11 +220,11 @@ def _count_selected(
     of_step: AdamScalars,
     extent: _Extent,
 ) -> Array:
-    """How many values of selected channels, or of a resident leaf, are not what the step made."""
+    """Counts the values of selected channels, or of a resident leaf, that the step did not make."""
     spec = shard.part
 
     def sampled(x: Array) -> Array:
-        """The entries of `x`, one for each selected value, that `_rows_of` has, too."""
+        """Returns the entries of `x` for the selected values that `_rows_of` has."""
         if spec.axis is not None:
             limit = min(extent.channels or spec.k, spec.k)
             x = jax.lax.slice_in_dim(x, 0, limit, axis=spec.axis)

@@ -77,7 +77,7 @@ class Mailbox:
         self._post(self._last)
 
     def send_sums(self, state: ZenFlowState, group: int) -> ZenFlowState:
-        """Hands over a group's sums with "per_window"; the state with zeros in their place."""
+        """Sends a group's sums with "per_window"; returns the state with zeros in their place."""
         if not self._sending.sums_on_device:
             return state
         sums, rests = self._take_sums[group](state.mail)
@@ -85,7 +85,7 @@ class Mailbox:
         return state._replace(mail=tuple(rests.get(i, x) for i, x in enumerate(state.mail)))
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
-        """The state for the next step: `leaves`, buffers for its mail, and a token."""
+        """Returns the state for the next step: `leaves`, buffers for its mail, and a token."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
             self._blank = jax.tree.map(zeros_like, self._blank)
         elif self._unshared:
@@ -123,7 +123,7 @@ class Mailbox:
 
 
 def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
-    """A function that takes a group's sums out of a state's mail.
+    """Returns a function that takes a group's sums out of a state's mail.
 
     It returns the sums, and the leaves' arrays with zeros in their places, by number; `specs` are
     by number, too. Sums of whole leaves are not donated: a state that was exchanged is to be

@@ -58,7 +58,7 @@ class Progress:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The fields of `EngineStats` that the schedule decides."""
+        """Returns the fields of `EngineStats` that the schedule decides."""
         known = self.shares[~np.isnan(self.shares)]
         return {
             "steps": self.step,
@@ -69,7 +69,7 @@ class Progress:
 
     @property
     def schedule_state(self) -> ScheduleState:
-        """The schedule's state before the next step."""
+        """Returns the schedule's state before the next step."""
         if self._statistics is not None:
             self._state = self._state.add(view(self._statistics).ravel())
             self._statistics = None
@@ -82,7 +82,7 @@ class Progress:
         return self._state
 
     def boundaries(self) -> list[Boundary]:
-        """Says what happens to each group after the next step."""
+        """Returns what happens to each group after the next step."""
         state = self.schedule_state
         return [
             self._schedule.boundary(self.step + 1, state, group)
@@ -90,7 +90,7 @@ class Progress:
         ]
 
     def next_to_close(self) -> list[int]:
-        """The groups, those first whose windows have been open for longest."""
+        """Returns the groups, in the order in which their windows were opened."""
         return sorted(range(self._schedule.groups), key=lambda group: -self.open_steps[group])
 
     def step_made(self) -> None:
@@ -106,7 +106,7 @@ class Progress:
         statistics: jax.Array | None,
         measured: dict[int, jax.Array],
     ) -> None:
-        """Moves on by one step, after which `boundaries` happened to the groups.
+        """Advances by one step, after which `boundaries` happened to the groups.
 
         `measured` has the kept share of groups whose window closed without a selection.
         """

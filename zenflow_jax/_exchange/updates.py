@@ -76,7 +76,7 @@ class Updates:
 
     @property
     def before(self) -> list[np.ndarray | None]:
-        """For each part, its channels in the pending window, `(entries, k)`; None: as now."""
+        """Returns each part's channels in the pending window, `(entries, k)`; None if as now."""
         channels: list[np.ndarray | None] = [None] * len(self._parts)
         for number, pending in self.pending.items():
             if pending.before is not None:
@@ -102,7 +102,7 @@ class Updates:
         return close
 
     def wait(self) -> list[int]:
-        """Waits for pending updates; NONE, PENDING or EMPTY says what there is of each group's."""
+        """Waits for pending updates; returns each group's status: NONE, PENDING or EMPTY."""
         kinds = [NONE] * len(self._offloaded.groups)
         for group, pending in self.pending.items():
             kinds[group] = PENDING if self._worker.wait(pending.update, None) else EMPTY
@@ -197,7 +197,7 @@ class Updates:
         ]
 
     def _fetch_rest(self, group: Group, uploads: Sequence[Any], after: Any) -> Sequence[Any]:
-        """An update with its parts that were not prefetched; waits until those are there."""
+        """Uploads the parts of an update that were not prefetched, and waits for them."""
         late = [i for i, pieces in enumerate(uploads) if not pieces]
         if not late:
             return uploads
@@ -287,14 +287,14 @@ class Updates:
         return cut_states(states, specs=group.specs) if group.in_ranges else list(states)
 
     def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
-        """Starts to compute the selected channels' share of the best score, of a group."""
+        """Starts to compute the share of the best score that a group's selected channels hold."""
         group = self._offloaded.groups[number]
         states = group.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return measure(scores, channels, specs=group.specs)
 
     def resume(self, pending: Sequence[int], before: Sequence[np.ndarray]) -> None:
-        """Restores another run's pending updates, from masters that are resumed already.
+        """Restores the pending updates of a saved run, from masters that are resumed already.
 
         `pending` is what `wait` returned there, `before` each part's channels then, counted in its
         leaf.
@@ -331,5 +331,5 @@ class Updates:
 
 
 def _on_device(weights: Sequence[Any], group: Group) -> list[Any]:
-    """A group's parameters as the device's programs take them: None for those in host memory."""
+    """Returns a group's parameters for the device's programs: None for those in host memory."""
     return [None if x.hosted else w for w, x in zip(weights, group.specs, strict=True)]

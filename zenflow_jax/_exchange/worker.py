@@ -67,7 +67,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
 
     def start(self, peers: PeerMonitor) -> None:
-        """Begins to work; `peers` spreads this worker's failure, and tells it of others."""
+        """Starts the thread; `peers` spreads failures between this worker and those elsewhere."""
         self._peers = peers
         self._thread.start()
         peers.start(self.fail)
@@ -76,7 +76,7 @@ class Worker:
         atexit.register(lambda: (alive := stop()) and alive())
 
     def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
-        """Continues another run, as `HostState.resume` does."""
+        """Resumes a saved run, as `HostState.resume` does."""
         self.host.resume(arrays, counts.counted, closed=counts.windows, scalars=counts.scalars)
         self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
@@ -114,7 +114,7 @@ class Worker:
         ) from self._failure.error
 
     def leaves(self) -> list[HostLeaf]:
-        """The host's arrays of each part, which live as long as this list does."""
+        """Returns the host's arrays of each part, which live as long as this list does."""
         leaves = self.host.leaves
         if len(leaves) != len(self._offloaded.parts):
             self.check()
@@ -134,7 +134,7 @@ class Worker:
             self._raise_stop()
 
     def wait(self, future: Future, after: Any) -> Any:
-        """The result of `future`, on the caller's thread.
+        """Waits for the result of `future`, on the caller's thread.
 
         Waiting counts as for the host only once `after`, the last step's arrays, are computed.
         """
@@ -161,7 +161,7 @@ class Worker:
         self._peers.close()
 
     def stop(self) -> None:
-        """Ends the thread after the piece it is at. Safe twice."""
+        """Ends the thread after its current piece. Safe twice."""
         self._end(_Stop(None))
         self._thread.join()
         self._break_promises()
@@ -234,7 +234,7 @@ class Worker:
             self._finish(item, None)
 
     def _next(self) -> Mail | Sums | Close | None:
-        """The next message, if its arrays have arrived."""
+        """Returns the next message, if its arrays have arrived."""
         first = next((message for message in self._messages if not message.begun), None)
         waits = first is None or (first.arrived is not None and not first.arrived.done())
         return None if waits else first

@@ -60,7 +60,7 @@ class HostLeaf:
     def new(
         cls, spec: LeafSpec, weight: np.ndarray, channels: np.ndarray, *, compact: bool
     ) -> "HostLeaf":
-        """A leaf with this parameter, which is copied, and zero moments."""
+        """Makes a leaf with a copy of its parameter, and zero moments."""
         shape = spec.view4(spec.n)
         mu, nu = new_moments(shape, compact=compact)
         leaf = cls(
@@ -76,18 +76,18 @@ class HostLeaf:
 
     @property
     def written(self) -> list[np.ndarray]:
-        """The arrays that updates write, which `copy` copies."""
+        """Returns the arrays that updates write, which `copy` copies."""
         total = [] if self.open.total is None else [self.open.total]
         return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *total]
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """All that are the leaf's own, spare ones included; mails are not."""
+        """Returns all of the leaf's own arrays, spare ones included, without mails."""
         return [*self.written, self.channels, *self.spare]
 
     @property
     def to_upload(self) -> np.ndarray:
-        """The masters in the leaf's dtype and shape, for an upload. Not a copy."""
+        """Returns the masters in the leaf's dtype and shape, for an upload. Not a copy."""
         return self.master.to_upload.reshape(self.spec.shape)
 
     @property
@@ -98,12 +98,12 @@ class HostLeaf:
         self.open.kept.append((gradient.reshape(self.master.shape), factor))
 
     def alias(self) -> "HostLeaf":
-        """The leaf in the same memory; mails that are added later are not in it."""
+        """Returns the leaf in the same memory, without mails that are added later."""
         window = dataclasses.replace(self.open, kept=list(self.open.kept))
         return dataclasses.replace(self, open=window, spare=[])
 
     def copy(self) -> "HostLeaf":
-        """The leaf in memory of its own, but for mails and channels, which nobody writes."""
+        """Copies the leaf, but for mails and channels, which nobody writes."""
         total, leaf = self.open.total, self.alias()
         window = dataclasses.replace(leaf.open, total=None if total is None else copied(total))
         return dataclasses.replace(
@@ -155,7 +155,7 @@ class SelectedRows:
         return cls(master, mu, nu, arrays[3].reshape(shape[::2]))
 
     def on_device(self, spec: LeafSpec) -> tuple[np.ndarray, ...]:
-        """The inverse of `of`."""
+        """Inverts `of`."""
         wide = (x.reshape(spec.selected_shape) for x in (self.master, self.mu, self.nu))
         return (*wide, self.steps.reshape(*spec.stack, spec.k))
 
@@ -193,19 +193,21 @@ class HostState:
         self._mail_bytes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self.windows = 0  # closed so far
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
-        self._overflowed = False  # mails were too many once: sums are worth keeping
-        # Of the last step, skipped or not: those before a window closes are the window's.
+        self._overflowed = (
+            False  # whether gradients ever exceeded the limit: sums are worth keeping
+        )
+        # A window uses its last step's hyperparameters, whether that step was skipped or not.
         self.scalars: AdamScalars | None = None
         self.before_write: Callable[[int], None] = lambda i: None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, spare ones included; none of them is in pinned memory."""
+        """Returns the bytes of all arrays, spare ones included; none is in pinned memory."""
         return sum(x.nbytes for leaf in self.leaves for x in leaf.arrays)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of the mails kept: these alone are in memory that jax has pinned."""
+        """Returns the bytes of kept mails, which alone are in memory that jax has pinned."""
         kept = [len(leaf.open.kept) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
@@ -224,7 +226,7 @@ class HostState:
         closed: int,
         scalars: AdamScalars | None,
     ) -> None:
-        """Continues another run's state; the selected channels are in place already.
+        """Resumes a saved run's state; the selected channels are in place already.
 
         For each leaf `arrays` has "master", "mu", "nu", "steps" and, if the host adds up its open
         window, "total". `counted` has the steps in each group's open window.
@@ -387,7 +389,7 @@ def _keep_staying(
 
 
 def _members(channels: np.ndarray, n: int) -> np.ndarray:
-    """Bool (entries, n): whether a channel is among `channels` (entries, k)."""
+    """Returns, bool (entries, n), whether a channel is among `channels` (entries, k)."""
     members = np.zeros((channels.shape[0], n), bool)
     np.put_along_axis(members, channels, True, axis=-1)
     return members

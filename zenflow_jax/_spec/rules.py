@@ -39,7 +39,7 @@ class AutoWindow:
             raise ValueError("`AutoWindow.share` must be above 0, got 0.")
 
     def needed(self, leaves: int) -> int:
-        """How many of `leaves` offloaded leaves must be ripe."""
+        """Returns how many of `leaves` offloaded leaves must be ripe."""
         # Rounded first, as 0.07 * 100 is 7.000000000000001.
         return max(1, math.ceil(round(self.share * leaves, 6)))
 
@@ -82,19 +82,19 @@ class SendGradients(enum.StrEnum):
 
     @property
     def in_step(self) -> bool:
-        """Whether the step itself copies to host memory."""
+        """Returns whether the step itself copies to host memory."""
         return self is SendGradients.DURING_STEP
 
     @property
     def sums_on_device(self) -> bool:
-        """Whether the device adds up a window's gradients."""
+        """Returns whether the device adds up a window's gradients."""
         return self is SendGradients.PER_WINDOW
 
 
 def check_int(
     name: str, value: Any, least: int | None, kinds: str = "an int", remedy: str = ""
 ) -> int:
-    """The value, if it is an int of at least `least`; `kinds` says what else the caller takes."""
+    """Returns an int of at least `least`; `kinds` says what else the caller takes."""
     # To Python a bool is an Integral; to users it is not.
     if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")

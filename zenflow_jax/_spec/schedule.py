@@ -40,13 +40,13 @@ class ScheduleState(NamedTuple):
     kept_share: Float32[np.ndarray, " groups"]  # of the best score, at the last boundary; else 1
 
     def open_step(self) -> "ScheduleState":
-        """The state after a step whose window stays open; `add` takes in what the step says."""
+        """Returns the state after a step whose window stays open; `add` takes its statistics."""
         return self._replace(length=np.int32(self.length + 1))
 
     def close_window(
         self, first: "ScheduleState", closes: np.ndarray, selects: np.ndarray
     ) -> "ScheduleState":
-        """The state after a step that closed windows; the step's statistics count for none.
+        """Returns the state after a step that closed windows; its statistics count for none.
 
         `first` is the state before the first step; `closes` and `selects` are bool (groups,).
         """
@@ -57,7 +57,7 @@ class ScheduleState(NamedTuple):
         )
 
     def add(self, statistics: np.ndarray) -> "ScheduleState":
-        """The state with a step's float32 [counted, *deferred, *selected]."""
+        """Returns the state with a step's float32 [counted, *deferred, *selected]."""
         leaves = self.deferred.shape[0]
         return self._replace(
             counted=self.counted + statistics[0],
@@ -67,7 +67,7 @@ class ScheduleState(NamedTuple):
 
 
 def first_schedule_state(schedule: "Schedule", leaves: int) -> ScheduleState:
-    """The state before the first step, in NumPy, for `leaves` offloaded leaves."""
+    """Returns the state before the first step, for `leaves` offloaded leaves."""
     sums = leaves if schedule.needs_statistics else 0
     return ScheduleState(
         length=np.int32(0),
@@ -103,7 +103,7 @@ class Schedule:
     provisional_share: float | None = None
 
     def provisional_step(self, step: jax.Array, learning_rate: Any, counts: Any) -> jax.Array:
-        """How far step `step`, if it `counts`, moves each deferred weight; float32.
+        """Returns by how much step `step`, if it `counts`, moves each deferred weight; float32.
 
         The first step of a run moves none: until it is made, weights may be loaded.
         """
@@ -113,17 +113,17 @@ class Schedule:
 
     @property
     def longest_window(self) -> int:
-        """The most steps that a window may have."""
+        """Returns the most steps that a window may have."""
         return self.window.max_interval if isinstance(self.window, AutoWindow) else self.window
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether decisions need every step's statistics."""
+        """Returns whether decisions need every step's statistics."""
         return isinstance(self.window, AutoWindow)
 
     @property
     def needs_kept_share(self) -> bool:
-        """Whether decisions need the share of the score that is kept."""
+        """Returns whether decisions need the share of the score that is kept."""
         return isinstance(self.select, AutoSelect)
 
     def boundary(self, step: int, schedule_state: ScheduleState, group: int = 0) -> Boundary:
@@ -161,7 +161,7 @@ class Schedule:
     def _selection_is_due(
         self, step: int, length: int, schedule_state: ScheduleState, group: int
     ) -> bool:
-        """Whether a selection other than the first is due where a window of `length` steps ends."""
+        """Returns whether a later selection is due where a window of `length` steps ends."""
         if isinstance(self.select, AutoSelect):
             lost = bool(schedule_state.kept_share[group] < self.select.keep)
             return lost or int(schedule_state.windows[group]) + 1 >= self.select.max_windows
