@@ -1,7 +1,7 @@
 """AdamW for JAX where its state does not fit on the device: ZenFlow as an optax transformation.
 
-`zenflow()` is the optimizer, `HostEngine` the object that works between its steps. Also available as
-submodules: `attach`, `streaming`, `planning`, `deepspeed` and `integrations`.
+`zenflow()` is the optimizer, `HostEngine` the object that works between its steps. Submodules:
+`attach`, `streaming`, `planning`, `deepspeed` and `integrations`.
 """
 
 import importlib

@@ -194,7 +194,7 @@ class HostState:
         self.windows = 0  # closed so far
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
         self._overflowed = (
-            False  # whether gradients ever exceeded the limit: sums are worth keeping
+            False  # whether gradients ever exceeded the limit: reuse sum buffers
         )
         # A window uses its last step's hyperparameters, whether that step was skipped or not.
         self.scalars: AdamScalars | None = None
