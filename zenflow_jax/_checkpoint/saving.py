@@ -59,7 +59,9 @@ class Saver:
     ):
         self._devices = devices_of(weights)
         self.note(weights)
-        self._abstract = jax.tree.map(_abstract, state)
+        self._abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
         self._offloaded, self._host_kernel = offloaded, host_kernel
         self._worker, self._tokens = worker, tokens
         self._progress, self._updates = progress, updates
@@ -80,9 +82,10 @@ class Saver:
 
     def stream(self, copy_bytes: int | None) -> "EngineStream":
         """Takes the state without a copy, to be written while the run goes on."""
-        order, parts = self._progress.next_to_close(), self._offloaded.parts
+        open_steps, parts = self._progress.open_steps, self._offloaded.parts
         saved = [i for i, part in enumerate(parts) if part.saved]
-        saved.sort(key=lambda i: order.index(parts[i].spec.group))
+        # Parts whose windows close next are written first.
+        saved.sort(key=lambda i: (-open_steps[parts[i].spec.group], parts[i].spec.group))
         stream = self._stream(saved, copy_bytes)
         self._snapshots = [*(x for x in self._snapshots if not x.done), stream.snapshot]
         return stream
@@ -337,7 +340,3 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, np.ndarra
             yield from _flat(x, f"{prefix}{name}/")
         else:
             yield prefix + name, x
-
-
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -89,10 +89,6 @@ class Progress:
             for group in range(self._schedule.groups)
         ]
 
-    def next_to_close(self) -> list[int]:
-        """Returns the groups, in the order in which their windows were opened."""
-        return sorted(range(self._schedule.groups), key=lambda group: -self.open_steps[group])
-
     def step_made(self) -> None:
         self.open_steps = [steps + 1 for steps in self.open_steps]
 

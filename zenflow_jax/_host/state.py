@@ -193,9 +193,7 @@ class HostState:
         self._mail_bytes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self.windows = 0  # closed so far
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
-        self._overflowed = (
-            False  # whether gradients ever exceeded the limit: reuse sum buffers
-        )
+        self._overflowed = False  # whether gradients ever exceeded the limit: reuse sum buffers
         # A window uses its last step's hyperparameters, whether that step was skipped or not.
         self.scalars: AdamScalars | None = None
         self.before_write: Callable[[int], None] = lambda i: None
