@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.collectives import Collective, array_bytes, collectives
+from benchmarks.collectives import Collective, collectives
+from benchmarks.program_text import HOST, Instruction, elements, nbytes, parse
 from zenflow_jax import planning
 
 COLUMNS = f"{'step':36} {'temp':>5} {'peak':>5} {'+':>5} {'all':>5} {'mail':>6} {'hidden':>8}"
@@ -50,49 +51,31 @@ def report(compiled: Any, params: Any) -> Report:
 
 
 def _copies(text: str) -> tuple[list[tuple[int, int]], int]:
-    """Copies to host memory in execution order: (bytes, matmuls still to come), and all matmuls.
+    """Returns the copies to host memory in order, as (bytes, matmuls to come), and the matmuls.
 
-    The module is scheduled, so the order of the entry computation's lines is that of execution. A
-    loop counts as one matmul: nothing that starts after it can be hidden by what is inside.
+    A loop counts as one matmul: nothing that starts after it can be hidden by what is inside.
     """
-    computations = _computations(text)
+    program = parse(text)
     heavy: set[str] = set()
 
-    def is_heavy(line: str) -> bool:
-        return _is_matmul(line) or any(called in heavy for called in _CALLS.findall(line))
+    def is_heavy(x: Instruction) -> bool:
+        library = x.opcode == "custom-call" and bool(_LIBRARY.search(x.attributes))
+        return x.opcode == "dot" or library or not heavy.isdisjoint(x.called)
 
-    # Until all are known that contain a matmul, or call what contains one.
-    while more := {name for name, x in computations.items() if any(map(is_heavy, x))} - heavy:
+    # A computation is heavy that has a matmul, or calls a heavy one.
+    while (
+        more := {name for name, x in program.computations.items() if any(map(is_heavy, x.values()))}
+        - heavy
+    ):
         heavy |= more
-    entry = computations["ENTRY"]
-    matmul = [is_heavy(line) for line in entry]
+    entry = [*program.computations[program.entry].values()]
+    matmul = [is_heavy(x) for x in entry]
     left = np.cumsum(matmul[::-1])[::-1]
     copies = []
-    for i, line in enumerate(entry):
-        started = _COPY.search(line)
-        if started:
-            copies.append((sum(array_bytes(started["array"])), int(left[i])))
+    for x, to_come in zip(entry, left, strict=True):
+        if x.opcode == "copy-start" and HOST in (target := elements(x.shape)[0]):
+            copies.append((nbytes(target), int(to_come)))
     return copies, sum(matmul)
 
 
-# Memory space 5 is the host's.
-_COPY = re.compile(r"= \((?P<array>\w+\[[\d,]*\])\{[^}]*S\(5\)\}.* copy-start\(")
-_CALLS = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
-
-
-def _is_matmul(line: str) -> bool:
-    return bool(re.search(r" dot\(|__cublas|__cudnn", line))
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-    lines_of: dict[str, list[str]] = {}
-    name = None
-    for line in text.splitlines():
-        if line and not line.startswith(" ") and line.rstrip().endswith("{"):
-            name = "ENTRY" if line.startswith("ENTRY") else line.split()[0].lstrip("%")
-            lines_of[name] = []
-        elif line.startswith("}"):
-            name = None
-        elif name is not None:
-            lines_of[name].append(line)
-    return lines_of
+_LIBRARY = re.compile("__cublas|__cudnn")

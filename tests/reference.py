@@ -172,10 +172,11 @@ class Reference:
 
         Open windows stay open.
         """
-        at_once = not self._settings.provisional_share or bool(self._hosted)
         for turn in self.turns:
-            if at_once or not turn.open_steps:
-                turn.merge()
+            loses_nothing = not self._settings.provisional_share or not turn.open_steps
+            for leaf, channel in turn.channels:
+                if channel.waiting and (loses_nothing or self._is_hosted(leaf)):
+                    leaf.publish(channel)
         return self.params
 
     @property
@@ -218,14 +219,16 @@ class Reference:
     def _move_provisionally(self, leaf: Leaf, channel: Channel, g: Any) -> None:
         s = self._settings
         waits_for_nothing = s.update_interval == 1 and self._staleness == 0
-        in_host_memory = any(leaf is x for x in self._hosted)
-        if not s.provisional_share or waits_for_nothing or in_host_memory:
+        if not s.provisional_share or waits_for_nothing or self._is_hosted(leaf):
             return
         if self.step_count <= max(s.full_warm_up_rounds, 1):
             return
         length = np.float32(s.provisional_share) * self._last_lr
         new = leaf.param[channel.where].astype(np.float32) - length * np.sign(g)
         leaf.param[channel.where] = new.astype(leaf.param.dtype)
+
+    def _is_hosted(self, leaf: Leaf) -> bool:
+        return any(leaf is x for x in self._hosted)
 
     def _exchange(self, t: int) -> bool:
         """Does all that follows step `t`; whether any window closes there."""

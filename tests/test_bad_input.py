@@ -33,6 +33,7 @@ from tests.mistakes import (
 )
 from zenflow_jax import STATIC_ARGS, AutoSelect, AutoWindow, HostEngine, zenflow
 from zenflow_jax._exchange.pinned import check_pinned
+from zenflow_jax._spec.rules import UnfitRunError
 
 LOW = {"weight": jnp.ones((6, 3), jnp.bfloat16)}
 GIB = 2**30
@@ -330,9 +331,9 @@ NO_ENGINE = [
     (lambda: engine({"kernel": PARAMS["weight"]}), ValueError, "got 1 leaves"),
     (lambda: engine(SQUARE), ValueError, "got float32 (3, 6)"),
     (lambda: engine(of_dtype(jnp.float16)), ValueError, "got float16 (6, 3)"),
-    (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", None), ValueError, "LIMIT_GB=95"),
+    (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", None), UnfitRunError, "LIMIT_GB=95"),
     (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", "64"), ValueError, "LIMIT_GB=95"),
-    (lambda: check_pinned(GIB, 3, 0, "cuda", "much"), ValueError, "'much'"),
+    (lambda: check_pinned(GIB, 3, 0, "cuda", "much"), UnfitRunError, "'much'"),
     (lambda: check_pinned(GIB, 3, 0, "cuda", "96.5"), ValueError, "whole number"),
 ]
 

@@ -33,6 +33,7 @@ from train.saved_checkpoints import CheckpointError
 from train.settings import SettingsError, trained_on
 from train.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
 from train.tasks import is_loss
+from zenflow_jax import planning
 
 
 class Ended(NamedTuple):
@@ -132,7 +133,7 @@ class Run:
                 # This process has nothing to do beside the job, which can be started again.
                 exit_if_stuck=True,
             )
-        except ValueError as error:  # too little pinned memory, or other options than before
+        except planning.UnfitRunError as error:
             raise SettingsError(str(error)) from error
         self.engine = self.stack.enter_context(engine)
         if timeline and processes.is_first():

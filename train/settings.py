@@ -262,7 +262,10 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         self._check("seed", self.seed < 2**32, "a number below 2**32")
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
         self._check(
-            "validation_share", is_share, "a share above 0 and below 1 (1 with --steps 0 alone)"
+            "validation_share",
+            is_share,
+            "a share above 0 and below 1, such as 0.001, as every run validates (1 with --steps 0 "
+            "alone)",
         )
         for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")

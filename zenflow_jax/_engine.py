@@ -1,7 +1,6 @@
 """`HostEngine`: what the caller does between two steps.
 
-It dispatches all device programs, in the same order in every run. `_exchange/worker.py` does the
-host's work; `_exchange/updates.py` has what crosses where a window closes.
+It dispatches all device programs, in the same order in every run.
 """
 
 import contextlib
@@ -39,24 +38,19 @@ class HostEngine:
     you use the parameters for anything else, and `close` at the end, or use `with`. Only one thread
     may call it.
 
-    Host memory: 12 bytes per deferred parameter in NumPy arrays (6.1875 with compact moments, 2
-    more for float16), and some mails in pinned memory: about 3.5 with windows of four steps that
-    leaves close in turn. `planning` computes both. Device memory: an update that is ready waits
-    there until it is due, in the leaf's dtype, but for layers in host memory.
+    Host memory: 12 bytes per deferred parameter (6.1875 with compact moments), and some mails in
+    pinned memory. Device memory: an update that is ready waits there. `planning` computes them.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
-            It may have more leaves, such as frozen ones, statistics or keys. The engine finds
-            leaves by their paths, at each call.
+            It may have more leaves: the engine finds leaves by their paths, at each call.
         opt_state: What `tx.init(params)` returned, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
-        host_state: How the host keeps both moments of deferred channels. "float32": 8 bytes per
-            parameter. "compact": 2.1875, in 8 bits; each host update then rounds moments, most of
-            them by less than 1 per cent. A run may go on with the other, too.
+        host_state: How the host keeps moments: "float32", 8 bytes per parameter, or "compact",
+            2.1875, rounded by each update, most by under 1 per cent. A resumed run may change it.
         threads: Cores that host updates use. By default all but one, which the caller keeps.
-        prefetch_bytes: Bytes on each device that a ready update may take before its boundary. None:
-            the whole update. The engine uploads the rest at the boundary, when the step's own
-            memory is free, and the loop waits for it.
+        prefetch_bytes: Bytes on each device that a ready update may take before its boundary, where
+            the loop waits for the rest. None: the whole update.
         max_skipped: After so many skipped steps in a row (their gradients were not finite) the next
             call raises. None: never; `logging` warns of three in a row.
         engine_state: What `EngineRestore` or `state()` gave, saved together with `params` and
@@ -65,15 +59,18 @@ class HostEngine:
             call. A process blocked in a collective cannot raise: the engine ends it 30 s after the
             failure, by `os._exit(1)`, with the reason on stderr. False leaves it waiting.
         check: How the engine notices that something else changes parameters. "samples": now and
-            then, by some values of each leaf. "all": by all values at each step, for debugging; it
-            takes time and a copy of the parameters on the device. Neither sees what is changed
-            between two steps in selected channels of low precision, which the next step undoes.
+            then, by some values of each leaf. "all": by all values on the device, at each step from
+            the second on, for debugging; it takes time and a copy of the parameters there. Not seen
+            are skipped steps, values that become NaN, layers in host memory but for samples, and
+            less than a twentieth of a selected float32 weight's step. A change of selected channels
+            of low precision between two steps is undone by the next one, unseen.
 
     Raises:
         ValueError: If an argument is out of range; if there is not one ZenFlowState; if the state
             has taken steps and `engine_state` is not given; if `engine_state` is another run's, or
             has other options; if the parameters are not those of the state, or lie elsewhere; or if
-            jax has too little pinned memory for the run.
+            jax has too little pinned memory for the run. It is a `planning.UnfitRunError` where
+            other settings, or another checkpoint, remedy it.
         TypeError: If parameters or state are NumPy arrays, which lie on no device.
 
     Examples:
@@ -91,8 +88,6 @@ class HostEngine:
         ...         params, opt_state = train_step(params, opt_state)
         ...         params, opt_state = engine.exchange(params, opt_state)
         ...     params, opt_state = engine.flush(params, opt_state)
-        >>> engine.stats.windows
-        2
         >>> bool((params["w"] < 1).all())
         True
     """
@@ -111,9 +106,9 @@ class HostEngine:
         exit_if_stuck: bool = True,
         check: str = "samples",
     ):
-        check_one_of("check", check, ["samples", "all"])
         check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
         check_int_or_none("max_skipped", max_skipped, 1)
+        check_one_of("check", check, ["samples", "all"])
         compact = checks.is_compact(host_state)
         state, weights, moved = checks.checked(params, opt_state, engine_state is None)
         if engine_state is not None:
@@ -129,7 +124,7 @@ class HostEngine:
         skipped = int(read(state.skipped_in_a_row))
         self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
         self._expected = checks.Expected(state, weights, offloaded, moved)
-        self._progress = progress = Progress(state.schedule, len(offloaded.places))
+        self._progress = progress = Progress(state.schedule, offloaded)
         self._integrity = Integrity(state, everything=check == "all")
         self._updates = updates = Updates(worker, offloaded)
         run = join_run(engine_state, offloaded, state, weights, worker, progress, updates)
@@ -142,6 +137,7 @@ class HostEngine:
             state, weights, offloaded, host_kernel, self._tokens, worker, progress, updates
         )
         self._interrupted = self._flushed = False
+        self._kept = True  # whether open windows lose nothing if the engine closes now
         # Last: a failed constructor must not leak a thread.
         worker.start(peers)
         # A forgotten engine's thread ends by itself.
@@ -177,7 +173,8 @@ class HostEngine:
 
         Returns:
             Both for the next step, of the same structure, shapes and placement. What the last call
-            returned is returned as it is, once, as trainers run their hooks again at the end.
+            returned is returned as it is, once, as trainers run their hooks again at the end; a
+            step after that is an error.
 
         Raises:
             RuntimeError: If the engine is closed, has failed or was interrupted; if not one step
@@ -204,7 +201,7 @@ class HostEngine:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
         with self._all_or_nothing():
-            self._flushed = False
+            self._flushed = self._kept = False
             weights = taken.offloaded
             if len(at_once) < len(boundaries):  # else updates bring others before this returns
                 weights = self._hosted.hide(weights, self._worker.leaves())
@@ -247,7 +244,7 @@ class HostEngine:
         Call it after the last exchange; go on only from what it returns. Open windows stay open,
         so a run that goes on has the same windows. Their gradients are in the parameters as
         provisional steps alone, and with `provisional_share=None` not at all: end such a run where
-        a window ends. A layer in host memory brings in the updates of all groups.
+        a window ends. Layers in host memory, which have no provisional steps, get all updates.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -255,8 +252,7 @@ class HostEngine:
                 also be what micro-batches without an update have made of these.
 
         Raises:
-            RuntimeError: As `exchange`; or if a step was made that was not exchanged.
-            ValueError, TypeError: As `exchange`.
+            RuntimeError, ValueError, TypeError: As `exchange`; or if a step was not exchanged.
         """
         self._check_open()
         state = self._expected.state(opt_state)
@@ -266,10 +262,12 @@ class HostEngine:
             state = self._expected.in_place(state, taken.weights)
         self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=True))
         # An update in mid-window would replace the provisional steps since the window began.
-        at_once = state.schedule.provisional_share is None or bool(self._hosted)
+        at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
-        self._flushed = True
+        if self._hosted:  # which take the host's arrays, pending updates and all
+            self._updates.wait()
+        self._flushed, self._kept = True, False
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
         weights = taken.offloaded
@@ -305,6 +303,7 @@ class HostEngine:
             RuntimeError: If the engine is closed or has failed, or a former call was interrupted.
         """
         self._settle()
+        self._kept = True
         return self._saver.tree()
 
     @recorded("state")
@@ -314,6 +313,7 @@ class HostEngine:
         It must be written or closed, or the run waits for ever. `copy_bytes` is `EngineSave`'s.
         """
         self._settle()
+        self._kept = True
         return self._saver.stream(copy_bytes)
 
     @recorded("state")
@@ -328,16 +328,17 @@ class HostEngine:
 
     def exchange_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
-        after = self.exchange(*checks.nnx_arrays(model, optimizer))
-        checks.update_nnx(model, optimizer, *after)
+        checks.update_nnx(model, optimizer, *self.exchange(*checks.nnx_arrays(model, optimizer)))
 
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
-        after = self.flush(*checks.nnx_arrays(model, optimizer))
-        checks.update_nnx(model, optimizer, *after)
+        checks.update_nnx(model, optimizer, *self.flush(*checks.nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
         """Ends the thread and frees the host memory; drops updates. Safe twice, and during work."""
+        if not self._kept:
+            self._progress.warn_of_open_windows()
+            self._kept = True
         self._worker.stop()
         self._mailbox.close()
         self._updates.forget()
@@ -356,6 +357,7 @@ class HostEngine:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         closed = self._worker.closed
         behind = self._hosted.behind or bool(self._updates.pending and not self._flushed)
+        self._kept = self._kept or error is not None
         self.close()
         if error is not None or closed or self._worker.told:
             return

@@ -183,15 +183,16 @@ def _taker(
         return functools.partial(_take_nnx, args), None
     if args and _has(args[0], fields or _FIELDS):
         return functools.partial(_take_train_state, fields or _FIELDS), args[0]
+    if fields is None and len(args) >= 2 and has_state(args[1]):
+        return _take_pair, args[:2]
+    for argument in args[:2]:  # a pair of `nnx.split` has the state second
+        if is_nnx_state(argument):
+            find_state(argument)  # it has none, and the error says what to do
     if fields is not None:
         raise TypeError(
             f"expected a train state with `{'` and `'.join(fields)}` as the first argument, got "
             f"{_kinds(args)}. Pass it by position."
         )
-    if len(args) >= 2 and has_state(args[1]):
-        return _take_pair, args[:2]
-    if args and is_nnx_state(args[0]):
-        find_state(args[0])  # it has none, and the error says what to do
     raise TypeError(
         "expected (params, opt_state, ...) or (train_state, ...) or an nnx (model, optimizer, ...) "
         f"by position, with zenflow's state in it, got {_kinds(args)}. If a train state's fields "

@@ -25,6 +25,7 @@ from tests.resuming import (
 from tests.runs import FIRST, ONE, SCANNED, SECOND, THIRD, Training
 from zenflow_jax import AutoSelect, AutoWindow, HostEngine
 from zenflow_jax._exchange import updates
+from zenflow_jax._spec.rules import UnfitRunError
 
 # Of the largest moment of a leaf: half of the step between two codes of 8 bits, and a little more.
 ROUNDED = 0.01
@@ -173,7 +174,7 @@ def test_other_options_than_the_saved_ones_are_refused_by_name(after_six, change
     settings = dataclasses.replace(SETTINGS, **changes)
     fresh = runs.transformation(FIRST, settings).init(runs.initial(FIRST))
     fresh = fresh._replace(step=state.step, token=state.token)
-    with pytest.raises(ValueError, match=f"{words}.*A resumed run needs the parameters"):
+    with pytest.raises(UnfitRunError, match=f"{words}.*A resumed run needs the parameters"):
         HostEngine(params, fresh, engine_state=engine_state)
 
 

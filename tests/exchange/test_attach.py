@@ -216,6 +216,7 @@ def test_calls_that_cannot_be_exchanged_are_refused():
     params, state = start(tx)
     tree, plain = {"params": params, "opt_state": state}, pair_step(tx)
     whole = nnx.State({"a": params, "b": {"opt_state": jax.tree.leaves(state)}})
+    split = nnx.split((model := Model(params), nnx.Optimizer(model, tx, wrt=nnx.Param)))
     by_position = "by position, with zenflow's state in it, got"
     engine = HostEngine(params, state, **KERNEL)
 
@@ -226,6 +227,8 @@ def test_calls_that_cannot_be_exchanged_are_refused():
         (lambda: attach(plain)(OtherNames(params, state), 0), TypeError, by_position),
         (lambda: attach(plain)(whole, 0), ValueError, "`nnx.merge` it with its graphdef"),
         (lambda: attach(plain, fields=("a", "b"))(whole, 0), ValueError, "`nnx.merge` it"),
+        (lambda: attach(plain)(*split, 0), ValueError, "`nnx.merge` it with its graphdef"),
+        (lambda: attach(plain, fields=("a", "b"))(*split, 0), ValueError, "`nnx.merge` it"),
         (lambda: attach(plain).engine, RuntimeError, "before its first call"),
         (
             lambda: attach(plain, fields=("model", "opt_state"))(params, state, 0),

@@ -54,7 +54,6 @@ def undisturbed():
 OTHER_RUN = "the run that this engine was made for"
 # Calls with what the first exchange returned.
 BEFORE = [
-    (lambda e, p, s: e.exchange(*e.exchange(p, s)), RuntimeError, "the state of a new step"),
     (lambda e, p, s: e.exchange(jax.tree.map(jnp.copy, p), s), RuntimeError, "of a new step"),
     (lambda e, p, s: e.exchange(p, optax.adam(1.0).init(p)), ValueError, NO_STATE),
     (lambda e, p, s: e.flush(p, (s, s)), ValueError, TWO_STATES),
@@ -94,16 +93,24 @@ def test_the_engine_refuses_and_the_run_goes_on(running, undisturbed, steps, cal
     jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 4 - steps), undisturbed)
 
 
-def test_what_was_exchanged_already_is_returned_once_as_it_is(running, undisturbed):
+def test_what_was_exchanged_already_is_returned_once_as_it_is_and_ends_a_training(
+    running, undisturbed
+):
     engine, *made = running
-    for _ in range(4):
-        made = engine.exchange(*step(*made))
+    for _ in range(2):
+        for _ in range(2):
+            made = engine.exchange(*step(*made))
         again = engine.exchange(*made)
         assert all(map(operator.is_, jax.tree.leaves(again), jax.tree.leaves(made)))
-    flushed = engine.flush(*made)
-    jax.tree.map(np.testing.assert_array_equal, flushed[0], undisturbed)
+        call = functools.partial(engine.exchange, *made)
+        assert_told(call, RuntimeError, "the state of a new step")
+        # A loop that drops every second step.
+        call = functools.partial(engine.exchange, *step(*made))
+        assert_told(call, RuntimeError, "the step between those two was dropped")
+        made = engine.flush(*made)
+    jax.tree.map(np.testing.assert_array_equal, made[0], undisturbed)
     assert engine.stats.steps == 5
-    # Trainers that flush in a hook run it once more, too; before a step nothing was exchanged.
+    # Before a step nothing was exchanged.
     with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
         call = functools.partial(other.exchange, PARAMS, STATE)
         assert_told(call, RuntimeError, "the state of a new step")

@@ -257,3 +257,25 @@ def test_skipped_steps_in_a_row_are_warned_of_and_too_many_are_an_error_across_a
         with pytest.raises(RuntimeError, match=words) as caught:
             run.flush()
     assert isinstance(caught.value.__cause__, FloatingPointError)
+
+
+@pytest.mark.parametrize(
+    ("options", "saves", "is_warned"),
+    [
+        ({"provisional_share": None}, False, True),
+        ({"provisional_share": None}, True, False),
+        ({"provisional_share": None, "topk_ratio": 1.0}, False, False),
+        ({"provisional_share": 0.5}, False, False),
+    ],
+)
+def test_gradients_that_a_run_loses_at_its_end_are_warned_of_once(
+    caplog, options, saves, is_warned
+):
+    with Training(FEW, dataclasses.replace(CALM, **options)) as run:
+        run.go(CALM.update_interval + 1)
+        run.flush()
+        if saves:
+            run.engine.state()
+        run.engine.close()
+    told = [r.getMessage() for r in caplog.records if "the gradients of up to" in r.getMessage()]
+    assert len(told) == is_warned

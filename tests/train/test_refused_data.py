@@ -183,7 +183,9 @@ def test_a_file_that_no_task_understands_is_named(
 
 @pytest.mark.parametrize("task", ["language", "alpaca", "chat"])
 def test_fields_that_nothing_reads_are_listed_once_with_their_number(tmp_path, decoder, task):
-    record = {"text": "a cat is in the bin", "messages": [USER, TOLD | {"mood": "good"}]} | PLAIN
+    system = {"role": "system", "content": "c"}
+    messages = [system, USER, TOLD | {"mood": "good"}]
+    record = {"text": "a cat is in the bin", "messages": messages} | PLAIN
     kept = {"language": ["text"], "alpaca": [*PLAIN], "chat": ["messages"]}[task]
     record = {name: record[name] for name in kept}
     rest = ({"id": 1, "images": [], "label": "a"}, {"id": 2, "history": None, "weight": 1})
@@ -194,6 +196,7 @@ def test_fields_that_nothing_reads_are_listed_once_with_their_number(tmp_path, d
         template = read_template(tmp_path, decoder.tokens, TEMPLATE)
         notes = answers.make_chat(path, decoder, template, **options).notes
         assert f"{TEMPLATE}: fields of messages that it does not write: 'mood' 2" in notes
+        assert f"{path}: 2 of 2 conversations begin with a system message: ask" in notes[-1]
     elif task == "alpaca":
         notes = answers.make_alpaca(path, decoder, **options).notes
     else:

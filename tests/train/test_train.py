@@ -20,7 +20,7 @@ from train.optimizers import decayed, make_optimizer
 from train.run_folder import WRITTEN, new_run_folder
 from train.settings import Settings
 from train.tasks import standard_library
-from zenflow_jax import find_state
+from zenflow_jax import find_state, planning
 
 TINY = scripts.TINY | {"steps": 13, "warmup_steps": 2, "log_every": 4, "update_interval": 2}
 
@@ -240,3 +240,19 @@ def test_every_run_gets_a_folder_of_its_own_with_the_next_number(tmp_path):
     (runs / "notes").mkdir()
     made = [new_run_folder(runs, label).name for label in ("zenflow", "zenflow", "adamw")]
     assert made == ["011-zenflow", "012-zenflow", "013-adamw"]
+
+
+def test_only_a_refusal_that_settings_remedy_hides_where_an_engine_failed(
+    tmp_path, monkeypatch, capsys
+):
+    def engine(*_, **__):
+        raise error
+
+    monkeypatch.setattr("zenflow_jax.HostEngine", engine)
+    command = tiny_command(tmp_path)
+    error = planning.UnfitRunError("too little memory.")
+    assert finetune.main(command) == 2
+    assert capsys.readouterr().err.endswith("error: too little memory.\n")
+    error = ValueError("a mistake in the script")
+    with pytest.raises(ValueError, match="a mistake in the script"):
+        finetune.main(command)

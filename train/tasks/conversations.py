@@ -14,15 +14,17 @@ from train.tasks.files import records, shorten, text_field
 from train.unwritten import Unwritten
 
 MESSAGES, TOOLS = "messages", "tools"
+SYSTEM = "system"  # the role
 
 
 class Conversations:
-    """Reads conversations, and collects what nothing reads of them."""
+    """Reads conversations, and counts fields that nothing reads and system messages."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
         self._fields = fields.Fields(MESSAGES, TOOLS, refused=fields.OF_CHATS)
         self._unwritten = Unwritten(template)
+        self._conversations = self._with_system = 0
 
     def read(self, path: Path) -> Iterator[Conversation]:
         for where, record in records(path):
@@ -34,11 +36,19 @@ class Conversations:
                 conversation = self._written(where, messages, tools, skipped)
             except ConversationError as error:
                 raise DataError(f"{where}: {error}.") from error
+            self._conversations += 1
+            self._with_system += messages[0]["role"] == SYSTEM
             yield conversation
 
     def notes(self, where: Path) -> list[str]:
-        """Sentences about what was not read."""
-        return self._fields.notes(where) + self._unwritten.notes()
+        """Sentences about what was not read, and how the model is to be asked."""
+        notes = self._fields.notes(where) + self._unwritten.notes()
+        if self._with_system:
+            notes.append(
+                f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
+                "system message: ask the model with one, too (zenflow-generate --system)"
+            )
+        return notes
 
     def _written(
         self, where: str, messages: list[dict], tools: list | None, skipped: set[int]

@@ -32,6 +32,7 @@ from zenflow_jax._exchange.progress import Counts, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.rules import UnfitRunError
 
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
@@ -89,7 +90,7 @@ def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
     for part in offloaded.parts:
         channels = host_channels(part.of(states[part.leaf].channels), part)
         if channels.size and not 0 <= channels.min() <= channels.max() < part.spec.n:
-            raise ValueError(
+            raise UnfitRunError(
                 f"expected each device to have its share of the selected channels of "
                 f"{part.spec.name}, got a selection that was made over fewer devices. Resume where "
                 "no more devices divide its channel axis than in the saved run."
@@ -135,7 +136,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
         old, new = (_in_words(x, specs) for x in (options, options_of(state)))
         for what in new:
             if old.get(what) != new[what]:
-                raise ValueError(
+                raise UnfitRunError(
                     f"expected {what} as in the saved run, {old.get(what)}, got {new[what]}. "
                     f"{_MAY_CHANGE}"
                 )
@@ -149,7 +150,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
         jax.tree_util.tree_leaves_with_path(saved), jax.tree.leaves(expected), strict=True
     ):
         if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
-            raise ValueError(
+            raise UnfitRunError(
                 f"expected {y.dtype} {tuple(y.shape)} at {jax.tree_util.keystr(path)} of "
                 f"`engine_state`, got {x.dtype} {tuple(x.shape)}. {_MAY_CHANGE}"
             )
@@ -160,7 +161,7 @@ def _check_layout(written: Any) -> None:
     names = written if isinstance(written, Mapping) else {}
     if list(names) != [_version.LAYOUT_NAME]:
         layout = ", ".join(names) or "one that does not say its layout, of a version before 0.2.0"
-        raise ValueError(
+        raise UnfitRunError(
             f"expected an `engine_state` of {_version.LAYOUT_NAME}, got {layout}. Go on with the "
             "version that wrote it, or begin a new run with its parameters, from `tx.init(params)`."
         )

@@ -142,14 +142,32 @@ def on_each_device(
     place = spec.placement
     if place is None:
         return lambda *args: f(shard, *args)
-    mapped = jax.shard_map(
-        lambda *args: f(shard, *args),
-        mesh=place.mesh,
-        in_specs=tuple(takes),
-        out_specs=gives,
-        # `Shard.gather` gives the same on all devices, which its type does not say.
-        check_vma=False,
-    )
+
+    def mapped(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        specs = jax.tree.leaves(jax.tree.broadcast(tuple(takes), args))
+        # XLA crashes as it compiles an empty argument (jax 0.11.2, not 0.10.2): `f` gets constants.
+        empty = {
+            i: (NamedSharding(place.mesh, spec).shard_shape(x.shape), x.dtype)
+            for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
+            if not np.size(x)
+        }
+        full = [i for i in range(len(leaves)) if i not in empty]
+
+        def on_one(*given: Any) -> Any:
+            local = {i: jnp.zeros(*kind) for i, kind in empty.items()}
+            local.update(zip(full, given, strict=True))
+            return f(shard, *jax.tree.unflatten(structure, [local[i] for i in range(len(leaves))]))
+
+        return jax.shard_map(
+            on_one,
+            mesh=place.mesh,
+            in_specs=tuple(specs[i] for i in full),
+            out_specs=gives,
+            # `Shard.gather` gives the same on all devices, which its type does not say.
+            check_vma=False,
+        )(*(leaves[i] for i in full))
+
     explicit = place.explicit
     if not explicit:
         return mapped

@@ -177,8 +177,9 @@ def find_state(opt_state: Any) -> ZenFlowState:
         kind, remedy = type(opt_state), "of an `nnx.Optimizer`, pass its `opt_state`"
         if is_nnx_state(opt_state):
             remedy = (
-                "an `nnx.State` has arrays alone: `nnx.merge` it with its graphdef, and give model "
-                "and optimizer to `engine.exchange_nnx`, as docs/trainers.md does for MaxText"
+                "an `nnx.State` has arrays alone: `nnx.merge` it with its graphdef, give model and "
+                "optimizer to `engine.exchange_nnx`, and go on with `nnx.state` of the merged "
+                "module, as docs/trainers.md does for MaxText"
             )
         raise ValueError(
             f"expected an optimizer state with one ZenFlowState in it, got {len(states)} in a "

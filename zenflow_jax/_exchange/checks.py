@@ -276,11 +276,13 @@ class Tokens:
         self._run = number
         # Token, and its number, of the state that a flush has replaced since the last step.
         self._replaced: tuple[jax.Array, int] | None = None
-        self._may_repeat = False  # a step was made, and its state was not passed again yet
+        self._stepped = False  # whether the engine has seen a step
+        self._repeated = False  # whether the last state returned has come again
 
     def advance(self, step: int, like: jax.Array) -> int:
         """Makes the token for the state after `step`; returns the number in the step's mail."""
-        number, self._replaced, self._may_repeat = self.number, None, True
+        number, self._replaced = self.number, None
+        self._stepped, self._repeated = True, False
         self._make(self._run + step, like)
         return number
 
@@ -293,18 +295,28 @@ class Tokens:
     def is_repeated(self, state: ZenFlowState) -> bool:
         """Returns whether it is the last state returned, passed for the first time since a step.
 
-        A loop that goes on with what it had before its step passes it every time.
+        Trainers that run their hooks again at the end pass it. So does a loop that goes on with
+        what it had before its step: `check_new_step` refuses the step after it.
         """
-        may_repeat, self._may_repeat = self._may_repeat, False
-        return state.token is self.last and may_repeat
+        if self._repeated or not self._stepped or state.token is not self.last:
+            return False
+        self._repeated = True
+        return True
 
     def check_new_step(self, state: ZenFlowState) -> None:
-        """Refuses a state that no step was made with since it was returned."""
+        """Refuses a state that no step was made with since it was returned, and a dropped step."""
         self._check_flushed(state)
         if state.token is self.last:
             raise RuntimeError(
                 "expected the state of a new step, got the one that this engine returned last. "
                 "Call `exchange` once after each step, with what the step returned."
+            )
+        if self._repeated:
+            raise RuntimeError(
+                "expected no step after an `exchange` of what the `exchange` before it had "
+                "returned, got another step: the step between those two was dropped. Call "
+                "`exchange` after each step, with what the step returned. Between a trainer's last "
+                "hooks and a further training, call `flush`."
             )
 
     def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
@@ -313,6 +325,7 @@ class Tokens:
         A step without an update makes a copy: a micro-batch of `optax.MultiSteps`. Waits for it.
         """
         self._check_flushed(state)
+        self._repeated = False  # a flush ends a training
         if state.token is self.last:
             return False
         number = int(read(state.token))

@@ -91,7 +91,7 @@ class Hosted:
     def hide(self, weights: Sequence[jax.Array], leaves: Sequence[HostLeaf]) -> list[jax.Array]:
         """The parameters without the selected channels, which a step has moved since they had them.
 
-        No update may be on its way: there is none before the first step, nor after a flush.
+        No update of them may be under way: there is none before the first step, and a flush waits.
         """
         weights, numbers = list(weights), [] if self._hidden else self._numbers
         for i in numbers:

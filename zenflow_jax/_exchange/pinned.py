@@ -17,7 +17,7 @@ from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.rules import SendGradients
+from zenflow_jax._spec.rules import SendGradients, UnfitRunError
 from zenflow_jax._spec.schedule import Schedule
 
 #: The most mails that may be unread, which lets Python run ahead of the device. With "per_window"
@@ -148,13 +148,13 @@ def check_pinned(
         # XLA's own default, which it also takes for a number that is not whole.
         limit = int(limit_gib) if limit_gib else 64
     except ValueError:
-        raise ValueError(
+        raise UnfitRunError(
             "expected a whole number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
             f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
         ) from None
     needed = (mail_bytes * mails + selected_bytes + weight_bytes) / 2**30
     if needed > limit:
-        raise ValueError(
+        raise UnfitRunError(
             f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB, a hand-over of "
             f"{selected_bytes / 2**30:.1f} GiB and weights of {weight_bytes / 2**30:.1f} GiB in "
             f"the pinned host memory of one GPU, got a limit of {limit} GiB. Set the environment "

@@ -1,6 +1,7 @@
 """Where an engine's run is in its schedule, and the numbers that decide what comes next."""
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +10,11 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
+from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
+
+_logger = logging.getLogger("zenflow_jax")
 
 # A group has no update that has not reached the parameters; one; or one that is empty, because no
 # step of its window counted.
@@ -43,7 +47,7 @@ class Progress:
     that was only just dispatched. They are sums over all processes.
     """
 
-    def __init__(self, schedule: Schedule, leaves: int):
+    def __init__(self, schedule: Schedule, offloaded: OffloadedLeaves):
         self.step = 0  # steps that have passed
         self.open_steps = [0] * schedule.groups  # in each open window, skipped ones included
         self.window_lengths: Counter[int] = Counter()
@@ -51,7 +55,14 @@ class Progress:
         # Of each group, the selected channels' share of the best k channels' score; NaN if unknown.
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
-        self._first = self._state = first_schedule_state(schedule, leaves)
+        self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
+        # Groups with gradients that no provisional step stands in for.
+        none = schedule.provisional_share is None
+        self._by_updates_alone = [
+            number
+            for number, group in enumerate(offloaded.groups)
+            if any(x.k < x.n and (none or x.hosted) for x in group.specs)
+        ]
         # Not read yet: of the last step, if its window is open; and of the last boundaries.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
@@ -116,6 +127,17 @@ class Progress:
         self._state = self._state.close_window(self._first, closes, selects)
         self._statistics, self._measured = None, measured
         self.reselections += int(selects.sum())
+
+    def warn_of_open_windows(self) -> None:
+        """Warns of gradients that are lost if the engine closes now."""
+        if steps := max((self.open_steps[i] for i in self._by_updates_alone), default=0):
+            _logger.warning(
+                "the parameters lack the gradients of up to %d steps, whose windows are open when "
+                "the engine closes: with `provisional_share=None`, and in layers in host memory, "
+                "no provisional steps stand in for them. Let the run end where all windows close: "
+                "with `rolling=False`, after a multiple of `update_interval` steps.",
+                steps,
+            )
 
     def resume(self, counts: Counts) -> None:
         self.step, self.reselections = counts.step, counts.reselections

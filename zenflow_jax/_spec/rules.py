@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 
 
+class UnfitRunError(ValueError):
+    """A run does not fit its checkpoint or this machine; the message names the remedy."""
+
+
 @dataclasses.dataclass(frozen=True)
 class AutoWindow:
     """Windows that close when their deferred channels weigh as much as one step's selected ones.

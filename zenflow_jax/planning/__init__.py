@@ -4,6 +4,7 @@
 `described_mesh` and `peak_bytes` ask XLA's compiler, for a GPU that need not be there.
 """
 
+from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_here, gpu_of_kind
 from zenflow_jax.planning._host_work import Hiding, hiding, host_bandwidth
 from zenflow_jax.planning._plans import (
@@ -29,6 +30,7 @@ __all__ = [
     "Gpu",
     "Hiding",
     "Plan",
+    "UnfitRunError",
     "described_mesh",
     "gb",
     "gpu_here",
