@@ -35,7 +35,6 @@ from train.model.attention import attention
 from train.model.cross_entropy import token_losses
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
-from zenflow_jax._device.samples import samples
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._exchange.parts import part_sharding
 from zenflow_jax._spec.groups import of_group
@@ -263,18 +262,14 @@ def lowered_merge(params: Any, state: zenflow_jax.ZenFlowState) -> Any:
         jax.ShapeDtypeStruct(spec.shape, p.dtype, sharding=part_sharding(p, spec))
         for p, spec in zip(merged, specs, strict=True)
     ]
-    where = merged[0].sharding
+    where, devices = merged[0].sharding, 1
     if isinstance(where, NamedSharding):
+        devices = where.mesh.size
         where = NamedSharding(where.mesh, Layout(specs[0]).each_device)
-    seen = jax.eval_shape(partial(samples, specs=specs), merged)
-    rows = (seen.shape[0], sum(boundary.channel_widths(specs))), jnp.int32
-    rows, seen = (
-        jax.ShapeDtypeStruct(*x, sharding=where) for x in (rows, (seen.shape, seen.dtype))
-    )
-    two = boundary.uploads_in_two(uploads, specs)
-    static = {"specs": specs, "window": state.schedule.longest_window}
-    since = boundary.SinceMerge(rows, rows, seen, state.reach)
-    return boundary.merge.lower(merged, *two, since, **static)
+    shape = devices, sum(boundary.channel_widths(specs))
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+    in_two = boundary.uploads_in_two(uploads, specs)
+    return boundary.merge.lower(merged, *in_two, rows, rows, specs=specs)
 
 
 def one_device(shape: Shape) -> None:

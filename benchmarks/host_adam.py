@@ -171,7 +171,7 @@ def stream_sum(total, g, zero):
 
 
 def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
-    step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, None, np)
+    step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, None)
     n = x.p.shape[2]
     flip = (1, n, WIDTH, 1)  # the same memory, its rows taken for rows of channels
     everything = np.ones((1, n), bool)

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax import AutoSelect, AutoWindow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Settings:
     weight_decay: float = 1e-4
     topk_ratio: float = 0.1
     update_interval: int | AutoWindow = 4
-    select_interval: int | AutoSelect | EpochSelect | None = None  # None is every 16 windows
+    select_interval: int | AutoSelect | None = None  # None is every 16 windows
     full_warm_up_rounds: int = 0  # steps
     rolling: bool = True
     staleness: int | None = None

@@ -1,7 +1,7 @@
 """Holds runs to the slow reference or to `optax.adamw`, as close as each allows."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,12 +53,11 @@ WARM = dict(
 )
 
 
-def modes(leaves: Leaves, options: Settings, seed: int) -> Iterator[Training]:
-    """The run in-graph, and with an engine; its kernel and threads go by the seed."""
-    yield Training(leaves, options, seed=seed, offload=False)
+def seeded(leaves: Leaves, options: Settings, seed: int) -> Training:
+    """A run whose gradients, kernel and threads go by the seed."""
     # Numba compiles each pair of dtypes anew; `test_host_adam.py` has those that differ.
     kernel = "numpy" if options.transfer_dtype else KERNELS[seed]
-    yield Training(leaves, options, seed=seed, host_kernel=kernel, threads=1 + seed)
+    return Training(leaves, options, seed=seed, host_kernel=kernel, threads=1 + seed)
 
 
 def slow_run(leaves: Leaves, settings: Settings, seed: int = 0, **more: Any) -> Reference:

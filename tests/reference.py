@@ -1,7 +1,7 @@
 """The arithmetic of ZenFlow in plain NumPy: slow, obvious, one channel after the other.
 
 Here is when windows close and channels are selected; what a step does to a channel is
-`arithmetic.py`. The tests hold the engine and the in-graph mode to these two files, which is why
+`arithmetic.py`. The tests hold the engine to these two files, which is why
 they import nothing of them but the names of options: a mistake shared by two of them would be seen
 by nobody.
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from tests import arithmetic
 from tests.arithmetic import Channel, Leaf, Settings
-from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax import AutoSelect, AutoWindow
 
 
 @dataclasses.dataclass
@@ -288,8 +288,6 @@ class Reference:
         if isinstance(rule, AutoSelect):
             windows = len(turn.boundaries) + 1 - turn.selected_at
             return windows == rule.max_windows or turn.kept_share[-1] < rule.keep
-        if isinstance(rule, EpochSelect):
-            return any(u % (rule.epochs * rule.steps_per_epoch) == 0 for u in window)
         if rule is None:
             longest = s.update_interval
             rule = 16 * (longest.max_interval if isinstance(longest, AutoWindow) else longest)

@@ -1,4 +1,4 @@
-"""Runs of an engine or of the in-graph mode, which tests compare by `comparisons.py`.
+"""Runs of an engine, which tests compare by `comparisons.py`.
 
 Every run makes the same gradients from (seed, step) alone, so two runs see the same ones whatever
 their parameters are, and a difference in one step does not grow in the next.
@@ -183,13 +183,12 @@ def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
 def programs(
     leaves: Leaves,
     settings: Settings,
-    offload: bool,
     donate: bool,
     partition: bool,
     optimized: bool,
 ) -> tuple[Any, Any]:
     """Transformation and jitted step, compiled once however many runs use them."""
-    tx = transformation(leaves, settings, offload=offload, partition_replicated=partition)
+    tx = transformation(leaves, settings, partition_replicated=partition)
     return tx, jitted(tx, donate=donate)
 
 
@@ -232,14 +231,11 @@ def jitted(tx: Any, *, donate: bool = False) -> Any:
     return step
 
 
-flush_in_graph = jax.jit(zenflow_jax.flush)
-
-
 class Training:
     """A run in the shape of a user's loop: `step`, then `exchange`, sometimes `flush`.
 
-    Where `offload` is False there is no engine, and `exchange` does nothing. `shardings` are of
-    each leaf, None is one device; where devices hold the same, `partition` has them share the work.
+    `shardings` are of each leaf, None is one device; where devices hold the same, `partition` has
+    them share the work.
     `gradients` replaces the function of this name. What is left are arguments of the engine.
     """
 
@@ -249,7 +245,6 @@ class Training:
         settings: Settings,
         *,
         seed: int = 0,
-        offload: bool = True,
         donate: bool = False,
         shardings: Any = None,
         partition: bool = True,
@@ -261,24 +256,22 @@ class Training:
             settings = dataclasses.replace(settings, send_gradients=send_gradients)
         self.settings, self.gradients = settings, gradients
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
-        self.tx, self.program = programs(leaves, settings, offload, donate, partition, optimized)
+        self.tx, self.program = programs(leaves, settings, donate, partition, optimized)
         self.params = place(initial_values(leaves, seed), shardings)
         init = self.tx.init
-        if offload and shardings is not None:  # else as most users call it, outside of jit
+        if shardings is not None:  # else as most users call it, outside of jit
             placed = tuple((leaf.name, shardings[leaf.name]) for leaf in leaves)
             init = init_on_devices(leaves, settings, partition, placed)
         self.state = init(self.params)
         self.engine: Any = None
         self.engine_options = {**KERNEL, **engine}
-        if offload:
-            self.renew()
+        self.renew()
 
     def __enter__(self) -> "Training":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.engine is not None:
-            self.engine.close()
+        self.engine.close()
 
     def renew(self, **options: Any) -> None:
         """Replaces the engine by one that is made of parameters and state as they are now."""
@@ -294,12 +287,10 @@ class Training:
         self.params, self.state = self.program(self.params, self.state, g)
 
     def exchange(self) -> None:
-        if self.engine is not None:
-            self.params, self.state = self.engine.exchange(self.params, self.state)
+        self.params, self.state = self.engine.exchange(self.params, self.state)
 
     def flush(self) -> None:
-        flush = flush_in_graph if self.engine is None else self.engine.flush
-        self.params, self.state = flush(self.params, self.state)
+        self.params, self.state = self.engine.flush(self.params, self.state)
 
     def go(self, steps: int, plan: Plan = QUIET) -> None:
         """So many steps, each with its exchange, as a plan has them."""
@@ -320,7 +311,7 @@ class Training:
     @property
     def on_their_way(self) -> list[Any]:
         """Futures of the updates that have not reached the parameters, the oldest first."""
-        return [pending.made for pending in self.engine._updates.pending.values()]
+        return [pending.update for pending in self.engine._updates.pending.values()]
 
     @property
     def unread(self) -> list[Any]:
@@ -334,9 +325,8 @@ class Training:
 
     def settle(self) -> None:
         """Waits until the worker has nothing to do, without a flush."""
-        if self.engine is not None:
-            self.engine._mailbox.drain()
-            self.engine._updates.wait()
+        self.engine._mailbox.drain()
+        self.engine._updates.wait()
 
     def await_end(self) -> None:
         """Waits until the worker has ended, as with a failure."""
@@ -369,7 +359,7 @@ class Training:
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
         """All that is known of every channel, from whichever side it lives on."""
         of_leaves = {}
-        on_host = [] if self.engine is None else self.engine.state()["leaves"]
+        on_host = self.engine.state()["leaves"]
         for leaf, s in zip(self.leaves, self.state.leaves, strict=True):
             master = self.params[leaf.name] if s.master is None else s.master
             if s.channels is None:
@@ -379,7 +369,7 @@ class Training:
             channels = np.asarray(s.channels)
             if s.master is None:
                 master = np.take_along_axis(np.array(master), _along(channels, leaf), leaf.axis)
-            deferred = on_host.pop(0) if s.deferred is None else s.deferred._asdict()
+            deferred = on_host.pop(0)
             steps = np.array(deferred["steps"])
             np.put_along_axis(steps, channels, np.asarray(s.steps), axis=-1)
             arrays = []

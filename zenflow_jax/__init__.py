@@ -1,21 +1,20 @@
 """AdamW for JAX where its state does not fit on the device: ZenFlow as an optax transformation.
 
-`zenflow()` is the optimizer, `HostEngine` the one object that works between its steps. By their
-modules one reaches `attach`, `planning`, `deepspeed` and `integrations`.
+`zenflow()` is the optimizer, `HostEngine` the object that works between its steps. Submodules:
+`attach`, `streaming`, `planning`, `deepspeed` and `integrations`.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
-from zenflow_jax._device.in_graph import flush
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, Timeline
 from zenflow_jax._diagnostics.timeline_output import plot_timeline, save_trace
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._master import iter_master_params, master_params
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._transform import STATIC_ARGS, zenflow
 from zenflow_jax._version import __version__ as __version__
 
@@ -30,14 +29,12 @@ __all__ = [
     "EngineRestore",
     "EngineSave",
     "EngineStats",
-    "EpochSelect",
     "HostEngine",
     "Span",
     "Timeline",
     "ZenFlowState",
     "abstract_engine_state",
     "find_state",
-    "flush",
     "iter_master_params",
     "master_params",
     "plot_timeline",
@@ -45,7 +42,7 @@ __all__ = [
     "zenflow",
 ]
 
-# Imported by their first use: the handler imports orbax, which takes long.
+# Imported on first use: the handler imports orbax, which takes long.
 _OF_HANDLER = ("EngineCheckpointHandler", "EngineRestore", "EngineSave")
 _MODULES = ("attach", "deepspeed", "integrations", "planning", "streaming")
 
@@ -59,5 +56,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # With what is imported late, and without what this file imports for itself.
+    # Includes what is imported late, but not this file's own imports.
     return [*__all__, *_MODULES, "__version__"]

@@ -1,33 +1,27 @@
 """`HostEngine`: what the caller does between two steps.
 
-It dispatches all device programs, in the same order in every run. `_exchange/worker.py` does the
-host's work; `_exchange/updates.py` has what crosses where a window closes.
+It dispatches all device programs, in the same order in every run.
 """
 
 import contextlib
 import dataclasses
-import functools
-import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from zenflow_jax._checkpoint.resume import check_resumed, join_run
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import ZenFlowState, replace_state
+from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
-from zenflow_jax._diagnostics.timeline import Timeline
-from zenflow_jax._exchange import checks, nnx_pair
-from zenflow_jax._exchange.checks import CallerTree, Expected
-from zenflow_jax._exchange.host_half import HostMasters, make_host
+from zenflow_jax._diagnostics.timeline import Timeline, recorded
+from zenflow_jax._exchange import checks
 from zenflow_jax._exchange.hosted import Hosted
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
-from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
+from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
 from zenflow_jax._exchange.progress import Progress
@@ -35,27 +29,6 @@ from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
-
-_logger = logging.getLogger("zenflow_jax")
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _recorded(kind: str) -> Callable[[_Method], _Method]:
-    """Records the calls of a method of the engine in its timeline."""
-
-    def around(method: Any) -> Any:
-        @functools.wraps(method)
-        def call(self: "HostEngine", *args: Any, **more: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return method(self, *args, **more)
-            finally:
-                self._worker.recorder.called(kind, self._progress.step, start)
-
-        return call
-
-    return around
 
 
 class HostEngine:
@@ -65,50 +38,39 @@ class HostEngine:
     you use the parameters for anything else, and `close` at the end, or use `with`. Only one thread
     may call it.
 
-    Host memory: 12 bytes per deferred parameter in NumPy arrays (with compact moments 6.1875; of a
-    float16 leaf 2 more). Pinned memory: at most about 3.5 mails with windows of four steps that
-    leaves close in turn, eight where all close at once, two where the device adds up or windows
-    have one step, one if their layers are in host memory and `staleness=0`; and in a hand-over 12
-    bytes for each selected parameter of a group. Of layers in host memory also the weights: with
-    windows of one step once, as new ones take the place of mail.
-    Device memory: an update of any other leaf that is ready waits there until it is due, in the
-    leaf's dtype.
+    Host memory: 12 bytes per deferred parameter (6.1875 with compact moments), and some mails in
+    pinned memory. Device memory: an update that is ready waits there. `planning` computes them.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
-            It may have more leaves, such as frozen ones, statistics or keys. The engine finds
-            leaves by their paths, at each call.
+            It may have more leaves: the engine finds leaves by their paths, at each call.
         opt_state: What `tx.init(params)` returned, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
-        host_state: How the host keeps both moments of deferred channels. "float32": 8 bytes per
-            parameter. "compact": 2.1875, in 8 bits; each host update then rounds moments, most of
-            them by less than 1 per cent. A run may go on with the other, too.
+        host_state: How the host keeps moments: "float32", 8 bytes per parameter, or "compact",
+            2.1875, rounded by each update, most by under 1 per cent. A resumed run may change it.
         threads: Cores that host updates use. By default all but one, which the caller keeps.
-        prefetch_bytes: Bytes on each device that a ready update may take before its boundary. None:
-            the whole update. The engine uploads the rest at the boundary, when the step's own
-            memory is free, and the loop waits for it.
+        prefetch_bytes: Bytes on each device that a ready update may take before its boundary, where
+            the loop waits for the rest. None: the whole update.
         max_skipped: After so many skipped steps in a row (their gradients were not finite) the next
             call raises. None: never; `logging` warns of three in a row.
         engine_state: What `EngineRestore` or `state()` gave, saved together with `params` and
             `opt_state`. The engine copies it, and goes on from there with the same bits.
         exit_if_stuck: When one of several processes fails, the others raise that at their next
-            call. One that waits for it in a collective makes no next call: the engine ends it 30 s
-            after the failure, by `os._exit(1)`, with the reason on stderr. False leaves it waiting.
+            call. A process blocked in a collective cannot raise: the engine ends it 30 s after the
+            failure, by `os._exit(1)`, with the reason on stderr. False leaves it waiting.
         check: How the engine notices that something else changes parameters. "samples": now and
             then, by some values of each leaf. "all": by all values on the device, at each step from
-            the second on, for debugging; it takes time and a copy of the parameters on the device.
-            "all" does not compare steps that are skipped, values that become NaN, and all of a
-            layer in host memory (samples there); a selected float32 weight may be off by a
-            twentieth of its step, and a deferred weight may have moved by its provisional step or
-            not. Neither sees what is changed between two steps in selected channels of low
-            precision, which the next step undoes.
+            the second on, for debugging; it takes time and a copy of the parameters there. Not seen
+            are skipped steps, values that become NaN, layers in host memory but for samples, and
+            less than a twentieth of a selected float32 weight's step. A change of selected channels
+            of low precision between two steps is undone by the next one, unseen.
 
     Raises:
-        ValueError: If an argument is out of range; if the state is not one ZenFlowState with
-            `offload=True`; if the state has taken steps and `engine_state` is not given; if
-            `engine_state` is another run's, or has other options; if the parameters are not those
-            of the state, or lie elsewhere; or if jax has too little pinned memory for the run. It
-            is a `planning.UnfitRunError` where other settings, or another checkpoint, remedy it.
+        ValueError: If an argument is out of range; if there is not one ZenFlowState; if the state
+            has taken steps and `engine_state` is not given; if `engine_state` is another run's, or
+            has other options; if the parameters are not those of the state, or lie elsewhere; or if
+            jax has too little pinned memory for the run. It is a `planning.UnfitRunError` where
+            other settings, or another checkpoint, remedy it.
         TypeError: If parameters or state are NumPy arrays, which lie on no device.
 
     Examples:
@@ -126,8 +88,6 @@ class HostEngine:
         ...         params, opt_state = train_step(params, opt_state)
         ...         params, opt_state = engine.exchange(params, opt_state)
         ...     params, opt_state = engine.flush(params, opt_state)
-        >>> engine.stats.windows
-        2
         >>> bool((params["w"] < 1).all())
         True
     """
@@ -146,9 +106,9 @@ class HostEngine:
         exit_if_stuck: bool = True,
         check: str = "samples",
     ):
-        check_one_of("check", check, ["samples", "all"])
         check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
         check_int_or_none("max_skipped", max_skipped, 1)
+        check_one_of("check", check, ["samples", "all"])
         compact = checks.is_compact(host_state)
         state, weights, moved = checks.checked(params, opt_state, engine_state is None)
         if engine_state is not None:
@@ -160,61 +120,47 @@ class HostEngine:
             pin_memory_for_mail(state, offloaded)
         picked = offloaded.pick(weights)
         adam = HostAdam(host_kernel, threads)
-        host = make_host(picked, state, offloaded, adam, compact)
-        in_a_row = int(read(state.skipped_in_a_row))
-        self._worker = worker = Worker(host, offloaded, in_a_row, max_skipped)
-        self._expected = Expected(state, weights, offloaded, moved)
-        self._progress = Progress(state.schedule, len(offloaded.places))
-        specs = [leaf.spec for leaf in state.leaves]
-        self._integrity = Integrity(
-            specs, state.schedule, int(read(state.step)), everything=check == "all"
-        )
-        self._updates = Updates(worker, offloaded, self._integrity)
-        host_side = worker, self._progress, self._updates
-        number = join_run(engine_state, offloaded, state, weights, *host_side)
+        host = new_host_state(picked, state, offloaded, adam, compact=compact)
+        skipped = int(read(state.skipped_in_a_row))
+        self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
+        self._expected = checks.Expected(state, weights, offloaded, moved)
+        self._progress = progress = Progress(state.schedule, offloaded)
+        self._integrity = Integrity(state, everything=check == "all")
+        self._updates = updates = Updates(worker, offloaded)
+        run = join_run(engine_state, offloaded, state, weights, worker, progress, updates)
         self._hosted = Hosted(offloaded, picked, state)
         processes = sorted({device.process_index for device in devices_of(weights)})
-        peers = PeerMonitor(f"run {number}", processes, exit_if_stuck=exit_if_stuck)
-        self._mailbox = Mailbox(worker, state, number)
-        self._masters = HostMasters(worker, offloaded)
-        self._saver = Saver(state, weights, offloaded, host_kernel, self._mailbox, *host_side)
-        self._all_groups = list(range(state.schedule.groups))
+        peers = PeerMonitor(f"run {run}", processes, exit_if_stuck=exit_if_stuck)
+        self._tokens = checks.Tokens(state, run)
+        self._mailbox = Mailbox(worker, state, self._tokens)
+        self._saver = Saver(
+            state, weights, offloaded, host_kernel, self._tokens, worker, progress, updates
+        )
         self._interrupted = self._flushed = False
-        # Groups with gradients that no provisional step stands in for, and whether nothing of their
-        # open windows is lost if the engine closes now.
-        none = state.schedule.provisional_share is None
-        self._by_updates_alone = [
-            number
-            for number, group in enumerate(offloaded.groups)
-            if any(x.k < x.n and (none or x.hosted) for x in group.specs)
-        ]
-        self._kept = True
-        # When nothing else can fail: who has no engine cannot end its thread.
+        self._kept = True  # whether open windows lose nothing if the engine closes now
+        # Last: a failed constructor must not leak a thread.
         worker.start(peers)
         # A forgotten engine's thread ends by itself.
         weakref.finalize(self, worker.ask_to_stop)
 
     @property
     def stats(self) -> EngineStats:
-        """What was done so far: counts, seconds and bytes."""
-        of_worker, progress = self._worker.stats, self._progress
+        """Returns counts, seconds and bytes so far."""
+        stats = self._worker.stats
         return dataclasses.replace(
-            of_worker,
-            steps=progress.step,
-            window_lengths=dict(sorted(progress.window_lengths.items())),
-            reselections=progress.reselections,
-            kept_share=progress.kept_share,
+            stats,
             put_back=self._expected.put_back,
-            bytes_to_device=of_worker.bytes_to_device + self._updates.late_bytes,
+            bytes_to_device=stats.bytes_to_device + self._updates.late_bytes,
+            **self._progress.counts,
             **self._worker.recorder.seconds(),
         )
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of this process's last few hundred steps, always recorded."""
+        """Returns the timeline of this process's last few hundred steps, always recorded."""
         return self._worker.recorder.timeline()
 
-    @_recorded("exchange")
+    @recorded("exchange")
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Sends mail out and brings updates in, between two steps; selects channels where due.
 
@@ -245,19 +191,19 @@ class HostEngine:
         state = self._expected.state(opt_state)
         # Refuses what does not fit before anything is done.
         taken = self._expected.take(params)
-        if self._saver.has_noted(taken.weights) and self._mailbox.is_repeated(state):
+        if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
-        self._mailbox.check_new_step(state)
+        self._tokens.check_new_step(state)
         state = self._expected.in_place(state, taken.weights)
         waits = any(boundaries[group].selects for group in closing)
         self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=waits))
         if first:
-            self._masters.follow(taken.offloaded)
-            self._updates.note_parameters(taken.offloaded, state.leaves)
+            self._updates.load(taken.offloaded)
+            self._updates.note_channels(state.leaves)
         with self._all_or_nothing():
             self._flushed = self._kept = False
             weights = taken.offloaded
-            if at_once != self._all_groups:  # else updates bring others before this returns
+            if len(at_once) < len(boundaries):  # else updates bring others before this returns
                 weights = self._hosted.hide(weights, self._worker.leaves())
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
@@ -265,7 +211,7 @@ class HostEngine:
             self._mailbox.send(state, self._progress.step + 1)
             for group in closing:
                 state = self._mailbox.send_sums(state, group)
-            weights, leaves = self._updates.collect(weights, arriving, state), state.leaves
+            weights, leaves = self._updates.collect(weights, arriving, state.step), state.leaves
             measured = {}
             for group in closing:
                 if boundaries[group].selects:
@@ -277,7 +223,7 @@ class HostEngine:
                     if state.schedule.needs_kept_share:
                         measured[group] = self._updates.measure(group, leaves)
                 self._progress.window_closed(group)
-            weights = self._updates.collect(weights, at_once, state)
+            weights = self._updates.collect(weights, at_once, state.step)
             if any(x is not y for x, y in zip(weights, taken.offloaded, strict=True)):
                 self._hosted.note(weights, taken.offloaded)
                 taken = taken.with_offloaded(weights)
@@ -291,15 +237,14 @@ class HostEngine:
                 self._mailbox.drain()
         return params, opt_state
 
-    @_recorded("flush")
+    @recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Brings updates in that are under way, where no provisional step is lost by it.
+        """Brings pending updates in, where no provisional step is lost by it.
 
         Call it after the last exchange; go on only from what it returns. Open windows stay open,
         so a run that goes on has the same windows. Their gradients are in the parameters as
         provisional steps alone, and with `provisional_share=None` not at all: end such a run where
-        a window ends. Layers in host memory, which have no provisional steps,
-        get all their updates.
+        a window ends. Layers in host memory, which have no provisional steps, get all updates.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -307,36 +252,40 @@ class HostEngine:
                 also be what micro-batches without an update have made of these.
 
         Raises:
-            RuntimeError: As `exchange`; or if a step was made that was not exchanged.
-            ValueError, TypeError: As `exchange`.
+            RuntimeError, ValueError, TypeError: As `exchange`; or if a step was not exchanged.
         """
-        state, taken = self._between_steps(params, opt_state, "flush")
+        self._check_open()
+        state = self._expected.state(opt_state)
+        copied = self._tokens.check_between_steps(state, "flush")
+        taken = self._expected.take(params)
+        if copied:
+            state = self._expected.in_place(state, taken.weights)
         self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=True))
         # An update in mid-window would replace the provisional steps since the window began.
         at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
-        if self._progress.step:
-            others = [group for group in self._all_groups if group not in arriving]
-            self._updates.compare(taken.offloaded, others, state)
         if self._hosted:  # which take the host's arrays, pending updates and all
             self._updates.wait()
         self._flushed, self._kept = True, False
-        if not arriving:
-            self._mailbox.drain()
-            self._integrity.check(self._progress.step)
-            return self._current(taken, taken.offloaded, state), opt_state
-        with self._all_or_nothing():
-            self._integrity.forget()
-            weights = self._updates.collect(taken.offloaded, arriving, state)
-            self._mailbox.drain()
-            self._integrity.check(self._progress.step)
-            moved = taken.with_offloaded(weights)
-            self._integrity.note_parameters(moved.weights, state.leaves, if_due=False)
-            params = self._current(taken, weights, state)
-            return params, replace_state(opt_state, self._mailbox.renew(state))
+        self._mailbox.drain()
+        self._integrity.check(self._progress.step)
+        weights = taken.offloaded
+        with self._all_or_nothing() if arriving else contextlib.nullcontext():
+            if arriving:
+                self._integrity.forget()
+                weights = self._updates.collect(weights, arriving, state.step)
+                moved = taken.with_offloaded(weights).weights
+                self._integrity.note_parameters(moved, state.leaves, if_due=False)
+                token = self._tokens.renew(state.token)
+                opt_state = replace_state(opt_state, state._replace(token=token))
+            weights = self._hosted.current(weights, self._worker.leaves(), state.leaves)
+            self._hosted.note(weights, taken.offloaded)
+            taken = taken.with_offloaded(weights)
+            self._saver.note(taken.weights)
+        return taken.tree, opt_state
 
-    @_recorded("state")
+    @recorded("state")
     def state(self) -> dict[str, Any]:
         """Copies all that the engine knows, as of the last `exchange`, for a checkpoint.
 
@@ -357,7 +306,7 @@ class HostEngine:
         self._kept = True
         return self._saver.tree()
 
-    @_recorded("state")
+    @recorded("state")
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
         """Takes the state as `state` does, to be written while the run goes on; for `EngineSave`.
 
@@ -367,49 +316,29 @@ class HostEngine:
         self._kept = True
         return self._saver.stream(copy_bytes)
 
-    @_recorded("state")
-    def _host_masters(self, params: Any, opt_state: Any) -> Callable[[int], jax.Array]:
-        """A function from an offloaded leaf's number to its masters on the host."""
+    @recorded("state")
+    def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:
+        """Waits for the host's masters; the result changes with each step, flush and load."""
         self._check_open()
-        state = self._expected.state(opt_state)
+        self._expected.state(opt_state)
         if self._progress.step == 0:
-            taken = self._expected.take(params)
-            self._masters.follow(taken.offloaded)
+            self._updates.load(self._expected.take(params).offloaded)
         self._settle()
-        step, token, loads = self._progress.step, self._mailbox.token, self._masters.loads
-
-        def masters(number: int) -> jax.Array:
-            self._check_open()
-            if (token, loads) != (self._mailbox.token, self._masters.loads):
-                raise RuntimeError(
-                    f"expected the masters of step {step}, got to step {self._progress.step} "
-                    "or to other parameters before all of them were asked for. Make no step, call "
-                    "no `flush`, and go through those of one tree of parameters at a time."
-                )
-            return self._masters.of_leaf(number, state)
-
-        return masters
+        return lambda: (self._tokens.number, self._updates.loads)
 
     def exchange_nnx(self, model: Any, optimizer: Any) -> None:
-        """`exchange` for flax nnx: updates `model` and `optimizer`, its own, in place."""
-        self._of_nnx(self.exchange, model, optimizer)
+        """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
+        checks.update_nnx(model, optimizer, *self.exchange(*checks.nnx_arrays(model, optimizer)))
 
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
-        """`flush` for flax nnx: updates `model` and `optimizer`, its own, in place."""
-        self._of_nnx(self.flush, model, optimizer)
+        """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
+        checks.update_nnx(model, optimizer, *self.flush(*checks.nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
         """Ends the thread and frees the host memory; drops updates. Safe twice, and during work."""
-        steps = max((self._progress.open_steps[i] for i in self._by_updates_alone), default=0)
-        if steps and not self._kept:
-            _logger.warning(
-                "the parameters lack the gradients of up to %d steps, whose windows are open when "
-                "the engine closes: with `provisional_share=None`, and in layers in host memory, "
-                "no provisional steps stand in for them. Let the run end where all windows close: "
-                "with `rolling=False`, after a multiple of `update_interval` steps.",
-                steps,
-            )
-        self._kept = True
+        if not self._kept:
+            self._progress.warn_of_open_windows()
+            self._kept = True
         self._worker.stop()
         self._mailbox.close()
         self._updates.forget()
@@ -456,39 +385,15 @@ class HostEngine:
         self._integrity.check(self._progress.step - 1)
 
     def _settle(self) -> None:
-        """Waits until the worker has nothing to do and all samples have been compared."""
+        """Waits until the worker has nothing to do and all comparisons have been read."""
         self._check_open()
         self._integrity.check(self._progress.step)
         self._mailbox.drain()
         self._updates.wait()
 
-    def _current(self, taken: CallerTree, weights: list[jax.Array], state: ZenFlowState) -> Any:
-        """The caller's parameters with these offloaded ones, up to date in host memory, too."""
-        weights = self._hosted.current(weights, self._worker.leaves(), state.leaves)
-        self._hosted.note(weights, taken.offloaded)
-        taken = taken.with_offloaded(weights)
-        self._saver.note(taken.weights)
-        return taken.tree
-
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """After an interruption of the block the engine takes no more calls."""
+        """Makes the engine refuse all calls after an interruption of the block."""
         self._interrupted = True
         yield
         self._interrupted = False
-
-    def _between_steps(
-        self, params: Any, opt_state: Any, name: str
-    ) -> tuple[ZenFlowState, CallerTree]:
-        """What the last `exchange` or `flush` must have returned."""
-        self._check_open()
-        state = self._expected.state(opt_state)
-        copied = self._mailbox.check_between_steps(state, name)
-        taken = self._expected.take(params)
-        if copied:
-            state = self._expected.in_place(state, taken.weights)
-        return state, taken
-
-    def _of_nnx(self, call: Any, model: Any, optimizer: Any) -> None:
-        after = call(*nnx_pair.arrays(model, optimizer))
-        nnx_pair.update(model, optimizer, *after)

@@ -12,11 +12,11 @@ from zenflow_jax._device.channels import broadcast_channels, gather_to_channels,
 from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.shards import Layout, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout
-from zenflow_jax._device.step import rounded
+from zenflow_jax._device.step import current_masters, rounded
 from zenflow_jax._engine import HostEngine
 
 
-def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None) -> Any:
+def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
     """The parameters in float32: the masters, of which low-precision parameters are the casts.
 
     Where a parameter has moved by provisional steps, or lacks an update that is under way, the
@@ -27,7 +27,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
     Args:
         params: The parameters that the last `exchange` or `flush` returned.
         opt_state: The state that the same call returned.
-        engine: The engine; None for `zenflow(..., offload=False)`.
+        engine: The engine that trained them.
 
     Returns:
         A tree like `params` of float32 arrays, placed like them. Leaves that the state does not
@@ -35,7 +35,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
 
     Raises:
         RuntimeError: If the engine is closed or has failed.
-        ValueError: If state or parameters do not belong to the engine, or the engine is missing.
+        ValueError: If state or parameters do not belong to the engine.
 
     Examples:
         >>> import jax, jax.numpy as jnp, zenflow_jax
@@ -50,7 +50,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
 
 
 def iter_master_params(
-    params: Any, opt_state: Any, engine: HostEngine | None = None
+    params: Any, opt_state: Any, engine: HostEngine
 ) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
     """The leaves of `master_params`, one after the other, to write them to a file.
 
@@ -78,21 +78,24 @@ def iter_master_params(
     params = as_pure(params)
     opt_state = as_pure(opt_state)
     state = find_state(opt_state)
-    if state.offload != (engine is not None):
-        raise ValueError(
-            "expected the engine that trained as the third argument, got none: it keeps the "
-            "masters. Pass it, before it is closed."
-            if state.offload
-            else "expected no engine with a state of `zenflow(..., offload=False)`, which has all "
-            f"masters itself, got {type(engine).__name__}. Leave it out."
-        )
     weights, _, places = match_leaves(params, state)
-    of_host = None if engine is None else engine._host_masters(params, opt_state)
+    moment = engine._settled(params, opt_state)
+    step, begun = engine.stats.steps, moment()
     numbers = itertools.count()  # of the offloaded leaves
     leaf_at = {
-        place: (leaf, next(numbers) if leaf.offloaded else None)
+        place: (leaf, None if leaf.spec.resident else next(numbers))
         for place, leaf in zip(places, state.leaves, strict=True)
     }
+
+    def of_host(number: int, leaf: LeafState) -> jax.Array:
+        engine._check_open()
+        if moment() != begun:
+            raise RuntimeError(
+                f"expected the masters of step {step}, got to step {engine.stats.steps} "
+                "or to other parameters before all of them were asked for. Make no step, call "
+                "no `flush`, and go through those of one tree of parameters at a time."
+            )
+        return engine._updates.masters(number, leaf)
 
     def pairs() -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
         for place, (path, weight) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
@@ -100,16 +103,11 @@ def iter_master_params(
                 yield path, weight
                 continue
             leaf, number = leaf_at[place]
-            host = None
-            if leaf.deferred is not None:
-                host = leaf.deferred.master
-            elif of_host is not None and number is not None:
-                host = of_host(number)
+            host = None if number is None else of_host(number, leaf)
             if leaf.spec.hosted:
                 yield path, host
-                continue
-            bare = leaf._replace(deferred=None, spec=leaf.spec.anonymous)
-            yield path, _master(weight, bare, host)
+            else:
+                yield path, _master(weight, leaf._replace(spec=leaf.spec.anonymous), host)
 
     return pairs()
 
@@ -118,25 +116,22 @@ def iter_master_params(
 def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
     """One leaf's masters: `host` on deferred channels; elsewhere the device's, or the parameter.
 
-    As in the step, a selected channel's master follows its parameter before its first step. A
-    deferred one counts where the parameter is its cast.
+    A deferred channel's master counts where the parameter is its cast.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     if leaf.channels is None:
-        wide = weight.astype(jnp.float32)
-        return wide if leaf.master is None else jnp.where(leaf.steps == 0, wide, leaf.master)
+        return current_masters(weight, leaf, spec).astype(jnp.float32)
 
     def one(shard, weight, leaf, host):
         place = positions(shard.to_local(leaf.channels), shard.block.n)
         wide = selected = weight.astype(jnp.float32)
         if leaf.master is not None:
-            fresh = broadcast_channels(leaf.steps == 0, shard.block)
-            of_weight = take(wide, shard.to_local(leaf.channels), shard.block)
-            master = jnp.where(fresh, of_weight, shard.gather(leaf.master))
+            of_weight = take(weight, shard.to_local(leaf.channels), shard.block)
+            master = shard.gather(current_masters(shard.own(of_weight), leaf, shard.part))
             selected = gather_to_channels(master, place, shard.block)
         host = shard.gather(host)
         host = jnp.where(rounded(host, weight.dtype) == wide, host, wide)
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
-    takes = [layout.block, leaf_layout(spec, deferred=False), layout.part]
+    takes = [layout.block, leaf_layout(spec), layout.part]
     return on_each_device(one, spec, takes, layout.block)(weight, leaf, host)

@@ -1,38 +1,36 @@
 """`zenflow()`: the optax transformation, which is the device half of the algorithm.
 
 `update` reads like the arithmetic in docs/design.md: look at every gradient once, decide whether
-the step counts, step the selected channels, and send the rest to the host or to `in_graph.py`.
+the step counts, step the selected channels, and send the gradients to the host.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from zenflow_jax._device import in_graph
 from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.leaves import check_outside_of_shard_map, check_update
 from zenflow_jax._device.memory import mail_rank, to_host
-from zenflow_jax._device.state import Static, ZenFlowState, tell_flax
+from zenflow_jax._device.state import Static, ZenFlowState, register_flax_serialization
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import (
     GradientParts,
     Verdict,
     add_mail,
     judge,
-    next_reach,
     split_gradient,
     step_selected,
 )
 from zenflow_jax._device.streamed import Unmoved, is_streamed, misused, parts_of
 from zenflow_jax._spec.arguments import (
     NUMBERS,
-    check_bool,
     check_numbers,
     check_schedule,
     check_selectors,
@@ -48,10 +46,28 @@ from zenflow_jax._spec.leaf_warnings import (
     warn_of_uneven_pieces,
 )
 from zenflow_jax._spec.resolve import LeafRules, check_hosted, resolve_specs
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
+_Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
+
+def _without_offload(factory: _Factory) -> _Factory:
+    """Refuses `offload`, an argument of earlier versions, by name."""
+
+    @functools.wraps(factory)
+    def checked(*args: Any, **options: Any) -> Any:
+        if "offload" in options:
+            raise TypeError(
+                "`offload` is no argument any more: deferred channels are always with a "
+                "`HostEngine`. Leave it out. For `offload=False` use version 0.2."
+            )
+        return factory(*args, **options)
+
+    return checked  # pyright: ignore[reportReturnType]
+
+
+@_without_offload
 def zenflow(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,
@@ -62,7 +78,7 @@ def zenflow(
     mask: Any | Callable[[Any], Any] | None = None,
     topk_ratio: float = 0.1,
     update_interval: int | AutoWindow = 4,
-    select_interval: int | AutoSelect | EpochSelect | None = None,
+    select_interval: int | AutoSelect | None = None,
     full_warm_up_rounds: int = 0,
     rolling: bool = True,
     staleness: int | None = None,
@@ -73,7 +89,6 @@ def zenflow(
     resident: Callable[[tuple[Any, ...], Any], bool] | None = None,
     partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool] = True,
     param_shardings: Any | Callable[[Any], Any] | None = None,
-    offload: bool = True,
     send_gradients: str = "during_step",
     transfer_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -85,7 +100,7 @@ def zenflow(
     windows of some close, and their update reaches the parameters one step later.
 
     With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with float32
-    master weights. Steps whose gradient is not finite are skipped; with an engine, do not let
+    master weights. Steps whose gradient is not finite are skipped; do not let
     `optax.apply_if_finite` withhold an update. Up to `eps` the arguments are those of
     `optax.adamw`, in its order; `eps_root`, `mu_dtype` and `nesterov` are missing.
 
@@ -101,9 +116,9 @@ def zenflow(
             parameters that returns one: True where weight decay applies. Everywhere by default.
         topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
         update_interval: Steps in a window, at least 1; or an `AutoWindow`.
-        select_interval: Steps between two selections, a multiple of `update_interval`, by default
-            16 (longest) windows; or an `AutoSelect` or an `EpochSelect`. The first selection is at
-            the first boundary.
+        select_interval: Steps between two selections, by default 16 (longest) windows; or an
+            `AutoSelect`. A selection waits for the end of its window; the first one is at the first
+            boundary.
         full_warm_up_rounds: Number of first steps that update all channels.
         rolling: True: the offloaded leaves are in `update_interval` groups of nearly equal bytes,
             and at each step one group closes its window. A gradient then takes effect 1 to
@@ -135,9 +150,6 @@ def zenflow(
         param_shardings: Tree of `NamedSharding`s like the parameters, or a function of the
             parameters that returns one. `init` needs it only under jit on a mesh with Auto axes,
             because traced parameters do not know where they are.
-        offload: False keeps the deferred half on the device too, in-graph, with the same
-            arithmetic and staleness and without an engine, for an experiment. It takes 12 bytes per
-            parameter and more. Jit the step: outside of jit every update compiles again.
         send_gradients: When the gradients of offloaded leaves leave the device. "during_step": as
             soon as the backward pass has made each; best where layers are written out.
             "after_step": while the next step runs, with the same bits; for layers under `lax.scan`,
@@ -157,10 +169,10 @@ def zenflow(
 
         Let zenflow be the last of its chain, and let nothing else change the parameters: the host's
         updates pass by what stands behind it (`optax.scale`, `optax.ema`), and undo other changes
-        of deferred channels (`optax.lookahead`, clipping weights). An engine refuses such runs;
-        with `offload=False` nothing does. Put in front what acts on gradients, freeze by
-        `optax.partition`, keep averages of the weights outside. Load weights before the first step,
-        or flush, and make a new state and engine.
+        of deferred channels (`optax.lookahead`, clipping weights). An engine refuses such runs.
+        Put in front what acts on gradients, freeze by `optax.partition`, keep averages of the
+        weights outside. Load weights before the first step, or flush, and make a new state and
+        engine.
 
     Raises:
         ValueError: For values out of range, not finite, or that do not fit each other.
@@ -169,7 +181,7 @@ def zenflow(
     Examples:
         >>> import jax.numpy as jnp, optax
         >>> params = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
-        >>> tx = zenflow(1e-2, topk_ratio=0.25, update_interval=2, offload=False)
+        >>> tx = zenflow(1e-2, topk_ratio=0.25, update_interval=2)
         >>> state = tx.init(params)
         >>> updates, state = tx.update(params, state, params)
         >>> [leaf.channels is None for leaf in state.leaves]  # a bias is resident
@@ -192,33 +204,32 @@ def zenflow(
         window_scaling=window_scaling,
         provisional_share=provisional_share,
     )
-    check_bool("offload", offload)
     sending, mail_dtype = check_send_gradients(send_gradients), check_transfer_dtype(transfer_dtype)
     numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
     check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
     check_selectors(channel_axis, resident, partition_replicated, mask)
     rules = LeafRules(topk_ratio, channel_axis, resident, partition_replicated, mail_dtype)
-    tell_flax()
+    register_flax_serialization()
 
     def init(params: Any) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")
         specs = resolve_specs(params, rules, param_shardings, mask)
         if max_grad_norm is not None:
             warn_of_a_part(params)
-        if offload and topk_ratio < 1:
+        if topk_ratio < 1:
             warn_if_all_resident(specs)
             warn_of_few_channels(specs, topk_ratio)
             warn_of_uneven_pieces(specs, topk_ratio)
             if resident is None:
                 warn_of_stacked_vectors(specs)
         specs, in_turn = in_groups(specs, schedule)
-        check_hosted(specs, in_turn, sends_in_step=bool(offload) and sending.in_step)
-        return first_state(params, specs, Static(in_turn, bool(offload), sending))
+        check_hosted(specs, in_turn, sends_in_step=sending.in_step)
+        return first_state(params, specs, Static(in_turn, sending))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.
         check_outside_of_shard_map("tx.update")
-        weights = check_update(updates, params, state, offload)
+        weights = check_update(updates, params, state)
         scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
         return _update(updates, state, weights, scalars, max_grad_norm)
 
@@ -247,15 +258,13 @@ def _update(
     seen = [
         parts_of(g)
         if is_streamed(g)
-        else split_gradient(g, leaf, state.send_gradients, rank, signs=moves)
+        else split_gradient(g, leaf.spec, leaf.channels, state.send_gradients, rank, signs=moves)
         for g, leaf in zip(gradients, state.leaves, strict=True)
     ]
     verdict = judge([s.squares for s in seen], max_grad_norm)
-    reach, length = state.reach, None
+    length = None
     if moves:
-        length = schedule.provisional_step(step, scalars.learning_rate, verdict.finite, jnp)
-        if reach is not None:
-            reach = next_reach(reach, length, schedule.longest_window)
+        length = schedule.provisional_step(step, scalars.learning_rate, verdict.finite)
 
     stepped = [
         step_selected(None if leaf.spec.hosted else p, s, leaf, scalars, verdict, length)
@@ -270,32 +279,25 @@ def _update(
         skipped=state.skipped + jnp.where(verdict.finite, 0, 1).astype(jnp.int32),
         skipped_in_a_row=jnp.where(verdict.finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
         leaves=tuple(leaf for _, leaf in stepped),
-        reach=reach,
     )
-    if state.offload:
-        # Without `exchange` in between, the last step's mail is lost: deferred channels would
-        # silently stop learning. A jitted update cannot raise; NaN is seen.
-        lost = state.token == USED
-        _raise_if_lost(lost)
-        wrong = misused(gradients, state.leaves)
+    # Without `exchange` in between, the last step's mail is lost: deferred channels would silently
+    # stop learning. A jitted update cannot raise; NaN is seen.
+    lost = state.token == USED
+    _raise_if_lost(lost)
+    wrong = misused(gradients, state.leaves)
 
-        def to_nan(x: Any) -> Any:
-            return None if x is None else jnp.where(lost | wrong, jnp.nan, x)
+    def to_nan(x: Any) -> Any:
+        return None if x is None else jnp.where(lost | wrong, jnp.nan, x)
 
-        changes = [Unmoved() if change is None else to_nan(change) for change in changes]
-        leaves = [
-            leaf._replace(master=to_nan(leaf.master)) if leaf.spec.hosted else leaf
-            for leaf in new.leaves
-        ]
-        new = new._replace(leaves=tuple(leaves))
-        token = jnp.where(wrong & ~lost, MISUSED, state.token)
-        facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
-        packed = StepScalars.pack(facts, statistics)
-        new = _with_mail(new, seen, packed, verdict, rank)
-    else:
-        new, changes = in_graph.advance(
-            new, weights, gradients, changes, scalars, verdict, statistics
-        )
+    changes = [Unmoved() if change is None else to_nan(change) for change in changes]
+    leaves = [
+        leaf._replace(master=to_nan(leaf.master)) if leaf.spec.hosted else leaf
+        for leaf in new.leaves
+    ]
+    token = jnp.where(wrong & ~lost, MISUSED, state.token)
+    facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
+    packed = StepScalars.pack(facts, statistics)
+    new = _with_mail(new._replace(leaves=tuple(leaves)), seen, packed, verdict, rank)
     return jax.tree.unflatten(treedef, changes), new
 
 

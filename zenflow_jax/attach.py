@@ -9,8 +9,7 @@ from typing import Any
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state, is_nnx_state
 from zenflow_jax._engine import HostEngine
-from zenflow_jax._exchange import nnx_pair
-from zenflow_jax._exchange.checks import accumulations
+from zenflow_jax._exchange.checks import accumulations, is_nnx_pair, nnx_arrays, update_nnx
 from zenflow_jax._spec.rules import check_int_or_none
 
 _FIELDS = ("params", "opt_state")
@@ -144,7 +143,7 @@ class AttachedStep:
     __reduce_ex__ = HostEngine.__reduce_ex__
 
     def _start(self, args: tuple[Any, ...]) -> tuple[Callable[[Any], "_Taken"], Any]:
-        """How to take a step's results, and the least that it may return.
+        """Returns an extractor and the minimal step output.
 
         The first call makes the engine.
         """
@@ -178,9 +177,9 @@ _Taken = tuple[Any, Any, Callable[[Any, Any], Any]]
 def _taker(
     args: tuple[Any, ...], fields: tuple[str, str] | None
 ) -> tuple[Callable[[Any], _Taken], Any]:
-    """A function that takes the results of such a step, and the least that they may be."""
-    # Who has a pair of nnx has imported flax.
-    if fields is None and "flax.nnx" in sys.modules and nnx_pair.is_pair(args):
+    """Returns an extractor and the minimal step output."""
+    # Whoever has a pair of nnx has imported flax.
+    if fields is None and "flax.nnx" in sys.modules and is_nnx_pair(args):
         return functools.partial(_take_nnx, args), None
     if args and _has(args[0], fields or _FIELDS):
         return functools.partial(_take_train_state, fields or _FIELDS), args[0]
@@ -203,10 +202,10 @@ def _taker(
 
 def _take_nnx(args: tuple[Any, ...], out: Any) -> _Taken:
     def put(params: Any, opt_state: Any) -> Any:
-        nnx_pair.update(args[0], args[1], params, opt_state)
+        update_nnx(args[0], args[1], params, opt_state)
         return out
 
-    return *nnx_pair.arrays(args[0], args[1]), put
+    return *nnx_arrays(args[0], args[1]), put
 
 
 def _take_pair(out: Any) -> _Taken:

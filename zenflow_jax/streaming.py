@@ -45,10 +45,10 @@ def stream(
         A tree like `params`, with a `Streamed` for each such leaf; only `scan_layers` can read it.
 
     Raises:
-        ValueError: If the state has no engine or sends gradients in another way; if no leaf is
-            stacked, or one that `where` names is not; if a mesh divides the axis of layers or has
-            Explicit axes; if a leaf is in another memory than `tx.init` saw; where something
-            differentiates through this call.
+        ValueError: If the state sends gradients in another way; if no leaf is stacked, or one that
+            `where` names is not; if a mesh divides the axis of layers or has Explicit axes; if a
+            leaf is in another memory than `tx.init` saw; where something differentiates through
+            this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -66,11 +66,11 @@ def stream(
         >>> params, opt_state = step(params, tx.init(params), jnp.ones((2, 8)))
     """
     state = find_state(opt_state)
-    if not state.offload or not state.send_gradients.in_step:
-        how = f"send_gradients={state.send_gradients.value!r}" if state.offload else "offload=False"
+    if not state.send_gradients.in_step:
         raise ValueError(
-            "expected the state of `zenflow` with offload=True, send_gradients='during_step', as "
-            f"layers send their gradients in the backward pass, got {how}."
+            "expected the state of `zenflow` with send_gradients='during_step', as layers send "
+            "their gradients in the backward pass, got "
+            f"send_gradients={state.send_gradients.value!r}."
         )
     weights, treedef, places = match_leaves(params, state)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -19,7 +19,7 @@ from tests.resuming import PLAN, SETTINGS, assert_saved, end, go, read_engine_st
 from tests.runs import FIRST, ONE, SCANNED, SECOND, Training
 from zenflow_jax import AutoWindow, EngineCheckpointHandler
 from zenflow_jax._checkpoint import resume, saving
-from zenflow_jax._exchange.snapshot import Snapshot
+from zenflow_jax._checkpoint.saving import Snapshot
 
 ALL = 10**9  # bytes
 

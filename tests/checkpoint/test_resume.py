@@ -23,7 +23,7 @@ from tests.resuming import (
     without_tokens,
 )
 from tests.runs import FIRST, ONE, SCANNED, SECOND, THIRD, Training
-from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, HostEngine
+from zenflow_jax import AutoSelect, AutoWindow, HostEngine
 from zenflow_jax._exchange import updates
 from zenflow_jax._spec.rules import UnfitRunError
 
@@ -140,7 +140,7 @@ def test_a_run_goes_on_from_what_leaves_jax_as_bytes(through):
 def test_what_flax_has_written_of_other_options_is_refused(changes, words):
     params, states = runs.initial(ONE), []
     for settings in (SETTINGS, dataclasses.replace(SETTINGS, **changes)):
-        states.append(runs.transformation(ONE, settings, offload=False).init(params))
+        states.append(runs.transformation(ONE, settings).init(params))
     with pytest.raises(ValueError, match=words):
         serialization.from_state_dict(states[1], serialization.to_state_dict(states[0]))
 
@@ -158,7 +158,7 @@ def after_six():
     [
         ({"update_interval": 2}, "`update_interval` as in the saved run, 4, got 2"),
         ({"update_interval": AutoWindow(4)}, "`update_interval` .*, 4, got 4 .rule"),
-        ({"select_interval": EpochSelect(8)}, "`select_interval` .*, 8, got 8 .rule"),
+        ({"select_interval": AutoSelect(0.5, 8)}, "`select_interval` .*, 8, got 8 .rule"),
         ({"full_warm_up_rounds": 0}, "`full_warm_up_rounds` as in the saved run, 2, got 0"),
         ({"staleness": 2}, "`staleness` as in the saved run, 1, got 2"),
         ({"rolling": False, "staleness": 1}, "`rolling` as in the saved run, 1, got 0"),
@@ -241,9 +241,8 @@ def test_an_engine_and_the_state_that_it_gives_or_goes_on_from_share_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", [True, False])
-def test_masters_are_those_of_the_reference(offload):
-    with Training(FIRST, SETTINGS, offload=offload) as training:
+def test_masters_are_those_of_the_reference():
+    with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 16)
         before, slow = comparisons.reference(FIRST, SETTINGS, PLAN._replace(steps=16))
         trees = training.params, training.state, training.engine
@@ -260,9 +259,6 @@ def test_masters_are_those_of_the_reference(offload):
             expected = np.where(is_cast, expected, param.astype(np.float32))
             np.testing.assert_allclose(masters[name], expected, rtol=0, atol=comparisons.ATOL)
         assert moved
-        if offload:
-            with pytest.raises(ValueError, match="expected the engine that trained as the third"):
-                zenflow_jax.master_params(training.params, training.state)
         training.flush()
         masters = zenflow_jax.master_params(training.params, training.state, training.engine)
         for name, x in training.params.items():

@@ -160,9 +160,11 @@ def hand_over(program: Callable) -> Compiled:
     """A program of a selection, for all leaves of one group."""
     at_once = Step(options=(("max_grad_norm", 1.0), ("rolling", False)))
     _, params, state = at_once.arguments()
-    leaves = [leaf for leaf in state.leaves if leaf.offloaded]
+    leaves = [leaf for leaf in state.leaves if not leaf.spec.resident]
     weights = [
-        x for x, leaf in zip(jax.tree.leaves(params), state.leaves, strict=True) if leaf.offloaded
+        x
+        for x, leaf in zip(jax.tree.leaves(params), state.leaves, strict=True)
+        if not leaf.spec.resident
     ]
     channels, masters = [x.channels for x in leaves], [x.master for x in leaves]
     arguments = {

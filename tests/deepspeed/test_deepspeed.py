@@ -30,7 +30,8 @@ from tests.deepspeed.configs import (
     changed,
     sized,
 )
-from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax import AutoSelect, AutoWindow
+from zenflow_jax._spec.schedule import first_schedule_state
 from zenflow_jax.deepspeed import from_deepspeed
 
 pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
@@ -76,7 +77,7 @@ def test_a_whole_config_becomes_optimizer_batch_and_precision():
     options = from_deepspeed(TRAINING, steps_per_epoch=1250, mask=mask)
     assert options.learning_rate == 2e-5
     adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 0.5}
-    others = {"select_interval": EpochSelect(1250), "mask": mask}
+    others = {"select_interval": 1250, "mask": mask}
     assert options.arguments == RULES_OF_TUTORIAL | adam | others
     assert (options.batch_size, options.micro_batches) == (8, None)
     assert options.compute_dtype == jnp.bfloat16
@@ -181,20 +182,20 @@ def test_the_zenflow_section_has_deepspeeds_defaults_and_autos(keys, expected):
     assert {key: arguments[key] for key in expected} == expected
 
 
-NEVER = EpochSelect(2**31 - 1)
+NEVER = 2**31 - 1
 
 
 @pytest.mark.parametrize(
     ("strategy", "interval", "extra", "steps_per_epoch", "expected"),
     [
         ("auto", "auto", {}, None, AutoSelect()),
-        ("auto", "auto", {"steps_per_epoch": 50}, None, EpochSelect(50)),
-        ("auto", "auto", {"steps_per_epoch": 50}, 100, EpochSelect(100)),
-        ("epoch", 3, {}, 101, EpochSelect(101, 3)),
+        ("auto", "auto", {"steps_per_epoch": 50}, None, 50),
+        ("auto", "auto", {"steps_per_epoch": 50}, 100, 100),
+        ("epoch", 3, {}, 101, 303),
         ("epoch", 0, {}, 100, NEVER),
-        ("step", 4, {}, None, EpochSelect(4)),  # as long as a window
-        ("step", 10, {}, None, EpochSelect(10)),  # no multiple of the window
-        ("step", 10, {"update_interval": "auto", "full_warm_up_rounds": 3}, None, EpochSelect(10)),
+        ("step", 4, {}, None, 4),  # as long as a window
+        ("step", 10, {}, None, 10),  # no multiple of the window
+        ("step", 10, {"update_interval": "auto", "full_warm_up_rounds": 3}, None, 10),
     ],
     ids=str,
 )
@@ -213,9 +214,10 @@ def test_selections_are_at_deepspeeds_steps_or_at_the_end_of_their_window(interv
     keys = {"update_interval": 4, "select_strategy": "step", "select_interval": interval}
     options = from_deepspeed(zenflow_section(**keys, full_warm_up_rounds=warm_up))
     schedule = options.optimizer.init({"w": jnp.ones((4, 4))}).schedule
-    first, *ours = [step for step in range(1, 64) if schedule.boundary(step, None).selects]
+    state = first_schedule_state(schedule, 1)
+    first, *ours = [step for step in range(1, 64) if schedule.boundary(step, state).selects]
     assert first == (warm_up or 4)
-    theirs = [step for step in range(warm_up + 1, 64) if step % interval == 0]
+    theirs = [step for step in range(warm_up + 1, 64) if (step - warm_up) % interval == 0]
     ends = [warm_up + 4 * math.ceil((step - warm_up) / 4) for step in theirs]
     assert ours == [step for step in ends if step < 64]
 
@@ -281,7 +283,7 @@ def test_lengths_may_become_known_later():
     late = dataclasses.replace(early, **lengths)
     at_once = from_deepspeed(config, learning_rate=3e-4, **lengths)
     assert late == at_once
-    assert late.arguments["select_interval"] == EpochSelect(50, 2)
+    assert late.arguments["select_interval"] == 100
     assert [late.learning_rate(n) for n in (3, 50)] == [at_once.learning_rate(n) for n in (3, 50)]
     for name, needs in (("learning_rate", "warmup_steps"), ("arguments", "steps_per_epoch")):
         with pytest.raises(ValueError, match=f"{needs}="):

@@ -16,7 +16,7 @@ ATOL = 1e-6
 
 DEVICE = jax.devices()[0]
 STEPS = 5
-SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2, "offload": False}
+SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
 # What each key of a run's parameters is: of "weight", 2 of 6 channels are selected.
 SHAPES = {"bias": (3,), "weight": (6, 3)}
 
@@ -46,19 +46,18 @@ def gradients_at(step: int, dtype: Any = "float32"):
     return jax.device_put(jax.tree.map(lambda g: jnp.asarray(g, dtype), gradients), DEVICE)
 
 
-def train(tx, steps=STEPS, *, params=None, gradients=gradients_at, offload=False):
-    """Parameters and state after some steps, each with its exchange if gradients are offloaded."""
+def train(tx, steps=STEPS, *, params=None, gradients=gradients_at, prepare=lambda t, state: None):
+    """Parameters and state after some steps, each with its exchange; `prepare` changes a state."""
     params = example_params() if params is None else params
     state, update = tx.init(params), jax.jit(tx.update)
-    engine = zenflow_jax.HostEngine(params, state, **KERNEL) if offload else None
+    engine = zenflow_jax.HostEngine(params, state, **KERNEL)
     for t in range(1, steps + 1):
+        prepare(t, state)
         with jax.numpy_dtype_promotion("standard"):  # optax's wrappers are not strict-clean
             updates, state = update(gradients(t), state, params)
         params = apply(params, updates)
-        if engine is not None:
-            params, state = engine.exchange(params, state)
-    if engine is not None:
-        engine.close()
+        params, state = engine.exchange(params, state)
+    engine.close()
     return params, state
 
 

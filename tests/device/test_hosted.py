@@ -228,7 +228,6 @@ def a_norm(params):
     [
         ({}, a_norm, r"a leaf of float32 \(3, 16\) at \['layers'\]\['scale'\]"),
         ({"topk_ratio": 1.0}, dict, r"a leaf of float32 \(3, 36, 16\)"),
-        ({"offload": False}, dict, "got another of these"),
         ({"send_gradients": "after_step"}, dict, "got another of these"),
         ({"staleness": 2}, dict, "got staleness=2"),
     ],

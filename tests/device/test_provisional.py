@@ -10,10 +10,11 @@ import optax
 import pytest
 
 import zenflow_jax
+from tests.device.small_runs import exchanged
 from zenflow_jax._device.step import _pack_signs, _unpack_signs
 
 RATE, SHARE = 2.0**-6, 0.5
-OPTIONS = {"topk_ratio": 0.25, "update_interval": 4, "offload": False, "provisional_share": SHARE}
+OPTIONS = {"topk_ratio": 0.25, "update_interval": 4, "provisional_share": SHARE}
 
 
 def trained(params, gradients, **options):
@@ -28,7 +29,7 @@ def trained(params, gradients, **options):
 
     with jax.numpy_dtype_promotion("standard"):
         for gradient in gradients:
-            params, state = step(params, state, gradient)
+            params, state = step(params, exchanged(state), gradient)
             seen.append(np.asarray(params, np.float32))
     return seen
 

@@ -21,9 +21,9 @@ from tests.device.small_runs import (
 RTOL = 1e-6  # a few roundings of float32
 
 
-@pytest.mark.parametrize(("offload", "dtype"), [(False, "float16"), (True, "bfloat16")])
-def test_all_ways_to_init_agree(offload, dtype):
-    tx, params = make(offload=offload), example_params(dtype)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_all_ways_to_init_agree(dtype):
+    tx, params = make(), example_params(dtype)
     state = tx.init(params)
     compiled = jax.jit(tx.init)(params)
     assert jax.tree.structure(compiled) == jax.tree.structure(state)
@@ -50,7 +50,7 @@ def test_the_state_is_a_plain_pytree_without_callables():
             "channel_axis": lambda path, leaf: -1,
             "resident": lambda path, leaf: False,
         }
-        return make(lambda count: 1e-2, offload=True, **of_functions).init(example_params())
+        return make(lambda count: 1e-2, **of_functions).init(example_params())
 
     # Functions made anew are never equal; a treedef that held one would not be either.
     first, second = jax.tree.structure(state()), jax.tree.structure(state())
@@ -66,17 +66,16 @@ FLOAT64 = dict.fromkeys(["learning_rate", "eps", "weight_decay"], np.float64(1e-
 
 
 @pytest.mark.parametrize(
-    ("offload", "dtype", "options"),
+    ("dtype", "options"),
     [
-        (True, "float32", ADAPTIVE | FLOAT64),
-        (False, "bfloat16", {**ADAPTIVE, "b2": np.float64(0.99)}),
-        (False, "float16", {"learning_rate": jnp.float32(1e-2)}),
-        (True, "bfloat16", {"learning_rate": optax.cosine_decay_schedule(1e-2, 9)}),
+        ("float32", ADAPTIVE | FLOAT64),
+        ("float16", {"learning_rate": jnp.float32(1e-2), "b2": np.float64(0.99)}),
+        ("bfloat16", {"learning_rate": optax.cosine_decay_schedule(1e-2, 9)}),
     ],
 )
-def test_nothing_about_the_state_changes_but_its_numbers(offload, dtype, options):
-    # Over updates that close windows and select; one program serves them all, also under x64.
-    tx = make(**{"offload": offload, "max_grad_norm": 1.0, "full_warm_up_rounds": 1, **options})
+def test_nothing_about_the_state_changes_but_its_numbers(dtype, options):
+    # One program serves all steps, also under x64.
+    tx = make(**{"max_grad_norm": 1.0, "full_warm_up_rounds": 1, **options})
     params = example_params(dtype)
     update = jax.jit(tx.update)
     state = tx.init(params)
@@ -93,7 +92,7 @@ def test_nothing_about_the_state_changes_but_its_numbers(offload, dtype, options
         assert jax.tree.structure(state) == treedef
         assert describe(state) == expected
         params = apply(params, updates)
-        state = exchanged(state) if offload else state
+        state = exchanged(state)
     assert times_compiled(update) == 1
 
 
@@ -143,23 +142,21 @@ def test_mask_says_where_weight_decay_applies_whose_schedule_counts_from_zero(ma
     ],
 )
 def test_what_the_device_keeps_of_a_leaf_is_its_selected_channels_or_all(shape, options, kept):
-    for offload in (False, True):
-        state = make(offload=offload, **options).init({"x": jnp.ones(shape)})
-        (leaf,), mail = state.leaves, state.mail
-        assert leaf.mu.shape == leaf.nu.shape == (shape if kept is None else kept)
-        assert leaf.spec.resident == (kept is None)
-        assert (leaf.channels is None) == (leaf.scores is None) == (kept is None)
-        assert bool(jax.tree.leaves(mail)) == (offload and kept is not None)
+    state = make(**options).init({"x": jnp.ones(shape)})
+    (leaf,), mail = state.leaves, state.mail
+    assert leaf.mu.shape == leaf.nu.shape == (shape if kept is None else kept)
+    assert leaf.spec.resident == (kept is None)
+    assert (leaf.channels is None) == (leaf.scores is None) == (kept is None)
+    assert bool(jax.tree.leaves(mail)) == (kept is not None)
 
 
 def test_the_mail_alone_is_in_host_memory_in_shapes_that_nothing_on_the_device_has():
     # Or a donated buffer could be given to the wrong one of them, which ends the process.
     params = {"a": jnp.ones((1, 8)), "b": jnp.ones((1, 1, 8)), "c": jnp.ones((8, 3))}
-    state = make(offload=True).init(params)
+    state = make().init(params)
     mail = jax.tree.leaves((state.mail, state.step_scalars))
     assert {x.sharding.memory_kind for x in mail} == {"pinned_host"}
     device = jax.tree.leaves((params, state._replace(mail=None, step_scalars=None)))
-    device += jax.tree.leaves(make(offload=False).init(params))
     assert {x.sharding.memory_kind for x in device} == {DEVICE.default_memory().kind}
     assert min(x.ndim for x in mail) > max(x.ndim for x in device)
 
@@ -175,27 +172,20 @@ def test_the_mail_alone_is_in_host_memory_in_shapes_that_nothing_on_the_device_h
 )
 def test_the_mail_is_the_gradient_bit_for_bit_in_the_dtype_of_its_leaf(dtype, arrives, clip):
     params, gradients = example_params(dtype), gradients_at(1, arrives)
-    tx = make(offload=True, max_grad_norm=clip)
+    tx = make(max_grad_norm=clip)
     _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
     mail = np.asarray(state.mail[1])
     assert mail.dtype == (jnp.float32 if dtype == "float16" else dtype)
     assert mail.tobytes() == np.asarray(gradients["weight"].astype(mail.dtype)).tobytes()
 
 
-def test_flush_warns_where_the_last_steps_of_an_in_graph_run_were_all_skipped(caplog):
+def test_a_state_counts_steps_that_were_skipped_one_after_the_other():
     params = {"bias": jnp.zeros(3)}
     tx = make()
     state, update = tx.init(params), jax.jit(tx.update)
     for value, expected in ((jnp.nan, 1), (0.0, 0), (jnp.nan, 1), (jnp.inf, 2), (jnp.nan, 3)):
-        zenflow_jax.flush(params, state)
-        assert caplog.records == []
-        _, state = update({"bias": jnp.full(3, value)}, state, params)
+        _, state = update({"bias": jnp.full(3, value)}, exchanged(state), params)
         assert int(state.skipped_in_a_row) == expected
-    # As with optax's own optimizers, for parameters that no device was named for.
-    assert times_compiled(update) == 1
-    zenflow_jax.flush(params, state)
-    (record,) = caplog.records
-    assert "skipped the last 3 steps, up to step 5" in record.getMessage()
 
 
 def test_gradients_of_float16_leaves_are_looked_at_as_they_arrive_and_squared_in_float32():

@@ -48,7 +48,7 @@ def started(where, settings, *, leaves=LEAVES, in_context=True, **more):
     context = jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext()
     shardings = meshes.shardings(mesh, placement, leaves)
     # Steps donate wherever it is not that which is tested: so runs share them.
-    options = {"donate": more.get("offload", True), "shardings": shardings, **more}
+    options = {"donate": True, "shardings": shardings, **more}
     with context, Training(leaves, settings, **options) as training:
         yield training
 
@@ -74,10 +74,6 @@ def traced_once(training, *, donate=True):
     ("where", "more"),
     [
         *[(x, {}) for x in WHERE],
-        # Both modes lay out their state alike: the other one where each axis of a leaf is divided.
-        # It makes its state outside of jit, the runs with an engine make theirs under it.
-        (("two", "channels", EXPLICIT), {"offload": False}),
-        (("three", "both", AUTO), {"offload": False}),
         (("three", "both", EXPLICIT), {"in_context": False, "send_gradients": "per_window"}),
         (("three", "channels", AUTO), {"partition": False, "donate": False, "threads": 2}),
         (("three", "others", AUTO), {"send_gradients": "after_step", "prefetch_bytes": 0}),
@@ -95,7 +91,6 @@ def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, more):
     [
         (("three", "replicated", AUTO), {}),
         (("three", "both", AUTO), {}),
-        (("three", "both", EXPLICIT), {"offload": False}),
     ],
     ids=str,
 )
@@ -111,13 +106,9 @@ def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
         assert_agrees(training, PLAN, "compact")
 
 
-@pytest.mark.parametrize(
-    ("where", "offload"),
-    [(("three", "stacks", AUTO), True), (("data", "replicated", AUTO), False)],
-    ids=str,
-)
-def test_adaptive_schedules_decide_as_the_reference_does(where, offload):
-    with started(where, ADAPTIVE, leaves=leaves_of(where), offload=offload) as training:
+def test_adaptive_schedules_decide_as_the_reference_does():
+    where = ("three", "stacks", AUTO)
+    with started(where, ADAPTIVE, leaves=leaves_of(where)) as training:
         slow = assert_agrees(training, PLAN)
         assert len(set(np.diff(slow.turns[0].boundaries))) > 1
 
@@ -182,7 +173,7 @@ def test_weights_loaded_after_the_engine_was_made_are_those_that_train():
 )
 def test_parameters_that_something_else_changes_are_refused(where, leaf, check):
     with started(where, STALE, check=check) as run:
-        run.go(7)
+        run.go(8)  # then a step is compared
         other = other_on_the_last_device(run.params, run.shardings)[leaf]
         run.params = run.params | runs.place({leaf: other}, run.shardings)
         with pytest.raises(RuntimeError, match=rf"got other values of \['{leaf}'\] after step"):

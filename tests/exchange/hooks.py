@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zenflow_jax import _engine
-from zenflow_jax._exchange import host_half, uploads, worker
+from zenflow_jax._exchange import parts, worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
 
@@ -33,7 +33,7 @@ def hooked(monkeypatch: Any) -> Hooks:
             hooks.update()
             yield from super().adamw(*args)
 
-    monkeypatch.setattr(host_half, "HostState", State)
+    monkeypatch.setattr(parts, "HostState", State)
     monkeypatch.setattr(_engine, "HostAdam", Adam)
     return hooks
 
@@ -47,5 +47,4 @@ def views_of_mail(monkeypatch: Any) -> list[weakref.ref]:
         return seen
 
     monkeypatch.setattr(worker, "view", view)
-    monkeypatch.setattr(uploads, "view", view)
     return views

@@ -10,7 +10,7 @@ import pytest
 
 import zenflow_jax
 from tests import runs
-from tests.runs import FIRST, QUIET, Plan, Settings, Training
+from tests.runs import FIRST, Settings, Training
 from zenflow_jax._exchange.integrity import Integrity
 
 # Other tests of engines do.
@@ -40,48 +40,43 @@ def turn(params):
 
 
 AT_ONCE = dataclasses.replace(SETTINGS, update_interval=1, staleness=0)
-ALL_SKIPPED = range(5, 15)
 
 
-def go(run, plan):
-    run.go(6, plan)
+def go(run):
+    run.go(3)
 
 
-def go_and(call, steps=2):
-    """Steps until the leaf's update arrives, and the call that must refuse it."""
+def go_and(call):
+    """The step that is compared, and the call that must refuse it."""
 
-    def end(run, plan):
-        run.go(steps, plan)
+    def end(run):
+        run.go(1)
         call(run)
 
     return end
 
 
 @pytest.mark.parametrize(
-    ("settings", "plan", "steps", "change", "end", "words"),
+    ("settings", "change", "end", "words"),
     [
-        (TOGETHER, QUIET, 5, clip, go, r"\['columns'\], \['rows'\], \['stack'\] after step 6"),
-        # The largest leaf takes turns with the other two: it is looked at where its update arrives.
-        (SETTINGS, QUIET, 5, load, go, r"\['rows'\] after step 7"),
-        (SETTINGS, QUIET, 5, one_layer, go, r"\['stack'\] after step 6"),
-        (MOVING, QUIET, 5, turn, go, r"\['columns'\] after step 6"),
-        (TOGETHER, Plan(14, ALL_SKIPPED), 8, load, go, r"\['rows'\] after step"),
-        (SETTINGS, Plan(14, ALL_SKIPPED, range(9, 15)), 8, load, go, r"\['rows'\] after step"),
+        (TOGETHER, clip, go, r"\['columns'\], \['rows'\], \['stack'\]"),
+        (SETTINGS, one_layer, go, r"\['stack'\]"),
+        (MOVING, turn, go, r"\['columns'\]"),
         # Before they are saved.
-        (SETTINGS, QUIET, 3, load, go_and(Training.flush), r"\['rows'\] after step 5"),
-        (SETTINGS, QUIET, 3, load, go_and(lambda x: x.engine.state()), r"\['rows'\] after step 5"),
-        (AT_ONCE, QUIET, 4, load, go_and(Training.flush, 1), r"\['rows'\] after step 5"),
+        (SETTINGS, load, go_and(Training.flush), r"\['rows'\]"),
+        (MOVING, load, go_and(lambda x: x.engine.state()), r"\['rows'\]"),
+        (AT_ONCE, load, go_and(Training.flush), r"\['rows'\]"),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
 def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(
-    settings, plan, steps, change, end, words
+    settings, change, end, words
 ):
     with Training(FIRST, settings) as run:
-        run.go(steps, plan)
+        run.go(8)  # the next step is compared
         run.params = change(run.params)
-        with pytest.raises(RuntimeError, match=f"{REFUSED} {words}"):
-            end(run, plan)
+        with pytest.raises(RuntimeError, match=f"{REFUSED} {words} after step 9"):
+            end(run)
         # And nothing goes on by accident.
         for call in (run.exchange, run.flush, run.engine.state):
             with pytest.raises(RuntimeError, match=f"{REFUSED}|interrupted half-way"):
@@ -151,18 +146,6 @@ def test_what_acts_behind_zenflow_is_refused(behind, options):
         train([behind], **options)
 
 
-def test_weights_of_some_steps_ago_are_no_provisional_step():
-    """They are no further than provisional steps may move them, but by no multiple of one."""
-    seen = []
-
-    def some_steps_ago(t, params):
-        seen.append(params["wide"])
-        return params | {"wide": seen[t - 4]} if t == 14 else params
-
-    with pytest.raises(RuntimeError, match=f"{REFUSED} .'wide'."):
-        train(between=some_steps_ago, update_interval=4, rolling=False, **MOVES)
-
-
 @pytest.mark.parametrize(
     ("name", "place", "options"),
     [
@@ -193,13 +176,13 @@ def test_one_number_that_was_changed_is_refused_where_all_are_compared(name, pla
     ],
 )
 def test_nothing_is_refused_that_leaves_the_updates_as_they_are(monkeypatch, options):
-    compared, add = {}, Integrity.add
+    compared, add = {}, Integrity._add
 
     def noted(self, names, counts):
         for name, count in zip(names, map(int, counts), strict=True):
             compared[name] = compared.get(name, 0) + count
         add(self, names, counts)
 
-    monkeypatch.setattr(Integrity, "add", noted)
+    monkeypatch.setattr(Integrity, "_add", noted)
     train(check="all", **options)
     assert compared == {f"['{name}']": 0 for name in PARAMS}

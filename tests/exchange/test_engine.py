@@ -45,9 +45,8 @@ def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mails_dtype(
     )
     plan = Plan(7, flush_at=(7,))
     expected, _ = comparisons.reference(leaves, settings, plan, gradients=small)
-    for offload in (False, True):
-        with Training(leaves, settings, offload=offload, gradients=small) as training:
-            comparisons.assert_agree(training.history(plan), expected)
+    with Training(leaves, settings, gradients=small) as training:
+        comparisons.assert_agree(training.history(plan), expected)
 
 
 def exchange_until_noticed(run):

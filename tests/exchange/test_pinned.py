@@ -43,7 +43,7 @@ def test_mail_is_taken_once_by_a_new_engine_and_given_back(sending, taken):
         mail = sum(
             np.prod(leaf.spec.shape) * leaf.spec.mail_dtype.itemsize
             for leaf in state.leaves
-            if leaf.offloaded
+            if not leaf.spec.resident
         )
         blank = mail if sending == "during_step" else 0  # which the state has
         assert 0 <= pinned.buffers(state) * mail - sum(taken) - blank < mail

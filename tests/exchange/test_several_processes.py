@@ -149,7 +149,7 @@ def check_refusal(training: Training, me: int, count: int) -> None:
     words = r"got other values of \['bias'\], " if last else f"process {count - 1} has refused"
     with pytest.raises(ValueError, match=words):
         zenflow_jax.HostEngine(params, training.state, engine_state=training.engine.state())
-    tokens = multihost_utils.process_allgather(np.int32(training.engine._mailbox.token))
+    tokens = multihost_utils.process_allgather(np.int32(training.engine._tokens.number))
     assert np.unique(tokens).size == 1
 
 

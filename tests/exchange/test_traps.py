@@ -25,7 +25,7 @@ from tests.exchange.hooks import views_of_mail
 from tests.runs import BUSY, FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import parts, updates, uploads
+from zenflow_jax._exchange import parts, updates, worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank
 
@@ -100,7 +100,7 @@ def donate_whatever_can_be_donated() -> None:
 
 
 #: The programs of engine, step and `master_params` that the runs below need.
-PROGRAMS = "step, merge, compare, choose, enter, samples, channel_rows, split, _rows, _compare"
+PROGRAMS = "step, merge, choose, enter, channel_rows, split, _rows, _compare"
 
 
 def compute_only_by_programs_of_their_own() -> None:
@@ -146,11 +146,10 @@ def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatc
         assert [v for v in views if v() is not None] == []
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_the_first_state_shares_no_buffer_with_the_parameters_nor_with_itself(offload):
+def test_the_first_state_shares_no_buffer_with_the_parameters_nor_with_itself():
     # A step that donates both would give up the same buffer twice, which XLA refuses.
     params = runs.initial(FIRST)
-    state = runs.transformation(FIRST, OPTIONS, offload=offload).init(params)
+    state = runs.transformation(FIRST, OPTIONS).init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
     assert len(set(pointers)) == len(pointers)
 
@@ -226,7 +225,7 @@ def test_what_an_upload_may_still_read_is_not_written(monkeypatch, train):
             writes(arrays)
             super().put(arrays, channels, rows)
 
-    for module in (parts, uploads, updates):
+    for module in (parts, worker, updates):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
     monkeypatch.setattr(_engine, "HostAdam", Watched)
@@ -244,11 +243,11 @@ def test_nothing_empty_goes_to_host_memory():
         training.flush()
 
 
-@pytest.mark.parametrize("options", [{"offload": False}, {"send_gradients": "per_window"}], ids=str)
-def test_a_gradient_is_rounded_for_its_sum_by_what_no_compiler_leaves_out(options):
+def test_a_gradient_is_rounded_for_its_sum_by_what_no_compiler_leaves_out():
     # A GPU's leaves out a cast to bfloat16 and back. A CPU's does not, so its result shows nothing.
     params = runs.initial(ONE)
-    tx = zenflow_jax.zenflow(1e-2, provisional_share=None, **options)  # which rounds so, too
+    options = {"provisional_share": None}  # which rounds so, too
+    tx = zenflow_jax.zenflow(1e-2, send_gradients="per_window", **options)
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     program = jax.jit(tx.update).lower(wide, tx.init(params), params).as_text()
     assert "reduce_precision" in program

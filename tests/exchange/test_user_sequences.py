@@ -44,7 +44,6 @@ class World(NamedTuple):
 
     leaves: tuple[Leaf, ...]
     options: Settings
-    offload: bool
     donate: bool
 
 
@@ -73,7 +72,7 @@ def world(number: int) -> World:
         max_grad_norm=float(rng.choice([2.0, 50.0])),
         send_gradients=str(rng.choice(["during_step", "after_step", "per_window"])),
     )
-    return World(leaves, options, offload=number % 4 != 3, donate=bool(rng.integers(2)))
+    return World(leaves, options, donate=bool(rng.integers(2)))
 
 
 class Checkpoint(NamedTuple):
@@ -120,12 +119,10 @@ class User:
         gradients = runs.gradients(run.leaves, run.t + 1, run.seed, bad)
         self._reference.step(list(gradients.values()))
         self._call(run.step, bad=bad)
-        self._unmailed = self._world.offload
-        if not self._world.offload:
-            self._check("a step")
+        self._unmailed = True
 
     def exchange(self, n: int) -> None:
-        if self._world.offload and not self._unmailed:
+        if not self._unmailed:
             self._note("an exchange without a step")
         self._call(self._run.exchange)
         self._unmailed = False
@@ -167,20 +164,18 @@ class User:
         self.views = jax.tree.map(np.asarray, (self._run.params, self._run.state))
 
     def flush_to_look_and_go_on(self, n: int) -> None:
-        """Goes on from what there was before; in-graph that is right, `flush` being pure."""
+        """Goes on from what there was before."""
         run = self._run
         if self._unmailed or not run.t:
             return
         kept = run.params, run.state
-        if self._world.offload:
-            self._note("a run that goes on from before a flush")
+        self._note("a run that goes on from before a flush")
         self._call(run.flush)
         run.params, run.state = kept
 
     def bring_to_the_host_and_back(self, n: int) -> None:
         """Does to a state as pickling does, or a trainer that places it anew."""
-        if self._world.offload:
-            self._note("arrays of NumPy, or a state that was moved")
+        self._note("arrays of NumPy, or a state that was moved")
         name = ("params", "state")[n % 2]
         # By way of NumPy: between its memories a CPU device copies nothing by itself (jax 0.10.2).
         arrays = jax.device_get(getattr(self._run, name))
@@ -188,14 +183,13 @@ class User:
         setattr(self._run, name, back)
 
     def load_other_weights(self, n: int) -> None:
-        t, offload = self._run.t, self._world.offload
+        t = self._run.t
         # In a jitted step the library cannot raise, and a float32 parameter that is selected is its
         # own master: there the next step starts from what it gets, as that of `optax.adamw` does.
-        noticed = offload and self._world.options.topk_ratio < 1 and not (t == 1 and self._unmailed)
+        noticed = self._world.options.topk_ratio < 1 and not (t == 1 and self._unmailed)
         if t and not noticed:
             return
-        if t or offload:
-            self._note("weights loaded in mid-run, or after the engine was made")
+        self._note("weights loaded in mid-run, or after the engine was made")
         self._run.params = runs.initial(self._run.leaves, 4 + n)
         self._loaded_at = t
         if t == 0:
@@ -208,8 +202,7 @@ class User:
         run = self._run
         if run.t:
             misuse = "a checkpoint between a step and its exchange" if self._unmailed else ""
-            engine_state = None if run.engine is None else self._call(run.engine.state)
-            arrays = copied((run.params, run.state, engine_state))
+            arrays = copied((run.params, run.state, self._call(run.engine.state)))
             known = copy.deepcopy(self._reference), run.seed, self._misuse or misuse
             self._saved.append(Checkpoint(arrays, *known))
 
@@ -220,13 +213,13 @@ class User:
 
     def resume_from_a_mixture(self, n: int) -> None:
         # Parts of several checkpoints are compared where an engine is made of them.
-        if self._saved and self._world.offload:
+        if self._saved:
             self._resume(*(self._saved[n // k % len(self._saved)] for k in (1, 2, 3)))
 
     def _start(self, seed: int) -> None:
         self._close()
-        leaves, options, offload, donate = self._world
-        self._run = Training(leaves, options, seed=seed, offload=offload, donate=donate)
+        leaves, options, donate = self._world
+        self._run = Training(leaves, options, seed=seed, donate=donate)
         self._reference, self._misuse, self._unmailed = self._model(seed), "", False
         self._loaded_at = -1
 
@@ -236,9 +229,7 @@ class User:
         self._misuse = parts[0].misuse
         if not parts[0] is parts[1] is parts[2]:
             self._misuse = "a mixture of checkpoints"
-        elif self._world.offload and any(
-            isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays[:2])
-        ):
+        elif any(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays[:2])):
             self._misuse = "a checkpoint of NumPy arrays"
         self._unmailed = self._misuse == "a checkpoint between a step and its exchange"
         # Where the parts differ without harm, they are those of any.
@@ -246,8 +237,7 @@ class User:
         run = self._run
         run.params, run.state, engine_state = copied(arrays)
         run.t = self._reference.step_count
-        if run.engine is not None:
-            self._call(run.renew, engine_state=engine_state)
+        self._call(run.renew, engine_state=engine_state)
 
     def _model(self, seed: int) -> Any:
         return comparisons.slow_run(self._world.leaves, self._world.options, seed)

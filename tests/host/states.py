@@ -17,7 +17,7 @@ KERNELS = ["numba", "numpy"]
 RATE, B1, B2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
 # What the engine passes: Python floats that hold float32 values.
 SCALARS = AdamScalars(*(float(np.float32(x)) for x in (RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY)))
-STEP = window_step(SCALARS, 1, None, np)
+STEP = window_step(SCALARS, 1, None)
 
 
 class State(NamedTuple):

@@ -44,7 +44,6 @@ def leaves_of(*rows):
         ((2, 3, 4), {"rolling": False}, [0, 0, 0]),
         ((2, 3, 4), {"interval": zenflow_jax.AutoWindow(4)}, [0, 0, 0]),
         # Groups know shapes, dtypes and order alone.
-        ((8, 7, 6, 5, 4), {"interval": 3, "offload": False}, [0, 1, 2, 2, 1]),
         (
             (8, 7, 6, 5, 4),
             {"interval": 3, "topk_ratio": 0.4, "transfer_dtype": jnp.bfloat16},
@@ -68,7 +67,7 @@ def test_sizes_are_bytes_and_leaves_that_never_travel_take_no_turn():
     ranges, groups = ranges_of(params, resident=lambda path, _: path[-1].key == "kept")
     assert (ranges["w0"], ranges["w1"], groups) == (([0], [0]), ([0], [1]), 2)
     # Without any other there is one group, whose windows have nothing to update.
-    assert ranges_of({"bias": jnp.zeros(5)}, offload=False)[1] == 1
+    assert ranges_of({"bias": jnp.zeros(5)}, topk_ratio=1.0)[1] == 1
 
 
 @pytest.mark.parametrize(

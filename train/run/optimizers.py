@@ -126,7 +126,7 @@ def _arguments(settings: OptimizerSettings, steps_per_epoch: int | None) -> dict
     if settings.select_interval == "auto":
         arguments["select_interval"] = zenflow_jax.AutoSelect()
     elif settings.select_interval == "epoch":
-        arguments["select_interval"] = zenflow_jax.EpochSelect(steps_per_epoch=steps_per_epoch)
+        arguments["select_interval"] = steps_per_epoch
     return arguments
 
 
@@ -186,9 +186,7 @@ def finalize_settings(
                 values |= {"warmup_steps": scheduler.warmup, "warmup_share": None}
         if settings.optimizer == deepspeed.kind == "zenflow":
             select = deepspeed.arguments["select_interval"]
-            if isinstance(select, zenflow_jax.EpochSelect):
-                select = "epoch" if select.steps == steps_per_epoch else select.steps
-            values["select_interval"] = select
+            values["select_interval"] = "epoch" if select == steps_per_epoch else select
     except ValueError as error:
         raise SettingsError(f"`deepspeed`: {error}") from error
     return dataclasses.replace(settings, **values), deepspeed

@@ -79,7 +79,7 @@ def join_run(
         raise
     number = agree(refusal, step, token, devices)
     progress.resume(counts)
-    updates.note_parameters(offloaded.pick(weights), state.leaves)
+    updates.note_channels(state.leaves)
     updates.resume(counts.pending, before)
     return number
 

@@ -6,9 +6,11 @@ leaves that are this process's to save, each under its place in the leaf (`store
 
 import contextlib
 import json
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,19 @@ from zenflow_jax._checkpoint.tree import (
 )
 from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.mailbox import Mailbox
+from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of, joined
 from zenflow_jax._exchange.progress import Counts, Progress
-from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank
-from zenflow_jax._host.leaf import HostLeaf
+from zenflow_jax._host.state import HostLeaf
 
 # Elements that are put together at once, where memory does not have them as they are written.
 _AT_ONCE = 1024 * 1024
+# How often somebody who waits looks whether it should end.
+_LOOK_S = 0.1
 
 
 class Saver:
@@ -49,24 +52,28 @@ class Saver:
         weights: Sequence[jax.Array],
         offloaded: OffloadedLeaves,
         host_kernel: str,
-        mailbox: Mailbox,
+        tokens: Tokens,
         worker: Worker,
         progress: Progress,
         updates: Updates,
     ):
         self._devices = devices_of(weights)
         self.note(weights)
-        self._abstract = jax.tree.map(_abstract, state)
+        self._abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
         self._offloaded, self._host_kernel = offloaded, host_kernel
-        self._worker, self._mailbox = worker, mailbox
+        self._worker, self._tokens = worker, tokens
         self._progress, self._updates = progress, updates
+        self._snapshots: list[Snapshot] = []  # which somebody may still be saving
+        worker.host.before_write = self._before_write
 
     def note(self, weights: Sequence[jax.Array]) -> None:
         """Remembers the parameters that the caller has now, without keeping them alive."""
         self._weights = [weakref.ref(x) for x in weights]
 
     def has_noted(self, weights: Sequence[jax.Array]) -> bool:
-        """Whether these are the parameters that were noted last."""
+        """Returns whether these are the parameters that were noted last."""
         return all(x is known() for x, known in zip(weights, self._weights, strict=True))
 
     def tree(self) -> dict[str, Any]:
@@ -75,12 +82,19 @@ class Saver:
 
     def stream(self, copy_bytes: int | None) -> "EngineStream":
         """Takes the state without a copy, to be written while the run goes on."""
-        order, parts = self._progress.next_to_close(), self._offloaded.parts
+        open_steps, parts = self._progress.open_steps, self._offloaded.parts
         saved = [i for i, part in enumerate(parts) if part.saved]
-        saved.sort(key=lambda i: order.index(parts[i].spec.group))
+        # Parts whose windows close next are written first.
+        saved.sort(key=lambda i: (-open_steps[parts[i].spec.group], parts[i].spec.group))
         stream = self._stream(saved, copy_bytes)
-        self._worker.hold(stream.snapshot)
+        self._snapshots = [*(x for x in self._snapshots if not x.done), stream.snapshot]
         return stream
+
+    def _before_write(self, i: int) -> None:
+        """Waits until no checkpoint needs the arrays of part `i` any more."""
+        for snapshot in self._snapshots:
+            if not snapshot.done:
+                self._worker.pause(partial(snapshot.before_write, i))
 
     def _stream(self, parts: Sequence[int], copy_bytes: int | None) -> "EngineStream":
         pending, progress, host = self._updates.wait(), self._progress, self._worker.host
@@ -92,7 +106,7 @@ class Saver:
             step=progress.step,
             open_steps=progress.open_steps,
             pending=pending,
-            token=self._mailbox.token,
+            token=self._tokens.number,
             reselections=progress.reselections,
             window_lengths=progress.window_lengths,
             schedule_state=progress.schedule_state,
@@ -128,6 +142,77 @@ class Saver:
         )
 
 
+class Snapshot:
+    """The host's leaves as of one moment, in the order in which they will be saved.
+
+    A leaf that is written before it is saved is copied, if there is room for copies; else its
+    writer waits for the saver, which takes that leaf next.
+    """
+
+    def __init__(self, leaves: Mapping[int, HostLeaf], copy_bytes: int):
+        self._condition = threading.Condition()
+        self._unsaved = {i: leaf.alias() for i, leaf in leaves.items()}
+        self._copied: set[int] = set()
+        self._room = copy_bytes
+        self._in_use: int | None = None  # the leaf whose memory the saver reads
+        self._wanted: int | None = None
+
+    @property
+    def done(self) -> bool:
+        """Returns whether no writer has to wait for the saver any more."""
+        with self._condition:
+            return self._in_use is None and self._unsaved.keys() <= self._copied
+
+    def before_write(self, i: int, ended: Callable[[], bool]) -> bool:
+        """Waits until leaf `i` may be written; returns False if `ended` says so first."""
+        with self._condition:
+            leaf = self._unsaved.get(i)
+            if leaf is not None and i not in self._copied and leaf.nbytes <= self._room:
+                # Where there is less memory than the user thought, who would write waits.
+                with contextlib.suppress(MemoryError):
+                    self._unsaved[i] = leaf.copy()
+                    self._copied.add(i)
+                    self._room -= leaf.nbytes
+            self._wanted = i
+            while self._reads(i):
+                if ended():
+                    return False
+                self._condition.wait(_LOOK_S)
+            self._wanted = None
+            return True
+
+    def leaves(self) -> Iterator[tuple[int, HostLeaf]]:
+        """Yields each leaf as it was; the saver is done with it when it asks for the next."""
+        while True:
+            with self._condition:
+                if not self._unsaved:
+                    return
+                i = self._wanted
+                if i is None or not self._reads(i):
+                    i = next(iter(self._unsaved))
+                leaf = self._unsaved.pop(i)
+                self._in_use = None if i in self._copied else i
+            yield i, leaf
+            with self._condition:
+                self._in_use = None
+                if i in self._copied:
+                    self._copied.remove(i)
+                    self._room += leaf.nbytes
+                self._condition.notify_all()
+            del leaf
+
+    def close(self) -> None:
+        """Releases all leaves: unsaved ones stay unsaved. Safe twice."""
+        with self._condition:
+            self._unsaved.clear()
+            self._in_use = None
+            self._condition.notify_all()
+
+    def _reads(self, i: int) -> bool:
+        """Returns whether the saver reads memory of leaf `i`, or will."""
+        return self._in_use == i or (i in self._unsaved and i not in self._copied)
+
+
 @dataclass(frozen=True, eq=False)
 class EngineStream:
     """An engine's state as of one moment, to be taken or written once, by any thread."""
@@ -144,12 +229,12 @@ class EngineStream:
     processes: Sequence[int]  # ascending; each writes a file
 
     def close(self) -> None:
-        """Lets the run write where it likes; what is not saved then never will be. Safe twice."""
+        """Lets the run write all leaves: unsaved ones stay unsaved. Safe twice."""
         self.snapshot.close()
         self.adam.close()
 
     def tree(self) -> dict[str, Any]:
-        """The state in arrays of its own, if all parts of this process are in it."""
+        """Returns the state in arrays of its own, if all parts of this process are in it."""
         leaves = dict(self.snapshot.leaves())
         of_leaves = [
             {name: self._assembled(i, name, leaves) for name in arrays}
@@ -162,7 +247,7 @@ class EngineStream:
         return {"leaves": of_leaves, **small}
 
     def write(self, folder: Path) -> None:
-        """Writes this process's file into a folder that is there; then it is closed."""
+        """Writes this process's file into an existing folder, and closes the stream."""
         small = dict(_flat(self.small, ""))
         tensors = {name: (x.dtype, x.shape) for name, x in small.items()}
         for i, places in self.places.items():
@@ -198,7 +283,7 @@ class EngineStream:
         return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
 
     def _elements(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """The elements of an array of part `i`, some at once, with the number of the first one."""
+        """Yields the elements of an array of part `i`, some at once, with the first number."""
         if name == "steps":
             yield 0, leaf.steps
         elif name == "before":
@@ -212,17 +297,17 @@ class EngineStream:
             yield from getattr(leaf, name).chunks(_AT_ONCE)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
-        """Elements of the sum of the leaf's open window, to the same bits as any way to add."""
+        """Returns elements of the leaf's open window's sum, with the bits of any way to add."""
         total = np.empty(end - begin, np.float32)
         window = leaf.open
         if window.total is not None:
             np.copyto(total, window.total.reshape(-1)[begin:end])
-        mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.mails]
+        mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.kept]
         self.adam.accumulate(total, mails, first=window.total is None)
         return total
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
-        """An array of leaf `number`, next to each of its devices; CPUs share NumPy's memory."""
+        """Makes an array of leaf `number`, beside its devices; CPUs share NumPy's memory."""
         by_position = {}
         for numbers in self.offloaded.pieces_of(number):
             piece = joined([self._filled(i, leaves[i], name) for i in numbers])
@@ -235,7 +320,7 @@ class EngineStream:
         return assemble(pieces, array.shape, array.sharding)
 
     def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
-        """An array of part `i`, zero where nothing is saved."""
+        """Makes an array of part `i`, zero where nothing is saved."""
         places = self.places[i]
         place = places.get(name, places["master"])  # where the sum would be
         array = blank(_size(place), self._array(i, name).dtype)
@@ -255,7 +340,3 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, np.ndarra
             yield from _flat(x, f"{prefix}{name}/")
         else:
             yield prefix + name, x
-
-
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

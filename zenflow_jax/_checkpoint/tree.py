@@ -19,7 +19,7 @@ from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import NONE, Counts
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
 
@@ -62,8 +62,6 @@ def _rule(rule: Any) -> tuple[Any, ...]:
             return rule.max_interval, 1, rule.share
         case AutoSelect():
             return rule.max_windows, 1, rule.keep
-        case EpochSelect():
-            return rule.steps, 2, 0
         case _:
             return rule, 0, 0
 
@@ -78,7 +76,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         A tree of `ShapeDtypeStruct`s with shapes, dtypes, shardings and memory kinds.
 
     Raises:
-        ValueError: If there is not one `ZenFlowState` with `offload=True` in `opt_state`.
+        ValueError: If there is not one `ZenFlowState` in `opt_state`.
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax
@@ -88,11 +86,6 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         (8, 4)
     """
     state = find_state(opt_state)
-    if not state.offload:
-        raise ValueError(
-            "expected a state of `zenflow(..., offload=True)`, got one that has its deferred half "
-            "in itself. Save that state alone: it is all there is."
-        )
     leaves, none = arrays_of_leaves(state), [0] * state.schedule.groups
     counts = Counts(
         schedule_state=first_schedule_state(state.schedule, len(leaves)),
@@ -141,7 +134,7 @@ def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
 
 
 def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
-    schedule_state = {name: np.zeros(0, np.float32) for name in ScheduleState._fields}
+    schedule_state: dict[str, Any] = dict.fromkeys(ScheduleState._fields, np.zeros(0, np.float32))
     schedule_state |= {name: np.asarray(x)[()] for name, x in tree["schedule_state"].items()}
     lengths = enumerate(np.asarray(tree["window_lengths"]).tolist())
     return Counts(
@@ -158,7 +151,11 @@ def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct
     """The arrays that are kept for each offloaded leaf."""
     sums_on_device = state.send_gradients.sums_on_device
     leaves = zip(state.leaves, state.mail, strict=True)
-    return [_arrays_of(leaf.spec, mail, sums_on_device) for leaf, mail in leaves if leaf.offloaded]
+    return [
+        _arrays_of(leaf.spec, mail, sums_on_device)
+        for leaf, mail in leaves
+        if not leaf.spec.resident
+    ]
 
 
 def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any]:

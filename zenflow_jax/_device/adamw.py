@@ -37,16 +37,14 @@ def adamw(
     scalars: AdamScalars,
     *,
     decay: bool,
-    single: AdamScalars | None = None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """The change of the masters `p` and the new moments, as `optax.adamw` computes them.
 
-    All are float32. `steps`, int32, are the Adam steps of each channel, this one included; `single`
-    are the hyperparameters of a single step, for the bias corrections, where `scalars` are not.
+    All are float32. `steps`, int32, are the Adam steps of each channel, this one included.
     """
     mu = scalars.b1 * mu + scalars.one_minus_b1 * g
     nu = scalars.b2 * nu + scalars.one_minus_b2 * jnp.square(g)
-    return change_of(p, mu, nu, steps, scalars, decay=decay, single=single), mu, nu
+    return change_of(p, mu, nu, steps, scalars, decay=decay), mu, nu
 
 
 def change_of(
@@ -57,12 +55,11 @@ def change_of(
     scalars: AdamScalars,
     *,
     decay: bool,
-    single: AdamScalars | None = None,
 ) -> Float[Array, "..."]:
     """The change of `p`, given the moments after the step; arguments as for `adamw`."""
     t = steps.astype(jnp.float32)
-    b1, b2 = (single or scalars)[1:3]
-    direction = (mu / (1 - b1**t)) / (jnp.sqrt(nu / (1 - b2**t)) + scalars.eps)
+    corrected = mu / (1 - scalars.b1**t), nu / (1 - scalars.b2**t)
+    direction = corrected[0] / (jnp.sqrt(corrected[1]) + scalars.eps)
     if decay:
         direction = direction + scalars.weight_decay * p
     return -scalars.learning_rate * direction

@@ -1,4 +1,4 @@
-"""Device programs that the engine runs between steps: merge, compare, choose, enter, measure.
+"""Device programs that the engine runs between steps: merge, choose, enter, measure.
 
 Each is one program for all leaves. Parameters are of whole leaves; where `specs` are those of
 ranges, everything else is of ranges.
@@ -7,7 +7,7 @@ ranges, everything else is of ranges.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,7 @@ from zenflow_jax._device.channels import (
     take,
     top_channels,
 )
-from zenflow_jax._device.samples import differ, sample_row, split_samples, strays
 from zenflow_jax._device.shards import (
-    REPLICATED,
-    Layout,
     Shard,
     each_leaf,
     join,
@@ -40,97 +37,67 @@ Weights = Sequence[Array | None]
 Specs = tuple[LeafSpec, ...]
 
 
-class Merged(NamedTuple):
-    """The result of a merge."""
-
-    weights: Sequence[Any]  # None for a leaf in host memory
-    # None where the device has no weights of the group:
-    samples: Any  # of the weights, for the next merge to compare with
-    changed: Any  # int32 (leaves,): how many samples of each leaf had changed
-
-
 def uploads_in_two(
     uploads: Sequence[Any], specs: Sequence[LeafSpec]
 ) -> tuple[list[Any], list[Any]]:
-    """The uploads whose memory a merge gives to its result, and the others."""
+    """Returns the uploads that a merge donates to its result, and those that it keeps."""
     pairs = list(zip(uploads, map(_becomes_weight, specs), strict=True))
     return [x for x, becomes in pairs if becomes], [x for x, becomes in pairs if not becomes]
 
 
 def _becomes_weight(spec: LeafSpec) -> bool:
-    """Whether a leaf's upload is as large as its parameter on each device."""
+    """Returns whether a leaf's upload is as large as its parameter on each device."""
     gathered = spec.placement is not None and any(spec.placement.shares)
     return spec.start is None and not gathered
 
 
-class SinceMerge(NamedTuple):
-    """What tells which weights of a group may have changed since their last merge."""
-
-    during: Any  # channels that were selected during the window, as `channel_rows` gives them
-    after: Any  # channels that are selected since the window closed
-    samples: Any  # of the parameters, from their last merge
-    reach: Any  # as the state has it, or None
-
-    def of_leaves(self, specs: Specs) -> "list[SinceMerge]":
-        """The same of each leaf, or range of a leaf."""
-        widths = channel_widths(specs)
-        rows = split(self.during, widths), split(self.after, widths)
-        rows = *rows, split_samples(self.samples, specs)
-        return [SinceMerge(*row, self.reach) for row in zip(*rows, strict=True)]
-
-    @staticmethod
-    def layout(lay: Layout) -> "SinceMerge":
-        """The partition specs of what `of_leaves` gives."""
-        return SinceMerge(lay.each_device, lay.each_device, lay.each_device, REPLICATED)
-
-
-_STATIC = ("specs", "window")
-
-
-# A merge uses up uploads, never the caller's parameters: those may be in use elsewhere. An upload
+# A merge consumes uploads, never the caller's parameters: those may be in use elsewhere. An upload
 # becomes the new parameter where it is as large as that.
-@partial(jax.jit, static_argnames=_STATIC, donate_argnames="used_up")
+@partial(jax.jit, static_argnames="specs", donate_argnames="donated")
 def merge(
     weights: Weights,
-    used_up: Weights,
-    others: Weights,
-    since: SinceMerge,
+    donated: Weights,
+    kept: Weights,
+    during: Array,
+    after: Array,
     *,
     specs: Specs,
-    window: int,
-) -> Merged:
-    """The parameters, of whole leaves, with a window's update on the channels that it covers.
+) -> list[Array | None]:
+    """Returns the parameters, of whole leaves, with a window's update on deferred channels.
 
-    `used_up` and `others` are as `uploads_in_two` gives them, `specs` those of leaves or of ranges,
-    `window` the most steps of a window. Of a leaf in host memory weights and uploads are None.
+    `donated` and `kept` are as `uploads_in_two` gives them, `specs` those of leaves or of ranges.
+    `during` and `after` are rows of the channels that were selected during the window, and of those
+    since: the update has neither. A leaf in host memory is None, and so is its upload.
     """
 
     def one(
-        shard: Shard, weight: Array | None, upload: Any, since: SinceMerge
-    ) -> tuple[Array | None, Array, Array]:
+        shard: Shard, weight: Array | None, upload: Any, during: Array, after: Array
+    ) -> Array | None:
         if weight is None:
-            return None, sample_row(None), jnp.zeros((), jnp.int32)
-        selected = _selected(shard, since)
-        new = jnp.where(selected, weight, shard.gather(upload))
-        return new, sample_row(new), _changed(shard, weight, selected, since, window)
+            return None
+        block = shard.block
+        either = (contains(x.reshape(*block.stack, block.k), block.n) for x in (during, after))
+        selected = broadcast_channels(next(either) | next(either), block)
+        return jnp.where(selected, weight, shard.gather(upload))
 
-    uploads = {True: iter(used_up), False: iter(others)}
-    made = each_leaf(
+    uploads = {True: iter(donated), False: iter(kept)}
+    widths = channel_widths(specs)
+    new = each_leaf(
         one,
         specs,
-        lambda lay: [lay.block, lay.part, SinceMerge.layout(lay)],
-        lambda lay: (lay.block, lay.each_device, REPLICATED),
+        lambda lay: [lay.block, lay.part, lay.each_device, lay.each_device],
+        lambda lay: lay.block,
         map(cut, weights, specs),
         (next(uploads[_becomes_weight(spec)]) for spec in specs),
-        since.of_leaves(specs),
+        split(during, widths),
+        split(after, widths),
     )
-    new, seen, changed = zip(*made, strict=True)
-    return Merged(tuple(map(put, weights, new, specs)), join(seen), jnp.stack(changed))
+    return list(map(put, weights, new, specs))
 
 
 @partial(jax.jit, static_argnames="specs")
 def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
-    """The numbers on each device of the selected channels of leaves, or of ranges of leaves."""
+    """Returns the numbers, on each device, of the selected channels of leaves or ranges."""
     rows = each_leaf(
         lambda shard, x: row(shard.to_local(x)),
         specs,
@@ -146,48 +113,6 @@ def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:
     return [math.prod(block.stack) * block.k for block in blocks]
 
 
-def _selected(shard: Shard, since: SinceMerge) -> Array:
-    """Bool, broadcast against a block: where a channel was selected during the window or after."""
-    block = shard.block
-    during, after = (
-        contains(x.reshape(*block.stack, block.k), block.n) for x in (since.during, since.after)
-    )
-    return broadcast_channels(during | after, block)
-
-
-def _changed(shard: Shard, weight: Array, selected: Array, since: SinceMerge, window: int) -> Array:
-    """How many samples of deferred channels are not where a step may have left them."""
-    moved = sample_row(jnp.broadcast_to(selected, weight.shape)).astype(bool)
-    new = sample_row(weight)
-    changed = differ(new, since.samples, weight.dtype) & ~moved
-    if since.reach is not None:
-        changed &= strays(new, since.samples, since.reach, weight.dtype, window)
-    return shard.sum_everywhere(jnp.sum(changed, dtype=jnp.int32))
-
-
-@partial(jax.jit, static_argnames=_STATIC)
-def compare(
-    weights: Weights, since: SinceMerge, *, specs: Specs, window: int
-) -> tuple[Array, Array]:
-    """What `merge` says of samples, where a window has made no update: new ones, and changes."""
-
-    def one(shard: Shard, weight: Array | None, since: SinceMerge) -> tuple[Array, Array]:
-        if weight is None:
-            return sample_row(None), jnp.zeros((), jnp.int32)
-        return sample_row(weight), _changed(shard, weight, _selected(shard, since), since, window)
-
-    made = each_leaf(
-        one,
-        specs,
-        lambda lay: [lay.block, SinceMerge.layout(lay)],
-        lambda lay: (lay.each_device, REPLICATED),
-        map(cut, weights, specs),
-        since.of_leaves(specs),
-    )
-    seen, changed = zip(*made, strict=True)
-    return join(seen), jnp.stack(changed)
-
-
 @partial(jax.jit, static_argnames="specs")
 def choose(
     weights: Weights,
@@ -197,7 +122,7 @@ def choose(
     *,
     specs: Specs,
 ) -> tuple[Arrays, Array, Arrays, Arrays]:
-    """The channels to select, also as rows; masters of those selected so far; zero scores."""
+    """Returns the channels to select, also as rows, the current masters, and zero scores."""
 
     def one(
         shard: Shard, weight: Any, scores: Array, channels: Array, master: Array | None
@@ -223,7 +148,7 @@ def choose(
 
 @partial(jax.jit, static_argnames="specs")
 def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
-    """The parameters, with the masters' casts on the selected channels."""
+    """Returns the parameters, with the masters' casts on the selected channels."""
 
     def one(shard: Shard, weight: Array, master: Array, channels: Array) -> Array:
         place = positions(shard.to_local(channels), shard.block.n)
@@ -244,7 +169,7 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
 
 @partial(jax.jit, static_argnames="specs")
 def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
-    """The share of the best channels' score that the selected ones hold; on every device."""
+    """Returns the share of the best channels' score that the selected ones hold."""
     return kept_share(list(map(cut, scores, specs)), list(map(cut, channels, specs)), specs)
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
-from zenflow_jax._device import in_graph
 from zenflow_jax._device.channels import take
 from zenflow_jax._device.memory import (
     commit,
@@ -26,20 +24,19 @@ from zenflow_jax._device.memory import (
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
-from zenflow_jax._device.state import LeafState, Reach, Static, ZenFlowState, leaf_layout
+from zenflow_jax._device.state import LeafState, Static, ZenFlowState, leaf_layout
 from zenflow_jax._device.streamed import layer_spec
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
-from zenflow_jax._spec.scalars import AdamScalars, StepScalars
-from zenflow_jax._spec.schedule import first_schedule_state
+from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._version import LAYOUT, LAYOUT_NAME
 
 
 def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
-    """The state that `zenflow().init` returns for parameters: arrays, traced or abstract ones."""
+    """Makes the state that `zenflow().init` returns, of arrays, traced or abstract ones."""
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)
-    if static.offload and not traced and all(isinstance(x, jax.Array) for x in leaves):
+    if not traced and all(isinstance(x, jax.Array) for x in leaves):
         check_placement(leaves, specs)
     build = partial(_build, specs=specs, static=static)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -49,16 +46,12 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
     if not specs and not isinstance(params, Mapping | list | tuple | None):
         # `optax.tree_map_params` asks with a placeholder, neither arrays nor an empty container,
         # and wants it back where the per-leaf states are to stand.
-        return build(weights)._replace(leaves=params, mail=params if static.offload else None)
+        return build(weights)._replace(leaves=params, mail=params)
     like = next(iter(weights), None)
     if traced or all(spec.placement is None for spec in specs):
         return commit(build(weights), like)
     # `keep_unused`, here and below: parameters that nobody reads say which devices to use.
     state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
-    if not static.offload:
-        small = (state.open_steps, state.schedule_state)
-        open_steps, schedule_state = jax.tree.map(partial(_in_full, specs=specs, like=like), small)
-        return state._replace(open_steps=open_steps, schedule_state=schedule_state)
     # Mail is made apart, a leaf at a time: the device, where it is made, has no room for all of it.
     rank, sending = mail_rank(specs), static.send_gradients
     whole = _first_mail_is_whole(specs, static)
@@ -78,39 +71,21 @@ def _build(
     static: Static,
     mail: bool = True,
 ) -> ZenFlowState:
-    schedule, offload = static.schedule, static.offload
     leaves = []
     for p, spec in zip(weights, specs, strict=True):
         make = on_each_device(
-            partial(_first_leaf, spec=spec, static=static),
+            partial(_first_leaf, spec=spec),
             spec,
             [Layout(spec).block],
-            leaf_layout(spec, deferred=not offload),
+            leaf_layout(spec),
         )
         leaves.append(make(p))
-    state = ZenFlowState(*[None] * len(ZenFlowState._fields))._replace(
-        step=jnp.zeros((), jnp.int32),
-        skipped=jnp.zeros((), jnp.int32),
-        skipped_in_a_row=jnp.zeros((), jnp.int32),
-        leaves=tuple(leaves),
-        layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
-        static=static,
-    )
-    if not offload:
-        first = first_schedule_state(schedule, sum(not spec.resident for spec in specs))
-        return state._replace(
-            open_steps=jnp.zeros(schedule.groups, jnp.int32),
-            scalars=AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
-            schedule_state=jax.tree.map(jnp.array, first) if schedule.adaptive else None,
-        )
     # Tokens start from a number that differs between runs and is the same when a run is repeated,
     # so that an engine knows another run's state. Parameters come from a seed or a checkpoint: of
     # these, a few leaves are enough.
     few = slice(None, None, len(weights) // 8 + 1)
     bits = sum(fingerprints(weights[few], specs[few]), start=jnp.zeros((), jnp.uint32))
-    state = state._replace(token=(bits & 0x3FFFFFFF).astype(jnp.int32))
-    if schedule.provisional_share is not None:
-        state = state._replace(reach=Reach(*(jnp.zeros((), jnp.float32) for _ in Reach._fields)))
+    each, step_scalars = None, None
     if mail:
         rank, sending = mail_rank(specs), static.send_gradients
         whole = _first_mail_is_whole(specs, static)
@@ -118,20 +93,21 @@ def _build(
             None if spec.resident else _first_mail(p, spec, sending, rank, whole)
             for p, spec in zip(weights, specs, strict=True)
         )
-        state = state._replace(mail=each, step_scalars=_first_scalars(weights, specs, static))
-    return state
+        step_scalars = _first_scalars(weights, specs, static)
+    return ZenFlowState(
+        step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+        leaves=tuple(leaves),
+        mail=each,  # pyright: ignore[reportArgumentType] - the caller adds what is None here
+        token=(bits & 0x3FFFFFFF).astype(jnp.int32),
+        step_scalars=step_scalars,  # pyright: ignore[reportArgumentType]
+        layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
+        static=static,
+    )
 
 
-def _in_full(x: jax.Array, specs: tuple[LeafSpec, ...], like: Any) -> jax.Array:
-    """What all devices hold alike, with its sharding written as a step returns it."""
-    explicit = any(spec.placement is not None and spec.placement.explicit for spec in specs)
-    if not explicit or not x.size or not isinstance(like.sharding, NamedSharding):
-        return x
-    # There a type says so for each axis.
-    return jax.device_put(x, NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * x.ndim)))
-
-
-def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec, static: Static) -> LeafState:
+def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
     part, own = shard.part, shard.own(p)
     if part.resident:
         return LeafState(
@@ -141,7 +117,6 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec, static: Static) -
             mu=jnp.zeros(part.shape, jnp.float32),
             nu=jnp.zeros(part.shape, jnp.float32),
             scores=None,
-            deferred=None,
             spec=spec,
         )
     # The first channels stand in until the first selection.
@@ -153,7 +128,6 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec, static: Static) -
         mu=jnp.zeros(part.selected_shape, jnp.float32),
         nu=jnp.zeros(part.selected_shape, jnp.float32),
         scores=jnp.zeros((*part.stack, part.n), jnp.float32),
-        deferred=None if static.offload else in_graph.init_leaf(own, part, static.send_gradients),
         spec=spec,
     )
 
@@ -170,7 +144,7 @@ def _first_masters(p: jax.Array, first: jax.Array, part: LeafSpec) -> jax.Array:
 
 
 def _first_mail_is_whole(specs: tuple[LeafSpec, ...], static: Static) -> bool:
-    """Whether blank mail has the shapes of mail; else it is one element per device.
+    """Returns whether blank mail has the shapes of mail; else it is one element per device.
 
     Sums begin with it; and where gradients leave in the step, branches (`optax.MultiSteps`) may
     return either. With parameters in host memory there are none, and no room.
@@ -183,7 +157,7 @@ def _first_mail_is_whole(specs: tuple[LeafSpec, ...], static: Static) -> bool:
 def _first_mail(
     p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int, whole: bool
 ) -> jax.Array:
-    """One leaf's mail before the first step."""
+    """Makes one leaf's mail before the first step."""
     small = (1,) * len(spec.shape)
     if not sending.in_step:
         rank = len(spec.shape)
@@ -204,7 +178,7 @@ def _first_mail(
 def _first_scalars(
     weights: list[jax.Array], specs: tuple[LeafSpec, ...], static: Static
 ) -> StepScalars:
-    """Step scalars of zero, on every device that takes part."""
+    """Makes step scalars of zero, on every device that takes part."""
     sizes = StepScalars.sizes(specs, static.schedule.needs_statistics)
     in_step = static.send_gradients.in_step
     rank = mail_rank(specs) if in_step else 1

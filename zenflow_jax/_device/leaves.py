@@ -96,13 +96,12 @@ def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list
     return weights, treedef, places
 
 
-def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[Any]:
+def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
     """The parameters' leaves; an error if they or the gradients are not those of the state."""
-    if not isinstance(state, ZenFlowState) or state.offload != offload:
-        offloads = f" with offload={state.offload}" if isinstance(state, ZenFlowState) else ""
+    if not isinstance(state, ZenFlowState):
         raise ValueError(
-            f"expected the ZenFlowState that `tx.init(params)` returned, with offload={offload}, "
-            f"got a {type(state).__name__}{offloads}."
+            "expected the ZenFlowState that `tx.init(params)` returned, got a "
+            f"{type(state).__name__}."
         )
     if params is None:
         raise ValueError(

@@ -128,6 +128,10 @@ def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
     return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=memory_kind))
 
 
+def nbytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
 def zeros_like(x: jax.Array, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
     """Zeros placed as `x` is, unless `sharding` says otherwise; `x` may have been donated."""
     sharding = sharding or x.sharding

@@ -21,7 +21,7 @@ from zenflow_jax._spec.mesh import placement_of
 
 
 def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Refuses leaves that do not lie where the state takes them to be: on one device, or a mesh."""
+    """Raises if a parameter is not where `init` saw it: on one device, or on a mesh."""
     for weight, spec in zip(weights, specs, strict=True):
         if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
             raise TypeError(
@@ -94,7 +94,7 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
         return parameter.sharding.mesh if placed else meshes[0]
 
     def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
-        layout = leaf_layout(leaf.spec, deferred=not state.offload)
+        layout = leaf_layout(leaf.spec)
         return jax.tree.map(partial(put, mesh=mesh_of(parameter)), leaf, layout)
 
     def put_mail(mail: Any, leaf: LeafState, parameter: Any) -> Any:
@@ -102,7 +102,7 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
             return None
         return put(mail, Layout(leaf.spec).mail(len(mail.shape)), mail_kind, mesh_of(parameter))
 
-    mail = state.mail and tuple(map(put_mail, state.mail, state.leaves, leaves))
+    mail = tuple(map(put_mail, state.mail, state.leaves, leaves))
     alike = state._replace(leaves=None, mail=None, step_scalars=None)
     return jax.tree.map(lambda x: put(x, REPLICATED), alike)._replace(
         leaves=tuple(map(put_leaf, state.leaves, leaves)),

@@ -1,7 +1,6 @@
 """The state that `zenflow()` keeps between steps: named tuples, with static facts in their treedef.
 
-The engine needs nothing else. Fields are annotated `Any` because trees of shardings, shapes and
-wrapped variables use the same classes.
+The engine needs nothing else. Trees of shapes, shardings and partition specs use the same classes.
 """
 
 import dataclasses
@@ -10,44 +9,30 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import Array, Float, Float32, Int32
 
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
+from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._spec.schedule import Schedule
-
-
-class DeferredState(NamedTuple):
-    """The deferred channels of one leaf, in-graph (`offload=False`). Full shapes."""
-
-    master: Any  # float32, the leaf's shape; rows of selected channels are not current
-    mu: Any  # float32
-    nu: Any  # float32
-    steps: Any  # int32 (*stack, n): Adam steps of each channel
-    total: Any  # sum of the open window's gradients: float32; the mail's dtype if "per_window"
-    pending: Any  # bool (*stack, n): the master is ahead of the parameter
 
 
 class LeafState(NamedTuple):
     """Adam state of one leaf on the device.
 
-    Selected arrays have the leaf's shape with `k` channels in place of `n`. A resident leaf is
-    wholly selected: full shape, one step count, and no channels, scores or deferred half.
+    Selected arrays have the leaf's shape with `k` channels in place of `n`; where the channel axis
+    is the last one of a matrix, its rows precede it and there is no tail. A resident leaf is wholly
+    selected: its arrays have the leaf's shape, and it has one step count, no channels, no scores.
     """
 
-    channels: Any  # int32 (*stack, k), ascending
-    steps: Any  # int32 (*stack, k), or () if resident
-    master: Any  # float32 selected; None for a float32 leaf on the device, which is its master
-    mu: Any  # float32 selected
-    nu: Any  # float32 selected
-    scores: Any  # float32 (*stack, n): sum of squares since the last selection
-    deferred: Any  # DeferredState in-graph, if anything is deferred; None with an engine
-    spec: Any  # LeafSpec, static
-
-    @property
-    def offloaded(self) -> bool:
-        """Whether its gradients go to an engine."""
-        return self.deferred is None and not self.spec.resident
+    channels: Int32[Array, "*stack k"] | None  # ascending
+    steps: Int32[Array, "*stack k"]  # () if resident
+    master: Float32[Array, "*stack k tail"] | None  # a float32 leaf on the device is its master
+    mu: Float32[Array, "*stack k tail"]
+    nu: Float32[Array, "*stack k tail"]
+    scores: Float32[Array, "*stack n"] | None  # sums of squares since the last selection
+    spec: LeafSpec  # static
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -56,25 +41,12 @@ class LeafState(NamedTuple):
         return f"{spec.name} {spec.dtype}[{shape}], {kind}"
 
 
-class Reach(NamedTuple):
-    """The last provisional steps, of which older ones fade: float32 scalars.
-
-    Those of the last two windows count by more than a third. Not one vector, of which jit may write
-    the sharding in another way than it came.
-    """
-
-    total: Any  # the sum of their lengths
-    last: Any  # the last length
-    drift: Any  # the sum of the changes from one length to the next
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
     """What no step of a run changes."""
 
     schedule: Schedule  # when windows close and channels are selected
-    offload: bool  # whether the deferred half is with an engine
     send_gradients: SendGradients  # when gradients leave the device
 
 
@@ -88,16 +60,12 @@ class ZenFlowState(NamedTuple):
         leaves: A tuple with one state for each leaf of the parameters, in their order. It is no
             tree like the parameters, because flax nnx shows other trees at init than at update.
         mail: A tuple of each leaf's gradient, or of its sum, as `send_gradients` says; None for a
-            resident leaf, and with `offload=False`. `exchange` replaces it after every step.
-        token: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
-        step_scalars: The scalars in the mail; None with `offload=False`.
-        open_steps: int32 (groups,). Steps summed in each group's open window; None with an engine.
-        scalars: float32 (). Hyperparameters of the last step; None with an engine.
-        schedule_state: What an adaptive schedule decides by; None with any other, or an engine.
-        reach: The last provisional steps; None without any, or with `offload=False`.
+            resident leaf. `exchange` replaces it after every step.
+        token: int32 (). Set by the engine's exchange, -1 after a step.
+        step_scalars: The scalars in the mail.
         layout: int32 (). The number of the state's layout (`_version.py`), in a dict under a name
             that says it, too.
-        static: What no step changes, in the treedef: `schedule`, `offload` and `send_gradients`.
+        static: What no step changes, in the treedef: `schedule` and `send_gradients`.
 
     With `send_gradients="during_step"` mail is in pinned host memory, with unit axes. With
     "after_step" it stays on the device, where `exchange` puts one element per device in its place;
@@ -106,32 +74,24 @@ class ZenFlowState(NamedTuple):
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax
-        >>> state = zenflow_jax.zenflow(1e-2, offload=False).init({"w": jnp.ones((8, 4))})
-        >>> int(state.step), state.offload, state.leaves[0].mu.shape
-        (0, False, (1, 4))
+        >>> state = zenflow_jax.zenflow(1e-2).init({"w": jnp.ones((8, 4))})
+        >>> int(state.step), state.leaves[0].mu.shape
+        (0, (1, 4))
     """
 
-    step: Any
-    skipped: Any
-    skipped_in_a_row: Any
-    leaves: Any
-    mail: Any
-    token: Any
-    step_scalars: Any
-    open_steps: Any
-    scalars: Any
-    schedule_state: Any
-    reach: Any
-    layout: Any
-    static: Any
+    step: Int32[Array, ""]
+    skipped: Int32[Array, ""]
+    skipped_in_a_row: Int32[Array, ""]
+    leaves: tuple[LeafState, ...]
+    mail: tuple[Float[Array, "..."] | None, ...]
+    token: Int32[Array, ""]
+    step_scalars: StepScalars
+    layout: dict[str, Int32[Array, ""]]
+    static: Static
 
     @property
     def schedule(self) -> Schedule:
         return self.static.schedule
-
-    @property
-    def offload(self) -> bool:
-        return self.static.offload
 
     @property
     def send_gradients(self) -> SendGradients:
@@ -143,20 +103,18 @@ class ZenFlowState(NamedTuple):
         return "\n  ".join(["ZenFlowState(", f"{self.static},", *map(repr, leaves)]) + "\n)"
 
 
-def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
-    """The partition specs of a leaf's state; `deferred` says whether that half is in it."""
-    lay = Layout(spec)
-    each = None if spec.resident else lay.channels
+def leaf_layout(spec: LeafSpec) -> LeafState:
+    """Returns the partition specs of a leaf's state."""
+    lay: Any = Layout(spec)  # partition specs in the place of arrays
+    everywhere: Any = REPLICATED
+    each: Any = None if spec.resident else lay.channels
     return LeafState(
         channels=each,
-        steps=REPLICATED if spec.resident else each,
+        steps=everywhere if spec.resident else each,
         master=lay.part if spec.keeps_master else None,
         mu=lay.part,
         nu=lay.part,
         scores=each,
-        deferred=DeferredState(lay.part, lay.part, lay.part, each, lay.part, each)
-        if deferred and not spec.resident
-        else None,
         spec=spec,
     )
 
@@ -167,14 +125,14 @@ def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
 
 
 def cut(x: Any, spec: LeafSpec) -> Any:
-    """A leaf's array for the range that `spec` is of; as it is if the leaf is in one piece."""
+    """Returns a leaf's array for the range of `spec`; unchanged if the leaf is in one piece."""
     if x is None or spec.start is None:
         return x
     return jax.lax.slice_in_dim(x, spec.start, spec.start + spec.shape[0], axis=0)
 
 
 def put(whole: Any, part: Any, spec: LeafSpec) -> Any:
-    """A leaf's array with `part` in the place of the range that `spec` is of."""
+    """Returns a leaf's array with `part` in the place of the range of `spec`."""
     if whole is None or spec.start is None:
         return part
     return jax.lax.dynamic_update_slice_in_dim(whole, part, spec.start, axis=0)
@@ -187,7 +145,7 @@ def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
 
 
 def put_state(whole: LeafState, part: LeafState) -> LeafState:
-    """A leaf's state with that of a range in its place."""
+    """Returns a leaf's state with that of a range in its place."""
     spec = part.spec
     if spec.start is None:
         return part
@@ -196,7 +154,7 @@ def put_state(whole: LeafState, part: LeafState) -> LeafState:
 
 
 def find_state(opt_state: Any) -> ZenFlowState:
-    """The one `ZenFlowState` inside any optimizer state.
+    """Finds the one `ZenFlowState` inside any optimizer state.
 
     Args:
         opt_state: What `init` or `update` returned, of an optax transformation with `zenflow`
@@ -231,8 +189,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
 
 
 @functools.cache
-def tell_flax() -> None:
-    """Has `flax.serialization` save what shapes the arrays, and refuse states of other options."""
+def register_flax_serialization() -> None:
+    """Makes `flax.serialization` save what shapes the arrays, and refuse other options."""
     # Not at import: flax takes as long to import as all of this library.
     from flax import serialization
 
@@ -250,13 +208,13 @@ def tell_flax() -> None:
 
 def _shaping(static: LeafSpec | Static) -> dict[str, Any]:
     if isinstance(static, Static):
-        return {"offload": static.offload, "send_gradients": static.send_gradients.value}
+        return {"send_gradients": static.send_gradients.value}
     shape = ",".join(map(str, static.shape))
     return {"leaf": f"{static.dtype}[{shape}]", "axis": static.axis, "selected": static.k}
 
 
 def is_nnx_state(tree: Any) -> bool:
-    """Whether it is an `nnx.State`; flax need not be imported for that."""
+    """Returns whether it is an `nnx.State`, without importing flax."""
     return isinstance(tree, Mapping) and type(tree).__module__.startswith("flax.nnx")
 
 

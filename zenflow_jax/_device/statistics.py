@@ -35,7 +35,7 @@ def window_statistics(
 
 
 def _root_mean_squares(
-    squares: jax.Array, channels: jax.Array, factor: jax.Array, spec: LeafSpec
+    squares: jax.Array, channels: jax.Array | None, factor: jax.Array, spec: LeafSpec
 ) -> jax.Array:
     """Root mean squares of one leaf's clipped gradient: float32 [deferred, selected]."""
     layout = Layout(spec)

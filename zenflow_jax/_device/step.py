@@ -1,7 +1,7 @@
 """One step of the device half: read each gradient once, check the step, step what is selected.
 
 The functions take a leaf at a time; on a mesh each device works on its own part (`shards.py`). The
-gradient of deferred channels goes on as mail, or to `in_graph.py`.
+gradient of deferred channels goes on as mail.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from zenflow_jax._device.shards import (
     as_its_parameter,
     on_each_device,
 )
-from zenflow_jax._device.state import LeafState, Reach, leaf_layout
+from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import AdamScalars
@@ -47,12 +47,13 @@ class GradientParts(NamedTuple):
     squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
     gradient: Any  # selected channels, in the gradient's dtype
     signs: Any  # of the whole gradient, packed by `_pack_signs`, or itself; None if not needed
-    mail: Any  # None if nothing is offloaded
+    mail: Any  # None of a resident leaf
 
 
 def split_gradient(
     g: jax.Array,
-    leaf: LeafState,
+    spec: LeafSpec,
+    channels: jax.Array | None,
     sending: SendGradients,
     rank: int,
     *,
@@ -64,9 +65,8 @@ def split_gradient(
     `rank` is that of mail in host memory. `signs` asks for signs, for a provisional step, and
     `packing` for the dtype that they are packed in.
     """
-    spec, layout = leaf.spec, Layout(leaf.spec)
-    offloaded = leaf.offloaded
-    crosses = offloaded and sending.in_step
+    layout = Layout(spec)
+    crosses = not spec.resident and sending.in_step
     if not crosses:
         rank = len(spec.shape)
     signs = signs and not spec.resident
@@ -74,12 +74,12 @@ def split_gradient(
     if packing is None and crosses and not spec.stack:
         packing = jnp.uint8
     see = on_each_device(
-        partial(_split, rank=rank if offloaded else None, signs=signs, packing=packing),
+        partial(_split, rank=rank, signs=signs, packing=packing),
         spec,
         [layout.part, layout.channels],
         GradientParts(layout.channels, layout.part, layout.part, layout.mail(rank)),
     )
-    seen = see(as_its_parameter(g, spec), leaf.channels)
+    seen = see(as_its_parameter(g, spec), channels)
     return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
 
 
@@ -88,7 +88,7 @@ def _split(
     g: jax.Array,
     channels: jax.Array | None,
     *,
-    rank: int | None,
+    rank: int,
     signs: bool,
     packing: type | None,
 ) -> GradientParts:
@@ -97,8 +97,6 @@ def _split(
     if channels is None:
         return GradientParts(shard.sum(squares), g, None, None)
     selected = take(g, shard.to_local(channels), spec)
-    if rank is None:
-        return GradientParts(shard.sum(squares), selected, g if signs else None, None)
     # All that stays of the gradient until it is known whether the step counts.
     sign = _pack_signs(g, _packed_axis(shard), packing) if signs and packing else None
     # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
@@ -113,7 +111,7 @@ def _split(
 
 
 def _packed_axis(shard: Shard) -> int:
-    """The axis along which signs are packed: the longest of those that devices do not share.
+    """Returns the axis along which signs are packed: the longest that devices do not share.
 
     Never a stack axis, so that the signs of a stack's entries are those of the stack.
     """
@@ -128,7 +126,7 @@ _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
 def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """The signs of `g`, as digits: pieces along an axis, superposed; the rest in a second array.
+    """Packs the signs of `g` as digits: pieces along an axis, superposed, and the rest apart.
 
     The two are not joined, because a gradient that was put together of others could then meet a
     second concatenation in one kernel, which jax 0.10.2 and 0.11.0 miscompile on GPUs
@@ -149,7 +147,7 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
 
 
 def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Array:
-    """The inverse of `_pack_signs`, int8, for an axis of `size`."""
+    """Inverts `_pack_signs`, to int8, for an axis of `size`."""
     count, base = _SIGNS[np.dtype(packed[0].dtype)]
     # Joined as numbers of 32 bits they would take a CPU ten times as long.
     digits = [
@@ -162,13 +160,13 @@ def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Arra
 
 
 def _pieces(size: int, count: int) -> list[tuple[int, int]]:
-    """How an axis is cut: so many pieces of a width, twice, as padding costs a CPU much more."""
+    """Cuts an axis into pieces of a width, twice, because padding costs a CPU much more."""
     cuts = [(count, size // count), (size % count, 1)]
     return [(pieces, width) for pieces, width in cuts if pieces * width]
 
 
 def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-    """The signs of a block's gradient, int8, from what `_split` kept of the part's."""
+    """Returns the signs of a block's gradient, int8, from those that `_split` kept of a part."""
     if not isinstance(signs, tuple):
         return shard.gather(jnp.sign(signs).astype(jnp.int8))
     axis = _packed_axis(shard)
@@ -179,7 +177,7 @@ def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> j
 
 
 def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) -> Verdict:
-    """Whether a step counts, and the factor that clips its gradient, by the leaves' squares."""
+    """Decides whether a step counts, and by which factor its gradient is clipped."""
     per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
     finite = jnp.all(jnp.isfinite(per_leaf))
     if max_grad_norm is None:
@@ -187,15 +185,6 @@ def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) 
     norm = jnp.sqrt(jnp.sum(per_leaf))
     limit = jnp.asarray(max_grad_norm, jnp.float32)
     return Verdict(jnp.where(norm < limit, jnp.ones_like(norm), limit / norm), finite)
-
-
-def next_reach(reach: Reach, length: jax.Array, window: int) -> Reach:
-    """What is known of the last provisional steps after one more; `window` has the most steps."""
-    length = jnp.abs(length)
-    fade = 1 - 1 / (2 * window)
-    last = jnp.where(length > 0, length, reach.last)
-    drift = reach.drift * fade + jnp.where(reach.last > 0, jnp.abs(last - reach.last), 0)
-    return Reach(reach.total * fade + length, last, drift)
 
 
 def step_selected(
@@ -206,12 +195,12 @@ def step_selected(
     verdict: Verdict,
     length: jax.Array | None,
 ) -> tuple[jax.Array | None, LeafState]:
-    """The float32 change of the whole leaf, and its state, after AdamW on what is selected.
+    """Takes the AdamW step of selected channels; returns the leaf's float32 change and state.
 
     `length` is that of a provisional step on what is deferred. A parameter in host memory is None,
     and so is its change: its masters are the state's alone.
     """
-    lay, state = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
+    lay, state = Layout(leaf.spec), leaf_layout(leaf.spec)
     parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
     step = on_each_device(
         _step,
@@ -219,15 +208,13 @@ def step_selected(
         [lay.block, parts, state, REPLICATED, REPLICATED, REPLICATED],
         (lay.block, state),
     )
-    # The step touches neither `mail` nor `deferred`; outside it they need no partition spec.
-    seen, bare = seen._replace(mail=None), leaf._replace(deferred=None)
     length = None if seen.signs is None else length
-    change, new = step(p, seen, bare, scalars, verdict, length)
-    return change, new._replace(deferred=leaf.deferred)
+    # The step does not touch the mail, which needs no partition spec here.
+    return step(p, seen._replace(mail=None), leaf, scalars, verdict, length)
 
 
 def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Verdict) -> jax.Array:
-    """One leaf's sum of the open window, plus the step's gradient."""
+    """Returns one leaf's sum of the open window, plus the step's gradient."""
     part = Layout(spec).part
     add = on_each_device(
         lambda _, total, mail, verdict: add_gradient(total, mail, *verdict),
@@ -250,12 +237,7 @@ def _step(
     spec = shard.part
     index = None if leaf.channels is None else shard.to_local(leaf.channels)
     old = p if index is None or p is None else take(p, index, shard.block)
-    master = leaf.master if old is None else shard.own(old)
-    if leaf.master is not None and old is not None:
-        # Before its first step a master follows its parameter, so weights may be loaded after
-        # `init`, as with `optax.adamw`, which keeps no masters.
-        fresh = leaf.steps == 0 if spec.resident else broadcast_channels(leaf.steps == 0, spec)
-        master = jnp.where(fresh, master.astype(jnp.float32), leaf.master)
+    master = current_masters(None if old is None else shard.own(old), leaf, spec)
     steps = leaf.steps + 1
     change, mu, nu = adamw(
         master,
@@ -294,12 +276,28 @@ def _step(
         others = provisional_change(p, length * sign)
     if change is not None:
         change = _spread_out(shard, change, index, others)
+    assert leaf.scores is not None
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
     return change, leaf._replace(scores=if_counted(scores, leaf.scores))
 
 
+def current_masters(weights: jax.Array | None, leaf: LeafState, spec: LeafSpec) -> jax.Array:
+    """Returns a part's masters of what is selected; `weights` are these in the parameter.
+
+    Before its first step a master follows its parameter, so weights may be loaded after `init`, as
+    with `optax.adamw`, which keeps no masters. (`Updates.load` does the same on the host.)
+    """
+    if leaf.master is None:
+        assert weights is not None
+        return weights
+    if weights is None:  # a leaf in host memory
+        return leaf.master
+    fresh = leaf.steps == 0 if spec.resident else broadcast_channels(leaf.steps == 0, spec)
+    return jnp.where(fresh, weights.astype(jnp.float32), leaf.master)
+
+
 def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
-    """The float32 change of `p` where `step` is subtracted and the result rounded to its dtype."""
+    """Returns the float32 change of `p` when `step` is subtracted and the result rounded."""
     if p.dtype == jnp.float32:
         return -step
     old = p.astype(jnp.float32)
@@ -307,7 +305,7 @@ def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Float32 numbers that `dtype` has, each the nearest to that of `x`.
+    """Rounds float32 numbers to the nearest ones that `dtype` has.
 
     A compiler may leave out a pair of casts, but not this. `reduce_precision` alone makes subnormal
     numbers zero.
@@ -321,7 +319,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 def _spread_out(
     shard: Shard, change: jax.Array, index: jax.Array, others: jax.Array | None
 ) -> jax.Array:
-    """The change of a block: of its selected channels `change`, of all others `others`, or none."""
+    """Returns a block's change: `change` on its selected channels, `others` or 0 elsewhere."""
     place = positions(index, shard.block.n)
     change = gather_to_channels(change, place, shard.block)
     others = jnp.zeros_like(change) if others is None else others

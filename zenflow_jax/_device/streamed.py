@@ -119,6 +119,7 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
     masters = leaf.master if spec.hosted else None
     sending = _Sending(spec, signs and not spec.hosted, rank - 1)
     layer = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+    assert leaf.channels is not None
     made = jax.eval_shape(partial(_probes, sending), leaf.channels[0], layer)
     zeros = jax.tree.map(lambda x: jnp.zeros((len(weights), *x.shape), x.dtype), made)
     zeros = zeros._replace(mail=jax.device_put(zeros.mail, jax.memory.Space.Host))
@@ -205,10 +206,15 @@ _passed.defvjp(_forward, _backward)
 
 
 def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
-    leaf = LeafState(*[None] * len(LeafState._fields))
-    leaf = leaf._replace(channels=channels.astype(jnp.int32), spec=sending.spec)
-    how, rank, signs = SendGradients.DURING_STEP, sending.rank, sending.signs
-    seen = split_gradient(g, leaf, how, rank, signs=signs, packing=jnp.uint32)
+    seen = split_gradient(
+        g,
+        sending.spec,
+        channels.astype(jnp.int32),
+        SendGradients.DURING_STEP,
+        sending.rank,
+        signs=sending.signs,
+        packing=jnp.uint32,
+    )
     seen = seen._replace(signs=jax.tree.map(_as_floats, seen.signs))
     return Probes(jnp.full((), _ONCE), jnp.sqrt(seen.squares), *seen)
 
@@ -244,12 +250,13 @@ def misused(gradients: Sequence[Any], leaves: Sequence[LeafState]) -> jax.Array:
 
 
 def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
-    norms = g.probes.norms
+    norms, channels = g.probes.norms, leaf.channels
+    assert channels is not None
     apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _OF_NORM * norms + _SMALL
     wrong = [
         g.probes.passed != np.float32(_ONCE),
         apart,  # a NaN is not: the step is skipped
-        g.channels != leaf.channels.astype(jnp.float32),  # of other weights, or of another state
+        g.channels != channels.astype(jnp.float32),  # of other weights, or of another state
     ]
     if not leaf.spec.hosted:  # there nothing else can read them
         wrong.append(g.weights != 0)  # read elsewhere; else zeros, which compilers know

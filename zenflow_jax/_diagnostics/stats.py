@@ -72,7 +72,7 @@ class EngineStats:
         return sum(self.window_lengths.values())
 
 
-def tell_of_skipped(in_a_row: int, step: int, limit: int | None) -> None:
+def check_skipped_steps(in_a_row: int, step: int, limit: int | None) -> None:
     """Warns of many skipped steps in a row, up to `step`; raises if there are `limit`."""
     if limit is not None and in_a_row >= limit:
         raise FloatingPointError(
@@ -80,11 +80,6 @@ def tell_of_skipped(in_a_row: int, step: int, limit: int | None) -> None:
             f"(`max_skipped` is {limit}), the last of them step {step}. {_WHAT_TO_DO}"
         )
     if in_a_row in (_MANY * 10**power for power in range(9)):
-        warn_of_skipped(in_a_row, step)
-
-
-def warn_of_skipped(in_a_row: int, step: int) -> None:
-    if in_a_row >= _MANY:
         _logger.warning(
             "zenflow skipped the last %d steps, up to step %d: their gradients were not finite, so "
             "they changed nothing. %s To make it an error, pass `max_skipped` to `HostEngine`.",

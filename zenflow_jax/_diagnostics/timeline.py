@@ -5,11 +5,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
 
 Row = Literal["device", "mail", "host", "upload", "caller"]
 #: The rows, in the order in which they are shown.
@@ -19,6 +20,8 @@ ROWS: tuple[Row, ...] = ("device", "mail", "host", "upload", "caller")
 OF_WINDOWS = frozenset(
     {"take in sums", "hand over", "update", "wait for uploads", "wait for save", "upload"}
 )
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # About nine spans a step, so some 400 steps; 1 MB.
 _CAPACITY = 4096
@@ -204,3 +207,20 @@ class Recorder:
             "work_s": sum(host.values(), 0.0) - host.get("wait for save", 0.0),
             "seconds": host | rows["mail"] | rows["upload"],
         }
+
+
+def recorded(kind: str) -> Callable[[_Method], _Method]:
+    """Records the calls of a method of `HostEngine` in its timeline."""
+
+    def around(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **more: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(self, *args, **more)
+            finally:
+                self._worker.recorder.called(kind, self._progress.step, start)
+
+        return call
+
+    return around

@@ -1,7 +1,7 @@
 """Checks what users pass to `HostEngine`, at its start and in every call.
 
 In a call shardings are compared with those that were right last time: a compiled step gives the
-same objects every time.
+same objects every time. Step tokens prove that no mail was lost.
 """
 
 import dataclasses
@@ -17,21 +17,22 @@ import optax
 from jax.core import Tracer
 
 from zenflow_jax._device.leaves import Places, as_pure, check_leaves, first_names, match_leaves
-from zenflow_jax._device.memory import HOST, read
+from zenflow_jax._device.memory import HOST, put_everywhere, read
 from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.rules import SendGradients, check_one_of
+from zenflow_jax._spec.scalars import USED
 
 
 def is_compact(host_state: Any) -> bool:
-    """Whether the host keeps moments in 8 bits; refuses what is no `host_state`."""
+    """Returns whether the host keeps moments in 8 bits; refuses any other `host_state`."""
     check_one_of("host_state", host_state, ("float32", "compact"))
     return host_state == "compact"
 
 
 def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any], int]:
-    """The state, the parameter of each of its leaves, and how many arrays had to be put back.
+    """Returns the state, each leaf's parameter, and how many arrays had to be put back.
 
     Trainers may place a state elsewhere before they compile. `fresh`: it must be `tx.init`'s.
     """
@@ -40,7 +41,6 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     _check_wrappers(opt_state, state)
     _check_arrays(jax.tree.leaves(state))
     _check_one_run(state)
-    _check_offload(state)
     if fresh:
         _check_fresh(state)
     leaves, _, places = match_leaves(params, state)
@@ -49,6 +49,37 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     _check_devices(weights, state)
     state, moved = put_back(state, weights)
     return state, weights, moved
+
+
+# flax is imported on first use: it takes as long to import as all of this library.
+
+
+def is_nnx_pair(values: Sequence[Any]) -> bool:
+    from flax import nnx
+
+    return len(values) >= 2 and all(map(isinstance, values, (nnx.Module, nnx.Optimizer)))
+
+
+def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Returns the parameters and the optimizer state of a pair; refuses anything else."""
+    from flax import nnx
+
+    for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
+        if not isinstance(x, kind):
+            raise TypeError(
+                f"expected `{name}` to be an `nnx.{kind.__name__}`, got {type(x).__name__}. Pass "
+                "the model and the `nnx.Optimizer` themselves, in this order; for trees of arrays "
+                "there are the methods without `_nnx`."
+            )
+    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    return params, nnx.as_pure(optimizer.opt_state)
+
+
+def update_nnx(model: Any, optimizer: Any, params: Any, opt_state: Any) -> None:
+    from flax import nnx
+
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
 
 def _check_arrays(arrays: Sequence[Any]) -> None:
@@ -70,16 +101,8 @@ def _check_one_run(state: ZenFlowState) -> None:
     if shape:
         raise ValueError(
             f"expected the state of one run, got those of {math.prod(shape)} in one, as "
-            "`jax.vmap(tx.init)` makes them. Train them with `zenflow(..., offload=False)`, or "
-            "give each its own state, step and engine; a stacked layer needs no `vmap`."
-        )
-
-
-def _check_offload(state: ZenFlowState) -> None:
-    if not state.offload:
-        raise ValueError(
-            "expected a state of `zenflow(..., offload=True)`, got one that keeps its deferred "
-            "half on the device. It needs no engine."
+            "`jax.vmap(tx.init)` makes them. Give each its own state, step and engine; a stacked "
+            "layer needs no `vmap`."
         )
 
 
@@ -132,7 +155,7 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
 
 
 def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
-    """The states of `optax.MultiSteps` around zenflow's, the outermost first."""
+    """Returns the states of `optax.MultiSteps` around zenflow's, the outermost first."""
     states, rest = [], opt_state
     while inner := [x for x in _states(rest, (optax.MultiStepsState,)) if has_state(x)]:
         states.append(inner[0])
@@ -167,7 +190,7 @@ class Expected:
         self._of_params: list[Any] = []
 
     def state(self, opt_state: Any) -> ZenFlowState:
-        """The state in `opt_state`."""
+        """Returns the state in `opt_state`."""
         state = find_state(opt_state)
         if [x.spec for x in state.leaves] != self._specs or state.schedule != self._schedule:
             raise ValueError(
@@ -178,7 +201,7 @@ class Expected:
         return state
 
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
-        """A step's state with all arrays where they belong; they are put back once in a run.
+        """Returns a step's state with all arrays in place; misplaced ones are moved once in a run.
 
         On a mesh each device would read its piece of a misplaced array as other channels. Mail that
         is in device memory has not left during the step, and takes the memory that it should free.
@@ -193,7 +216,7 @@ class Expected:
         misplaced = [
             leaf.spec.name
             for leaf, new, mail, new_mail in pairs
-            if leaf.offloaded and (mail is not new_mail or _has_moved(leaf, new))
+            if not leaf.spec.resident and (mail is not new_mail or _has_moved(leaf, new))
         ]
         if not misplaced:
             self._of_state = shardings
@@ -221,7 +244,7 @@ class Expected:
 
 
 def _memory_of_mail(state: ZenFlowState) -> str:
-    """What to say of mail that should be in host memory."""
+    """Describes mail that should be in host memory."""
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.mail)}
     if not state.send_gradients.in_step or kinds <= {HOST}:
         return ""
@@ -238,6 +261,101 @@ def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
 def _has_moved(old: LeafState, new: LeafState) -> bool:
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     return any(x is not y and x.size for x, y in pairs)
+
+
+class Tokens:
+    """The step tokens of one engine's states. For one calling thread.
+
+    `number` is the run's, the same in all processes: runs that resume from one checkpoint have
+    different tokens.
+    """
+
+    def __init__(self, state: ZenFlowState, number: int):
+        self.last = state.token  # in the state that was returned last
+        self.number = int(read(state.token))  # the same as a Python number
+        self._run = number
+        # Token, and its number, of the state that a flush has replaced since the last step.
+        self._replaced: tuple[jax.Array, int] | None = None
+        self._stepped = False  # whether the engine has seen a step
+        self._repeated = False  # whether the last state returned has come again
+
+    def advance(self, step: int, like: jax.Array) -> int:
+        """Makes the token for the state after `step`; returns the number in the step's mail."""
+        number, self._replaced = self.number, None
+        self._stepped, self._repeated = True, False
+        self._make(self._run + step, like)
+        return number
+
+    def renew(self, like: jax.Array) -> jax.Array:
+        """Makes a new token after a flush: nobody can go on from the old state."""
+        self._replaced = (self.last, self.number)
+        self._make(self.number + 500_009, like)
+        return self.last
+
+    def is_repeated(self, state: ZenFlowState) -> bool:
+        """Returns whether it is the last state returned, passed for the first time since a step.
+
+        Trainers that run their hooks again at the end pass it. So does a loop that goes on with
+        what it had before its step: `check_new_step` refuses the step after it.
+        """
+        if self._repeated or not self._stepped or state.token is not self.last:
+            return False
+        self._repeated = True
+        return True
+
+    def check_new_step(self, state: ZenFlowState) -> None:
+        """Refuses a state that no step was made with since it was returned, and a dropped step."""
+        self._check_flushed(state)
+        if state.token is self.last:
+            raise RuntimeError(
+                "expected the state of a new step, got the one that this engine returned last. "
+                "Call `exchange` once after each step, with what the step returned."
+            )
+        if self._repeated:
+            raise RuntimeError(
+                "expected no step after an `exchange` of what the `exchange` before it had "
+                "returned, got another step: the step between those two was dropped. Call "
+                "`exchange` after each step, with what the step returned. Between a trainer's last "
+                "hooks and a further training, call `flush`."
+            )
+
+    def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
+        """Refuses another state than the last one returned; True if it is a copy of that.
+
+        A step without an update makes a copy: a micro-batch of `optax.MultiSteps`. Waits for it.
+        """
+        self._check_flushed(state)
+        self._repeated = False  # a flush ends a training
+        if state.token is self.last:
+            return False
+        number = int(read(state.token))
+        if number == self.number:
+            return True
+        got = (
+            f"one whose step's mail has not been taken. Call `exchange` first, then `{name}`."
+            if number == USED
+            else f"one of another step or run. Call `{name}` with the one it returned."
+        )
+        raise RuntimeError(f"expected the state that the last `exchange` returned, got {got}")
+
+    def _check_flushed(self, state: ZenFlowState) -> None:
+        """Refuses the state that the last flush was called with, a copy, or a step made from it."""
+        if self._replaced is None or state.token is self.last:
+            return
+        replaced, number = self._replaced
+        if state.token is not replaced:
+            sent = jax.tree.map(read, state.step_scalars._replace(statistics=None))
+            if number not in (int(read(state.token)), int(sent.unpack().token)):
+                return
+        raise RuntimeError(
+            "expected parameters and state that the last `flush` returned, got those that it was "
+            "called with, or a step made from them: they lack the updates that it has brought. Go "
+            "on with `params, opt_state = engine.flush(params, opt_state)`."
+        )
+
+    def _make(self, number: int, like: jax.Array) -> None:
+        self.number = number & 0x7FFFFFFF  # never USED, which is negative
+        (self.last,) = put_everywhere([np.int32(self.number)], like.shape, like.sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +380,7 @@ class CallerTree:
         return jax.tree.unflatten(self.treedef, self.leaves)
 
     def with_offloaded(self, weights: Sequence[jax.Array]) -> "CallerTree":
-        """This with `weights` in the places of the offloaded leaves."""
+        """Returns this tree with `weights` in the places of the offloaded leaves."""
         leaves = list(self.leaves)
         for i, weight in zip(self.known.pick(self.places), weights, strict=True):
             leaves[i] = weight

@@ -23,7 +23,7 @@ from zenflow_jax._exchange.parts import (
     put_leaf,
 )
 from zenflow_jax._host.arrays import copied
-from zenflow_jax._host.leaf import HostLeaf
+from zenflow_jax._host.state import HostLeaf
 
 _logger = logging.getLogger("zenflow_jax")
 

@@ -1,12 +1,12 @@
 """Notices when something other than zenflow changes the parameters.
 
-Programs on the device count what differs from what it must be: each merge compares its deferred
-channels with those of the last merge (`_device/samples.py`), and this file, now and then, what a
-step emitted with what reached the parameters. The counts are read late, so as not to wait.
+A comparison covers one step: values of some leaves before it, what the step emitted, and what
+reached the parameters. A program on the device counts the values that differ, and the counts are
+read late, so as not to wait. Every comparison takes the next few leaves.
 
 The state says what a step made of selected channels: a low-precision leaf has a master, a float32
 leaf moments from which its change follows. A deferred weight has moved by a provisional step, up or
-down, or has stayed. Other leaves are compared each time.
+down, or has stayed.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from jaxtyping import Array
 from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import first_names
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
-from zenflow_jax._device.state import LeafState, leaf_layout
+from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
 from zenflow_jax._device.step import provisional_change
-from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 from zenflow_jax._spec.schedule import Schedule
 
@@ -51,13 +51,8 @@ class _Extent:
 
     @property
     def channels(self) -> int | None:
-        """Number of selected channels of each stack entry that are compared; None: all of them."""
+        """Returns how many selected channels are compared in each stack entry; None for all."""
         return None if self.everything else _CHANNELS
-
-    @property
-    def deferred(self) -> bool:
-        """Whether deferred channels are compared: else the merges' samples must do."""
-        return self.everything or self.schedule.provisional_share is not None
 
     def sample(self, x: Array) -> Array:
         # A copy: jit would return its argument itself, which the next step donates.
@@ -71,27 +66,16 @@ class Integrity:
     are compared at each step, which takes another copy of the parameters on the device.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[LeafSpec],
-        schedule: Schedule,
-        step: int,
-        *,
-        everything: bool = False,
-    ):
+    def __init__(self, state: ZenFlowState, *, everything: bool):
         self._known = ""  # what is wrong, in words
-        self._step = step
-        self._unread: deque[tuple[int, Sequence[str], Array | Sequence[Array]]] = deque()
-        self._specs, self._extent = specs, _Extent(schedule, everything)
-        all_move = self._extent.deferred
-        moving = [
-            i
-            for i, s in enumerate(specs)
-            if 0 not in s.shape and (s.resident or s.k or all_move) and not s.hosted
-        ]
-        gap = min(len(moving), 1) if everything else -(-len(moving) // _LEAVES_PER_LOOK)
+        self._step = int(read(state.step))
+        self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
+        self._specs = [leaf.spec for leaf in state.leaves]
+        self._extent = _Extent(state.schedule, everything)
+        compared = [i for i, s in enumerate(self._specs) if 0 not in s.shape and not s.hosted]
+        gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_LOOK)
         # Each has leaves from all over the tree.
-        self._looks = [moving[start::gap] for start in range(gap)]
+        self._looks = [compared[start::gap] for start in range(gap)]
         self._turn = 0
         self._since = _APART
         self._before: list[_Rows] | None = None
@@ -113,14 +97,6 @@ class Integrity:
             self._known = _words(self._step + 1, names)
             raise RuntimeError(self._known)
 
-    def add(self, names: Sequence[str], counts: Array | Sequence[Array]) -> None:
-        """Takes counts, int32 `(leaves,)` or a scalar for each, of changed numbers.
-
-        They are of the last step. Scalars stay apart, as nothing joins arrays outside of programs:
-        there are GPUs that compute single operations wrongly (jax-ml/jax#40633).
-        """
-        self._unread.append((self._step, names, counts))
-
     def step_made(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
     ) -> None:
@@ -137,10 +113,15 @@ class Integrity:
             _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
             for i, rows in zip(look, before, strict=True)
         ]
-        self.add([self._specs[i].name for i in look], counts)
+        self._add([self._specs[i].name for i in look], counts)
+
+    def _add(self, names: Sequence[str], counts: Sequence[Array]) -> None:
+        # Scalars stay apart, as nothing joins arrays outside of programs: there are GPUs that
+        # compute single operations wrongly (jax-ml/jax#40633).
+        self._unread.append((self._step, names, counts))
 
     def forget(self) -> None:
-        """Drops what was noted, where something else than a step has moved parameters."""
+        """Drops what was noted, because something other than a step moves parameters."""
         self._before = None
 
     def note_parameters(
@@ -157,16 +138,16 @@ class Integrity:
 
 
 def _alone(leaf: LeafState) -> LeafState:
-    """The leaf without what distinguishes it from like ones, which share its programs."""
+    """Returns the leaf without its name, so that similar leaves share programs."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
-    return leaf._replace(deferred=None, scores=None, spec=spec)
+    return leaf._replace(scores=None, spec=spec)
 
 
 class _Rows(NamedTuple):
     """Some values of a parameter, on each device."""
 
     selected: Array | None  # of selected channels, or of a resident leaf; of a scalar, a vector
-    others: Array | None  # of all channels; None if deferred ones are not compared
+    others: Array | None  # of all channels; None for a resident leaf
 
 
 @partial(jax.jit, static_argnames="extent")
@@ -184,7 +165,7 @@ def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, extent: _Ex
         selected = shard.own(take(weight, index, shard.block)) if shard.part.k else None
     return _Rows(
         None if selected is None else jnp.atleast_1d(extent.sample(selected)),
-        extent.sample(weight) if channels is not None and extent.deferred else None,
+        None if channels is None else extent.sample(weight),
     )
 
 
@@ -209,21 +190,21 @@ def _compare(
             length = jnp.zeros((), jnp.float32)
             if extent.schedule.provisional_share is not None:
                 rate, counts = of_step.learning_rate, jnp.ones((), bool)
-                length = extent.schedule.provisional_step(step, rate, counts, jnp)
+                length = extent.schedule.provisional_step(step, rate, counts)
             deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
             deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
             stray = _strays(rows.others, after.others, length) & extent.sample(deferred)
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
 
-    of_leaf = leaf_layout(leaf.spec, deferred=False)._replace(scores=None)
+    of_leaf = leaf_layout(leaf.spec)._replace(scores=None)
     takes = [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
     return counted(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)
 
 
 def _strays(before: Array, after: Array, length: Array) -> Array:
-    """Bool: where a value is not what a provisional step, up or down, or none has made of it."""
+    """Returns where a value has moved by no provisional step, up or down, and not stayed."""
     old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     slack = _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new) + length)
     moved = [old + provisional_change(before, step) for step in (length, -length)]
@@ -239,11 +220,11 @@ def _count_selected(
     of_step: AdamScalars,
     extent: _Extent,
 ) -> Array:
-    """How many values of selected channels, or of a resident leaf, are not what the step made."""
+    """Counts the values of selected channels, or of a resident leaf, that the step did not make."""
     spec = shard.part
 
     def sampled(x: Array) -> Array:
-        """The entries of `x`, one for each selected value, that `_rows_of` has, too."""
+        """Returns the entries of `x` for the selected values that `_rows_of` has."""
         if spec.axis is not None:
             limit = min(extent.channels or spec.k, spec.k)
             x = jax.lax.slice_in_dim(x, 0, limit, axis=spec.axis)

@@ -40,7 +40,7 @@ class Mail(_Message):
     on_device: bool  # gradients and scalars are still on the device
 
     def release(self) -> None:
-        """Frees the gradients that it has still, once there are views of what is read of them.
+        """Frees its remaining gradients, once there are views of what is read of them.
 
         `delete` is what jax does when an array's last reference goes: views keep their memory.
         """
@@ -49,7 +49,7 @@ class Mail(_Message):
         self.gradients.clear()
 
     def check(self, step: int, token: int) -> None:
-        """Refuses mail of another step or token than it must be of."""
+        """Refuses mail of another step or with another token."""
         if token == USED:
             raise RuntimeError(
                 f"two steps were made without `exchange` between them (at step {step}), so the "
@@ -101,7 +101,7 @@ class Close(_Message):
     """
 
     group: int
-    used_up: list[Any]  # uploads that are merged, to be freed
+    merged_uploads: list[Any]  # uploads that are merged, to be freed
     leaving: Sequence[tuple[jax.Array, ...] | None] = ()  # of each leaf, as in `entered`
     chosen: Sequence[jax.Array] = ()  # the channels that are selected now
     at_once: bool = False  # before the next step
@@ -137,7 +137,7 @@ class Receiver:
         self._sums.shutdown(wait=False)
 
     def _receive_mail(self, item: Mail, times: tuple[float, float]) -> tuple[list, list]:
-        """Each piece's gradient on its first device, and the step scalars, in host memory."""
+        """Waits for each piece's gradient on its first device, and for the step scalars."""
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
         pieces = []
         if item.gradients:
@@ -155,7 +155,7 @@ class Receiver:
         return pieces, step_scalars
 
     def _receive_sums(self, item: Sums) -> list[jax.Array]:
-        """Each part's sum on its first device, in host memory."""
+        """Copies each part's sum from its first device to host memory."""
         parts = self._offloaded.groups[item.group].parts
         pieces = copy_to_host([part.of(item.gradients[part.leaf]) for part in parts])
         if item.last is not None:

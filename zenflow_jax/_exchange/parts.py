@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding
 from zenflow_jax._device.memory import HOST, read, shape_with_rank, upload, without_units
 from zenflow_jax._device.shards import Layout, Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.state import HostState
 from zenflow_jax._spec.groups import of_group
 from zenflow_jax._spec.leaf import LeafSpec
 
@@ -37,18 +39,19 @@ class Part:
     devices: tuple[Any, ...]  # the same, as jax devices
     saved: bool  # whether it is this process that saves it, of all that have it
 
-    def of(self, x: jax.Array) -> jax.Array:
-        """Its first device's piece of an array that lies as the leaf does."""
+    def of(self, x: jax.Array | None) -> jax.Array:
+        """Returns the piece on its first device of an array that is placed like the leaf."""
+        assert x is not None, "a part is of an offloaded leaf"
         return x.addressable_data(self.positions[0])
 
     def cut(self, piece: np.ndarray) -> np.ndarray:
-        """Its range of what a device has of the leaf; of an array of the range, all of it."""
+        """Slices this part's range out of the device's piece, unless that is the range."""
         if self.spec.start is None or piece.shape[0] == self.spec.shape[0]:
             return piece
         return piece[self.index[0]]
 
     def of_mail(self, piece: np.ndarray) -> np.ndarray:
-        """Its range of a piece of mail, without the unit axes of mail."""
+        """Returns its range of a piece of mail, without mail's unit axes."""
         return self.cut(piece.reshape(without_units(piece.shape, len(self.spec.shape))))
 
 
@@ -65,8 +68,8 @@ class OffloadedLeaves:
 
     @classmethod
     def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
-        """Those of a state. Uploads may take `prefetch_bytes` on each device; None for all."""
-        places = [i for i, leaf in enumerate(state.leaves) if leaf.offloaded]
+        """Finds a state's; uploads may take `prefetch_bytes` on each device, None for all."""
+        places = [i for i, leaf in enumerate(state.leaves) if not leaf.spec.resident]
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
         groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))
@@ -77,7 +80,7 @@ class OffloadedLeaves:
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of each piece's parts: one, or its ranges in order."""
+        """Returns the numbers of each piece's parts: one, or its ranges in order."""
         numbers: dict[int, list[int]] = {}
         for i, part in enumerate(self.parts):
             numbers.setdefault(part.piece, []).append(i)
@@ -91,7 +94,7 @@ class OffloadedLeaves:
         return [numbers for numbers in self.pieces if self.parts[numbers[0]].leaf == leaf]
 
     def crossing_with(self, i: int) -> tuple[int, ...]:
-        """The parts that an update of part `i` brings: all ranges of a piece in host memory."""
+        """Returns the parts that an update of part `i` uploads: all ranges if in host memory."""
         if not self.parts[i].spec.hosted:
             return (i,)
         return next(numbers for numbers in self.pieces if i in numbers)
@@ -111,7 +114,7 @@ class Group:
 
     @functools.cached_property
     def on_one_device(self) -> bool:
-        """Whether all there is of its leaves is on one device, the run's only one."""
+        """Returns whether its leaves are on one device, the run's only one."""
         return all(spec.placement is None for spec in self.specs)
 
     @functools.cached_property
@@ -120,7 +123,7 @@ class Group:
 
     @functools.cached_property
     def hosted(self) -> bool:
-        """Whether the device has none of its leaves: it would have no program for them."""
+        """Returns whether all of its leaves are in host memory, so that no program merges them."""
         return all(spec.hosted for spec in self.specs)
 
     @classmethod
@@ -140,7 +143,7 @@ class Group:
 
 
 def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
-    """This process's parts of offloaded leaves, as the sharding of their mail shows them."""
+    """Finds this process's parts of offloaded leaves, by the sharding of their mail."""
     parts: list[Part] = []
     pieces = itertools.count()
     for number, (spec, sent) in enumerate(zip(specs, mail, strict=True)):
@@ -178,7 +181,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
 
 
 def within(specs: Sequence[LeafSpec], budget: int | None) -> set[tuple[int, int | None]]:
-    """The first ranges that fit into `budget` bytes of each device: numbers of leaves, starts."""
+    """Returns the first ranges, (leaf, start), that fit into `budget` bytes of each device."""
     used, fits = 0, set()
     for leaf, spec in enumerate(specs):
         for part in spec.ranges:
@@ -194,8 +197,30 @@ def devices_of(weights: Sequence[jax.Array]) -> set[Any]:
 
 
 def joined(ranges: Sequence[np.ndarray]) -> np.ndarray:
-    """What a device has of a leaf, from its ranges in order; not a copy if there is one."""
+    """Joins the ranges of a device's piece, in order; a single one is not copied."""
     return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
+
+
+def new_host_state(
+    weights: Sequence[jax.Array],
+    state: ZenFlowState,
+    offloaded: OffloadedLeaves,
+    adam: HostAdam,
+    *,
+    compact: bool,
+) -> HostState:
+    """Makes the host's arrays from the parameters of the offloaded leaves."""
+    parts, states = offloaded.parts, offloaded.pick(state.leaves)
+    return HostState(
+        [part.spec for part in parts],
+        # One at a time: besides the masters there is room for the copy of one part.
+        (host_part(weights[part.leaf], part) for part in parts),
+        (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
+        adam,
+        state.schedule,
+        offloaded.pieces,
+        compact=compact,
+    )
 
 
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:
@@ -205,7 +230,7 @@ def host_part(weight: jax.Array, part: Part) -> np.ndarray:
 
 
 def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
-    """An array's values at `index`, in host memory, if one of this process's shards has them."""
+    """Reads an array's values at `index` if one of this process's shards has them."""
     for shard in x.addressable_shards:
         ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]
         pairs = list(zip(index, ends, strict=True))
@@ -216,14 +241,14 @@ def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
 
 
 def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
-    """A part's selected channels, `(entries, k)`, counted from its first one; a copy."""
+    """Copies a part's selected channels, `(entries, k)`, counted from the part's first one."""
     # A live view of the array would block its donation.
     shape = part.spec.view4(part.spec.k)[::2]
     return np.array(part.cut(read(channels))).reshape(shape) - part.first
 
 
 def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
-    """The sharding of an array made of a parameter's parts."""
+    """Returns the sharding of an array made of a parameter's parts."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding
     kind = HOST if spec.hosted else None
@@ -233,7 +258,7 @@ def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
 def put_piece(
     offloaded: OffloadedLeaves, numbers: Sequence[int], array_of: Callable[[int], np.ndarray]
 ) -> list[jax.Array]:
-    """Parts of one piece, joined, on each of its devices, or in host memory next to it.
+    """Uploads the joined parts of one piece to each of its devices, or to host memory beside.
 
     `array_of` gives a part's array by its number. The copies may still run.
     """
@@ -245,7 +270,7 @@ def put_piece(
 def put_leaf(
     offloaded: OffloadedLeaves, number: int, array_of: Callable[[int], np.ndarray]
 ) -> jax.Array:
-    """An array of a leaf's parts, as `put_piece` makes it of one piece."""
+    """Makes an array of a leaf's parts, as `put_piece` does for one piece."""
     pieces = offloaded.pieces_of(number)
     firsts = [dataclasses.replace(offloaded.parts[numbers[0]], leaf=0) for numbers in pieces]
     on_devices = [put_piece(offloaded, numbers, array_of) for numbers in pieces]
@@ -258,26 +283,27 @@ def put_leaf(
 def assemble(
     pieces: Sequence[jax.Array], shape: Sequence[int], sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """One array, made of the pieces on this process's devices without a copy."""
+    """Makes one array of the pieces on this process's devices, without a copy."""
     if not isinstance(sharding, NamedSharding):
         return pieces[0]
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
 
 
 def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` with its sharding written as that of `old`.
+    """Returns `new`, with the exact sharding spelling of `old`.
 
     To jit `P("data")` and `P("data", None)` are two things, and it compiles a step for each.
     """
-    ours, theirs = new.sharding, old.sharding
     # Comparing takes longer than looking.
-    if ours is theirs or not isinstance(theirs, NamedSharding) or ours == theirs:
+    if new.sharding is old.sharding or not isinstance(old.sharding, NamedSharding):
+        return new
+    if new.sharding == old.sharding:
         return new
     return assemble([s.data for s in new.addressable_shards], old.shape, old.sharding)
 
 
 def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Each leaf's pieces in the order of devices, from each part's pieces."""
+    """Returns each leaf's pieces in the order of devices, from each part's pieces."""
     count = 1 + max((part.leaf for part in parts), default=-1)
     of_leaves: list[dict[int, Any]] = [{} for _ in range(count)]
     for part, on_devices in zip(parts, pieces, strict=True):
@@ -291,7 +317,9 @@ def select_anew(
     scores: jax.Array,
     pieces: Sequence[tuple[jax.Array, ...] | None],
 ) -> tuple[LeafState, jax.Array | None]:
-    """The state of a leaf with newly selected channels, and their masters."""
+    """Returns the state of a leaf with newly selected channels, and their masters."""
+    assert leaf.channels is not None
+    assert leaf.scores is not None
     leaf = leaf._replace(
         channels=as_before(chosen, leaf.channels), scores=as_before(scores, leaf.scores)
     )

@@ -100,7 +100,7 @@ def weight_bytes(state: ZenFlowState) -> int:
 
 def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[float]]:
     """The offloaded leaves, and the share of each in the bytes of one mail."""
-    specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
+    specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
     sizes = [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
     return specs, [size / sum(sizes) for size in sizes]
 
@@ -124,7 +124,7 @@ def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
         # Float32 masters and moments.
         selected[part.devices[0]] += 3 * 4 * math.prod(part.spec.selected_shape)
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    places = (leaf.spec.placement for leaf in state.leaves if leaf.offloaded)
+    places = (leaf.spec.placement for leaf in state.leaves if not leaf.spec.resident)
     everywhere = max((place.mesh.size for place in places if place is not None), default=1)
     weights = weight_bytes(state) // everywhere
     for device in {device for part in offloaded.parts for device in part.devices}:

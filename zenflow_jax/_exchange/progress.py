@@ -1,15 +1,20 @@
 """Where an engine's run is in its schedule, and the numbers that decide what comes next."""
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
+from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
+
+_logger = logging.getLogger("zenflow_jax")
 
 # A group has no update that has not reached the parameters; one; or one that is empty, because no
 # step of its window counted.
@@ -42,7 +47,7 @@ class Progress:
     that was only just dispatched. They are sums over all processes.
     """
 
-    def __init__(self, schedule: Schedule, leaves: int):
+    def __init__(self, schedule: Schedule, offloaded: OffloadedLeaves):
         self.step = 0  # steps that have passed
         self.open_steps = [0] * schedule.groups  # in each open window, skipped ones included
         self.window_lengths: Counter[int] = Counter()
@@ -50,20 +55,32 @@ class Progress:
         # Of each group, the selected channels' share of the best k channels' score; NaN if unknown.
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
-        self._first = self._state = first_schedule_state(schedule, leaves)
+        self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
+        # Groups with gradients that no provisional step stands in for.
+        none = schedule.provisional_share is None
+        self._by_updates_alone = [
+            number
+            for number, group in enumerate(offloaded.groups)
+            if any(x.k < x.n and (none or x.hosted) for x in group.specs)
+        ]
         # Not read yet: of the last step, if its window is open; and of the last boundaries.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
 
     @property
-    def kept_share(self) -> float | None:
-        """The mean of `shares`; None if none is known."""
+    def counts(self) -> dict[str, Any]:
+        """Returns the fields of `EngineStats` that the schedule decides."""
         known = self.shares[~np.isnan(self.shares)]
-        return float(known.mean()) if known.size else None
+        return {
+            "steps": self.step,
+            "window_lengths": dict(sorted(self.window_lengths.items())),
+            "reselections": self.reselections,
+            "kept_share": float(known.mean()) if known.size else None,
+        }
 
     @property
     def schedule_state(self) -> ScheduleState:
-        """The schedule's state before the next step."""
+        """Returns the schedule's state before the next step."""
         if self._statistics is not None:
             self._state = self._state.add(view(self._statistics).ravel())
             self._statistics = None
@@ -76,16 +93,12 @@ class Progress:
         return self._state
 
     def boundaries(self) -> list[Boundary]:
-        """Says what happens to each group after the next step."""
+        """Returns what happens to each group after the next step."""
         state = self.schedule_state
         return [
-            Boundary(*map(bool, self._schedule.boundary(self.step + 1, state, group)))
+            self._schedule.boundary(self.step + 1, state, group)
             for group in range(self._schedule.groups)
         ]
-
-    def next_to_close(self) -> list[int]:
-        """The groups, those first whose windows have been open for longest."""
-        return sorted(range(self._schedule.groups), key=lambda group: -self.open_steps[group])
 
     def step_made(self) -> None:
         self.open_steps = [steps + 1 for steps in self.open_steps]
@@ -100,7 +113,7 @@ class Progress:
         statistics: jax.Array | None,
         measured: dict[int, jax.Array],
     ) -> None:
-        """Moves on by one step, after which `boundaries` happened to the groups.
+        """Advances by one step, after which `boundaries` happened to the groups.
 
         `measured` has the kept share of groups whose window closed without a selection.
         """
@@ -111,9 +124,20 @@ class Progress:
             self._statistics = statistics
             return
         selects = np.array([boundary.selects for boundary in boundaries])
-        self._state = self._state.close_window(self._first, closes, selects, np)
+        self._state = self._state.close_window(self._first, closes, selects)
         self._statistics, self._measured = None, measured
         self.reselections += int(selects.sum())
+
+    def warn_of_open_windows(self) -> None:
+        """Warns of gradients that are lost if the engine closes now."""
+        if steps := max((self.open_steps[i] for i in self._by_updates_alone), default=0):
+            _logger.warning(
+                "the parameters lack the gradients of up to %d steps, whose windows are open when "
+                "the engine closes: with `provisional_share=None`, and in layers in host memory, "
+                "no provisional steps stand in for them. Let the run end where all windows close: "
+                "with `rolling=False`, after a multiple of `update_interval` steps.",
+                steps,
+            )
 
     def resume(self, counts: Counts) -> None:
         self.step, self.reselections = counts.step, counts.reselections

@@ -14,12 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._device.boundary import (
-    Merged,
-    SinceMerge,
     channel_rows,
     channel_widths,
     choose,
-    compare,
     cut_states,
     enter,
     measure,
@@ -28,9 +25,8 @@ from zenflow_jax._device.boundary import (
     uploads_in_two,
 )
 from zenflow_jax._device.memory import read, upload
-from zenflow_jax._device.samples import samples
-from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._exchange.integrity import Integrity
+from zenflow_jax._device.state import LeafState
+from zenflow_jax._exchange.hosted import with_selected
 from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
     Group,
@@ -38,7 +34,9 @@ from zenflow_jax._exchange.parts import (
     as_before,
     assemble,
     by_leaf,
+    host_part,
     part_sharding,
+    put_leaf,
     put_piece,
     select_anew,
 )
@@ -50,7 +48,7 @@ from zenflow_jax._exchange.worker import Worker
 class _Pending:
     """A group's update that has not reached the parameters."""
 
-    made: Future  # as `Close.done`
+    update: Future  # as `Close.done`
     before: jax.Array | None = None  # channels selected in its window, if others are selected now
 
 
@@ -60,25 +58,25 @@ class Updates:
     Everywhere `weights` are the parameters of the offloaded leaves, `leaves` the states of all.
     """
 
-    def __init__(self, worker: Worker, offloaded: OffloadedLeaves, integrity: Integrity):
-        self._integrity = integrity
+    def __init__(self, worker: Worker, offloaded: OffloadedLeaves):
         self._worker = worker
         self._offloaded = offloaded
         self._parts = offloaded.parts
         self._specs = offloaded.specs
         #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
-        #: Of each group: samples of the parameters at their last merge, and the selected channels.
-        self._samples: list[jax.Array | None] = [None] * len(offloaded.groups)
+        #: How often the host's masters have followed parameters.
+        self.loads = 0
+        #: Of each group: its selected channels, as `channel_rows` gives them.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
         #: Donated uploads. The worker frees these: it takes half as long as dispatching a merge.
-        self._used_up: list[Any] = []
+        self._merged_uploads: list[Any] = []
         #: Updates that have not reached the parameters, by group, as their windows closed.
         self.pending: dict[int, _Pending] = {}
 
     @property
     def before(self) -> list[np.ndarray | None]:
-        """For each part, its channels in the pending window, `(entries, k)`; None: as now."""
+        """Returns each part's channels in the pending window, `(entries, k)`; None if as now."""
         channels: list[np.ndarray | None] = [None] * len(self._parts)
         for number, pending in self.pending.items():
             if pending.before is not None:
@@ -92,87 +90,78 @@ class Updates:
 
     def forget(self) -> None:
         self.pending.clear()
-        self._used_up.clear()
+        self._merged_uploads.clear()
 
     def close_window(self, group: int, **hand_over: Any) -> Close:
         """Starts the update of a group's window, which ends here, with fields of `Close`."""
         assert group not in self.pending, "a window closed before the last update was collected"
-        close = Close(group, self._used_up, **hand_over)
-        self._used_up = []
+        close = Close(group, self._merged_uploads, **hand_over)
+        self._merged_uploads = []
         self.pending[group] = _Pending(close.done)
         self._worker.post(close)
         return close
 
     def wait(self) -> list[int]:
-        """Waits for pending updates; NONE, PENDING or EMPTY says what there is of each group's."""
+        """Waits for pending updates; returns each group's status: NONE, PENDING or EMPTY."""
         kinds = [NONE] * len(self._offloaded.groups)
         for group, pending in self.pending.items():
-            kinds[group] = PENDING if self._worker.wait(pending.made, None) else EMPTY
+            kinds[group] = PENDING if self._worker.wait(pending.update, None) else EMPTY
         return kinds
 
     def collect(
-        self, weights: Sequence[jax.Array], groups: Sequence[int], state: ZenFlowState
+        self, weights: Sequence[jax.Array], groups: Sequence[int], after: jax.Array
     ) -> list[jax.Array]:
-        """The parameters with the pending updates of some groups, if there are any."""
+        """Merges the pending updates of some groups; the last step made `after`."""
         weights = list(weights)
         for number in groups:
             if number not in self.pending:
                 continue
-            uploads = self._worker.wait(self.pending[number].made, state.step)
+            uploads = self._worker.wait(self.pending[number].update, after)
             before = self.pending.pop(number).before
             group = self._offloaded.groups[number]
-            if not group.leaves:
-                continue
-            if not uploads and group.hosted:
-                continue
             if not uploads:
-                # All steps of its window were skipped. The next merge could not tell what has
-                # changed until now, as `before` is gone, which knew the channels that left.
-                static = {"specs": group.specs, "window": state.schedule.longest_window}
-                since = self._since(number, before, state)
-                seen, changed = compare(_on_device(group.pick(weights), group), since, **static)
-            else:
-                uploads = self._fetch_rest(group, uploads, state.step)
-                new, seen, changed = self._merge(number, weights, uploads, before, state)
-                if group.on_one_device and not group.in_ranges:
-                    self._used_up.append(uploads)
-                for i, weight in zip(group.leaves, new, strict=True):
-                    weights[i] = weight
-            if group.hosted:
-                continue
-            self._samples[number] = seen
-            self._integrity.add([self._specs[i].name for i in group.leaves], changed)
+                continue  # all steps of its window were skipped
+            uploads = self._fetch_rest(group, uploads, after)
+            new = self._merge(number, weights, uploads, before)
+            if group.on_one_device and not group.in_ranges:
+                self._merged_uploads.append(uploads)
+            for i, weight in zip(group.leaves, new, strict=True):
+                weights[i] = weight
         return weights
 
-    def compare(
-        self, weights: Sequence[jax.Array], groups: Sequence[int], state: ZenFlowState
-    ) -> None:
-        """Compares the parameters of some groups, as their next merge will."""
-        for number in groups:
-            group, pending = self._offloaded.groups[number], self.pending.get(number)
-            if group.hosted or not group.leaves:
-                continue
-            since = self._since(number, pending and pending.before, state)
-            static = {"specs": group.specs, "window": state.schedule.longest_window}
-            _, changed = compare(_on_device(group.pick(weights), group), since, **static)
-            self._integrity.add([self._specs[i].name for i in group.leaves], changed)
+    def load(self, weights: Sequence[jax.Array]) -> None:
+        """Takes over parameters as masters, until the first step has been exchanged.
 
-    def note_parameters(self, weights: Sequence[jax.Array], leaves: Sequence[LeafState]) -> None:
-        """Samples the parameters: until the next merge only steps may change them."""
+        That step moves no deferred channel, so they are as they were before it. The worker must be
+        idle.
+        """
+        for i, part in enumerate(self._parts):
+            if not part.spec.hosted:  # whose selected channels could not follow
+                self._worker.host.take_master(i, host_part(weights[part.leaf], part))
+        self.loads += 1
+
+    def masters(self, number: int, leaf: LeafState) -> jax.Array:
+        """Returns a leaf's masters on the devices, in parts; not those of selected channels.
+
+        For a parameter in host memory it returns all masters, there. The worker must be idle.
+        """
+        leaves = self._worker.leaves()
+
+        def of_part(i: int) -> np.ndarray:
+            part = self._parts[i]
+            wide = leaves[i].master.as_float32().reshape(part.spec.shape)
+            return with_selected(wide, leaf, part) if part.spec.hosted else wide
+
+        # The uploads may read live masters, which the next update writes.
+        return jax.block_until_ready(put_leaf(self._offloaded, number, of_part))
+
+    def note_channels(self, leaves: Sequence[LeafState]) -> None:
+        """Notes the selected channels of a new or resumed run, of which merges are told."""
         for number, group in enumerate(self._offloaded.groups):
             if group.leaves:
-                if not group.hosted:
-                    on_device = _on_device(group.pick(weights), group)
-                    self._samples[number] = samples(on_device, specs=group.specs)
                 states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
-
-    def _since(self, number: int, before: jax.Array | None, state: ZenFlowState) -> SinceMerge:
-        """What a group's parameters are compared by; `before` as of its pending update."""
-        rows = self._rows[number]
-        before = rows if before is None else before
-        return SinceMerge(before, rows, self._samples[number], state.reach)
 
     def _merge(
         self,
@@ -180,8 +169,7 @@ class Updates:
         weights: Sequence[jax.Array],
         uploads: Sequence[Sequence[jax.Array]],
         before: jax.Array | None,
-        state: ZenFlowState,
-    ) -> Merged:
+    ) -> list[jax.Array]:
         group = self._offloaded.groups[number]
         params = group.pick(weights)
         if group.on_one_device and not isinstance(params[0].sharding, NamedSharding):
@@ -199,19 +187,17 @@ class Updates:
                 )
             ]
         if group.hosted:
-            return Merged([as_before(*pair) for pair in zip(new, params, strict=True)], None, None)
-        since, uploaded = self._since(number, before, state), _on_device(new, group)
-        static = {"specs": group.specs, "window": state.schedule.longest_window}
-        in_two = uploads_in_two(uploaded, group.specs)
-        merged = merge(_on_device(params, group), *in_two, since, **static)
-        placed = [
+            return [as_before(*pair) for pair in zip(new, params, strict=True)]
+        in_two, rows = uploads_in_two(_on_device(new, group), group.specs), self._rows[number]
+        during = rows if before is None else before
+        merged = merge(_on_device(params, group), *in_two, during, rows, specs=group.specs)
+        return [
             hosted if x is None else as_before(x, weight)
-            for x, weight, hosted in zip(merged.weights, params, new, strict=True)
+            for x, weight, hosted in zip(merged, params, new, strict=True)
         ]
-        return merged._replace(weights=placed)
 
     def _fetch_rest(self, group: Group, uploads: Sequence[Any], after: Any) -> Sequence[Any]:
-        """An update with its parts that were not prefetched; waits until those are there."""
+        """Uploads the parts of an update that were not prefetched, and waits for them."""
         late = [i for i, pieces in enumerate(uploads) if not pieces]
         if not late:
             return uploads
@@ -301,14 +287,14 @@ class Updates:
         return cut_states(states, specs=group.specs) if group.in_ranges else list(states)
 
     def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
-        """Starts to compute the selected channels' share of the best score, of a group."""
+        """Starts to compute the share of the best score that a group's selected channels hold."""
         group = self._offloaded.groups[number]
         states = group.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return measure(scores, channels, specs=group.specs)
 
     def resume(self, pending: Sequence[int], before: Sequence[np.ndarray]) -> None:
-        """Restores another run's pending updates, from masters that are resumed already.
+        """Restores the pending updates of a saved run, from masters that are resumed already.
 
         `pending` is what `wait` returned there, `before` each part's channels then, counted in its
         leaf.
@@ -322,8 +308,8 @@ class Updates:
                 uploads = [self._upload(i) if early[i] else [] for i in group.part_numbers]
                 # The next update writes to the arrays that they come from.
                 jax.block_until_ready(uploads)
-            made: Future = Future()
-            made.set_result(uploads)
+            update: Future = Future()
+            update.set_result(uploads)
             # Of each leaf, on each of this process's devices.
             rows = by_leaf(
                 group.parts,
@@ -338,12 +324,12 @@ class Updates:
                 for *of_device, device in zip(*rows, devices, strict=True)
             ]
             like = self._rows[number]
-            assert like is not None, "the parameters have been noted"
+            assert like is not None, "the channels have been noted"
             # Rows without channels (`topk_ratio=0`) jit places as it likes, and all are alike.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
-            self.pending[number] = _Pending(made, rows_then)
+            self.pending[number] = _Pending(update, rows_then)
 
 
 def _on_device(weights: Sequence[Any], group: Group) -> list[Any]:
-    """A group's parameters as the device's programs take them: None for those in host memory."""
+    """Returns a group's parameters for the device's programs: None for those in host memory."""
     return [None if x.hosted else w for w, x in zip(weights, group.specs, strict=True)]

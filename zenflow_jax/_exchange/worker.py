@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,17 +20,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from zenflow_jax._device.memory import view
-from zenflow_jax._diagnostics.stats import EngineStats, tell_of_skipped
+from zenflow_jax._device.memory import copy_to_host, nbytes, upload, view
+from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
+from zenflow_jax._exchange.hosted import new_parameter
 from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
-from zenflow_jax._exchange.parts import OffloadedLeaves
+from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, put_piece
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.progress import Counts
-from zenflow_jax._exchange.snapshot import Snapshot
-from zenflow_jax._exchange.uploads import hand_over, nbytes, update
-from zenflow_jax._host.leaf import HostLeaf
-from zenflow_jax._host.state import ClosedWindow, HostState
+from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
 # How often a caller that waits looks whether the device still has work.
@@ -53,7 +51,6 @@ class Worker:
         max_skipped: int | None = None,
     ):
         self.host = host
-        host.before_write = self._before_write
         # The worker's part of them. Replaced as a whole, so that anybody can read it at any time.
         self.stats = EngineStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self.host.nbytes)
         self.recorder = Recorder()
@@ -66,20 +63,20 @@ class Worker:
         self._stop: _Stop | None = None  # why the thread is to end
         self._failure: _Failure | None = None  # why it has ended, if not closed
         self._where = "the first mail"  # what the thread does, for messages
-        self._snapshots: list[Snapshot] = []  # which somebody may still be saving
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
 
     def start(self, peers: PeerMonitor) -> None:
-        """Begins to work; `peers` spreads this worker's failure, and tells it of others."""
+        """Starts the thread; `peers` spreads failures between this worker and those elsewhere."""
         self._peers = peers
         self._thread.start()
         peers.start(self.fail)
         # The thread must end before the modules that it works with.
-        atexit.register(_stop_if_alive, weakref.ref(self))
+        stop = weakref.WeakMethod(self.stop)
+        atexit.register(lambda: (alive := stop()) and alive())
 
     def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
-        """Continues another run, as `HostState.resume` does."""
+        """Resumes a saved run, as `HostState.resume` does."""
         self.host.resume(arrays, counts.counted, closed=counts.windows, scalars=counts.scalars)
         self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
@@ -117,18 +114,27 @@ class Worker:
         ) from self._failure.error
 
     def leaves(self) -> list[HostLeaf]:
-        """The host's arrays of each part, which live as long as this list does."""
+        """Returns the host's arrays of each part, which live as long as this list does."""
         leaves = self.host.leaves
         if len(leaves) != len(self._offloaded.parts):
             self.check()
         return leaves
 
-    def hold(self, snapshot: Snapshot) -> None:
-        """Writes no leaf of a snapshot from now on that is not saved or copied."""
-        self._snapshots = [*(x for x in self._snapshots if not x.done), snapshot]
+    def pause(self, wait: Callable[[Callable[[], bool]], bool]) -> None:
+        """Waits for a save before an array is written, on any thread.
+
+        `wait` gets a function that says whether the worker is to end, and returns False then.
+        """
+        of_thread = threading.current_thread() is self._thread
+        with self.recorder.meanwhile("wait for save") if of_thread else nullcontext():
+            may_write = wait(lambda: self._stop is not None)
+        if not may_write and not of_thread:
+            raise RuntimeError("the engine was closed")
+        if not may_write:
+            self._raise_stop()
 
     def wait(self, future: Future, after: Any) -> Any:
-        """The result of `future`, on the caller's thread.
+        """Waits for the result of `future`, on the caller's thread.
 
         Waiting counts as for the host only once `after`, the last step's arrays, are computed.
         """
@@ -155,7 +161,7 @@ class Worker:
         self._peers.close()
 
     def stop(self) -> None:
-        """Ends the thread after the piece it is at. Safe twice."""
+        """Ends the thread after its current piece. Safe twice."""
         self._end(_Stop(None))
         self._thread.join()
         self._break_promises()
@@ -223,16 +229,12 @@ class Worker:
                     self.recorder.works_at("take in", item.step)
                     self._take_in(item)
                 else:
-                    self.recorder.works_at("take in sums", self._window)
+                    self.recorder.works_at("take in sums", self.host.windows + 1)
                     self._take_in_sums(item)
             self._finish(item, None)
 
-    @property
-    def _window(self) -> int:
-        return self.host.windows + 1
-
     def _next(self) -> Mail | Sums | Close | None:
-        """The next message, if its arrays have arrived."""
+        """Returns the next message, if its arrays have arrived."""
         first = next((message for message in self._messages if not message.begun), None)
         waits = first is None or (first.arrived is not None and not first.arrived.done())
         return None if waits else first
@@ -243,7 +245,7 @@ class Worker:
             self._messages.remove(message)
 
     def _take_in(self, mail: Mail) -> None:
-        self._where = f"the mail of step {mail.step}, window {self._window}"
+        self._where = f"the mail of step {mail.step}, window {self.host.windows + 1}"
         gradients, step_scalars = mail.arrays()
         sent = StepScalars(*map(view, step_scalars)).unpack()
         step, factor = int(sent.step), float(sent.factor)
@@ -271,10 +273,10 @@ class Worker:
             bytes_to_host=read,
         )
         if not sent.finite:
-            tell_of_skipped(before + 1, step, self._max_skipped)
+            check_skipped_steps(before + 1, step, self._max_skipped)
 
     def _take_in_sums(self, item: Sums) -> None:
-        self._where = f"the sums of window {self._window}"
+        self._where = f"the sums of window {self.host.windows + 1}"
         sums = item.arrays()
         read = nbytes(sums)
         self.host.take_sums([view(x) for x in sums], item.group)
@@ -282,23 +284,75 @@ class Worker:
         self._count(bytes_to_host=read)
 
     def _begin(self, close: Close) -> None:
-        close.used_up.clear()
-        self.recorder.works_at("hand over" if close.chosen else "update", self._window)
+        close.merged_uploads.clear()
+        self.recorder.works_at("hand over" if close.chosen else "update", self.host.windows + 1)
         window = self.host.close_window(close.group)
         if close.chosen:
             self._where = f"the hand-over after window {window.number}"
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
-                entered, read = hand_over(self.host, self._offloaded, close, window)
-            self._count(bytes_to_host=read, bytes_to_device=nbytes(entered[0]))
-            close.entered.set_result(entered)
+                close.entered.set_result(self._hand_over(close, window))
             # The caller has the hand-over now; the old arrays must not outlive it.
             close.leaving = close.chosen = ()
-        pieces, where = self._make_update(close, window), f"the update of window {window.number}"
-        self._updates.append(_Update(window.number, pieces, where))
+        where = f"the update of window {window.number}"
+        self._updates.append(_Update(window.number, self._make_update(close, window), where))
+
+    def _hand_over(self, close: Close, window: ClosedWindow) -> tuple[list[Any], list[Any]]:
+        """Hands channels over; returns what `Close.entered` gives."""
+        host, offloaded, group = self.host, self._offloaded, self._offloaded.groups[close.group]
+        # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
+        leaving = [
+            [] if old is None else [part.of(x) for x in (close.chosen[part.leaf], *old)]
+            for part in group.parts
+            for old in [close.leaving[part.leaf]]
+        ]
+        in_host_memory = copy_to_host(leaving)
+        entering: list[list[Any]] = [[None] * len(part.devices) for part in group.parts]
+        # Some leaves cross while others are worked on.
+        for i, (moved, part) in enumerate(zip(in_host_memory, group.parts, strict=True)):
+            if moved:
+                chosen, *rows = moved
+                old, number = SelectedRows.of([*map(view, rows)], part.spec), window.leaves[i]
+                new = host.hand_over(window, number, old, host_channels(chosen, part))
+                arrays = new.on_device(part.spec)
+                entering[i] = [upload(arrays, device) for device in part.devices]
+        # The next step reads channels that leave from these.
+        by_update = close.at_once and window.gradients
+        hosted = [
+            new_parameter(host.leaves, offloaded, i)
+            if offloaded.specs[i].hosted and not by_update
+            else None
+            for i in group.leaves
+        ]
+        # The update writes to the arrays that they come from.
+        jax.block_until_ready(hosted)
+        self._count(bytes_to_host=nbytes(in_host_memory), bytes_to_device=nbytes(entering))
+        return entering, hosted
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
-        uploads = yield from update(self.host, self._offloaded, close.group, window, self.recorder)
-        pairs = zip(uploads, self._offloaded.groups[close.group].parts, strict=bool(uploads))
+        """Makes a window's update, and uploads what is prefetched.
+
+        Yields where it is, before each bounded piece.
+        """
+        offloaded, uploads = self._offloaded, []
+        first = 0.0  # when the first upload began
+
+        def finished(i: int, leaf: HostLeaf) -> None:
+            nonlocal first
+            uploads.append([])
+            if offloaded.prefetched[i]:
+                first, numbers = first or time.perf_counter(), offloaded.crossing_with(i)
+                leaves = self.host.leaves
+                uploads[-1] = put_piece(offloaded, numbers, lambda j: leaves[j].to_upload)
+
+        for name in self.host.update(window, finished):
+            yield f"the update of leaf {name}, window {window.number}"
+        if first:
+            self.recorder.works_at("wait for uploads", window.number)
+            # The next update writes to the arrays that they come from.
+            with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
+                jax.block_until_ready(uploads)
+            self.recorder.add("upload", "upload", first, window.number)
+        pairs = zip(uploads, offloaded.groups[close.group].parts, strict=bool(uploads))
         self._count(bytes_to_device=nbytes([x for x, part in pairs if not part.spec.hosted]))
         self._finish(close, uploads)
 
@@ -313,19 +367,6 @@ class Worker:
             self._updates.popleft()
         else:
             begun.where = piece
-
-    def _before_write(self, i: int) -> None:
-        """Waits until no checkpoint needs the arrays of part `i` any more."""
-        of_thread = threading.current_thread() is self._thread
-        for snapshot in self._snapshots:
-            if snapshot.done:
-                continue
-            with self.recorder.meanwhile("wait for save") if of_thread else nullcontext():
-                may_write = snapshot.before_write(i, lambda: self._stop is not None)
-            if not may_write and not of_thread:
-                raise RuntimeError("the engine was closed")
-            if not may_write:
-                self._raise_stop()
 
     def _count(self, **more: int) -> None:
         """Adds to the stats, and measures the memory."""
@@ -356,9 +397,3 @@ class _Update:
     window: int  # its number
     pieces: Iterator[str]  # gives where the next piece is, for messages
     where: str
-
-
-def _stop_if_alive(worker: weakref.ref[Worker]) -> None:
-    alive = worker()
-    if alive is not None:
-        alive.stop()

@@ -13,19 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 
 from zenflow_jax._host.arrays import HostArray, Segments, Tile, flat, in_turn
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment
-from zenflow_jax._host.numpy_kernel import NumpyKernel, Step
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, Weighed
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
-
-if TYPE_CHECKING:
-    from zenflow_jax._host.numba_kernel import NumbaKernel
 
 # The most elements that a thread takes at once. Numba streams through memory and evicts the
 # interpreter's; the way back costs up to 50 us a tile, 3 % of the time with half of this.
@@ -40,9 +37,9 @@ _LEAST_TILE = 64 * 1024
 _CHUNK = 2 * 1024 * 1024
 
 #: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
-Sources = Sequence[tuple[np.ndarray, float]]
+WeighedGradients = Sequence[tuple[np.ndarray, float]]
 
-_FLOAT16 = np.dtype(np.float16)
+_FLOAT16, _BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
 class HostAdam:
@@ -61,12 +58,14 @@ class HostAdam:
         self.threads = threads
         numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
         self._portable = NumpyKernel(tile or numpy_tile)
-        self._kernel = self._portable if kernel == "numpy" else _compiled(tile or _NUMBA_TILE)
+        self._kernel = self._portable
+        if kernel == "numba":
+            self._kernel = NumbaKernel(tile or _NUMBA_TILE)
         # Two threads must not enter Numba's own parallel layer. This pool only runs serial
         # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
 
-    def accumulate(self, total: np.ndarray, gradients: Sources, *, first: bool) -> None:
+    def accumulate(self, total: np.ndarray, gradients: WeighedGradients, *, first: bool) -> None:
         """Adds gradients to `total`, float32, one after the other, each times its factor.
 
         `first` replaces what `total` held.
@@ -89,7 +88,7 @@ class HostAdam:
         mu: Moment,
         nu: Moment,
         steps: np.ndarray,
-        gradients: Sources,
+        gradients: WeighedGradients,
         scale: float,
         active: np.ndarray,
         of_window: WindowStep,
@@ -235,8 +234,42 @@ def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
         return (1 / (1 - np.float64(beta) ** steps.reshape(-1))).astype(np.float32)
 
 
-def _compiled(tile: int) -> "NumbaKernel":
-    # Who makes no engine, as on a machine that only plans or evaluates, does not wait for Numba.
-    from zenflow_jax._host.numba_kernel import NumbaKernel
+class NumbaKernel:
+    """One pass over memory, compiled when a combination of dtypes is first met."""
 
-    return NumbaKernel(tile)
+    def __init__(self, tile: int):
+        # Here: a process without an engine, which plans or evaluates, does not wait for Numba.
+        from zenflow_jax._host import numba_loops
+
+        self.tile, self._loops = tile, numba_loops
+
+    def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
+        for i in range(0, len(gradients), GRADIENTS_PER_PASS):
+            together = _padded(gradients[i : i + GRADIENTS_PER_PASS])
+            self._loops.accumulate(total, *together, first and i == 0)
+
+    def adamw(self, step: Step, tile: Tile) -> None:
+        """Takes the step on one tile."""
+        p, m, v = step.masters, step.mu, step.nu
+        assert p.cast is None  # float16 takes the other kernel
+        moments = (m.values, m.scales, v.values, v.scales)
+        arrays = [None if x is None else _bits(flat(x)) for x in (p.values, p.rest, *moments)]
+        channels = (step.active, step.m_debias, step.v_debias)
+        _, rows, width, trailing = p.segments
+        loop = self._loops.adamw_trailing if trailing else self._loops.adamw_leading
+        scalars = (step.scale, *step.scalars)
+        loop(*arrays, _padded(step.gradients), channels, scalars, rows, width, tile)
+
+
+def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
+    """Gradients and their factors as the compiled loops take them."""
+    none = GRADIENTS_PER_PASS - len(gradients)
+    assert none >= 0, "the others are added up before"
+    views = [_bits(g).view() for g, _ in gradients]
+    for x in views:
+        x.flags.writeable = False  # always, because to Numba that is a type of its own
+    return (*views, *[None] * none), (*(f for _, f in gradients), *[np.float32(0)] * none)
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint16) if x.dtype == _BFLOAT16 else x

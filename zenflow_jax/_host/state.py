@@ -13,7 +13,8 @@ import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank, copied
-from zenflow_jax._host.leaf import HostLeaf, WindowGradients
+from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
@@ -22,6 +23,97 @@ from zenflow_jax._spec.schedule import Schedule
 #: The most mails that are kept. An update frees the closed window's mails leaf by leaf while those
 #: of the next one come in. So windows of four steps need no sums as long as the update keeps up.
 MAILS_KEPT = 5
+
+
+@dataclasses.dataclass
+class WindowGradients:
+    """One leaf's gradients of a window, until they are used."""
+
+    # The float32 sum of the first of them, if they were added up; the leaf owns its memory.
+    total: np.ndarray | None = None
+    # The others in order, each with its factor: views of host memory that is freed with them.
+    kept: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def weighed(self) -> list[tuple[np.ndarray, float]]:
+        return [*([] if self.total is None else [(self.total, 1.0)]), *self.kept]
+
+    def clear(self) -> None:
+        self.total, self.kept = None, []
+
+
+@dataclasses.dataclass
+class HostLeaf:
+    """One leaf's arrays, all `(entries, rows, n, tail)` unless said otherwise."""
+
+    spec: LeafSpec
+    master: Masters
+    mu: Moment
+    nu: Moment
+    steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
+    channels: np.ndarray  # int32 (entries, k), ascending: the selected ones
+    open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
+    # Sums not in use. While an update runs two may be in use: its window's, and the next one's.
+    spare: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def new(
+        cls, spec: LeafSpec, weight: np.ndarray, channels: np.ndarray, *, compact: bool
+    ) -> "HostLeaf":
+        """Makes a leaf with a copy of its parameter, and zero moments."""
+        shape = spec.view4(spec.n)
+        mu, nu = new_moments(shape, compact=compact)
+        leaf = cls(
+            spec=spec,
+            master=Masters.zeros(shape, spec.dtype),
+            mu=mu,
+            nu=nu,
+            steps=blank((shape[0], spec.n), np.int32),
+            channels=np.array(channels, np.int32).reshape(shape[0], spec.k),
+        )
+        leaf.master.write(weight)
+        return leaf
+
+    @property
+    def written(self) -> list[np.ndarray]:
+        """Returns the arrays that updates write, which `copy` copies."""
+        total = [] if self.open.total is None else [self.open.total]
+        return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *total]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """Returns all of the leaf's own arrays, spare ones included, without mails."""
+        return [*self.written, self.channels, *self.spare]
+
+    @property
+    def to_upload(self) -> np.ndarray:
+        """Returns the masters in the leaf's dtype and shape, for an upload. Not a copy."""
+        return self.master.to_upload.reshape(self.spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.written)
+
+    def keep(self, gradient: np.ndarray, factor: float) -> None:
+        self.open.kept.append((gradient.reshape(self.master.shape), factor))
+
+    def alias(self) -> "HostLeaf":
+        """Returns the leaf in the same memory, without mails that are added later."""
+        window = dataclasses.replace(self.open, kept=list(self.open.kept))
+        return dataclasses.replace(self, open=window, spare=[])
+
+    def copy(self) -> "HostLeaf":
+        """Copies the leaf, but for mails and channels, which nobody writes."""
+        total, leaf = self.open.total, self.alias()
+        window = dataclasses.replace(leaf.open, total=None if total is None else copied(total))
+        return dataclasses.replace(
+            leaf,
+            master=self.master.copy(),
+            mu=self.mu.copy(),
+            nu=self.nu.copy(),
+            steps=copied(self.steps),
+            open=window,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +146,18 @@ class SelectedRows:
     mu: np.ndarray
     nu: np.ndarray
     steps: np.ndarray  # int32 (entries, k)
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray], spec: LeafSpec) -> "SelectedRows":
+        """Takes the arrays of a part as the device has them."""
+        shape = spec.view4(spec.k)
+        master, mu, nu = (x.reshape(shape) for x in arrays[:3])
+        return cls(master, mu, nu, arrays[3].reshape(shape[::2]))
+
+    def on_device(self, spec: LeafSpec) -> tuple[np.ndarray, ...]:
+        """Inverts `of`."""
+        wide = (x.reshape(spec.selected_shape) for x in (self.master, self.mu, self.nu))
+        return (*wide, self.steps.reshape(*spec.stack, spec.k))
 
 
 class HostState:
@@ -89,23 +193,23 @@ class HostState:
         self._mail_bytes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self.windows = 0  # closed so far
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
-        self._overflowed = False  # mails were too many once: sums are worth keeping
-        # Of the last step, skipped or not: those before a window closes are the window's.
+        self._overflowed = False  # whether gradients ever exceeded the limit: reuse sum buffers
+        # A window uses its last step's hyperparameters, whether that step was skipped or not.
         self.scalars: AdamScalars | None = None
         self.before_write: Callable[[int], None] = lambda i: None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, spare ones included; none of them is in pinned memory."""
+        """Returns the bytes of all arrays, spare ones included; none is in pinned memory."""
         return sum(x.nbytes for leaf in self.leaves for x in leaf.arrays)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of the mails kept: these alone are in memory that jax has pinned."""
-        kept = [len(leaf.open.mails) for leaf in self.leaves]
+        """Returns the bytes of kept mails, which alone are in memory that jax has pinned."""
+        kept = [len(leaf.open.kept) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
-                kept[i] += len(gradients.mails)
+                kept[i] += len(gradients.kept)
         # A mail is there until the last of the leaves in it has used it.
         return sum(
             sum(self._mail_bytes[i] for i in piece) * max(kept[i] for i in piece)
@@ -120,7 +224,7 @@ class HostState:
         closed: int,
         scalars: AdamScalars | None,
     ) -> None:
-        """Continues another run's state; the selected channels are in place already.
+        """Resumes a saved run's state; the selected channels are in place already.
 
         For each leaf `arrays` has "master", "mu", "nu", "steps" and, if the host adds up its open
         window, "total". `counted` has the steps in each group's open window.
@@ -162,7 +266,7 @@ class HostState:
                 break
             self._overflowed = True
             for i, leaf in enumerate(self.leaves):
-                if len(leaf.open.mails) >= least:
+                if len(leaf.open.kept) >= least:
                     self._add_up(i, leaf.open)
 
     def count(self) -> None:
@@ -184,8 +288,8 @@ class HostState:
             gradients.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
         else:
             self.before_write(i)
-        self._adam.accumulate(gradients.total, gradients.mails[:end], first=first)
-        del gradients.mails[:end]
+        self._adam.accumulate(gradients.total, gradients.kept[:end], first=first)
+        del gradients.kept[:end]
 
     def close_window(self, group: int) -> ClosedWindow:
         """Ends a group's open window."""
@@ -197,7 +301,7 @@ class HostState:
         closed = ClosedWindow(
             number=self.windows,
             counted=counted,
-            step=window_step(self.scalars, max(counted, 1), self._scaling, np),
+            step=window_step(self.scalars, max(counted, 1), self._scaling),
             leaves=window.leaves,
             gradients={i: x.open for i, x in leaves.items() if counted},
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
@@ -266,11 +370,11 @@ class HostState:
         if not leaf.spec.decay:
             step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))
         gradients = window.gradients[i]
-        if len(gradients.sources) > GRADIENTS_PER_PASS:
+        if len(gradients.weighed) > GRADIENTS_PER_PASS:
             self._add_up(i, gradients, 1 - GRADIENTS_PER_PASS)
         arrays = leaf.master, leaf.mu, leaf.nu, leaf.steps
         scale = 1 / max(window.counted, 1)  # of the mean
-        return self._adam.adamw(*arrays, gradients.sources, scale, active, step)
+        return self._adam.adamw(*arrays, gradients.weighed, scale, active, step)
 
 
 def _keep_staying(
@@ -283,7 +387,7 @@ def _keep_staying(
 
 
 def _members(channels: np.ndarray, n: int) -> np.ndarray:
-    """Bool (entries, n): whether a channel is among `channels` (entries, k)."""
+    """Returns, bool (entries, n), whether a channel is among `channels` (entries, k)."""
     members = np.zeros((channels.shape[0], n), bool)
     np.put_along_axis(members, channels, True, axis=-1)
     return members

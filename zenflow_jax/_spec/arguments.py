@@ -12,7 +12,6 @@ from jax.core import Tracer
 from zenflow_jax._spec.rules import (
     AutoSelect,
     AutoWindow,
-    EpochSelect,
     SendGradients,
     check_int,
     check_int_or_none,
@@ -29,7 +28,7 @@ def check_schedule(
     *,
     topk_ratio: float,
     update_interval: int | AutoWindow,
-    select_interval: int | AutoSelect | EpochSelect | None,
+    select_interval: int | AutoSelect | None,
     full_warm_up_rounds: int,
     rolling: bool,
     staleness: int | None,
@@ -77,18 +76,13 @@ def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow:
     return check_int("update_interval", interval, 1, "an int or an AutoWindow", _IF_INJECTED)
 
 
-def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect | EpochSelect:
-    if isinstance(interval, AutoSelect | EpochSelect):
+def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect:
+    if isinstance(interval, AutoSelect):
         return interval
     if interval is None:
         return 16 * (window.max_interval if isinstance(window, AutoWindow) else window)
-    kinds = "an int, an AutoSelect, an EpochSelect or None"
-    interval = check_int("select_interval", interval, 1, kinds, _IF_INJECTED)
-    if isinstance(window, int) and interval % window:
-        raise ValueError(
-            f"`select_interval` must be a multiple of update_interval={window}, got {interval}."
-        )
-    return interval
+    kinds = "an int, an AutoSelect or None"
+    return check_int("select_interval", interval, 1, kinds, _IF_INJECTED)
 
 
 def _check_staleness(staleness: Any, window: int | AutoWindow, in_turn: bool) -> int | None:

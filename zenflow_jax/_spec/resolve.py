@@ -97,9 +97,9 @@ def check_hosted(specs: Sequence[LeafSpec], schedule: Schedule, *, sends_in_step
             continue
         raise ValueError(
             "expected in host memory only layers that are stacked along a first axis, offloaded, "
-            "of float32 or bfloat16, with offload=True, "
-            "send_gradients='during_step' and, where ranges of layers take turns, a staleness of "
-            f"0 or 1; {problem} at {spec.name}: else move it to the device by `jax.device_put`."
+            "of float32 or bfloat16, with send_gradients='during_step' and, where ranges of layers "
+            f"take turns, a staleness of 0 or 1; {problem} at {spec.name}. Move it to the device "
+            "by `jax.device_put`."
         )
 
 

@@ -43,7 +43,7 @@ class AutoWindow:
             raise ValueError("`AutoWindow.share` must be above 0, got 0.")
 
     def needed(self, leaves: int) -> int:
-        """How many of `leaves` offloaded leaves must be ripe."""
+        """Returns how many of `leaves` offloaded leaves must be ripe."""
         # Rounded first, as 0.07 * 100 is 7.000000000000001.
         return max(1, math.ceil(round(self.share * leaves, 6)))
 
@@ -74,33 +74,6 @@ class AutoSelect:
         check_int("AutoSelect.max_windows", self.max_windows, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class EpochSelect:
-    """Selects at the end of every epoch, or of every few epochs.
-
-    It selects at the first boundary at or after the epoch's end: windows need not divide an epoch.
-
-    Attributes:
-        steps_per_epoch: Optimizer steps in an epoch, counted from the first step of the run.
-        epochs: Epochs between two selections.
-
-    Examples:
-        >>> from zenflow_jax import zenflow
-        >>> tx = zenflow(1e-3, select_interval=EpochSelect(steps_per_epoch=1250))
-    """
-
-    steps_per_epoch: int
-    epochs: int = 1
-
-    def __post_init__(self):
-        check_int("EpochSelect.steps_per_epoch", self.steps_per_epoch, 1)
-        check_int("EpochSelect.epochs", self.epochs, 1)
-
-    @property
-    def steps(self) -> int:
-        return self.steps_per_epoch * self.epochs
-
-
 class SendGradients(enum.StrEnum):
     """When the gradients of offloaded leaves leave the device."""
 
@@ -113,19 +86,19 @@ class SendGradients(enum.StrEnum):
 
     @property
     def in_step(self) -> bool:
-        """Whether the step itself copies to host memory."""
+        """Returns whether the step itself copies to host memory."""
         return self is SendGradients.DURING_STEP
 
     @property
     def sums_on_device(self) -> bool:
-        """Whether the device adds up a window's gradients."""
+        """Returns whether the device adds up a window's gradients."""
         return self is SendGradients.PER_WINDOW
 
 
 def check_int(
     name: str, value: Any, least: int | None, kinds: str = "an int", remedy: str = ""
 ) -> int:
-    """The value, if it is an int of at least `least`; `kinds` says what else the caller takes."""
+    """Returns an int of at least `least`; `kinds` says what else the caller takes."""
     # To Python a bool is an Integral; to users it is not.
     if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")

@@ -40,12 +40,11 @@ class WindowStep(NamedTuple):
     b2: Any
 
 
-def window_step(scalars: AdamScalars, counted: Any, scaling: float | None, xp: Any) -> WindowStep:
-    """The step with the mean of `counted` gradients, scaled to be worth that many single ones.
+def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> WindowStep:
+    """Returns the step with the mean of `counted` gradients, scaled to that many single steps.
 
     A mean of c gradients is the gradient of a batch c times larger (Malladi et al., 2022).
-    `scaling` is the exponent for the learning rate; None scales nothing. `xp` is `numpy` or
-    `jax.numpy`.
+    `scaling` is the exponent for the learning rate; None scales nothing.
     """
     s = scalars
     if scaling is None:
@@ -56,8 +55,8 @@ def window_step(scalars: AdamScalars, counted: Any, scaling: float | None, xp: A
     def power(b: Any, one_minus_b: Any) -> tuple[Any, Any]:
         # From `1 - b`, which is exact where `b` is rounded; of a `b` of 0 the logarithm is -inf.
         with np.errstate(divide="ignore"):
-            exponent = c * xp.log1p(-one_minus_b)
-        return xp.where(one, b, xp.exp(exponent)), xp.where(one, one_minus_b, -xp.expm1(exponent))
+            exponent = c * np.log1p(-one_minus_b)
+        return np.where(one, b, np.exp(exponent)), np.where(one, one_minus_b, -np.expm1(exponent))
 
     b1, one_minus_b1 = power(s.b1, s.one_minus_b1)
     b2, one_minus_b2 = power(s.b2, s.one_minus_b2)

@@ -3,63 +3,61 @@
 Steps count from 1; step t's boundary lies between t and t + 1. Leaves are in groups (`groups.py`),
 and each group has windows of its own.
 
-The same code decides for NumPy numbers (the engine) and for traced ones (in-graph). A decision
-about a step knows only the steps before it: for more, an engine would wait for the device.
+A decision about a step knows only the steps before it: for more, an engine would wait for the
+device.
 """
 
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32, Int32
 
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 
 
 class Boundary(NamedTuple):
-    """A boundary of one group after a step: bools, or traced ones if the step is traced."""
+    """What happens to one group after a step."""
 
-    closes: Any  # the window ends and its update is made
-    selects: Any  # channels are selected again; only where a window closes
-    synchronous: Any  # the update reaches the parameters at once
-    arrives: Any  # an update that was made before reaches the parameters, ahead of all else
+    closes: bool  # the window ends and its update is made
+    selects: bool  # channels are selected again; only where a window closes
+    synchronous: bool  # the update reaches the parameters at once
+    arrives: bool  # an update that was made before reaches the parameters, ahead of all else
 
 
 class ScheduleState(NamedTuple):
-    """The facts that the schedule decides by: NumPy arrays and numbers, or traced ones.
-
-    `flush` leaves it alone.
-    """
+    """The facts that the schedule decides by. `flush` leaves it alone."""
 
     # Of adaptive windows, which are the same for all leaves.
-    length: Any  # int32: steps since the last boundary, without the one that is asked about
-    counted: Any  # float32: the steps among them that were not skipped
-    deferred: Any  # float32 (leaves,): deferred channels' root mean square, summed over those
-    selected: Any  # float32 (leaves,): the same of the selected channels
+    length: np.int32  # steps since the last boundary, without the next one
+    counted: np.float32  # the steps among them that were not skipped
+    deferred: Float32[np.ndarray, " leaves"]  # deferred channels' root mean squares, summed
+    selected: Float32[np.ndarray, " leaves"]  # the same of the selected channels
     # Of each group.
-    windows: Any  # int32 (groups,): windows closed since the last selection
-    kept_share: Any  # float32 (groups,): share of the best score, at the last boundary; else 1
+    windows: Int32[np.ndarray, " groups"]  # windows closed since the last selection
+    kept_share: Float32[np.ndarray, " groups"]  # of the best score, at the last boundary; else 1
 
     def open_step(self) -> "ScheduleState":
-        """The state after a step whose window stays open; `add` takes in what the step says."""
-        return self._replace(length=self.length + 1)
+        """Returns the state after a step whose window stays open; `add` takes its statistics."""
+        return self._replace(length=np.int32(self.length + 1))
 
     def close_window(
-        self, first: "ScheduleState", closes: Any, selects: Any, xp: Any
+        self, first: "ScheduleState", closes: np.ndarray, selects: np.ndarray
     ) -> "ScheduleState":
-        """The state after a step that closed windows; the step's statistics count for none.
+        """Returns the state after a step that closed windows; its statistics count for none.
 
         `first` is the state before the first step; `closes` and `selects` are bool (groups,).
         """
-        windows = xp.where(closes, self.windows + 1, self.windows)
+        windows = np.where(closes, self.windows + 1, self.windows)
         return first._replace(
-            windows=xp.where(selects, 0, windows).astype(np.int32),
-            kept_share=xp.where(closes, first.kept_share, self.kept_share),
+            windows=np.where(selects, 0, windows).astype(np.int32),
+            kept_share=np.where(closes, first.kept_share, self.kept_share),
         )
 
-    def add(self, statistics: Any) -> "ScheduleState":
-        """The state with a step's float32 [counted, *deferred, *selected]; None adds nothing."""
-        if statistics is None:
-            return self
+    def add(self, statistics: np.ndarray) -> "ScheduleState":
+        """Returns the state with a step's float32 [counted, *deferred, *selected]."""
         leaves = self.deferred.shape[0]
         return self._replace(
             counted=self.counted + statistics[0],
@@ -69,7 +67,7 @@ class ScheduleState(NamedTuple):
 
 
 def first_schedule_state(schedule: "Schedule", leaves: int) -> ScheduleState:
-    """The state before the first step, in NumPy, for `leaves` offloaded leaves."""
+    """Returns the state before the first step, for `leaves` offloaded leaves."""
     sums = leaves if schedule.needs_statistics else 0
     return ScheduleState(
         length=np.int32(0),
@@ -97,105 +95,76 @@ class Schedule:
     """
 
     window: int | AutoWindow
-    select: int | AutoSelect | EpochSelect
+    select: int | AutoSelect
     full_warm_up_rounds: int
     groups: int
     staleness: int | None
     window_scaling: float | None
     provisional_share: float | None = None
 
-    def provisional_step(self, step: Any, learning_rate: Any, counts: Any, xp: Any) -> Any:
-        """How far step `step`, if it `counts`, moves each deferred weight; float32.
+    def provisional_step(self, step: jax.Array, learning_rate: Any, counts: Any) -> jax.Array:
+        """Returns by how much step `step`, if it `counts`, moves each deferred weight; float32.
 
         The first step of a run moves none: until it is made, weights may be loaded.
         """
-        length = xp.float32(self.provisional_share) * xp.asarray(learning_rate, xp.float32)
+        length = jnp.float32(self.provisional_share) * jnp.asarray(learning_rate, jnp.float32)
         moves = counts & (step > max(self.full_warm_up_rounds, 1))
-        return xp.where(moves, length, xp.float32(0))
+        return jnp.where(moves, length, jnp.float32(0))
 
     @property
     def longest_window(self) -> int:
-        """The most steps that a window may have."""
+        """Returns the most steps that a window may have."""
         return self.window.max_interval if isinstance(self.window, AutoWindow) else self.window
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether decisions need every step's statistics."""
+        """Returns whether decisions need every step's statistics."""
         return isinstance(self.window, AutoWindow)
 
     @property
     def needs_kept_share(self) -> bool:
-        """Whether decisions need the share of the score that is kept."""
+        """Returns whether decisions need the share of the score that is kept."""
         return isinstance(self.select, AutoSelect)
 
-    @property
-    def adaptive(self) -> bool:
-        """Whether `boundary` needs a `ScheduleState`."""
-        return self.needs_statistics or self.needs_kept_share
-
-    @property
-    def between_boundaries(self) -> bool:
-        """Whether updates arrive where no window of their group closes."""
-        return self.staleness not in (None, 0, self.window)
-
-    def in_window(self, step: Any, schedule_state: ScheduleState | None, group: int) -> Any:
-        """Whether a window of `group` is open, with steps in it, after step `step`."""
-        if isinstance(self.window, AutoWindow):
-            assert schedule_state is not None
-            return schedule_state.length > 0
-        return (step - self.full_warm_up_rounds + group) % self.window != 0
-
-    def boundary(self, step: Any, schedule_state: ScheduleState | None, group: int = 0) -> Boundary:
-        """The boundary of `group` after step `step` (a Python int or a traced int32).
-
-        `schedule_state` covers the steps before it; it may be None unless `adaptive`.
-        """
+    def boundary(self, step: int, schedule_state: ScheduleState, group: int = 0) -> Boundary:
+        """Returns the boundary of `group` after step `step`; the state is of the steps before."""
         warm = step <= self.full_warm_up_rounds
         since = step - self.full_warm_up_rounds
         if isinstance(self.window, AutoWindow):
-            assert schedule_state is not None
-            length = schedule_state.length + 1
-            closes = (
-                warm
-                | self._ripe(self.window, schedule_state)
-                | (length >= self.window.max_interval)
-            )
+            length = int(schedule_state.length) + 1
+            ripe = self._is_ripe(self.window, schedule_state)
+            closes = warm or ripe or length >= self.window.max_interval
             arrives = closes
         else:
             length = self.window
-            closes = warm | ((since + group) % length == 0)
+            closes = warm or (since + group) % length == 0
             arrives = closes
-            if self.between_boundaries:
-                assert self.staleness is not None
+            if self.staleness not in (None, 0, length):
                 arrives = (since + group - self.staleness) % length == 0
         # The first selection comes at the warm-up's end; without a warm-up it comes at the first
         # boundary, however far off the interval's end is.
         first = since == (length - group if self.full_warm_up_rounds == 0 else 0)
-        due = (since > 0) & self._due(step, length, schedule_state, group)
+        due = since > 0 and self._selection_is_due(step, length, schedule_state, group)
         return Boundary(
             closes=closes,
-            selects=closes & (first | due),
-            synchronous=warm | (self.staleness == 0),
+            selects=closes and (first or due),
+            synchronous=warm or self.staleness == 0,
             arrives=arrives,
         )
 
-    def _ripe(self, window: AutoWindow, schedule_state: ScheduleState) -> Any:
+    def _is_ripe(self, window: AutoWindow, schedule_state: ScheduleState) -> bool:
         leaves = schedule_state.deferred.shape[0]
         # Both sides of `deferred >= selected / counted` times `counted`: nothing is divided.
         ripe = (schedule_state.deferred * schedule_state.counted >= schedule_state.selected).sum()
-        return (schedule_state.counted > 0) & (ripe >= window.needed(leaves))
+        return bool(schedule_state.counted > 0 and ripe >= window.needed(leaves))
 
-    def _due(self, step: Any, length: Any, schedule_state: ScheduleState | None, group: int) -> Any:
-        """Whether a selection other than the first is due where a window of `length` steps ends."""
+    def _selection_is_due(
+        self, step: int, length: int, schedule_state: ScheduleState, group: int
+    ) -> bool:
+        """Returns whether a later selection is due where a window of `length` steps ends."""
         if isinstance(self.select, AutoSelect):
-            assert schedule_state is not None
-            lost = schedule_state.kept_share[group] < self.select.keep
-            return lost | (schedule_state.windows[group] + 1 >= self.select.max_windows)
-        # It is due if an interval ends within the window.
-        if isinstance(self.select, EpochSelect):
-            epoch = self.select.steps
-            # A group's first window may be shorter: what the warm-up had is no part of it.
-            after_warm_up = step // epoch > self.full_warm_up_rounds // epoch
-            return after_warm_up & (step // epoch > (step - length) // epoch)
+            lost = bool(schedule_state.kept_share[group] < self.select.keep)
+            return lost or int(schedule_state.windows[group]) + 1 >= self.select.max_windows
+        # It is due if an interval ends within the window. A group's first one may be shorter.
         since = step - self.full_warm_up_rounds + group
-        return since // self.select > (since - length) // self.select
+        return since // self.select > max(since - length, group) // self.select

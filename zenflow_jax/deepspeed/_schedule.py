@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax.deepspeed._config import Table, get, number, one_of
 
 _NEVER = 2**31 - 1  # steps, the most that an int32 holds
@@ -125,29 +125,26 @@ class Selection(NamedTuple):
     window: int | AutoWindow
     steps_per_epoch: int | None  # the config's
 
-    def rule(self, steps_per_epoch: int | None) -> AutoSelect | EpochSelect:
-        """`zenflow`'s `select_interval`; the argument goes before the config's own.
-
-        DeepSpeed counts its steps from the first, as `EpochSelect` does.
-        """
+    def rule(self, steps_per_epoch: int | None) -> AutoSelect | int:
+        """Returns `zenflow`'s `select_interval`; the argument goes before the config's own."""
         epoch = steps_per_epoch or self.steps_per_epoch
         if self.strategy == "auto" and epoch is None:
             return AutoSelect()
         if self.interval == 0:
-            return EpochSelect(_NEVER)
+            return _NEVER
         if self.strategy == "step":
-            rule = EpochSelect(self.interval)
+            steps = self.interval
         elif epoch is not None:
-            rule = EpochSelect(epoch, self.interval)
+            steps = epoch * self.interval
         else:
             raise ValueError(
                 "`zero_optimization.zenflow.select_strategy`: expected the steps of an epoch for "
                 '"epoch", got none. Pass `from_deepspeed(config, steps_per_epoch=len(loader))`.'
             )
         window = 1 if isinstance(self.window, AutoWindow) else self.window
-        if rule.steps < window:
+        if steps < window:
             raise ValueError(
                 "`zero_optimization.zenflow.select_interval`: expected at least "
-                f"update_interval={window} steps between two selections, got {rule.steps}."
+                f"update_interval={window} steps between two selections, got {steps}."
             )
-        return rule
+        return steps

@@ -68,7 +68,7 @@ def needs_of(
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
     of_groups = np.zeros((schedule.groups, 9))
-    specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
+    specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
     early = within(specs, prefetch_bytes)
     for leaf, part in ((i, x) for i, spec in enumerate(specs) for x in spec.ranges):
         size, entries = math.prod(part.shape), math.prod(part.stack)
@@ -268,7 +268,7 @@ def host_bandwidth(
     compact = is_compact(host_state)
     dtype, mail, rows = np.dtype(np.float32), np.dtype(np.float32), 4096
     shape = (1, 1, rows, rows)
-    if specs := [leaf.spec for leaf in leaves if leaf.offloaded]:
+    if specs := [leaf.spec for leaf in leaves if not leaf.spec.resident]:
         largest = max(specs, key=lambda x: math.prod(x.shape))
         dtype, mail = largest.dtype, largest.mail_dtype
         if largest.view4(1)[3] == 1:
@@ -280,7 +280,7 @@ def host_bandwidth(
         x[...] = 0  # pages take no memory until they are written
     steps, active = np.zeros((1, rows), np.int32), np.ones((1, rows), bool)
     gradients = [(np.ones(shape, mail), 1.0) for _ in range(GRADIENTS_PER_PASS)]
-    step = window_step(AdamScalars(*[0.5] * len(AdamScalars._fields)), 4, None, np)
+    step = window_step(AdamScalars(*[0.5] * len(AdamScalars._fields)), 4, None)
     moved = 2 * sum(x.nbytes for x in arrays) + sum(g.nbytes for g, _ in gradients)
     took = []
     with contextlib.closing(HostAdam("numba", threads)) as adam:

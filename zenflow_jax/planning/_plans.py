@@ -267,7 +267,7 @@ def plan(
 
 def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> dict[str, Any]:
     """Returns the fields of a plan about the host and the bus."""
-    parts = [part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges]
+    parts = [part for leaf in state.leaves if not leaf.spec.resident for part in leaf.spec.ranges]
     window = state.schedule.window if isinstance(state.schedule.window, int) else 2
     sending = state.send_gradients
     mails = sum(
@@ -300,7 +300,7 @@ def gb(number: int | float) -> str:
 
 def _states(opt_state: Any) -> list[ZenFlowState]:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ZenFlowState))
-    return [x for x in nodes if isinstance(x, ZenFlowState) and x.offload]
+    return [x for x in nodes if isinstance(x, ZenFlowState)]
 
 
 def _on_device(opt_state: Any) -> list[Any]:
