@@ -142,7 +142,7 @@ class HostEngine:
         # Last: a failed constructor must not leak a thread.
         worker.start(peers)
         # A forgotten engine's thread ends by itself.
-        weakref.finalize(self, worker.ask_to_stop)
+        weakref.finalize(self, worker.request_stop)
 
     @property
     def stats(self) -> EngineStats:
@@ -361,7 +361,7 @@ class HostEngine:
         behind = self._hosted.behind or bool(self._updates.pending and not self._flushed)
         self._kept = self._kept or error is not None
         self.close()
-        if error is not None or closed or self._worker.told:
+        if error is not None or closed or self._worker.failure_raised:
             return
         self._worker.check()
         if behind and not self._interrupted:

@@ -71,7 +71,7 @@ def join_run(
         counts = counts_from_tree(engine_state["counts"])
         _check_selection(offloaded, state)
         before = _resume_host(worker, counts, engine_state["leaves"], offloaded)
-        refusal = what_differs(counts, step, token, sums, specs)
+        refusal = find_difference(counts, step, token, sums, specs)
     except (OSError, ValueError) as error:
         # The other processes may have read what this one cannot, and wait for it.
         with contextlib.suppress(ValueError):
@@ -133,7 +133,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
     if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
         specs = [leaf.spec for leaf in state.leaves]
         options = {name: np.asarray(x) for name, x in options.items()}
-        old, new = (_in_words(x, specs) for x in (options, options_of(state)))
+        old, new = (_describe_options(x, specs) for x in (options, options_of(state)))
         for what in new:
             if old.get(what) != new[what]:
                 raise UnfitRunError(
@@ -177,7 +177,7 @@ _MAY_CHANGE = (
 )
 
 
-def _in_words(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str, str]:
+def _describe_options(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str, str]:
     """The result of `options_of` in words, by the names that messages have."""
     words = {
         f"`{name}`": _number(*np.ravel(x).tolist())
@@ -226,7 +226,7 @@ def _as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
     return np.maximum(np.array(jax.device_get(sums), np.uint32), 1)
 
 
-def what_differs(
+def find_difference(
     counts: Counts, step: int, token: int, sums: Sequence[jax.Array], specs: Sequence[LeafSpec]
 ) -> str | None:
     """Says why state or parameters are not those of a saved engine; None if they are.

@@ -38,9 +38,9 @@ from zenflow_jax._host.arrays import blank
 from zenflow_jax._host.state import HostLeaf
 
 # Elements that are put together at once, where memory does not have them as they are written.
-_AT_ONCE = 1024 * 1024
+_CHUNK = 1024 * 1024
 # How often somebody who waits looks whether it should end.
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class Saver:
@@ -177,7 +177,7 @@ class Snapshot:
             while self._reads(i):
                 if ended():
                     return False
-                self._condition.wait(_LOOK_S)
+                self._condition.wait(_POLL_S)
             self._wanted = None
             return True
 
@@ -291,10 +291,10 @@ class EngineStream:
             channels = leaf.channels if before is None else before
             yield 0, channels + self.offloaded.parts[i].first
         elif name == "total":
-            for begin in range(0, leaf.master.size, _AT_ONCE):
-                yield begin, self._sum(leaf, begin, min(begin + _AT_ONCE, leaf.master.size))
+            for begin in range(0, leaf.master.size, _CHUNK):
+                yield begin, self._sum(leaf, begin, min(begin + _CHUNK, leaf.master.size))
         else:
-            yield from getattr(leaf, name).chunks(_AT_ONCE)
+            yield from getattr(leaf, name).chunks(_CHUNK)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
         """Returns elements of the leaf's open window's sum, with the bits of any way to add."""

@@ -244,7 +244,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             nnx.update(
                 self._trainer.optimizer.opt_state, nnx.state(replace_state(opt_state, state))
             )
-        _say_where(find_state(self._trainer.optimizer.opt_state), state)
+        _annotate_shardings(find_state(self._trainer.optimizer.opt_state), state)
         # Where nothing says on which device a model is, its step would be compiled twice: what it
         # returns besides mail, which is bound to a device, is bound to it as well.
         if not any(isinstance(weight.sharding, NamedSharding) for weight in weights):
@@ -278,7 +278,7 @@ def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
     return 0 if len(leaf.shape) == 3 and names & {"q_proj", "k_proj", "v_proj"} else -2
 
 
-def _say_where(variables: Any, state: Any) -> None:
+def _annotate_shardings(variables: Any, state: Any) -> None:
     """Writes how a mesh divides each variable into its metadata, by which Tunix places the state.
 
     Without it each device would hold all of the mail.
