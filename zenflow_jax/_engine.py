@@ -47,8 +47,7 @@ class HostEngine:
         opt_state: The result of `tx.init(params)`, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
         host_state: The host's format for moments: "float32" needs 8 bytes per parameter; "compact"
-            needs 2.1875 and rounds at each update, mostly by under 1 per cent. A resumed run may
-            change it.
+            needs 2.1875 and rounds each update, mostly by under 1 %. Resumed runs may change it.
         threads: Cores for host updates. By default all but one, which the caller keeps.
         prefetch_bytes: Bytes on each device that a ready update may take before its boundary, where
             the loop waits for the rest. None: the whole update.
@@ -235,8 +234,7 @@ class HostEngine:
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
             if self._hosted:
-                # The next step's memory must not be allocated beside the weights that this one
-                # still reads.
+                # The next step must not need memory beside the weights that this step still reads.
                 self._mailbox.drain()
         return params, opt_state
 

@@ -38,9 +38,8 @@ _POLL_S = 1e-3
 class Worker:
     """Owns the thread and the host's arrays. `check` and every open `done` carry failures.
 
-    Call `start` after everything in its owner that can fail: a running thread keeps all host arrays
-    alive. Until then, and while the thread is idle, the caller may use `host`, `resume` and
-    `leaves`.
+    Call `start` after everything in its owner that can fail: a running thread keeps all host
+    arrays. Until then, and while the thread is idle, the caller may use `host`, `resume`, `leaves`.
     """
 
     def __init__(
@@ -136,8 +135,7 @@ class Worker:
     def wait(self, future: Future, after: Any) -> Any:
         """Waits for the result of `future`, on the caller's thread.
 
-        The wait counts as waiting for the host only after `after`, the last step's arrays, is
-        ready.
+        The wait counts as the host's only once `after`, the last step's arrays, are ready.
         """
         if not future.done():
             begin = time.perf_counter()
