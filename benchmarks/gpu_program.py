@@ -268,8 +268,8 @@ def lowered_merge(params: Any, state: zenflow_jax.ZenFlowState) -> Any:
         where = NamedSharding(where.mesh, Layout(specs[0]).each_device)
     shape = devices, sum(boundary.channel_widths(specs))
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
-    in_two = boundary.uploads_in_two(uploads, specs)
-    return boundary.merge.lower(merged, *in_two, rows, rows, specs=specs)
+    split = boundary.split_uploads(uploads, specs)
+    return boundary.merge.lower(merged, *split, rows, rows, specs=specs)
 
 
 def one_device(shape: Shape) -> None:

@@ -1,6 +1,6 @@
-"""`HostEngine`: what the caller does between two steps.
+"""`HostEngine`: the work between two steps, on the caller's thread.
 
-It dispatches all device programs, in the same order in every run.
+The engine dispatches all device programs, in the same order in every run.
 """
 
 import contextlib
@@ -32,46 +32,46 @@ from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 
 
 class HostEngine:
-    """Updates the deferred channels on the host, beside the device.
+    """Updates the deferred channels on the host, in parallel with the device.
 
-    Make one for each run, before its first step. Call `exchange` after every step, `flush` before
-    you use the parameters for anything else, and `close` at the end, or use `with`. Only one thread
-    may call it.
+    Make an engine for each run, before its first step. Call `exchange` after every step, `flush`
+    before you use the parameters for anything else, and `close` at the end, or use `with`. Only one
+    thread may call an engine.
 
-    Host memory: 12 bytes per deferred parameter (6.1875 with compact moments), and some mails in
-    pinned memory. Device memory: an update that is ready waits there. `planning` computes them.
+    Host memory: 12 bytes per deferred parameter (6.1875 with compact moments), and a few mails in
+    pinned memory. Device memory: an update that is ready waits there. `planning` computes both.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
             It may have more leaves: the engine finds leaves by their paths, at each call.
-        opt_state: What `tx.init(params)` returned, with one `ZenFlowState` anywhere in it.
+        opt_state: The result of `tx.init(params)`, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
-        host_state: How the host keeps moments: "float32", 8 bytes per parameter, or "compact",
-            2.1875, rounded by each update, most by under 1 per cent. A resumed run may change it.
-        threads: Cores that host updates use. By default all but one, which the caller keeps.
+        host_state: The host's format for moments: "float32" needs 8 bytes per parameter; "compact"
+            needs 2.1875 and rounds each update, mostly by under 1 %. Resumed runs may change it.
+        threads: Cores for host updates. By default all but one, which the caller keeps.
         prefetch_bytes: Bytes on each device that a ready update may take before its boundary, where
             the loop waits for the rest. None: the whole update.
-        max_skipped: After so many skipped steps in a row (their gradients were not finite) the next
-            call raises. None: never; `logging` warns of three in a row.
-        engine_state: What `EngineRestore` or `state()` gave, saved together with `params` and
-            `opt_state`. The engine copies it, and goes on from there with the same bits.
-        exit_if_stuck: When one of several processes fails, the others raise that at their next
+        max_skipped: The next call raises after this many consecutive skipped steps (their gradients
+            were not finite). None: never. `logging` warns after three.
+        engine_state: The result of `EngineRestore` or `state()`, saved together with `params` and
+            `opt_state`. The engine copies it and resumes the run, with the same bits.
+        exit_if_stuck: When one process of several fails, the others raise its error at their next
             call. A process blocked in a collective cannot raise: the engine ends it 30 s after the
             failure, by `os._exit(1)`, with the reason on stderr. False leaves it waiting.
-        check: How the engine notices that something else changes parameters. "samples": now and
-            then, by some values of each leaf. "all": by all values on the device, at each step from
-            the second on, for debugging; it takes time and a copy of the parameters there. Not seen
-            are skipped steps, values that become NaN, layers in host memory but for samples, and
-            less than a twentieth of a selected float32 weight's step. A change of selected channels
-            of low precision between two steps is undone by the next one, unseen.
+        check: The test for other code that changes parameters. "samples" compares some values of
+            each leaf now and then. "all", for debugging, compares all values on the device at each
+            step from the second; it costs time and a copy of the parameters there. Neither sees
+            skipped steps, values that become NaN, unsampled values of layers in host memory, or
+            less than a twentieth of a selected float32 weight's step. The next step silently undoes
+            a change to selected low-precision channels between two steps.
 
     Raises:
-        ValueError: If an argument is out of range; if there is not one ZenFlowState; if the state
-            has taken steps and `engine_state` is not given; if `engine_state` is another run's, or
-            has other options; if the parameters are not those of the state, or lie elsewhere; or if
-            jax has too little pinned memory for the run. It is a `planning.UnfitRunError` where
-            other settings, or another checkpoint, remedy it.
-        TypeError: If parameters or state are NumPy arrays, which lie on no device.
+        ValueError: If an argument is out of range; if `opt_state` does not have exactly one
+            ZenFlowState; if the state has taken steps and `engine_state` is not given; if
+            `engine_state` is another run's, or has other options; if the parameters are not those
+            of the state, or are elsewhere; or if jax has too little pinned memory for the run. The
+            error is a `planning.UnfitRunError` if other settings or another checkpoint fix it.
+        TypeError: If parameters or state are NumPy arrays, which are on no device.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -115,7 +115,7 @@ class HostEngine:
             check_resumed(engine_state, state)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         check_pinned_memory(state, offloaded)
-        # As arrays of jax an engine's state is in pinned memory itself, and larger than mail.
+        # An engine state of jax arrays is in pinned memory already, and larger than mail.
         if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
             pin_memory_for_mail(state, offloaded)
         picked = offloaded.pick(weights)
@@ -141,7 +141,7 @@ class HostEngine:
         # Last: a failed constructor must not leak a thread.
         worker.start(peers)
         # A forgotten engine's thread ends by itself.
-        weakref.finalize(self, worker.ask_to_stop)
+        weakref.finalize(self, worker.request_stop)
 
     @property
     def stats(self) -> EngineStats:
@@ -162,25 +162,26 @@ class HostEngine:
 
     @recorded("exchange")
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Sends mail out and brings updates in, between two steps; selects channels where due.
+        """Sends mail out and brings updates in, between two steps; selects channels when due.
 
-        It waits for updates that are due, for a host more than two mails behind and, briefly, where
+        It waits for updates that are due, for a host more than two mails behind and, briefly, when
         channels are selected or windows adapt. Do not use mail again; you may use the parameters.
 
         Args:
-            params: What the step returned; as at construction, there may be more leaves.
-            opt_state: What the step returned, in any wrapper.
+            params: The step's new parameters; as at construction, the tree may have more leaves.
+            opt_state: The step's new state, in any wrapper.
 
         Returns:
-            Both for the next step, of the same structure, shapes and placement. What the last call
-            returned is returned as it is, once, as trainers run their hooks again at the end; a
-            step after that is an error.
+            Both for the next step, with the same structure, shapes and placement. A second call
+            with the last result returns it unchanged, once, because trainers run their hooks again
+            at the end; a step after that is an error.
 
         Raises:
-            RuntimeError: If the engine is closed, has failed or was interrupted; if not one step
-                was made since the last call, from what that returned; if `max_skipped` steps in a
-                row were skipped; or if something else changed the parameters.
-            ValueError, TypeError: If state or parameters are not, or lie not, as at construction.
+            RuntimeError: If the engine is closed, has failed or was interrupted; unless exactly one
+                step was made since the last call, from its result; if `max_skipped` consecutive
+                steps were skipped; or if something else changed the parameters.
+            ValueError, TypeError: If state or parameters differ from those at construction, or are
+                elsewhere.
         """
         self._check_open()
         boundaries = self._progress.boundaries()
@@ -189,7 +190,7 @@ class HostEngine:
         at_once = [group for group in closing if boundaries[group].synchronous]
         first = self._progress.step == 0
         state = self._expected.state(opt_state)
-        # Refuses what does not fit before anything is done.
+        # Refuses unsuitable parameters before anything changes.
         taken = self._expected.take(params)
         if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
@@ -233,23 +234,23 @@ class HostEngine:
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
             if self._hosted:
-                # Else the next step would find room only beside the weights that this one reads.
+                # The next step must not need memory beside the weights that this step still reads.
                 self._mailbox.drain()
         return params, opt_state
 
     @recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Brings pending updates in, where no provisional step is lost by it.
+        """Merges pending updates, except where that would lose provisional steps.
 
-        Call it after the last exchange; go on only from what it returns. Open windows stay open,
-        so a run that goes on has the same windows. Their gradients are in the parameters as
-        provisional steps alone, and with `provisional_share=None` not at all: end such a run where
-        a window ends. Layers in host memory, which have no provisional steps, get all updates.
+        Call it after the last exchange, and continue only from its result. Open windows stay open,
+        so a continued run has the same windows. The parameters have their gradients as provisional
+        steps only, and with `provisional_share=None` not at all: end such a run where a window
+        ends. Layers in host memory, which have no provisional steps, get all updates.
 
         Args:
             params: The parameters that the last `exchange` returned.
-            opt_state: The state that it returned, or a copy. Behind `optax.MultiSteps` both may
-                also be what micro-batches without an update have made of these.
+            opt_state: The state that it returned, or a copy. With `optax.MultiSteps`, micro-batches
+                without an update may have followed.
 
         Raises:
             RuntimeError, ValueError, TypeError: As `exchange`; or if a step was not exchanged.
@@ -261,11 +262,11 @@ class HostEngine:
         if copied:
             state = self._expected.in_place(state, taken.weights)
         self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=True))
-        # An update in mid-window would replace the provisional steps since the window began.
+        # An update in mid-window would overwrite the provisional steps since the window opened.
         at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
-        if self._hosted:  # which take the host's arrays, pending updates and all
+        if self._hosted:  # the host's arrays become parameters, with all pending updates
             self._updates.wait()
         self._flushed, self._kept = True, False
         self._mailbox.drain()
@@ -287,20 +288,19 @@ class HostEngine:
 
     @recorded("state")
     def state(self) -> dict[str, Any]:
-        """Copies all that the engine knows, as of the last `exchange`, for a checkpoint.
+        """Copies the engine's whole state, as of the last `exchange`, for a checkpoint.
 
         With orbax, `EngineSave` saves the same without a copy. Save it together with the parameters
         and the optimizer state that `exchange` returned, and pass it to a new engine as
-        `engine_state`. It waits for the host's work. In a run of several processes all must call
-        it.
+        `engine_state`. The call waits for the host's work. All processes of a run must make it.
 
         Returns:
-            A tree of dicts, lists and arrays. The large arrays lie in host memory (on a GPU
-            pinned), take 16 bytes per offloaded parameter for as long as they live, and never
-            change. Shapes and placements are those of `abstract_engine_state(opt_state)`.
+            A tree of dicts, lists and arrays. The large arrays are in host memory (pinned on a
+            GPU), need 16 bytes per offloaded parameter while they live, and never change. Shapes
+            and placements are those of `abstract_engine_state(opt_state)`.
 
         Raises:
-            RuntimeError: If the engine is closed or has failed, or a former call was interrupted.
+            RuntimeError: If the engine is closed, has failed or was interrupted in a call.
         """
         self._settle()
         self._kept = True
@@ -308,9 +308,9 @@ class HostEngine:
 
     @recorded("state")
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
-        """Takes the state as `state` does, to be written while the run goes on; for `EngineSave`.
+        """Returns the state as a stream that `EngineSave` writes while the run continues.
 
-        It must be written or closed, or the run waits for ever. `copy_bytes` is `EngineSave`'s.
+        Write or close the stream, or the run waits for ever. `copy_bytes` is `EngineSave`'s.
         """
         self._settle()
         self._kept = True
@@ -318,7 +318,7 @@ class HostEngine:
 
     @recorded("state")
     def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:
-        """Waits for the host's masters; the result changes with each step, flush and load."""
+        """Waits for the host's masters; returns a key that each step, flush and load changes."""
         self._check_open()
         self._expected.state(opt_state)
         if self._progress.step == 0:
@@ -335,7 +335,7 @@ class HostEngine:
         checks.update_nnx(model, optimizer, *self.flush(*checks.nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
-        """Ends the thread and frees the host memory; drops updates. Safe twice, and during work."""
+        """Ends the thread, frees host memory and drops updates. Safe twice, and during work."""
         if not self._kept:
             self._progress.warn_of_open_windows()
             self._kept = True
@@ -344,7 +344,7 @@ class HostEngine:
         self._updates.forget()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses `copy.copy`, `copy.deepcopy` and `pickle`, which all ask here."""
+        """Refuses `copy.copy`, `copy.deepcopy` and `pickle`, which all call this method."""
         raise TypeError(
             "an engine, or a step that is attached to one, cannot be copied or pickled: a run has "
             "one engine. Save `engine.state()`, and go on from it with another one: "
@@ -359,7 +359,7 @@ class HostEngine:
         behind = self._hosted.behind or bool(self._updates.pending and not self._flushed)
         self._kept = self._kept or error is not None
         self.close()
-        if error is not None or closed or self._worker.told:
+        if error is not None or closed or self._worker.failure_raised:
             return
         self._worker.check()
         if behind and not self._interrupted:
@@ -381,11 +381,11 @@ class HostEngine:
                 "half-way: parameters, state and host no longer belong together. Go on from the "
                 "last checkpoint."
             )
-        # The device may still be at the last step, and reading that step's counts would wait.
+        # The device may still run the last step, and reading that step's counts would wait.
         self._integrity.check(self._progress.step - 1)
 
     def _settle(self) -> None:
-        """Waits until the worker has nothing to do and all comparisons have been read."""
+        """Waits until the worker is idle and all comparisons have been read."""
         self._check_open()
         self._integrity.check(self._progress.step)
         self._mailbox.drain()

@@ -1,4 +1,4 @@
-"""The float32 weights of a run, put together from device, host and parameters."""
+"""A run's float32 weights, assembled from device, host and parameters."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,12 +17,11 @@ from zenflow_jax._engine import HostEngine
 
 
 def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
-    """The parameters in float32: the masters, of which low-precision parameters are the casts.
+    """Returns the parameters in float32: the masters, whose casts are low-precision parameters.
 
-    Where a parameter has moved by provisional steps, or lacks an update that is under way, the
-    result is the parameter itself; of layers in host memory it has every update. Call `flush`
-    first to have them all. Where the devices have no room for all masters, take
-    `iter_master_params`.
+    Where a parameter has moved by provisional steps, or lacks a pending update, the result is the
+    parameter itself; layers in host memory have every update. Call `flush` first to merge all
+    updates. If the devices have no room for all masters, use `iter_master_params`.
 
     Args:
         params: The parameters that the last `exchange` or `flush` returned.
@@ -52,11 +51,11 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
 def iter_master_params(
     params: Any, opt_state: Any, engine: HostEngine
 ) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
-    """The leaves of `master_params`, one after the other, to write them to a file.
+    """Returns the leaves of `master_params` one by one, for example to write them to a file.
 
     Errors are those of `master_params`; a step or a flush in between is an error, too. The devices
-    hold one master at a time, if you let go of it before you ask for the next. In a run of several
-    processes all must ask for all of them.
+    hold one master at a time, if you drop it before you request the next. In a run with several
+    processes, all must request all leaves.
 
     Args:
         params: As for `master_params`.

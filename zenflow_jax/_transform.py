@@ -1,7 +1,7 @@
 """`zenflow()`: the optax transformation, which is the device half of the algorithm.
 
-`update` reads like the arithmetic in docs/design.md: look at every gradient once, decide whether
-the step counts, step the selected channels, and send the gradients to the host.
+`update` reads like the arithmetic in docs/design.md: read every gradient once, decide whether the
+step counts, step the selected channels, and send the gradients to the host.
 """
 
 import functools
@@ -53,7 +53,7 @@ _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
 
 def _without_offload(factory: _Factory) -> _Factory:
-    """Refuses `offload`, an argument of earlier versions, by name."""
+    """Wraps `zenflow` to refuse `offload`, an argument of earlier versions, by name."""
 
     @functools.wraps(factory)
     def checked(*args: Any, **options: Any) -> Any:
@@ -92,91 +92,93 @@ def zenflow(
     send_gradients: str = "during_step",
     transfer_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW that keeps the state of the channels with the largest gradients on the device.
+    """Returns AdamW that keeps optimizer state on the device only for large-gradient channels.
 
     Selected channels take an AdamW step at every step. The gradients of all other channels go to
-    pinned host memory, where a `HostEngine` makes one AdamW step with the mean of a window of
-    `update_interval` steps, scaled to be worth these steps. Leaves take turns: at every step the
-    windows of some close, and their update reaches the parameters one step later.
+    pinned host memory, where a `HostEngine` makes one AdamW step with the mean gradient over
+    `update_interval` steps, scaled to be worth these steps. Leaves take turns: at every step some
+    windows close, and their update reaches the parameters one step later.
 
     With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with float32
     master weights. Steps whose gradient is not finite are skipped; do not let
-    `optax.apply_if_finite` withhold an update. Up to `eps` the arguments are those of
+    `optax.apply_if_finite` withhold an update. The arguments up to `eps` are those of
     `optax.adamw`, in its order; `eps_root`, `mu_dtype` and `nesterov` are missing.
 
     Args:
-        learning_rate: A number, a schedule of the step count (from 0, without skipped steps), or a
-            float32 array.
+        learning_rate: A number, a schedule over the step count (from 0, without skipped steps), or
+            a float32 array.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by the learning rate; a number, a schedule
             or an array like it.
         mask: Tree of bools like the parameters (or a prefix of it), or a function of the
-            parameters that returns one: True where weight decay applies. Everywhere by default.
+            parameters that returns such a tree: True where weight decay applies. Everywhere by
+            default.
         topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
         update_interval: Steps in a window, at least 1; or an `AutoWindow`.
         select_interval: Steps between two selections, by default 16 (longest) windows; or an
-            `AutoSelect`. A selection waits for the end of its window; the first one is at the first
-            boundary.
+            `AutoSelect`. A selection waits for the end of its window; the first selection is at the
+            first boundary.
         full_warm_up_rounds: Number of first steps that update all channels.
-        rolling: True: the offloaded leaves are in `update_interval` groups of nearly equal bytes,
+        rolling: True: the offloaded leaves are in `update_interval` groups with nearly equal bytes,
             and at each step one group closes its window. A gradient then takes effect 1 to
-            `update_interval` steps later. False, the paper's way: all windows close together, and
-            that takes up to `2 * update_interval - 1` steps. Windows that adapt close together.
-        staleness: Steps from the end of a window until its update reaches the parameters, behind
-            which the host's work hides; from 0 (the loop waits) to `update_interval`. None: 1 if
-            `rolling`, else `update_interval`.
+            `update_interval` steps later. False, as in the paper: all windows close together, and
+            a gradient takes effect up to `2 * update_interval - 1` steps later. Windows that adapt
+            always close together.
+        staleness: Steps from the end of a window until its update reaches the parameters, during
+            which the host works in parallel; from 0 (the loop waits) to `update_interval`. None: 1
+            if `rolling`, else `update_interval`.
         window_scaling: How a window's one step is scaled to the c steps in it that count, after
             Malladi et al. (2022): learning rate times c to this power, betas to the power c, eps
             divided by the root of c, weight decay as in c steps. 0.5 is their rule, 0 scales the
-            betas alone. None, the paper's way, scales nothing; pass it where windows close
-            together, because longer steps of staler updates overshoot.
-        provisional_share: At each step but the first and those of the warm-up, the device moves
+            betas alone. None, as in the paper, scales nothing; pass it where windows close
+            together, because longer steps with staler updates overshoot.
+        provisional_share: At each step except the first and those of the warm-up, the device moves
             every deferred weight by this share of the learning rate, against the sign of its
-            gradient, until the next update replaces that. It costs 0.25 bytes per offloaded
-            parameter on the device during the step. None, the paper's way: deferred weights stand
-            still between updates.
+            gradient, until the next update replaces that move. It costs 0.25 bytes per offloaded
+            parameter on the device during the step. None, as in the paper: deferred weights do not
+            move between updates.
         max_grad_norm: Clips as `optax.clip_by_global_norm` does, by the norm of the leaves that
-            this transformation gets (in `optax.partition` a part of them); that in front would keep
-            the mail from leaving during the backward pass.
+            this transformation gets (in `optax.partition` only some). A clip in front of `zenflow`
+            would keep the mail from leaving during the backward pass.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
-        resident: Function of (key path, leaf) that says which leaves stay wholly on the device, as
-            leaves with fewer than two axes always do.
-        partition_replicated: Where mesh axes replicate a leaf, whether they divide its optimizer
-            state and the work on it, as far as its sizes allow (ZeRO). A bool, or a function of
-            (key path, leaf). A leaf in host memory is never divided so.
+        resident: Function of (key path, leaf) that returns whether a leaf stays wholly on the
+            device, as leaves with fewer than two axes always do.
+        partition_replicated: Whether mesh axes that replicate a leaf divide its optimizer state and
+            the work on it, as far as its sizes allow (ZeRO). A bool, or a function of (key path,
+            leaf). A leaf in host memory is never divided.
         param_shardings: Tree of `NamedSharding`s like the parameters, or a function of the
-            parameters that returns one. `init` needs it only under jit on a mesh with Auto axes,
-            because traced parameters do not know where they are.
-        send_gradients: When the gradients of offloaded leaves leave the device. "during_step": as
-            soon as the backward pass has made each; best where layers are written out.
+            parameters that returns such a tree. `init` needs it only under jit on a mesh with Auto
+            axes, because traced parameters do not know where they are.
+        send_gradients: When offloaded gradients leave the device. "during_step": as soon as the
+            backward pass has made each; best for layers that are not under `lax.scan`.
             "after_step": while the next step runs, with the same bits; for layers under `lax.scan`,
             whose gradients exist only at its end. It costs the leaf's dtype once more per
-            parameter. "per_window": the step adds them up in the dtype that they are sent in, and
-            one sum per window is copied. It costs 2 bytes per bf16 parameter on the device, twice
-            while a sum is on its way.
-        transfer_dtype: The dtype in which gradients go to the host; all else uses them as they
+            parameter. "per_window": the step sums the gradients in the transfer dtype, and each
+            window copies one sum. It costs 2 bytes per bf16 parameter on the device, twice while a
+            sum is in flight.
+        transfer_dtype: The dtype in which gradients go to the host; the device uses them as they
             arrive. None: bfloat16 for bfloat16 leaves, else float32. `jnp.bfloat16` rounds all.
-            `jnp.float32` rounds none, for gradients of bfloat16 leaves that arrive in float32 (sums
+            `jnp.float32` rounds none, for bfloat16 leaves whose gradients arrive in float32 (sums
             of micro-batches).
 
     Returns:
-        A transformation whose `update` needs `params`. With its float32 update
+        A transformation whose `update` needs `params`. With its float32 update,
         `optax.apply_updates` sets selected channels to their master, cast to the leaf's dtype, and
         moves deferred channels by a provisional step, or not at all.
 
-        Let zenflow be the last of its chain, and let nothing else change the parameters: the host's
-        updates pass by what stands behind it (`optax.scale`, `optax.ema`), and undo other changes
-        of deferred channels (`optax.lookahead`, clipping weights). An engine refuses such runs.
-        Put in front what acts on gradients, freeze by `optax.partition`, keep averages of the
-        weights outside. Load weights before the first step, or flush, and make a new state and
+        Put zenflow last in its chain, and let nothing else change the parameters: the host's
+        updates bypass later transformations (`optax.scale`, `optax.ema`), and undo other changes
+        to deferred channels (`optax.lookahead`, clipping weights). An engine refuses such runs.
+        Put transformations of gradients in front, freeze by `optax.partition`, and keep weight
+        averages outside. Load weights before the first step, or flush, and make a new state and
         engine.
 
     Raises:
-        ValueError: For values out of range, not finite, or that do not fit each other.
-        TypeError: For numbers that arrive as arrays but shape the state.
+        ValueError: For values that are out of range, not finite, or incompatible.
+        TypeError: For arrays as values that shape the state.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -227,7 +229,7 @@ def zenflow(
         return first_state(params, specs, Static(in_turn, sending))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        del extra  # Adam needs none; a chain hands them to everybody.
+        del extra  # Adam needs none; a chain passes them to every transformation.
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state)
         scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
@@ -236,8 +238,8 @@ def zenflow(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-#: Arguments that shape the state, or that are functions but not schedules.
-#: `optax.inject_hyperparams` would turn them into arrays unless it is told which they are:
+#: Arguments that shape the state, or that are functions but not schedules. Without this list
+#: `optax.inject_hyperparams` would turn them into arrays:
 #: `optax.inject_hyperparams(zenflow, static_args=zenflow_jax.STATIC_ARGS)(...)`.
 STATIC_ARGS = tuple(name for name in inspect.signature(zenflow).parameters if name not in NUMBERS)
 
@@ -253,7 +255,7 @@ def _update(
     gradients, treedef = jax.tree.flatten(updates, is_leaf=is_streamed)
     rank = mail_rank([leaf.spec for leaf in state.leaves])
 
-    # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
+    # All reads of whole gradients, leaf by leaf as the backward pass makes them.
     moves = schedule.provisional_share is not None
     seen = [
         parts_of(g)
@@ -281,7 +283,7 @@ def _update(
         leaves=tuple(leaf for _, leaf in stepped),
     )
     # Without `exchange` in between, the last step's mail is lost: deferred channels would silently
-    # stop learning. A jitted update cannot raise; NaN is seen.
+    # stop learning. A jitted update cannot raise, so it returns NaN, which shows.
     lost = state.token == USED
     _raise_if_lost(lost)
     wrong = misused(gradients, state.leaves)
@@ -308,7 +310,7 @@ def _with_mail(
     verdict: Verdict,
     rank: int,
 ) -> ZenFlowState:
-    """The state with the step's mail, or with the sums that it is added to."""
+    """Returns the state with the step's mail, or with that added to the sums."""
     mail = tuple(s.mail for s in seen)
     if state.send_gradients.sums_on_device:
         mail = tuple(
@@ -322,7 +324,7 @@ def _with_mail(
 
 def _scalars_at(count: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: Any) -> AdamScalars:
     """Returns the hyperparameters of the next step, after `count` steps that were not skipped."""
-    # `optax.adamw` counts so, too, where `optax.apply_if_finite` withholds a step.
+    # `optax.adamw` counts the same way under `optax.apply_if_finite`.
     rate = _scalar(rate(count) if callable(rate) else rate)
     decay = _scalar(decay(count) if callable(decay) else decay)
     first, second = _scalar(b1), _scalar(b2)
@@ -330,7 +332,7 @@ def _scalars_at(count: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: 
 
 
 def _scalar(x: Any) -> Any:
-    """A Python float, which takes the dtype of what it meets, or a float32 array."""
+    """Returns a Python float, which adopts the other operand's dtype, or a float32 array."""
     return float(x) if isinstance(x, Real) else jnp.asarray(x, jnp.float32)
 
 

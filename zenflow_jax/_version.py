@@ -1,12 +1,12 @@
-"""The version of the library, and the number of the layout of what it saves."""
+"""The library's version, and the layout number of saved state."""
 
 __version__ = "0.3.0"
 
-#: The number of the layout of what is saved of a run: the arrays of `ZenFlowState`, the tree of
+#: The layout number of a run's saved state: the arrays of `ZenFlowState`, the tree of
 #: `HostEngine.state`, and the files of `EngineSave`. Raise it by one whenever a released version
-#: would fail on what this one writes, or read something else in it: when an array gets another
-#: name, shape, dtype, place or meaning, comes or goes. Other layouts are refused.
+#: would fail on this version's files, or misread them: when an array appears, disappears, or
+#: changes its name, shape, dtype, place or meaning. Other layouts are refused.
 LAYOUT = 3
-#: The name of the arrays that say it, with the first minor version that writes it. Savers compare
-#: names: one that cannot restore a tree into the place of another shows both names.
+#: The name of the arrays with that number; it has the first minor version that writes it. Savers
+#: compare names: a failed restore shows both names.
 LAYOUT_NAME = f"layout_{LAYOUT}_of_zenflow_jax_0_4"

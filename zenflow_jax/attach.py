@@ -1,4 +1,4 @@
-"""`attach`: a train step that exchanges by itself, for loops that have one place for a function."""
+"""`attach`: a train step that calls `exchange` itself, for loops that accept just a function."""
 
 import dataclasses
 import functools
@@ -23,31 +23,31 @@ def attach(
     fields: tuple[str, str] | None = None,
     engine_options: Mapping[str, Any] | None = None,
 ) -> "AttachedStep":
-    """A train step that calls `step`, and exchanges what it returned.
+    """Returns a train step that calls `step`, and then `exchange` with its results.
 
-    For loops that are not yours, and take a step function. Jit `step`, not what `attach` returns.
-    Three kinds of steps are known by their arguments:
+    Use it in loops that you do not control, and that take a step function. Jit `step`, not the
+    result. `attach` recognizes three kinds of steps by their arguments:
 
     * `step(params, opt_state, ...)` returns `(params, opt_state, ...)`.
-    * `step(state, ...)` returns the state, or a tuple with the state in it. A state is any object
-      with both `fields`: a flax `TrainState`, a dataclass, a named tuple or a dict.
+    * `step(state, ...)` returns the state, or a tuple that contains it. A state is any object with
+      both `fields`: a flax `TrainState`, a dataclass, a named tuple or a dict.
     * `step(model, optimizer, ...)` of flax nnx updates both in place.
 
-    Behind `optax.MultiSteps` it exchanges where an update was made. It then waits for each
-    micro-batch, to know.
+    With `optax.MultiSteps` it exchanges only after an update, and waits for each micro-batch to
+    find out.
 
     Args:
         step: The train step. Pass parameters and state first, by position.
-        engine: The run's engine. None: the first call makes one from its arguments: a fresh state,
-            or one that belongs to `engine_options["engine_state"]`.
-        flush_every: Flush after every so many steps of the run, counted from its very start. None:
-            only where you call `flush`.
+        engine: The run's engine. None: the first call makes it from its arguments, with a fresh
+            state or the state that belongs to `engine_options["engine_state"]`.
+        flush_every: Number of steps between flushes, counted from the run's very start. None:
+            flush only when you call `flush`.
         fields: The names of parameters and optimizer state in a train state. By default
             `("params", "opt_state")`.
-        engine_options: Arguments of the `HostEngine` that is made at the first call.
+        engine_options: Arguments of the `HostEngine` that the first call makes.
 
     Returns:
-        The step. It has `flush`, `engine` and `close`, and ends by `with` as an engine does.
+        The step, with `flush`, `engine` and `close`. It is a context manager, as an engine is.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -71,7 +71,7 @@ def attach(
 
 
 class AttachedStep:
-    """A step that exchanges by itself. Made by `attach`, which describes its arguments."""
+    """A step that calls `exchange` itself. Made by `attach`, which describes its arguments."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class AttachedStep:
         self._engine_options = dict(engine_options or {})
         self._accumulated: int | None = None
         self._started = self._closed = False
-        functools.update_wrapper(self, step, updated=())  # its attributes are not ours
+        functools.update_wrapper(self, step, updated=())  # without the step's attributes
 
     @property
     def engine(self) -> HostEngine:
-        """The engine; an error before the first call, if that makes it."""
+        """Returns the engine; raises before the first call if that makes it."""
         if self._engine is None:
             raise RuntimeError(
                 "expected a step that has been called, got one before its first call, which makes "
@@ -100,27 +100,27 @@ class AttachedStep:
         return self._engine
 
     def __call__(self, *args: Any, **more: Any) -> Any:
-        """Makes the step and exchanges; returns what the step returned, ready for the next one."""
+        """Makes the step and exchanges; returns the step's results, ready for the next step."""
         take, _ = self._start(args)
         out = self._step(*args, **more)
         params, opt_state, put = take(out)
         if not self._made_update(opt_state):
             return out
         params, opt_state = self.engine.exchange(params, opt_state)
-        # The engine's steps: it may have been saved, or in use, before this object was made.
+        # The engine's own count: its run may have begun before this object was made.
         if self._flush_every and self.engine.stats.steps % self._flush_every == 0:
             params, opt_state = self.engine.flush(params, opt_state)
         return put(params, opt_state)
 
     def flush(self, *carried: Any) -> Any:
-        """Brings updates that are under way into the parameters, as `HostEngine.flush`.
+        """Merges pending updates into the parameters, as `HostEngine.flush` does.
 
         Args:
             *carried: Parameters and optimizer state, or the train state, as the step returned them,
                 or the model and its optimizer.
 
         Returns:
-            The same, with these updates; None for nnx, which is updated in place. Go on from it.
+            The same, with these updates, to continue from; None for nnx, which is updated in place.
         """
         take, least = self._start(carried)
         params, opt_state, put = take(least)
@@ -163,14 +163,14 @@ class AttachedStep:
         return take, least
 
     def _made_update(self, opt_state: Any) -> bool:
-        """Whether the call made an update, or `optax.MultiSteps` has only added to a sum."""
+        """Returns whether the call made an update; `optax.MultiSteps` may only add to a sum."""
         if self._accumulated is None:
             return True
         before, self._accumulated = self._accumulated, _accumulated(opt_state)
         return self._accumulated != before
 
 
-#: Parameters and optimizer state, and what puts new ones in their place and returns the results.
+#: Parameters, optimizer state, and a function that replaces both in the step's results.
 _Taken = tuple[Any, Any, Callable[[Any, Any], Any]]
 
 
@@ -178,16 +178,16 @@ def _taker(
     args: tuple[Any, ...], fields: tuple[str, str] | None
 ) -> tuple[Callable[[Any], _Taken], Any]:
     """Returns an extractor and the minimal step output."""
-    # Whoever has a pair of nnx has imported flax.
+    # A caller with an nnx pair has imported flax.
     if fields is None and "flax.nnx" in sys.modules and is_nnx_pair(args):
         return functools.partial(_take_nnx, args), None
     if args and _has(args[0], fields or _FIELDS):
         return functools.partial(_take_train_state, fields or _FIELDS), args[0]
     if fields is None and len(args) >= 2 and has_state(args[1]):
         return _take_pair, args[:2]
-    for argument in args[:2]:  # a pair of `nnx.split` has the state second
+    for argument in args[:2]:  # `nnx.split` returns the state second
         if is_nnx_state(argument):
-            find_state(argument)  # it has none, and the error says what to do
+            find_state(argument)  # raises with a remedy: the argument has no state
     if fields is not None:
         raise TypeError(
             f"expected a train state with `{'` and `'.join(fields)}` as the first argument, got "
@@ -229,7 +229,7 @@ def _take_train_state(fields: tuple[str, str], out: Any) -> _Taken:
     state = values[places[0]]
     is_dict = isinstance(state, Mapping)
     params, opt_state = (state[x] if is_dict else getattr(state, x) for x in fields)
-    find_state(opt_state)  # says what is wrong with it
+    find_state(opt_state)  # raises with a remedy
 
     def put(*pair: Any) -> Any:
         values[places[0]] = _replaced(state, dict(zip(fields, pair, strict=True)))
@@ -264,7 +264,7 @@ def _like(out: Any, values: list[Any]) -> Any:
 
 
 def _accumulated(opt_state: Any) -> int | None:
-    """How many updates `optax.MultiSteps` has let through to zenflow; None without one."""
+    """Returns how many updates `optax.MultiSteps` has passed to zenflow; None without it."""
     around = accumulations(opt_state)
     return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
 

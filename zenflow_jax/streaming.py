@@ -1,10 +1,10 @@
-"""Lets the gradients of scanned layers leave the device inside the backward scan.
+"""Sends gradients of scanned layers to the host inside the backward scan.
 
-`jax.lax.scan` stacks the gradients of all layers, so that they lie on the device together when it
-ends. With `scan_layers` each layer's gradient is read and sent to the host in the scan's body, and
-`jax.grad` returns what the step needs of it in its place. Windows, selections and arithmetic are
-those of a step without it. Layers whose weights lie in host memory are fetched one after the other,
-and their selected channels are put in as they arrive.
+`jax.lax.scan` stacks the gradients of all layers, so the device holds them together when the scan
+ends. With `scan_layers` the scan's body reads each layer's gradient and sends it to the host, and
+`jax.grad` returns only the values that the step needs. Windows, selections and arithmetic do not
+change. Layers with weights in host memory are fetched one by one, and get their selected channels
+on arrival.
 """
 
 import dataclasses
@@ -31,24 +31,24 @@ def stream(
     *,
     where: Callable[[tuple[Any, ...], Any], bool] | None = None,
 ) -> Any:
-    """The parameters, with scanned layers in a form that `scan_layers` takes.
+    """Returns the parameters, with scanned layers wrapped for `scan_layers`.
 
-    Differentiate with respect to the result, and pass the gradients to `tx.update` as they come.
+    Differentiate with respect to the result, and pass the gradients to `tx.update` unchanged.
 
     Args:
         params: Parameters, under jit.
         opt_state: The optimizer's state, which `zenflow` made with `send_gradients="during_step"`.
-        where: Function of (key path, leaf) that says which leaves are layers for `scan_layers`; by
-            default all whose channels are selected in each entry of a first axis.
+        where: Function of (key path, leaf) that returns whether a leaf is layers for `scan_layers`;
+            by default all offloaded leaves that are stacked along a first axis.
 
     Returns:
         A tree like `params`, with a `Streamed` for each such leaf; only `scan_layers` can read it.
 
     Raises:
-        ValueError: If the state sends gradients in another way; if no leaf is stacked, or one that
+        ValueError: If the state has another `send_gradients`; if no leaf is stacked, or a leaf that
             `where` names is not; if a mesh divides the axis of layers or has Explicit axes; if a
-            leaf is in another memory than `tx.init` saw; where something differentiates through
-            this call.
+            leaf is in another memory than `tx.init` saw; if something differentiates through this
+            call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -92,7 +92,7 @@ def stream(
 def _is_layer(
     leaf: LeafState, path: Any, weight: Any, where: Callable[[Any, Any], bool] | None
 ) -> bool:
-    """Whether a leaf is to be streamed: `where` says so, or by default what it can be."""
+    """Returns whether to stream a leaf: as `where` says, or by default whenever possible."""
     stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
     if where is None:
         return stacked
@@ -108,35 +108,35 @@ def _is_layer(
 def scan_layers(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, layers: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` over layers that stream: their gradients, or in host memory their weights.
+    """Runs `jax.lax.scan` over layers that stream gradients, or weights from host memory.
 
-    Of layers in host memory the device has the one at work and the next, which is on its way.
-    The backward pass fetches them again and computes each anew from what went into it, as
-    `jax.checkpoint` would. Their gradients are in host memory as well, or those of `stream`.
+    The device holds two layers in host memory at a time: the current layer, and the next in flight.
+    The backward pass fetches them again and recomputes each from its inputs, as `jax.checkpoint`
+    would. Their gradients are in host memory, too, or are those of `stream`.
 
     Args:
         body: Function of (carry, layer) that returns the new carry and an output, as for
             `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
-        carry: What goes into the first layer.
-        layers: A tree of arrays stacked along axis 0, as `stream` returns it, with some of them
-            in host memory (`memory_kind="pinned_host"`), or both. All others are scanned as
-            `jax.lax.scan` does.
-        options: `reverse`, `unroll`, `length` of `jax.lax.scan`. Layers in host memory take only
+        carry: The first layer's input.
+        layers: A tree of arrays stacked along axis 0. They may come from `stream`, be in host
+            memory (`memory_kind="pinned_host"`), or both; other arrays are scanned as by
+            `jax.lax.scan`.
+        options: `reverse`, `unroll`, `length` of `jax.lax.scan`. Layers in host memory accept only
             values that change nothing.
 
     Returns:
         The carry after the last layer, and the stacked outputs.
 
     Raises:
-        ValueError: If something has cast or reshaped the arrays of `stream`; cast in the body. If
-            they are streamed inside `jax.shard_map`. Of layers in host memory: if an option
-            changes the scan, or a derivative goes through `jax.vmap` around it.
-        TypeError: If something other than `scan_layers` reads them.
+        ValueError: If something has cast or reshaped the arrays of `stream` (cast in the body), or
+            streams them inside `jax.shard_map`. For layers in host memory: if an option changes the
+            scan, or a derivative goes through a surrounding `jax.vmap`.
+        TypeError: If something other than `scan_layers` reads the arrays of `stream`.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> from zenflow_jax import streaming
-        >>> layers = jnp.ones((3, 2, 2))  # not of `stream`: as `jax.lax.scan`
+        >>> layers = jnp.ones((3, 2, 2))  # not from `stream`: scanned as by `jax.lax.scan`
         >>> streaming.scan_layers(lambda x, w: (x @ w, None), jnp.ones(2), layers)[0]
         Array([8., 8.], dtype=float32)
     """
@@ -145,11 +145,11 @@ def scan_layers(
     if any(map(is_streamed, leaves)):
         remedy = "let jit divide the batch, or scan layers that do not stream"
         check_outside_of_shard_map("streaming.scan_layers", remedy)
-    # Of what streams neither weights nor masters have a derivative.
-    plain, still, probes = zip(*map(_in_three, leaves), strict=True) if leaves else ((),) * 3
+    # Neither weights nor masters of streamed layers have a derivative.
+    plain, still, probes = zip(*map(_split, leaves), strict=True) if leaves else ((),) * 3
 
     def streaming_body(carry: Any, layer: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-        return body(carry, jax.tree.unflatten(treedef, map(_in_one, *layer)))
+        return body(carry, jax.tree.unflatten(treedef, map(_join, *layer)))
 
     if not any(map(is_hosted, jax.tree.leaves((plain, still)))):
         still = jax.lax.stop_gradient(still)
@@ -166,7 +166,7 @@ def _check_options(
     unroll: int | bool = 1,
     _split_transpose: bool = False,
 ) -> None:
-    """Refuses options of `jax.lax.scan` by which layers in host memory cannot be scanned."""
+    """Refuses options of `jax.lax.scan` that layers in host memory do not support."""
     for name, value, fits in (
         ("length", length, length in (None, layers)),
         ("reverse", reverse, not reverse),
@@ -181,14 +181,14 @@ def _check_options(
 
 
 def check_device() -> None:
-    """Compares, on the default device, what a small scan streams with what a plain one makes.
+    """Compares a small streamed scan with a plain scan, on the default device.
 
-    First gradients that stream, then a step of training whose layers are in host memory. It takes
-    some seconds, most of them to compile. XLA has had errors in what it makes of arrays in host
-    memory inside loops (openxla/xla#46231), and no GPU has run this yet.
+    The test covers streamed gradients, and a training step with layers in host memory. It takes
+    some seconds, mostly to compile. XLA has had bugs with arrays in host memory inside loops
+    (openxla/xla#46231), and no GPU has run this yet.
 
     Raises:
-        RuntimeError: If they differ by more than rounding.
+        RuntimeError: If the results differ by more than rounding.
 
     Examples:
         >>> from zenflow_jax import streaming
@@ -198,11 +198,11 @@ def check_device() -> None:
     hosted = jax.device_put(params, beside(x, HOST))
     updates, *rest = step(params, opt_state, x, False)
     # Updates of parameters in host memory have no numbers.
-    ours = step(params, opt_state, x, True), step(hosted, _TX.init(hosted), x, True)[1:]
+    actual = step(params, opt_state, x, True), step(hosted, _TX.init(hosted), x, True)[1:]
     expected = (updates, *rest), rest
-    pairs = (map(jax.device_get, jax.tree.leaves(results)) for results in (ours, expected))
-    for one, other in zip(*pairs, strict=True):
-        wrong = np.mean(np.abs(one - other)) / np.mean(np.abs(other))
+    pairs = (map(jax.device_get, jax.tree.leaves(results)) for results in (actual, expected))
+    for got, want in zip(*pairs, strict=True):
+        wrong = np.mean(np.abs(got - want)) / np.mean(np.abs(want))
         if not wrong < 1e-2:
             raise RuntimeError(
                 "expected streamed gradients to be those of a plain scan, got ones that differ by "
@@ -216,15 +216,15 @@ _TX = zenflow(1e-2, max_grad_norm=1.0)
 
 
 def trial() -> tuple[Any, Any, Any, jax.Array]:
-    """The step that `check_device` runs, and its arguments but for `streams`."""
-    # Without masters of their own: float32 leaves, whose updates tell all that changes.
+    """Returns the step that `check_device` runs, and its arguments except `streams`."""
+    # Float32 leaves have no separate masters, so their updates show all changes.
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {"up": (8, 64, 96), "down": (8, 96, 64)}
     params = {
         name: jax.random.normal(key, shape) / 8
         for key, (name, shape) in zip(keys, shapes.items(), strict=False)
     }
-    # The first step of a run makes no provisional ones.
+    # The first step of a run makes no provisional steps.
     opt_state = find_state(_TX.init(params))._replace(step=jnp.int32(1))
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -243,15 +243,15 @@ def trial() -> tuple[Any, Any, Any, jax.Array]:
     return step, params, opt_state, jax.random.normal(keys[2], (16, 64))
 
 
-def _in_three(x: Any) -> tuple[Any, Any, Any]:
-    """A leaf of layers; if it streams, apart its weights and masters, and the rest of it."""
+def _split(x: Any) -> tuple[Any, Any, Any]:
+    """Splits a leaf into (plain, weights and masters, probes), as far as it has them."""
     if not is_streamed(x):
         return x, None, None
     return None, (x.weights, x.masters), dataclasses.replace(x, weights=None, masters=None)
 
 
-def _in_one(plain: Any, still: Any, probes: Any) -> Any:
-    """The weights of one layer, of what `_in_three` made of all."""
+def _join(plain: Any, still: Any, probes: Any) -> Any:
+    """Inverts `_split` for one layer: returns its weights."""
     if still is None:
         return plain
     weights, masters = still

@@ -60,7 +60,7 @@ def values(training):
     ids=["in turn", "added up on the device", "stacks in ranges"],
 )
 def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "_AT_ONCE", 7)  # elements that are written at once
+    monkeypatch.setattr(saving, "_CHUNK", 7)  # elements that are written at once
     settings = dataclasses.replace(SETTINGS, **changes)
     streams = []
     with Training(leaves, settings, donate=True) as training:

@@ -27,7 +27,7 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.PathLike, args: "EngineSave"
     ) -> list[future.Future] | None:
-        """Begins to write the state of the engine in `args` into `directory`; orbax calls it."""
+        """Starts to write the state of the engine in `args` into `directory`; orbax calls it."""
         folder = _local(directory)
         stream = args.engine.stream(args.copy_bytes)
 
@@ -42,12 +42,12 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
             raise
 
         def close_after() -> None:
-            # If the folder cannot be made, orbax never begins to write, and says so at the next
-            # save. The run, which waits for the stream, would not come so far (orbax 0.12.8).
+            # If orbax cannot make the folder, it never writes, and raises only at the next save.
+            # The run waits for the stream, and would deadlock before that (orbax 0.12.8).
             with contextlib.suppress(Exception):  # orbax raises it
                 written.result()
             stream.close()
-            writing.close()  # or Python would warn that it was never awaited
+            writing.close()  # otherwise Python warns that it was never awaited
 
         threading.Thread(target=close_after, name=f"{name}: close", daemon=True).start()
         return [written]
@@ -70,20 +70,20 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
 class EngineSave(ocp.args.CheckpointArgs):
     """Saves the state of a `HostEngine` without a copy of it, for `orbax.checkpoint`.
 
-    It saves what `engine.state()` gives, as of the last `exchange`; save parameters and optimizer
-    state with it. Training may go on while orbax writes. An update that is about to write arrays
-    that are not saved yet copies them, if `copy_bytes` has room, and else waits: so a save holds
-    training up for about as long as the disk takes beyond a window's steps. A checkpoint has about
-    16 bytes for each offloaded parameter. Of several processes all must save, into one folder.
+    It saves the same as `engine.state()`, as of the last `exchange`; save parameters and optimizer
+    state with it. Training may continue while orbax writes. An update that would overwrite unsaved
+    arrays copies them first, if `copy_bytes` has room, and otherwise waits: so a save delays
+    training only if the disk needs longer than a window's steps. A checkpoint has about 16 bytes
+    for each offloaded parameter. All processes must save, into the same folder.
 
     Attributes:
         engine: The engine.
-        copy_bytes: Bytes that copies may take. None: one for each offloaded parameter of this
-            process, zero with layers in host memory. With 16 for each, training waits for no write.
+        copy_bytes: The most bytes for copies. None: one byte for each of this process's offloaded
+            parameters, zero with layers in host memory. With 16 bytes each, training never waits.
 
     Raises:
         TypeError: If `engine` is something else.
-        ValueError: If `copy_bytes` is negative; in `save`, if the folder is of no file system.
+        ValueError: If `copy_bytes` is negative; in `save`, if the folder is not on a file system.
 
     Examples:
         >>> import jax, jax.numpy as jnp, orbax.checkpoint as ocp, tempfile, zenflow_jax
@@ -124,7 +124,7 @@ class EngineRestore(ocp.args.CheckpointArgs):
 
     Raises:
         FileNotFoundError: In `restore`, if files are missing.
-        ValueError: If they are not whole.
+        ValueError: If files are incomplete.
 
     Examples:
         >>> import jax, jax.numpy as jnp, orbax.checkpoint as ocp, tempfile, zenflow_jax

@@ -1,8 +1,8 @@
-"""Puts an engine's saved state back into the host half, if it fits the run.
+"""Restores an engine's saved state into the host half, if it fits the run.
 
-Parameters, optimizer state and engine state must be of one moment. Each engine draws a number, the
-same in every process of the run. From it come the tokens in the optimizer's and in the engine's
-state: where step and token are equal, both are of one moment. Parameters cannot carry it, so the
+Parameters, optimizer state and engine state must be from the same moment. Each engine draws a
+number, the same in all the run's processes. It determines the tokens in the optimizer's and the
+engine's state: equal steps and tokens prove the same moment. Parameters carry no token, so the
 engine's state has a checksum of each, its fingerprint.
 """
 
@@ -36,7 +36,7 @@ from zenflow_jax._spec.rules import UnfitRunError
 
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
-    """A part's piece of a leaf's restored array, which may lie anywhere."""
+    """Reads a part's piece of a leaf's restored array, which may be anywhere."""
     index, x = place_of(name, part, spec), tree[name]
     if not isinstance(x, jax.Array):
         return x[index]
@@ -66,14 +66,14 @@ def join_run(
         worker.host.hide_selected(worker.host.leaves)
         return agree(None, step, token, devices)
     specs = [leaf.spec for leaf in state.leaves]
-    sums = fingerprints(weights, specs)  # in all processes, whatever they have read
+    sums = fingerprints(weights, specs)  # in all processes, even after an error in one
     try:
         counts = counts_from_tree(engine_state["counts"])
         _check_selection(offloaded, state)
         before = _resume_host(worker, counts, engine_state["leaves"], offloaded)
-        refusal = what_differs(counts, step, token, sums, specs)
+        refusal = find_difference(counts, step, token, sums, specs)
     except (OSError, ValueError) as error:
-        # The other processes may have read what this one cannot, and wait for it.
+        # The other processes may have read the state without an error, and wait for this one.
         with contextlib.suppress(ValueError):
             agree(str(error), step, token, devices)
         raise
@@ -85,7 +85,7 @@ def join_run(
 
 
 def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
-    """Refuses channels that were selected where fewer devices divide their axis."""
+    """Refuses channels that were selected with fewer devices along their axis."""
     states = offloaded.pick(state.leaves)
     for part in offloaded.parts:
         channels = host_channels(part.of(states[part.leaf].channels), part)
@@ -100,7 +100,7 @@ def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
 def _resume_host(
     worker: Worker, counts: Counts, leaves: Sequence[Mapping[str, Any]], offloaded: OffloadedLeaves
 ) -> list[np.ndarray]:
-    """Puts saved arrays into a new worker's, a part at a time.
+    """Copies saved arrays into a new worker's, a part at a time.
 
     Returns each part's channels that were selected in the pending update's window.
     """
@@ -123,7 +123,7 @@ def _resume_host(
 
 
 def check_resumed(saved: Any, state: ZenFlowState) -> None:
-    """Refuses an engine state of another layout, other leaves or options, naming what differs."""
+    """Refuses an engine state with another layout, leaves or options; names the difference."""
     parts = saved if isinstance(saved, Mapping) else {}
     if {"leaves", "counts"} <= parts.keys():
         _check_layout(parts.get("layout"))
@@ -133,7 +133,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
     if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
         specs = [leaf.spec for leaf in state.leaves]
         options = {name: np.asarray(x) for name, x in options.items()}
-        old, new = (_in_words(x, specs) for x in (options, options_of(state)))
+        old, new = (_describe_options(x, specs) for x in (options, options_of(state)))
         for what in new:
             if old.get(what) != new[what]:
                 raise UnfitRunError(
@@ -157,7 +157,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
 
 
 def _check_layout(written: Any) -> None:
-    """Refuses another layout, whether it was in files or in a tree of any saver."""
+    """Refuses another layout, from files or from any saver's tree."""
     names = written if isinstance(written, Mapping) else {}
     if list(names) != [_version.LAYOUT_NAME]:
         layout = ", ".join(names) or "one that does not say its layout, of a version before 0.2.0"
@@ -177,8 +177,8 @@ _MAY_CHANGE = (
 )
 
 
-def _in_words(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str, str]:
-    """The result of `options_of` in words, by the names that messages have."""
+def _describe_options(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str, str]:
+    """Describes the result of `options_of` in words, by the names that messages use."""
     words = {
         f"`{name}`": _number(*np.ravel(x).tolist())
         for name, x in options.items()
@@ -186,7 +186,7 @@ def _in_words(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str
     }
     words["`send_gradients`"] = '"per_window"' if options["send_gradients"] else "another value"
     words["the number of leaves"] = str(len(options["leaves"]))
-    # How many ranges a leaf has only a mesh changes, where it divides the layers of a stack.
+    # Only a mesh that divides the layers of a stack changes the number of ranges.
     of_leaf = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
     groups = iter(np.asarray(options["groups"]).tolist())
     for spec, row in zip(specs, np.asarray(options["leaves"]).tolist(), strict=False):
@@ -209,7 +209,7 @@ def _number(number: float | int, rule: float = 0.0, share: float = 0.0) -> str:
 def fingerprints_alive(
     weights: Sequence[weakref.ref[jax.Array]], specs: Sequence[LeafSpec], devices: Collection[Any]
 ) -> np.ndarray:
-    """Fingerprints of all leaves' parameters, uint32; 0 for one that is no more in a process."""
+    """Returns all leaves' fingerprints, uint32; 0 for a parameter that any process has freed."""
     arrays = [of_leaf() for of_leaf in weights]
     alive = [x is not None and not x.is_deleted() for x in arrays]
     if len({device.process_index for device in devices}) > 1:
@@ -222,16 +222,16 @@ def fingerprints_alive(
 
 
 def _as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
-    """Fingerprints as they are saved, 1 in place of 0; waits for them."""
+    """Returns fingerprints to save, with 1 instead of 0; waits for them."""
     return np.maximum(np.array(jax.device_get(sums), np.uint32), 1)
 
 
-def what_differs(
+def find_difference(
     counts: Counts, step: int, token: int, sums: Sequence[jax.Array], specs: Sequence[LeafSpec]
 ) -> str | None:
-    """Says why state or parameters are not those of a saved engine; None if they are.
+    """Describes how state or parameters differ from a saved engine's; None if they match.
 
-    `sums` are the parameters' fingerprints; one of 0 in `counts` is compared with nothing.
+    `sums` are the parameters' fingerprints; a 0 in `counts` matches any.
     """
     same = (counts.fingerprints == 0) | (counts.fingerprints == _as_saved(sums))
     others = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
@@ -257,7 +257,7 @@ def what_differs(
 def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:
     """Draws the run's number, at random, and returns the same one in every process.
 
-    It waits for the others, and raises if one of them has a `refusal`, or another moment's state.
+    It waits for the other processes, and raises if any has a `refusal`, or another moment's state.
     """
     own = [secrets.randbits(31), int(refusal is not None), step, token]
     several = len({device.process_index for device in devices}) > 1
@@ -281,7 +281,7 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
 
 
 def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[int]]:
-    """Gathers values of each process through the devices: jax has no other public way."""
+    """Gathers each process's values through the devices, the only public way in jax."""
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
     row = np.array([values], np.int32)

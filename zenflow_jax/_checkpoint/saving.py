@@ -1,7 +1,7 @@
-"""Takes an engine's state as of one moment, for a tree in memory or for files.
+"""Captures an engine's state at one moment, for a tree in memory or for files.
 
-Each process writes one file, from the host's own memory while the run goes on. It has the parts of
-leaves that are this process's to save, each under its place in the leaf (`stored.py` reads them).
+Each process writes one file, from the host's own memory while the run continues. It has the parts
+that this process saves, each under its place in the leaf (`stored.py` reads them).
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank
 from zenflow_jax._host.state import HostLeaf
 
-# Elements that are put together at once, where memory does not have them as they are written.
-_AT_ONCE = 1024 * 1024
-# How often somebody who waits looks whether it should end.
-_LOOK_S = 0.1
+# Elements to assemble at once, where the format in memory differs from the file's.
+_CHUNK = 1024 * 1024
+# How often a waiting thread checks whether it should end.
+_POLL_S = 0.1
 
 
 class Saver:
@@ -65,15 +65,15 @@ class Saver:
         self._offloaded, self._host_kernel = offloaded, host_kernel
         self._worker, self._tokens = worker, tokens
         self._progress, self._updates = progress, updates
-        self._snapshots: list[Snapshot] = []  # which somebody may still be saving
+        self._snapshots: list[Snapshot] = []  # saves that may still run
         worker.host.before_write = self._before_write
 
     def note(self, weights: Sequence[jax.Array]) -> None:
-        """Remembers the parameters that the caller has now, without keeping them alive."""
+        """Records the caller's current parameters, without keeping them alive."""
         self._weights = [weakref.ref(x) for x in weights]
 
     def has_noted(self, weights: Sequence[jax.Array]) -> bool:
-        """Returns whether these are the parameters that were noted last."""
+        """Returns whether `weights` are the parameters that were noted last."""
         return all(x is known() for x, known in zip(weights, self._weights, strict=True))
 
     def tree(self) -> dict[str, Any]:
@@ -81,10 +81,10 @@ class Saver:
             return stream.tree()
 
     def stream(self, copy_bytes: int | None) -> "EngineStream":
-        """Takes the state without a copy, to be written while the run goes on."""
+        """Returns the state without a copy, to be written while the run continues."""
         open_steps, parts = self._progress.open_steps, self._offloaded.parts
         saved = [i for i, part in enumerate(parts) if part.saved]
-        # Parts whose windows close next are written first.
+        # Write first the parts whose windows close next.
         saved.sort(key=lambda i: (-open_steps[parts[i].spec.group], parts[i].spec.group))
         stream = self._stream(saved, copy_bytes)
         self._snapshots = [*(x for x in self._snapshots if not x.done), stream.snapshot]
@@ -100,7 +100,7 @@ class Saver:
         pending, progress, host = self._updates.wait(), self._progress, self._worker.host
         specs = [leaf.spec for leaf in self._abstract.leaves]
         fingerprints = np.zeros(len(specs), np.uint32)
-        if progress.step:  # before the first one other parameters may be loaded
+        if progress.step:  # before the first step other parameters may be loaded
             fingerprints = fingerprints_alive(self._weights, specs, self._devices)
         counts = Counts(
             step=progress.step,
@@ -119,7 +119,7 @@ class Saver:
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:
-            hosted = any(spec.hosted for spec in specs)  # there memory is what the run lacks
+            hosted = any(spec.hosted for spec in specs)  # such runs are short of memory
             copy_bytes = 0 if hosted else sum(leaf.master.size for leaf in leaves)
         places = {}
         for i in parts:
@@ -143,10 +143,10 @@ class Saver:
 
 
 class Snapshot:
-    """The host's leaves as of one moment, in the order in which they will be saved.
+    """The host's leaves at one moment, in the order of saving.
 
     A leaf that is written before it is saved is copied, if there is room for copies; else its
-    writer waits for the saver, which takes that leaf next.
+    writer waits for the saver, which saves that leaf next.
     """
 
     def __init__(self, leaves: Mapping[int, HostLeaf], copy_bytes: int):
@@ -159,7 +159,7 @@ class Snapshot:
 
     @property
     def done(self) -> bool:
-        """Returns whether no writer has to wait for the saver any more."""
+        """Returns whether no writer has to wait for the saver any longer."""
         with self._condition:
             return self._in_use is None and self._unsaved.keys() <= self._copied
 
@@ -168,7 +168,7 @@ class Snapshot:
         with self._condition:
             leaf = self._unsaved.get(i)
             if leaf is not None and i not in self._copied and leaf.nbytes <= self._room:
-                # Where there is less memory than the user thought, who would write waits.
+                # Without memory for a copy, the writer waits.
                 with contextlib.suppress(MemoryError):
                     self._unsaved[i] = leaf.copy()
                     self._copied.add(i)
@@ -177,12 +177,12 @@ class Snapshot:
             while self._reads(i):
                 if ended():
                     return False
-                self._condition.wait(_LOOK_S)
+                self._condition.wait(_POLL_S)
             self._wanted = None
             return True
 
     def leaves(self) -> Iterator[tuple[int, HostLeaf]]:
-        """Yields each leaf as it was; the saver is done with it when it asks for the next."""
+        """Yields each leaf as it was; asking for the next leaf releases the last."""
         while True:
             with self._condition:
                 if not self._unsaved:
@@ -215,15 +215,15 @@ class Snapshot:
 
 @dataclass(frozen=True, eq=False)
 class EngineStream:
-    """An engine's state as of one moment, to be taken or written once, by any thread."""
+    """An engine's state at one moment, to be copied or written once, by any thread."""
 
     offloaded: OffloadedLeaves
-    arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # of each offloaded leaf
+    arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # for each offloaded leaf
     small: Mapping[str, Any]  # counts and options, the same in all processes
-    everywhere: Any  # the sharding of `small` as arrays
+    everywhere: Any  # the sharding for arrays of `small`
     before: Sequence[np.ndarray | None]  # for each part, as `Updates.before`
     adam: HostAdam  # adds up mail, on the thread that writes
-    # For each part that is saved, where its arrays are in the leaf's; without sums of no step.
+    # For each saved part, its arrays' places in the leaf's arrays; sums of no step are left out.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
     snapshot: Snapshot  # the host's arrays of these parts
     processes: Sequence[int]  # ascending; each writes a file
@@ -234,13 +234,13 @@ class EngineStream:
         self.adam.close()
 
     def tree(self) -> dict[str, Any]:
-        """Returns the state in arrays of its own, if all parts of this process are in it."""
+        """Copies the state into a tree of arrays; needs all of this process's parts."""
         leaves = dict(self.snapshot.leaves())
         of_leaves = [
             {name: self._assembled(i, name, leaves) for name in arrays}
             for i, arrays in enumerate(self.arrays)
         ]
-        jax.block_until_ready(of_leaves)  # devices other than CPUs are still copying
+        jax.block_until_ready(of_leaves)  # only CPUs copy synchronously
         small = jax.tree.map(
             lambda x: put_everywhere([x], x.shape, self.everywhere)[0], dict(self.small)
         )
@@ -256,7 +256,7 @@ class EngineStream:
         shapes = [
             {name: (x.dtype.name, x.shape) for name, x in arrays.items()} for arrays in self.arrays
         ]
-        # Others may be in jax's run, each with an engine and checkpoints of its own.
+        # Other processes in jax's run may have separate engines and checkpoints.
         number, count = self.processes.index(jax.process_index()), len(self.processes)
         metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
         path, missing = folder / file_name(number, count), len(self.places)
@@ -283,7 +283,7 @@ class EngineStream:
         return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
 
     def _elements(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields the elements of an array of part `i`, some at once, with the first number."""
+        """Yields the elements of part `i`'s array in chunks, each with its first index."""
         if name == "steps":
             yield 0, leaf.steps
         elif name == "before":
@@ -291,13 +291,13 @@ class EngineStream:
             channels = leaf.channels if before is None else before
             yield 0, channels + self.offloaded.parts[i].first
         elif name == "total":
-            for begin in range(0, leaf.master.size, _AT_ONCE):
-                yield begin, self._sum(leaf, begin, min(begin + _AT_ONCE, leaf.master.size))
+            for begin in range(0, leaf.master.size, _CHUNK):
+                yield begin, self._sum(leaf, begin, min(begin + _CHUNK, leaf.master.size))
         else:
-            yield from getattr(leaf, name).chunks(_AT_ONCE)
+            yield from getattr(leaf, name).chunks(_CHUNK)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
-        """Returns elements of the leaf's open window's sum, with the bits of any way to add."""
+        """Returns elements of the open window's sum; its bits do not depend on chunks."""
         total = np.empty(end - begin, np.float32)
         window = leaf.open
         if window.total is not None:
@@ -320,7 +320,7 @@ class EngineStream:
         return assemble(pieces, array.shape, array.sharding)
 
     def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
-        """Makes an array of part `i`, zero where nothing is saved."""
+        """Makes an array for part `i`, zero where nothing is saved."""
         places = self.places[i]
         place = places.get(name, places["master"])  # where the sum would be
         array = blank(_size(place), self._array(i, name).dtype)

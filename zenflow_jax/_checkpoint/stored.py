@@ -1,7 +1,7 @@
-"""Files of an engine's state: written in pieces, in any order, and read where they are asked for.
+"""Files of an engine's state: written in pieces, in any order, and read on demand.
 
-They are in the format of safetensors, whose own library writes whole arrays from memory, for which
-a checkpoint of an engine has no room. `saving.py` says what is in them.
+They have the safetensors format. That format's own library writes only whole arrays from memory,
+for which a checkpoint has no room. `saving.py` describes the contents.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ import numpy as np
 
 from zenflow_jax._host.arrays import blank
 
-#: What the files of an engine's state say that they are. Another value for other names or pieces
-#: than those that are read below; what the arrays mean, their layout says (`_version.py`).
+#: The format name in the files' metadata. Change it when names or pieces change; the layout number
+#: (`_version.py`) covers the meaning of arrays.
 FORMAT = "zenflow_jax engine state"
 _DTYPES = {name: np.dtype(x) for name, x in (("F32", "f4"), ("I32", "i4"), ("U32", "u4"))}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# What is in front of the arrays is a multiple of this long.
+# The header's size is a multiple of this.
 _ALIGNMENT = 64
-# No header of ours is that long; a length beyond it is garbage.
+# A longer header is garbage.
 _LONGEST = 2**30
 
 
@@ -35,8 +35,8 @@ def new_file(
 ) -> Iterator[Callable[..., None]]:
     """Makes a new file, which is on the disk when the block has ended without an error.
 
-    Until then it has no header, so that nobody can read it. `arrays` has dtype and shape of each.
-    Gives `write(name, elements, begin=0)` for consecutive elements, from number `begin` on.
+    Until then it has no header, so it is unreadable. `arrays` has each array's dtype and shape.
+    Yields `write(name, elements, begin=0)` for consecutive elements, starting at index `begin`.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = {}, 0
@@ -73,7 +73,7 @@ def _write(file: int, data: Any, at: int) -> None:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """An array in a file, which may be gone or have been replaced when it is read."""
+    """An array in a file, which may be deleted or replaced before the read."""
 
     path: Path
     stamp: tuple[int, int]  # as `_stamp`, when the header was read
@@ -82,7 +82,7 @@ class _Tensor:
     shape: tuple[int, ...]
 
     def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        """Reads some of it into `out`; refuses a file that is gone or another one by now."""
+        """Reads a slice into `out`; refuses a deleted or replaced file."""
         state = "none"
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             if _stamp(file.fileno()) == self.stamp:
@@ -97,13 +97,13 @@ class _Tensor:
 
 
 def _stamp(file: int) -> tuple[int, int]:
-    """Size and time of the last change: of another file under the same name it is another one."""
+    """Returns size and modification time, to recognize another file with the same name."""
     status = os.fstat(file)
     return status.st_size, status.st_mtime_ns
 
 
 def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
-    """The metadata of a file, and its arrays by name; refuses one that is not whole."""
+    """Returns a file's metadata, and its arrays by name; refuses an incomplete file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -138,13 +138,13 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
 
 
 def file_name(process: int | str, processes: int | str) -> str:
-    """The name of one process's file; "*" stands for any number."""
+    """Returns the name of a process's file; "*" stands for any number."""
     numbers = [x if isinstance(x, str) else f"{x:05}" for x in (process, processes)]
     return f"engine-{numbers[0]}-of-{numbers[1]}.safetensors"
 
 
 class StoredArray:
-    """An array of a saved state that is read when it is asked for, by NumPy's slices."""
+    """An array in a saved state, read on demand by NumPy's slices."""
 
     def __init__(self, leaf: int, name: str, shape: tuple[int, ...], dtype: np.dtype):
         self._name = f"leaves/{leaf}/{name}"
@@ -155,7 +155,7 @@ class StoredArray:
         self._zero_elsewhere = name == "total"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Some of it: a slice with start and stop for each axis."""
+        """Reads a part: `index` has a slice with start and stop for each axis."""
         out = blank([s.stop - s.start for s in index], self.dtype)
         read = 0
         for start, piece in self.pieces.items():
@@ -178,7 +178,7 @@ class StoredArray:
 
 
 def read_engine_state(folder: Path) -> dict[str, Any]:
-    """A saved state for `HostEngine(engine_state=...)`, whose large arrays are `StoredArray`s."""
+    """Reads a saved state for `HostEngine(engine_state=...)`; large arrays are `StoredArray`s."""
     paths = sorted(folder.glob(file_name("*", "*")))
     headers = [_read_header(path) for path in paths]
     _check_files(folder, paths, int(headers[0][0]["processes"]) if headers else 1)

@@ -1,7 +1,7 @@
 """An engine's state as a tree of arrays, which any number of devices and processes can read.
 
-Arrays are global and in host memory. Large ones are placed like the parts of their leaf: a saver
-writes each part once, from a process that has it. Small ones are the same on every device.
+Arrays are global and in host memory. Large arrays are placed like their leaf's parts: a saver
+writes each part once, from a process that has it. Small arrays are replicated on every device.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
 
-#: Arrays of a leaf's shape.
+#: Arrays with a leaf's shape.
 WIDE = ("master", "mu", "nu", "total")
 _NUMBERS = "step windows token skipped reselections open_steps counted pending".split()
 
@@ -67,16 +67,16 @@ def _rule(rule: Any) -> tuple[Any, ...]:
 
 
 def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
-    """The tree of `HostEngine.state` without values: to restore a checkpoint straight into place.
+    """Returns the tree of `HostEngine.state` without values, to restore a checkpoint into place.
 
     Args:
-        opt_state: What `tx.init(params)` returned: arrays, or `ShapeDtypeStruct`s.
+        opt_state: The result of `tx.init(params)`: arrays, or `ShapeDtypeStruct`s.
 
     Returns:
         A tree of `ShapeDtypeStruct`s with shapes, dtypes, shardings and memory kinds.
 
     Raises:
-        ValueError: If there is not one `ZenFlowState` in `opt_state`.
+        ValueError: If `opt_state` does not have exactly one `ZenFlowState`.
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax
@@ -103,16 +103,16 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
 
 
 def small_sharding(state: ZenFlowState) -> jax.sharding.Sharding | None:
-    """Where small arrays belong: everywhere, as the state's scalars, but in host memory."""
+    """Returns the sharding of small arrays: like the state's scalars, but in host memory."""
     return state.step.sharding and state.step.sharding.with_memory_kind(HOST)
 
 
 def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
-    """Makes the small arrays of the tree, in NumPy; `state` may be of any step."""
+    """Makes the tree's small arrays, in NumPy; `state` may be from any step."""
     return {
         "counts": _counts_to_tree(counts, state.schedule),
         "options": options_of(state),
-        # As in the optimizer state, so that savers that compare names show both versions.
+        # Named as in the optimizer state, so that savers that compare names show both versions.
         "layout": {_version.LAYOUT_NAME: np.array(_version.LAYOUT, np.int32)},
     }
 
@@ -148,7 +148,7 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
 
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:
-    """The arrays that are kept for each offloaded leaf."""
+    """Returns the saved arrays for each offloaded leaf."""
     sums_on_device = state.send_gradients.sums_on_device
     leaves = zip(state.leaves, state.mail, strict=True)
     return [
@@ -159,7 +159,7 @@ def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct
 
 
 def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any]:
-    """Those of a leaf that lies as its mail does; an abstract leaf may not say where it is."""
+    """Returns a leaf's saved arrays, placed like its mail; an abstract leaf may lack a sharding."""
     sharding = mail.sharding
     wide = each = None
     if isinstance(sharding, NamedSharding):
@@ -184,12 +184,12 @@ def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any
 
 
 def place_of(name: str, part: Part, spec: LeafSpec) -> tuple[slice, ...]:
-    """The place of a part's array in the array of its leaf, whose spec is `spec`."""
+    """Returns the place of a part's array in its leaf's array; `spec` is the leaf's."""
     if name in WIDE:
         return part.index
     assert part.spec.axis is not None
     channels = part.index[part.spec.axis]
     if name == "before":
-        # Each piece of the channel axis has its share of the channels, in order.
+        # Each piece on the channel axis has its share of the selected channels, in order.
         channels = slice(channels.start * spec.k // spec.n, channels.stop * spec.k // spec.n)
     return (*part.index[: len(part.spec.stack)], channels)

@@ -16,13 +16,13 @@ def add_gradient(
     factor: Float[Array, ""],
     finite: Bool[Array, ""],
 ) -> Float[Array, "..."]:
-    """A window's sum plus `factor * g`, or the sum alone if the step is skipped.
+    """Returns a window's sum plus `factor * g`, or the sum alone if the step is skipped.
 
     The addition is float32; the result is rounded to the sum's dtype.
     """
     wide = g.astype(jnp.float32)
     if g.dtype == jnp.bfloat16:
-        # XLA:GPU leaves out a cast to bfloat16 and back, and with it the rounding (jax 0.10.2).
+        # XLA:GPU drops a cast to bfloat16 and back, and so the rounding (jax 0.10.2).
         wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     new = total.astype(jnp.float32) + wide * factor
     return jnp.where(finite, new.astype(total.dtype), total)
@@ -38,9 +38,9 @@ def adamw(
     *,
     decay: bool,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-    """The change of the masters `p` and the new moments, as `optax.adamw` computes them.
+    """Returns the change of masters `p` and the new moments, as `optax.adamw` computes them.
 
-    All are float32. `steps`, int32, are the Adam steps of each channel, this one included.
+    All are float32. `steps`, int32, counts each channel's Adam steps, this step included.
     """
     mu = scalars.b1 * mu + scalars.one_minus_b1 * g
     nu = scalars.b2 * nu + scalars.one_minus_b2 * jnp.square(g)
@@ -56,7 +56,7 @@ def change_of(
     *,
     decay: bool,
 ) -> Float[Array, "..."]:
-    """The change of `p`, given the moments after the step; arguments as for `adamw`."""
+    """Returns the change of `p` from the moments after the step; arguments as for `adamw`."""
     t = steps.astype(jnp.float32)
     corrected = mu / (1 - scalars.b1**t), nu / (1 - scalars.b2**t)
     direction = corrected[0] / (jnp.sqrt(corrected[1]) + scalars.eps)

@@ -1,7 +1,7 @@
 """Device programs that the engine runs between steps: merge, choose, enter, measure.
 
-Each is one program for all leaves. Parameters are of whole leaves; where `specs` are those of
-ranges, everything else is of ranges.
+Each is one program for all leaves. Parameters are always whole leaves; if `specs` are for ranges,
+all other arrays are for these ranges.
 """
 
 import math
@@ -37,9 +37,7 @@ Weights = Sequence[Array | None]
 Specs = tuple[LeafSpec, ...]
 
 
-def uploads_in_two(
-    uploads: Sequence[Any], specs: Sequence[LeafSpec]
-) -> tuple[list[Any], list[Any]]:
+def split_uploads(uploads: Sequence[Any], specs: Sequence[LeafSpec]) -> tuple[list[Any], list[Any]]:
     """Returns the uploads that a merge donates to its result, and those that it keeps."""
     pairs = list(zip(uploads, map(_becomes_weight, specs), strict=True))
     return [x for x, becomes in pairs if becomes], [x for x, becomes in pairs if not becomes]
@@ -52,7 +50,7 @@ def _becomes_weight(spec: LeafSpec) -> bool:
 
 
 # A merge consumes uploads, never the caller's parameters: those may be in use elsewhere. An upload
-# becomes the new parameter where it is as large as that.
+# of the same size becomes the new parameter.
 @partial(jax.jit, static_argnames="specs", donate_argnames="donated")
 def merge(
     weights: Weights,
@@ -63,11 +61,11 @@ def merge(
     *,
     specs: Specs,
 ) -> list[Array | None]:
-    """Returns the parameters, of whole leaves, with a window's update on deferred channels.
+    """Returns the parameters with a window's update on deferred channels.
 
-    `donated` and `kept` are as `uploads_in_two` gives them, `specs` those of leaves or of ranges.
-    `during` and `after` are rows of the channels that were selected during the window, and of those
-    since: the update has neither. A leaf in host memory is None, and so is its upload.
+    `donated` and `kept` come from `split_uploads`; `specs` are for leaves or ranges. `during` and
+    `after` are rows of the channels selected during the window and since: the update has neither. A
+    leaf in host memory is None, and so is its upload.
     """
 
     def one(
@@ -97,7 +95,7 @@ def merge(
 
 @partial(jax.jit, static_argnames="specs")
 def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
-    """Returns the numbers, on each device, of the selected channels of leaves or ranges."""
+    """Returns each device's selected channel numbers, for leaves or ranges."""
     rows = each_leaf(
         lambda shard, x: row(shard.to_local(x)),
         specs,
@@ -169,7 +167,7 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
 
 @partial(jax.jit, static_argnames="specs")
 def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
-    """Returns the share of the best channels' score that the selected ones hold."""
+    """Returns the selected channels' share of the best channels' score."""
     return kept_share(list(map(cut, scores, specs)), list(map(cut, channels, specs)), specs)
 
 

@@ -1,9 +1,9 @@
-"""Channels: which axis they lie on, how they score, which of them are selected.
+"""Channels: their axis, their scores, and their selection.
 
-A leaf is `(*stack, *rows, n, *tail)`: `n` channels along the channel axis, separately in each entry
-of the stack axes, `k` of them selected. There are rows only if the channel axis is the last one of
-a matrix, and a tail only if it is not. `shards.py` lets these functions see one device's piece
-only, which selects among its own.
+A leaf is `(*stack, *rows, n, *tail)`: each stack entry has `n` channels along the channel axis, and
+`k` of them are selected. Rows exist only if the channel axis is a matrix's last axis, a tail only
+if it is not. Through `shards.py` these functions see only one device's piece, which selects among
+its own channels.
 """
 
 import jax
@@ -14,7 +14,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 
 
 def broadcast_channels(per_channel: Shaped[Array, "..."], spec: LeafSpec) -> Shaped[Array, "..."]:
-    """`(*stack, channels)` with unit axes, so that it broadcasts against the leaf."""
+    """Adds unit axes to `(*stack, channels)`, so that it broadcasts against the leaf."""
     assert spec.axis is not None
     rows = spec.axis - len(spec.stack)
     tail = len(spec.shape) - spec.axis - 1
@@ -23,7 +23,7 @@ def broadcast_channels(per_channel: Shaped[Array, "..."], spec: LeafSpec) -> Sha
 
 
 def sum_squares(g: Float[Array, "..."], spec: LeafSpec) -> Float[Array, "..."]:
-    """Sum of squares in float32: `(*stack, n)` per channel, `()` for a resident leaf."""
+    """Sums squares in float32: `(*stack, n)` per channel, `()` for a resident leaf."""
     axes = range(len(spec.shape))
     if not spec.resident:
         axes = [a for a in axes if a >= len(spec.stack) and a != spec.axis]
@@ -31,12 +31,12 @@ def sum_squares(g: Float[Array, "..."], spec: LeafSpec) -> Float[Array, "..."]:
 
 
 def take(x: Shaped[Array, "..."], index: Int[Array, "..."], spec: LeafSpec) -> Shaped[Array, "..."]:
-    """The slices of `x` at `index` `(*stack, m)`, along the channel axis, per stack entry."""
+    """Takes slices of `x` at `index` `(*stack, m)`, along the channel axis, per stack entry."""
     assert spec.axis is not None
     axis = spec.axis - len(spec.stack)
 
     def one(x, index):
-        # A selection's indices are in range: there is nothing to fill or to check.
+        # "clip" is the cheapest mode; a selection's indices are always in range.
         return jnp.take(x, index, axis=axis, mode="clip")
 
     for _ in spec.stack:
@@ -45,7 +45,7 @@ def take(x: Shaped[Array, "..."], index: Int[Array, "..."], spec: LeafSpec) -> S
 
 
 def positions(channels: Int[Array, "... k"], n: int) -> Int[Array, "... n"]:
-    """The place of each of `n` channels among the selected ones; -1 if it is deferred."""
+    """Returns each channel's place among the selected channels; -1 if it is deferred."""
 
     def one(channels):
         place = jnp.arange(channels.shape[0], dtype=jnp.int32)
@@ -59,10 +59,10 @@ def positions(channels: Int[Array, "... k"], n: int) -> Int[Array, "... n"]:
 def gather_to_channels(
     x: Shaped[Array, "..."], place: Int[Array, "... n"], spec: LeafSpec
 ) -> Shaped[Array, "..."]:
-    """The selected slices `x` at their channels; at other channels any of these slices.
+    """Spreads the selected slices `x` to their channels; other channels get arbitrary slices.
 
     A gather, not a scatter: XLA fuses a gather into its reader, so it never writes a whole leaf for
-    the sake of a few channels.
+    a few channels.
     """
     if spec.k == 0:
         return jnp.zeros(spec.shape, x.dtype)
@@ -70,7 +70,7 @@ def gather_to_channels(
 
 
 def top_channels(scores: Float[Array, "... n"], k: int) -> Int[Array, "... k"]:
-    """The k channels with the highest score, ascending; of equal scores the lower index."""
+    """Returns the k channels with the highest scores, ascending; ties go to the lower index."""
     # lax.top_k puts the lower index first among equal values.
     return jnp.sort(jax.lax.top_k(scores, k)[1].astype(jnp.int32), axis=-1)
 

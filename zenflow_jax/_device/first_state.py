@@ -1,7 +1,7 @@
 """Builds the state before the first step, placed as `update` returns it.
 
-If the first state and the second differ only in how their shardings are written, jit compiles the
-step twice. So on a mesh the first one comes out of jit too.
+If only the spelling of shardings differs between the first state and the second, jit compiles the
+step twice. So on a mesh the first state comes out of jit, too.
 """
 
 from collections.abc import Mapping
@@ -33,26 +33,26 @@ from zenflow_jax._version import LAYOUT, LAYOUT_NAME
 
 
 def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
-    """Makes the state that `zenflow().init` returns, of arrays, traced or abstract ones."""
+    """Makes the state that `zenflow().init` returns, from concrete, traced or abstract arrays."""
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)
     if not traced and all(isinstance(x, jax.Array) for x in leaves):
         check_placement(leaves, specs)
     build = partial(_build, specs=specs, static=static)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        # Shapes in, shapes out: there are no weights to take masters from.
+        # Shapes in, shapes out: shapes have no values for masters.
         return with_shardings(jax.eval_shape(build, leaves), leaves)
     weights = [jnp.asarray(p) for p in leaves]
     if not specs and not isinstance(params, Mapping | list | tuple | None):
-        # `optax.tree_map_params` asks with a placeholder, neither arrays nor an empty container,
-        # and wants it back where the per-leaf states are to stand.
+        # `optax.tree_map_params` passes a placeholder, neither arrays nor an empty container, and
+        # expects it in the places of per-leaf states.
         return build(weights)._replace(leaves=params, mail=params)
     like = next(iter(weights), None)
     if traced or all(spec.placement is None for spec in specs):
         return commit(build(weights), like)
-    # `keep_unused`, here and below: parameters that nobody reads say which devices to use.
+    # `keep_unused`, here and below: unread parameters still determine the devices.
     state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
-    # Mail is made apart, a leaf at a time: the device, where it is made, has no room for all of it.
+    # Mail is made separately, a leaf at a time: the device that makes it has no room for all.
     rank, sending = mail_rank(specs), static.send_gradients
     whole = _first_mail_is_whole(specs, static)
     first_mail = jax.jit(_first_mail, static_argnums=(1, 2, 3, 4), keep_unused=True)
@@ -81,8 +81,7 @@ def _build(
         )
         leaves.append(make(p))
     # Tokens start from a number that differs between runs and is the same when a run is repeated,
-    # so that an engine knows another run's state. Parameters come from a seed or a checkpoint: of
-    # these, a few leaves are enough.
+    # so that an engine recognizes another run's state. A few leaves of the parameters determine it.
     few = slice(None, None, len(weights) // 8 + 1)
     bits = sum(fingerprints(weights[few], specs[few]), start=jnp.zeros((), jnp.uint32))
     each, step_scalars = None, None
@@ -119,7 +118,7 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
             scores=None,
             spec=spec,
         )
-    # The first channels stand in until the first selection.
+    # The first k channels are selected until the first selection.
     first = jnp.broadcast_to(jnp.arange(part.k, dtype=jnp.int32), (*part.stack, part.k))
     return LeafState(
         channels=shard.to_global(first),
@@ -136,7 +135,7 @@ def _first_masters(p: jax.Array, first: jax.Array, part: LeafSpec) -> jax.Array:
     if not part.hosted:
         return take(p, first, part).astype(jnp.float32)
     layer = layer_spec(part)
-    # A layer at a time is on the device.
+    # The device holds a layer at a time.
     rows = jax.lax.map(
         lambda x: take(fetch_layer(p, x[0]), x[1], layer), (jnp.arange(len(p)), first)
     )
@@ -144,10 +143,10 @@ def _first_masters(p: jax.Array, first: jax.Array, part: LeafSpec) -> jax.Array:
 
 
 def _first_mail_is_whole(specs: tuple[LeafSpec, ...], static: Static) -> bool:
-    """Returns whether blank mail has the shapes of mail; else it is one element per device.
+    """Returns whether placeholder mail has the shapes of mail; else it is one element per device.
 
-    Sums begin with it; and where gradients leave in the step, branches (`optax.MultiSteps`) may
-    return either. With parameters in host memory there are none, and no room.
+    Sums start from it; and where gradients leave in the step, either branch of `optax.MultiSteps`
+    may return it. With parameters in host memory branches are refused, and memory is short.
     """
     sending = static.send_gradients
     in_step = sending.in_step and not any(spec.hosted for spec in specs)
@@ -165,8 +164,8 @@ def _first_mail(
         return host_zeros(spec.shape if whole else small, spec.mail_dtype, rank, p)
 
     def zeros(shard: Shard, _: jax.Array) -> jax.Array:
-        # One element per device has the sharding of what the step returns in its place, and is not
-        # empty, which some savers refuse.
+        # One element per device has the same sharding as real mail, and is not empty: some savers
+        # refuse empty arrays.
         shape = shard.part.shape if whole else small
         return with_rank(jnp.zeros(shape, spec.mail_dtype), rank)
 
@@ -178,7 +177,7 @@ def _first_mail(
 def _first_scalars(
     weights: list[jax.Array], specs: tuple[LeafSpec, ...], static: Static
 ) -> StepScalars:
-    """Makes step scalars of zero, on every device that takes part."""
+    """Makes step scalars of zero, on all the run's devices."""
     sizes = StepScalars.sizes(specs, static.schedule.needs_statistics)
     in_step = static.send_gradients.in_step
     rank = mail_rank(specs) if in_step else 1

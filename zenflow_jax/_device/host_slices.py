@@ -1,9 +1,9 @@
-"""Refuses slices of host memory inside loops where XLA for GPUs makes wrong ones.
+"""Refuses slices of host memory inside loops where XLA for GPUs gets them wrong.
 
 XLA annotates such a slice with an offset and a step in bytes, and its runtime copies by these. In
-jax 0.10.2 and 0.11.0 they are not those of the index (openxla/xla#46231, fixed in 0.11.1): layers
-are read and written in the wrong order, silently. Which device a program is for is known when jax
-lowers it, so an identity that has no lowering for GPUs stands in front of such slices.
+jax 0.10.2 and 0.11.0 they do not match the index (openxla/xla#46231, fixed in 0.11.1): layers are
+silently read and written in the wrong order. jax knows a program's device when it lowers the
+program, so such slices go through an identity without a lowering for GPUs.
 """
 
 import os
@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-#: XLA does without the annotation where this is among the passes that XLA_FLAGS disables. XLA reads
-#: the flags once, so what is set after this file is imported does not count.
+#: XLA adds no annotation if XLA_FLAGS disables this pass. XLA reads the flags once, so a value that
+#: is set after this import does not count.
 _PASS = "dynamic-slice-annotator"
 _DISABLED = any(
     _PASS in passes.split(",")
@@ -28,7 +28,7 @@ _sliced_p.def_abstract_eval(lambda x: x)
 
 
 def check_slices(tree: Any) -> Any:
-    """Returns `tree`; a program for a GPU that reads it does not lower where XLA would be wrong.
+    """Returns `tree`; a GPU program that reads it fails to lower if XLA would get it wrong.
 
     Nothing may differentiate through this.
     """

@@ -1,4 +1,4 @@
-"""Which leaf of a caller's tree belongs to which leaf of the state, and whether it fits there."""
+"""Matches the leaves of a caller's tree with those of the state, and checks them."""
 
 import sys
 from collections import Counter
@@ -14,24 +14,24 @@ from zenflow_jax._spec.leaf import LeafSpec, plain_name
 
 
 def as_pure(tree: Any) -> Any:
-    """A tree of flax nnx as one of arrays; any other as it is."""
-    nnx = sys.modules.get("flax.nnx")  # who has such a tree has imported it
+    """Returns a flax nnx tree as a tree of arrays; any other tree unchanged."""
+    nnx = sys.modules.get("flax.nnx")  # a caller with such a tree has imported it
     return tree if nnx is None else nnx.as_pure(tree)
 
 
 class Places:
-    """Finds the leaves of a state in the trees that callers pass, which may hold more, by key path.
+    """Finds a state's leaves in a caller's tree, which may have more leaves, by key path.
 
     It searches once for each structure: callers pass a tree at every step.
     """
 
     def __init__(self, specs: Sequence[LeafSpec]):
         self._specs = tuple(specs)
-        # The structures seen last. A dict would hash them, and comparing is enough.
+        # The last structures. A list, because a dict would hash them.
         self._known: list[tuple[Any, list[int]]] = []
 
     def __call__(self, params: Any) -> tuple[list[Any], Any, list[int]]:
-        """The leaves of `params`, their structure, and the place of each state leaf among them."""
+        """Returns the leaves of `params`, their structure, and each state leaf's index in them."""
         leaves, treedef = jax.tree.flatten(params)
         for structure, places in self._known:
             if structure == treedef:
@@ -45,8 +45,8 @@ class Places:
         by_name: dict[str, list[int]] = {}
         for i, (path, _) in enumerate(paths):
             by_name.setdefault(plain_name(path), []).append(i)
-        # A user's container may give two leaves one path. Their order tells them apart, but says
-        # nothing once leaves are missing or added.
+        # A user's container may give two leaves the same path. Their order tells them apart, unless
+        # leaves are missing or added.
         ours = Counter(spec.name for spec in self._specs)
         missing = [name for name in ours if name not in by_name]
         if missing:
@@ -67,18 +67,18 @@ class Places:
         return [next(rest[spec.name]) for spec in self._specs]
 
 
-#: A run with frozen leaves passes the trained ones, all parameters, and the model's whole state.
+#: A run with frozen leaves passes the trained leaves, all parameters, and the model's whole state.
 _STRUCTURES = 4
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Lists the first few names, and the number of others."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
 
 
 def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Refuses parameters whose shapes or dtypes are not the state's."""
+    """Refuses parameters whose shapes or dtypes differ from the state's."""
     for leaf, spec in zip(weights, specs, strict=True):
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape != spec.shape or dtype != spec.dtype:
@@ -89,7 +89,7 @@ def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
 
 
 def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list[int]]:
-    """`Places` of `params`, after a check that the leaves have the state's shapes and dtypes."""
+    """Returns the `Places` of `params`, after a check of shapes and dtypes."""
     specs = [leaf.spec for leaf in state.leaves]
     weights, treedef, places = Places(specs)(params)
     check_leaves([weights[i] for i in places], specs)
@@ -97,7 +97,7 @@ def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list
 
 
 def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
-    """The parameters' leaves; an error if they or the gradients are not those of the state."""
+    """Returns the parameters' leaves; refuses parameters or gradients that do not fit the state."""
     if not isinstance(state, ZenFlowState):
         raise ValueError(
             "expected the ZenFlowState that `tx.init(params)` returned, got a "

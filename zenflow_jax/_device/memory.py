@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def mail_rank(specs: Sequence[LeafSpec]) -> int:
-    """Rank of everything in host memory: higher than any array's on the device, batches included.
+    """Returns the rank of all arrays in host memory: higher than any array's on the device.
 
     If shardings are left to jit, XLA may alias a donated buffer to an output of the same shape and
     dtype in the *other* memory, and the process aborts. Unit axes make such a pair impossible.
@@ -30,27 +30,27 @@ def mail_rank(specs: Sequence[LeafSpec]) -> int:
 
 
 def with_rank(x: jax.Array, rank: int) -> jax.Array:
-    """`x` with unit axes."""
+    """Adds unit axes to `x`."""
     return x.reshape(shape_with_rank(x.shape, rank))
 
 
 def shape_with_rank(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """In front of the last two axes, so that the axis that a scan stacks stays the first."""
+    """Adds unit axes in front of the last two axes, so that a scan's stacked axis stays first."""
     return (*shape[:-2], *[1] * (rank - len(shape)), *shape[-2:])
 
 
 def without_units(entries: Sequence[T], rank: int) -> tuple[T, ...]:
-    """The entries, one for each axis of mail, of the axes of a leaf of this rank."""
+    """Drops the entries for unit axes: from one entry per mail axis to one per leaf axis."""
     return (*entries[: rank - 2], *entries[-2:])
 
 
 def to_host(x: jax.Array, rank: int) -> jax.Array:
-    """A whole array to pinned host memory; under jit an asynchronous copy."""
+    """Copies a whole array to pinned host memory; under jit asynchronously."""
     return jax.device_put(with_rank(x, rank), jax.memory.Space.Host)
 
 
 def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.Array:
-    """Zeros in pinned host memory, next to the device that holds `like`."""
+    """Makes zeros in pinned host memory, next to the device that holds `like`."""
     shape = shape_with_rank(shape, rank)
     if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
@@ -60,13 +60,13 @@ def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.
 def copy_to_host(pieces: Any) -> Any:
     """Starts to copy a tree of arrays, each on one device, to pinned host memory next to it.
 
-    No device program copies: one would wait its turn, while plain copies run at the same time.
+    Plain copies run at any time; a device program would wait for its turn.
     """
     return jax.device_put(pieces, jax.tree.map(lambda x: beside(x, HOST), pieces))
 
 
 def fetch_layer(stacked: Any, i: Any) -> Any:
-    """Layer `i` of a tree of stacked arrays in host memory, on the device."""
+    """Copies layer `i` of stacked arrays in host memory to the device."""
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
     return jax.device_put(layer, jax.memory.Space.Device)
 
@@ -77,9 +77,10 @@ def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
 
 
 def commit(tree: Any, like: Any) -> Any:
-    """`tree` with its arrays committed to the device that holds `like`, if that is one device.
+    """Commits the arrays in `tree` to the device that holds `like`, if that is one device.
 
-    A jitted step returns a committed state; jit would compile it twice for an uncommitted first.
+    A jitted step returns a committed state; jit would compile it again after an uncommitted first
+    state.
     """
     if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return tree
@@ -95,19 +96,19 @@ def commit(tree: Any, like: Any) -> Any:
 
 
 def view(x: jax.Array) -> np.ndarray:
-    """A NumPy view of an array in host memory, without a copy; read-only.
+    """Returns a read-only NumPy view of an array in host memory, without a copy.
 
-    Drop it once it is read: it keeps the buffer alive, and on a GPU blocks its donation.
+    Drop it after reading: it keeps the buffer alive, and on a GPU blocks its donation.
     """
     return np.asarray(x.addressable_data(0))
 
 
 def read(x: jax.Array) -> np.ndarray:
-    """The first piece that this process has of an array that others still use; read-only.
+    """Reads this process's first piece of an array that remains in use; read-only.
 
-    It is a view if the piece is in host memory: copy what you keep. Unlike `view`, this leaves
-    nothing with the array, which would block its donation: jax keeps what it gives to NumPy with
-    the array object that was asked (views since jax 0.11), so this asks another object.
+    The result is a view if the piece is in host memory: copy it to keep it. jax caches the NumPy
+    value (since jax 0.11 a view) in the array object that it came from, which would block the
+    array's donation. So this function, unlike `view`, goes through another array object.
     """
     piece = x.addressable_data(0)
     alias = jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, [piece])
@@ -121,8 +122,8 @@ def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
     """
     if device.platform == "cpu":
         # The CPU backend aliases aligned NumPy memory even with `may_alias=False` (jax 0.10.0 to
-        # 0.11.2); later changes would show in the result. From one of its memories to another it
-        # copies, and a step may use such a copy up.
+        # 0.11.2); later changes would show in the result. It does copy between its memories, and a
+        # step may donate such a copy.
         to_device = SingleDeviceSharding(device)
         tree = jax.device_put(tree, to_device) if memory_kind else jax.tree.map(np.copy, tree)
     return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=memory_kind))
@@ -133,14 +134,14 @@ def nbytes(tree: Any) -> int:
 
 
 def zeros_like(x: jax.Array, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
-    """Zeros placed as `x` is, unless `sharding` says otherwise; `x` may have been donated."""
+    """Makes zeros placed like `x`, or by `sharding`; `x` may have been donated."""
     sharding = sharding or x.sharding
     piece = np.zeros(sharding.shard_shape(x.shape), x.dtype)
     return put_everywhere([piece], x.shape, sharding)[0]
 
 
 def in_host_memory(blank: jax.Array) -> jax.Array:
-    """`blank` if it is in host memory, else zeros like it there."""
+    """Returns `blank` if it is in host memory, else zeros like it in host memory."""
     if blank.sharding.memory_kind == HOST:
         return blank
     return zeros_like(blank, blank.sharding.with_memory_kind(HOST))
@@ -151,9 +152,9 @@ def put_everywhere(
     shape: Sequence[int],
     sharding: jax.sharding.Sharding,
 ) -> list[jax.Array]:
-    """For each piece an array, all of whose pieces it is.
+    """Makes an array from each piece, with that piece on every device.
 
-    This asks nothing of other processes; `jax.device_put` would make sure that they do the same.
+    It needs no communication; `jax.device_put` would check that all processes do the same.
     """
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return jax.device_put(list(pieces), sharding)

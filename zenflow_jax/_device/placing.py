@@ -1,7 +1,7 @@
-"""Where parameters and each array of a state belong, and how arrays get back there.
+"""Checks the placement of parameters, and puts misplaced arrays of a state back.
 
-Trainers may place optimizer states by rules of their own. The numbers are right there, but neither
-device nor host would read its part.
+Trainers may place optimizer states by their own rules. The values stay correct, but neither device
+nor host would read its own part.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 "`jax.device_put`, outside of jit."
             )
         if 0 in spec.shape:
-            continue  # an empty leaf has no place
+            continue  # an empty leaf has no placement
         if is_hosted(weight) != spec.hosted:
             expected, got = ("host", "device") if spec.hosted else ("device", "host")
             raise ValueError(
@@ -67,16 +67,16 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         raise ValueError(f"expected all leaves on the same devices, got {names[0]} and {names[1]}.")
 
 
-def _says_host(x: jax.Array) -> bool:
-    """Whether a traced function is told that an array in host memory is there.
+def _is_typed_as_host(x: jax.Array) -> bool:
+    """Returns whether an array in host memory has that memory in its type, for tracing.
 
-    jax 0.10.2 says otherwise where an array was put together from pieces, as savers do.
+    In jax 0.10.2 an array that was assembled from pieces, as by savers, has another type.
     """
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
-    """The abstract state with the shardings that one of such parameters has, as far as known."""
+    """Adds to an abstract state the shardings of a real state, as far as known."""
     meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
     if not meshes or meshes[0].empty:
         return state
@@ -114,9 +114,9 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
 def put_back(
     state: ZenFlowState, weights: Sequence[jax.Array], *, memories: bool = False
 ) -> tuple[ZenFlowState, int]:
-    """The state with each array where `tx.init` put it, and how many were elsewhere.
+    """Returns the state with each array where `tx.init` put it, and how many were elsewhere.
 
-    `memories`: also those in the wrong memory. A step takes both, but is compiled for each.
+    `memories` includes arrays in the wrong memory. A step accepts both, but is compiled for each.
     """
     moved = 0
     on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
@@ -125,14 +125,15 @@ def put_back(
 
     def one(x: jax.Array, like: Any, in_mail: bool) -> jax.Array:
         nonlocal moved
-        where = like.sharding if on_mesh else x.sharding  # one device has all, however it is said
+        # On one device every spelling of the sharding is right.
+        where = like.sharding if on_mesh else x.sharding
         kind = HOST if in_mail and state.send_gradients.in_step else default
         if not memories or kind is None:
             kind = x.sharding.memory_kind
         if kind is not None:
             where = where.with_memory_kind(kind)
         in_place = x.sharding.is_equivalent_to(where, x.ndim)
-        says_so = on_mesh or not memories or kind != HOST or _says_host(x)
+        says_so = on_mesh or not memories or kind != HOST or _is_typed_as_host(x)
         if in_place and says_so:
             return x
         moved += 1

@@ -1,6 +1,6 @@
-"""Checksums and samples of parameters, which show whether something else has changed them.
+"""Checksums and samples of parameters, to detect changes by other code.
 
-Subnormal numbers and both zeros count as equal: adding a zero may turn one into another.
+Subnormal numbers and both zeros count as equal: adding a zero may change one into another.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ from zenflow_jax._spec.leaf import LeafSpec
 
 
 def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
-    """Returns a uint32 checksum of all bits of each leaf, the same on any mesh."""
-    # Leaves that are alike share a program.
+    """Returns a uint32 checksum over all bits of each leaf, the same on any mesh."""
+    # Similar leaves share a program.
     bare = (dataclasses.replace(x.anonymous, k=0, transfer_dtype=None) for x in specs)
     return [_checksum(x, spec=spec) for x, spec in zip(weights, bare, strict=True)]
 
 
 def sample_of(block: Array) -> Array:
-    """Returns some values of one device's block of a leaf, always from the same places."""
+    """Returns some values from a device's block of a leaf, always from the same places."""
     return block[places(block.shape)]
 
 
 def places(shape: Sequence[int]) -> tuple[slice, ...]:
     """Returns the places of an array's samples."""
-    # Of a stack all layers, or 32 to 63 of many; of a matrix about eight rows and columns.
+    # All layers of a stack, or 32 to 63 of many; about eight rows and columns of a matrix.
     most = [32] * (len(shape) - 2) + [8, 8][max(2 - len(shape), 0) :]
     strides = [max(size // m, 1) for size, m in zip(shape, most, strict=True)]
     return tuple(slice(stride // 2, None, stride) for stride in strides)
@@ -59,8 +59,8 @@ def _sum_bits(
     kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
     bits = jnp.where(small, jnp.uint32(0), bits)
-    # An odd factor loses no bit. Each place in the leaf has a different one, so that swapped values
-    # show.
+    # An odd factor loses no bit. Each place in the leaf has a different factor, to detect swapped
+    # values.
     factor, stride = jnp.ones((), jnp.uint32), 2
     for axis in reversed(range(weight.ndim)):
         index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)

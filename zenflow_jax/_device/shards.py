@@ -1,8 +1,8 @@
 """Runs work on leaves of a mesh: each device works on its own part, as on a whole leaf.
 
-`on_each_device` is a `shard_map` that knows leaves. The function that it runs sees the shapes and
-channels of one device, and names the places where devices talk: `Shard.sum`, `Shard.gather`. A leaf
-on one device goes through the same code, without a `shard_map`.
+`on_each_device` is a `shard_map` for leaves. Its function sees the shapes and channels of one
+device, and communicates only through `Shard.sum`, `Shard.gather` and the like. A leaf on one device
+goes through the same code, without a `shard_map`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.mesh import MeshAxes, mesh_axes, partition_spec
 
-#: The partition spec of what all devices hold alike.
+#: The partition spec for replicated arrays.
 REPLICATED = PartitionSpec()
 
 
@@ -26,10 +26,10 @@ class Layout:
     """The partition specs of a leaf's arrays; all `REPLICATED` for a leaf on one device.
 
     Attributes:
-        block: Of the parameter, and of what is added to it.
-        part: Of gradients, masters and moments, whole or selected.
-        channels: Of arrays with one entry per channel, `(*stack, n)` or `(*stack, k)`.
-        each_device: Of what differs on every device, joined along the first axis.
+        block: For the parameter and its updates.
+        part: For gradients, masters and moments, whole or selected.
+        channels: For arrays with one entry per channel, `(*stack, n)` or `(*stack, k)`.
+        each_device: For values that differ on every device, joined along the first axis.
     """
 
     def __init__(self, spec: LeafSpec):
@@ -45,7 +45,7 @@ class Layout:
             self.channels = partition_spec((*stack, place.block[spec.axis]))
 
     def mail(self, rank: int) -> PartitionSpec:
-        """For a part with the unit axes of mail, as `memory.with_rank` puts them."""
+        """Returns the spec of a part with mail's unit axes, as `memory.with_rank` adds them."""
         if self._place is None:
             return REPLICATED
         part, unit = self._place.part, ((),) * (rank - self._rank)
@@ -56,9 +56,9 @@ class Shard:
     """A leaf as one device sees it, inside `on_each_device`.
 
     Attributes:
-        block: The leaf's spec, as if this device's block of the parameter were all of it.
+        block: The leaf's spec, as if this device's block were the whole parameter.
         part: The same for the part that this device works on.
-        shares: For each axis, the mesh axes among which the devices that hold a block divide it.
+        shares: For each axis, the mesh axes that divide a block among the devices that hold it.
     """
 
     def __init__(self, spec: LeafSpec):
@@ -70,14 +70,14 @@ class Shard:
         self.shares: MeshAxes = ((),) * len(spec.shape) if place is None else place.shares
 
     def to_local(self, channels: jax.Array) -> jax.Array:
-        """The numbers on this device of the leaf's `channels`, which must all be on it."""
+        """Converts the leaf's `channels` to numbers on this device, which must have them all."""
         return channels - self._first_channel()
 
     def to_global(self, index: jax.Array) -> jax.Array:
         return index + self._first_channel()
 
     def own(self, block: jax.Array) -> jax.Array:
-        """This device's part of a block, or of selected slices of it."""
+        """Returns this device's part of a block, or of a block's selected slices."""
         for axis, names in enumerate(self.shares):
             if names:
                 assert self._place is not None
@@ -87,31 +87,31 @@ class Shard:
         return block
 
     def gather(self, part: jax.Array) -> jax.Array:
-        """The block, or selected slices of it, from the parts of all devices that hold it."""
+        """Returns the block, or its selected slices, from the parts on all devices that hold it."""
         for axis, names in enumerate(self.shares):
             if names:
                 part = jax.lax.all_gather(part, names, axis=axis, tiled=True)
         return part
 
     def sum(self, per_channel: jax.Array) -> jax.Array:
-        """The sum over the devices that work on the same channels; over all, if resident."""
+        """Sums over the devices that work on the same channels; over all, if resident."""
         return _psum(per_channel, [x for x, apart in self._divisions() if not apart])
 
     def sum_channels(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices that work on different channels; the counterpart of `sum`."""
+        """Sums over the devices that work on different channels; the counterpart of `sum`."""
         return _psum(x, [x for x, apart in self._divisions() if apart])
 
     def sum_blocks(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices that hold different blocks."""
+        """Sums over the devices that hold different blocks."""
         names = () if self._place is None else self._place.block
         return _psum(x, [name for of_axis in names for name in of_axis])
 
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
-        """The sum over all devices, also over those that hold the same."""
+        """Sums over all devices, replicas included."""
         return _psum(x, () if self._place is None else self._place.mesh.axis_names)
 
     def first(self, axis: int) -> Any:
-        """Where this device's block begins in the leaf, along an axis."""
+        """Returns the offset of this device's block in the leaf, along an axis."""
         names = () if self._place is None else self._place.block[axis]
         return jax.lax.axis_index(names) * self.block.shape[axis] if names else 0
 
@@ -119,7 +119,7 @@ class Shard:
         return 0 if self._spec.axis is None else self.first(self._spec.axis)
 
     def _divisions(self) -> list[tuple[str, bool]]:
-        """The mesh axes that divide the work on the leaf, and whether each divides its channels."""
+        """Returns the mesh axes that divide the work, and whether each divides the channels."""
         spec = self._spec
         stack = 0 if spec.resident else len(spec.stack)
         axes = () if self._place is None else self._place.part
@@ -133,10 +133,10 @@ def _psum(x: jax.Array, names: Sequence[str]) -> jax.Array:
 def on_each_device(
     f: Callable[..., Any], spec: LeafSpec, takes: Sequence[Any], gives: Any
 ) -> Callable[..., Any]:
-    """`f(shard, *args)` on every device of the leaf's mesh, where `f` sees one device's pieces.
+    """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
-    `takes` has the partition spec of each argument, or a tree of them that is a prefix of it; any
-    for what is None. `gives` is the same for the result.
+    `takes` has a partition spec, or a prefix tree of specs, for each argument, and any value for
+    None. `gives` is the same for the result.
     """
     shard = Shard(spec)
     place = spec.placement
@@ -146,7 +146,8 @@ def on_each_device(
     def mapped(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         specs = jax.tree.leaves(jax.tree.broadcast(tuple(takes), args))
-        # XLA crashes as it compiles an empty argument (jax 0.11.2, not 0.10.2): `f` gets constants.
+        # XLA crashes when it compiles an empty argument (jax 0.11.2, not 0.10.2), so `f` gets
+        # constants.
         empty = {
             i: (NamedSharding(place.mesh, spec).shard_shape(x.shape), x.dtype)
             for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
@@ -164,7 +165,7 @@ def on_each_device(
             mesh=place.mesh,
             in_specs=tuple(specs[i] for i in full),
             out_specs=gives,
-            # `Shard.gather` gives the same on all devices, which its type does not say.
+            # `Shard.gather` returns the same on all devices, but its type does not say so.
             check_vma=False,
         )(*(leaves[i] for i in full))
 
@@ -196,16 +197,16 @@ def each_leaf(
     gives: Callable[[Layout], Any],
     *columns: Iterable[Any],
 ) -> Iterator[Any]:
-    """`on_each_device` for one leaf after the other; each column has an argument for every leaf."""
+    """Runs `on_each_device` for each leaf in turn; each column has an argument for every leaf."""
     for spec, *args in zip(specs, *columns, strict=True):
         layout = Layout(spec)
         yield on_each_device(f, spec, takes(layout), gives(layout))(*args)
 
 
 def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:
-    """A traced gradient that the compiler must place as its parameter before anything reads it.
+    """Forces a traced gradient into its parameter's placement before anything reads it.
 
-    Left to itself it may sum whole gradients over all devices, to place them as their first reader.
+    Otherwise the compiler may sum whole gradients over all devices, to suit their first reader.
     """
     place = spec.placement
     if place is None or place.explicit or not any(place.shares) or not isinstance(g, Tracer):
@@ -219,7 +220,7 @@ def row(x: jax.Array) -> jax.Array:
 
 
 def join(rows: Sequence[jax.Array]) -> jax.Array:
-    """The rows of several leaves as one array; one for each would cost as much as the update."""
+    """Joins rows of several leaves: separate arrays would cost as much as the update."""
     return jnp.concatenate(rows, axis=1)
 
 

@@ -1,6 +1,7 @@
 """The state that `zenflow()` keeps between steps: named tuples, with static facts in their treedef.
 
-The engine needs nothing else. Trees of shapes, shardings and partition specs use the same classes.
+The engine needs nothing else. Trees of shapes, shardings and partition specs use these classes,
+too.
 """
 
 import dataclasses
@@ -21,9 +22,9 @@ from zenflow_jax._spec.schedule import Schedule
 class LeafState(NamedTuple):
     """Adam state of one leaf on the device.
 
-    Selected arrays have the leaf's shape with `k` channels in place of `n`; where the channel axis
-    is the last one of a matrix, its rows precede it and there is no tail. A resident leaf is wholly
-    selected: its arrays have the leaf's shape, and it has one step count, no channels, no scores.
+    Selected arrays have the leaf's shape with `k` channels instead of `n`; if the channel axis is a
+    matrix's last axis, rows precede it and there is no tail. A resident leaf is wholly selected:
+    its arrays have the leaf's shape, and it has one step count, no channels, no scores.
     """
 
     channels: Int32[Array, "*stack k"] | None  # ascending
@@ -44,33 +45,33 @@ class LeafState(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What no step of a run changes."""
+    """The settings that no step changes."""
 
     schedule: Schedule  # when windows close and channels are selected
     send_gradients: SendGradients  # when gradients leave the device
 
 
 class ZenFlowState(NamedTuple):
-    """State of `zenflow()`: a pytree of arrays, with all that is static in its treedef.
+    """State of `zenflow()`: a pytree of arrays, with static settings in its treedef.
 
     Attributes:
-        step: int32 (). Steps taken, skipped ones included.
+        step: int32 (). Steps taken, skipped steps included.
         skipped: int32 (). Steps skipped because a gradient was not finite.
-        skipped_in_a_row: int32 (). Steps skipped since the last one that counted.
-        leaves: A tuple with one state for each leaf of the parameters, in their order. It is no
-            tree like the parameters, because flax nnx shows other trees at init than at update.
-        mail: A tuple of each leaf's gradient, or of its sum, as `send_gradients` says; None for a
+        skipped_in_a_row: int32 (). Steps skipped since the last step that counted.
+        leaves: A tuple with a state for each leaf of the parameters, in their order. It is not a
+            tree like the parameters, because flax nnx shows different trees at init and update.
+        mail: A tuple of each leaf's gradient, or its sum, depending on `send_gradients`; None for a
             resident leaf. `exchange` replaces it after every step.
         token: int32 (). Set by the engine's exchange, -1 after a step.
         step_scalars: The scalars in the mail.
-        layout: int32 (). The number of the state's layout (`_version.py`), in a dict under a name
-            that says it, too.
-        static: What no step changes, in the treedef: `schedule` and `send_gradients`.
+        layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
+            has the number, too.
+        static: The settings in the treedef: `schedule` and `send_gradients`.
 
     With `send_gradients="during_step"` mail is in pinned host memory, with unit axes. With
-    "after_step" it stays on the device, where `exchange` puts one element per device in its place;
-    with "per_window" it is a sum there. With the last two the state has nothing in host memory:
-    copies of a few scalars would be enough for XLA:GPU to keep all activations (benchmarks/LOG.md).
+    "after_step" it stays on the device, where `exchange` replaces it by one element per device;
+    with "per_window" it is a sum on the device. With the last two the state has nothing in host
+    memory: copies of a few scalars would make XLA:GPU keep all activations (benchmarks/LOG.md).
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax
@@ -98,7 +99,7 @@ class ZenFlowState(NamedTuple):
         return self.static.send_gradients
 
     def __repr__(self) -> str:
-        # Not a tuple is a placeholder of something that walks optimizer states.
+        # Code that walks optimizer states may put a placeholder here.
         leaves = self.leaves if isinstance(self.leaves, tuple) else (self.leaves,)
         return "\n  ".join(["ZenFlowState(", f"{self.static},", *map(repr, leaves)]) + "\n)"
 
@@ -120,19 +121,19 @@ def leaf_layout(spec: LeafSpec) -> LeafState:
 
 
 # Ranges of a stacked leaf's first axis. Parameters and state hold whole leaves; where a window
-# closes, each range is a leaf of its own. No mesh divides the first axis of a leaf that has ranges,
+# closes, each range acts as a separate leaf. No mesh divides the first axis of a leaf with ranges,
 # so nothing moves between devices.
 
 
 def cut(x: Any, spec: LeafSpec) -> Any:
-    """Returns a leaf's array for the range of `spec`; unchanged if the leaf is in one piece."""
+    """Returns a leaf's array for the range of `spec`; unchanged if the leaf has no ranges."""
     if x is None or spec.start is None:
         return x
     return jax.lax.slice_in_dim(x, spec.start, spec.start + spec.shape[0], axis=0)
 
 
 def put(whole: Any, part: Any, spec: LeafSpec) -> Any:
-    """Returns a leaf's array with `part` in the place of the range of `spec`."""
+    """Returns a leaf's array with `part` in the range of `spec`."""
     if whole is None or spec.start is None:
         return part
     return jax.lax.dynamic_update_slice_in_dim(whole, part, spec.start, axis=0)
@@ -145,7 +146,7 @@ def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
 
 
 def put_state(whole: LeafState, part: LeafState) -> LeafState:
-    """Returns a leaf's state with that of a range in its place."""
+    """Returns a leaf's state with a range's state put in."""
     spec = part.spec
     if spec.start is None:
         return part
@@ -157,14 +158,13 @@ def find_state(opt_state: Any) -> ZenFlowState:
     """Finds the one `ZenFlowState` inside any optimizer state.
 
     Args:
-        opt_state: What `init` or `update` returned, of an optax transformation with `zenflow`
-            anywhere in it.
+        opt_state: The state of an optax transformation with `zenflow` anywhere in it.
 
     Returns:
         The state, whose `step`, `skipped`, `skipped_in_a_row` and `leaves` may be read at any time.
 
     Raises:
-        ValueError: If there is none, or more than one.
+        ValueError: If `opt_state` has no `ZenFlowState`, or several.
 
     Examples:
         >>> import jax.numpy as jnp, optax, zenflow_jax
@@ -190,8 +190,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
 
 @functools.cache
 def register_flax_serialization() -> None:
-    """Makes `flax.serialization` save what shapes the arrays, and refuse other options."""
-    # Not at import: flax takes as long to import as all of this library.
+    """Makes `flax.serialization` save the options that shape the arrays, and refuse others."""
+    # Not at import: importing flax takes as long as importing this whole library.
     from flax import serialization
 
     def read(target: Any, saved: Any) -> Any:
@@ -214,7 +214,7 @@ def _shaping(static: LeafSpec | Static) -> dict[str, Any]:
 
 
 def is_nnx_state(tree: Any) -> bool:
-    """Returns whether it is an `nnx.State`, without importing flax."""
+    """Returns whether `tree` is an `nnx.State`, without importing flax."""
     return isinstance(tree, Mapping) and type(tree).__module__.startswith("flax.nnx")
 
 

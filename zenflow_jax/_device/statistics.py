@@ -1,7 +1,7 @@
-"""Statistics by which adaptive windows and selections decide, from numbers that a step has anyway.
+"""Statistics for adaptive windows and selections, from numbers that a step has anyway.
 
-The sums of squares per channel say how much gradient is deferred and how much selected, the scores
-which share of the best score is selected.
+The sums of squares per channel show how much gradient is deferred and how much is selected; the
+scores show which share of the best score is selected.
 """
 
 import math
@@ -20,7 +20,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 def window_statistics(
     squares: Sequence[jax.Array], leaves: Sequence[LeafState], verdict: Verdict
 ) -> jax.Array:
-    """The numbers that a step adds to a `ScheduleState`: float32 [counted, *deferred, *selected].
+    """Returns a step's statistics for `ScheduleState`: float32 [counted, *deferred, *selected].
 
     Zeros if the step is skipped. `squares` are sums per channel, before clipping.
     """
@@ -37,7 +37,7 @@ def window_statistics(
 def _root_mean_squares(
     squares: jax.Array, channels: jax.Array | None, factor: jax.Array, spec: LeafSpec
 ) -> jax.Array:
-    """Root mean squares of one leaf's clipped gradient: float32 [deferred, selected]."""
+    """Returns root mean squares of a leaf's clipped gradient: float32 [deferred, selected]."""
     layout = Layout(spec)
     sums = on_each_device(_sums, spec, [layout.channels, layout.channels], REPLICATED)
     each = math.prod(spec.shape) // spec.n
@@ -55,9 +55,9 @@ def _sums(shard: Shard, squares: jax.Array, channels: jax.Array) -> jax.Array:
 def kept_share(
     scores: Sequence[jax.Array], channels: Sequence[jax.Array], specs: Sequence[LeafSpec]
 ) -> jax.Array:
-    """The selected channels' share of the best k channels' score, averaged by the leaves' sizes.
+    """Returns the selected channels' share of the best k channels' score, weighted by leaf size.
 
-    float32 () in [0, 1]; 1 where nothing has a score yet.
+    float32 () in [0, 1]; 1 while all scores are zero.
     """
     sums = each_leaf(
         _held_and_best,

@@ -1,7 +1,7 @@
-"""One step of the device half: read each gradient once, check the step, step what is selected.
+"""A step's device half: read each gradient once, check the step, step the selected channels.
 
 The functions take a leaf at a time; on a mesh each device works on its own part (`shards.py`). The
-gradient of deferred channels goes on as mail.
+deferred channels' gradient becomes mail.
 """
 
 from collections.abc import Sequence
@@ -35,19 +35,19 @@ from zenflow_jax._spec.scalars import AdamScalars
 
 
 class Verdict(NamedTuple):
-    """What the gradients of all leaves together say of a step."""
+    """The decision about a step, from the gradients of all leaves."""
 
     factor: Any  # clips the gradient
     finite: Any  # whether the step counts
 
 
 class GradientParts(NamedTuple):
-    """What one leaf's step takes from its gradient."""
+    """The values that a leaf's step reads from its gradient."""
 
-    squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
+    squares: Any  # float32 sums of squares, per channel or over the whole resident leaf
     gradient: Any  # selected channels, in the gradient's dtype
-    signs: Any  # of the whole gradient, packed by `_pack_signs`, or itself; None if not needed
-    mail: Any  # None of a resident leaf
+    signs: Any  # all signs, packed by `_pack_signs`, or the gradient itself; None if not needed
+    mail: Any  # None for a resident leaf
 
 
 def split_gradient(
@@ -60,17 +60,17 @@ def split_gradient(
     signs: bool,
     packing: type | None = None,
 ) -> GradientParts:
-    """Does everything that reads a whole gradient, in the dtype in which it arrives.
+    """Makes all reads of a whole gradient, in the dtype in which it arrives.
 
-    `rank` is that of mail in host memory. `signs` asks for signs, for a provisional step, and
-    `packing` for the dtype that they are packed in.
+    `rank` is mail's rank in host memory. `signs` requests signs, for a provisional step; `packing`
+    is the dtype to pack them in.
     """
     layout = Layout(spec)
     crosses = not spec.resident and sending.in_step
     if not crosses:
         rank = len(spec.shape)
     signs = signs and not spec.resident
-    # The gradient of a stack is there as a whole when its scan ends: packing it saves nothing.
+    # A stack's whole gradient exists when its scan ends: packing its signs saves nothing.
     if packing is None and crosses and not spec.stack:
         packing = jnp.uint8
     see = on_each_device(
@@ -97,7 +97,7 @@ def _split(
     if channels is None:
         return GradientParts(shard.sum(squares), g, None, None)
     selected = take(g, shard.to_local(channels), spec)
-    # All that stays of the gradient until it is known whether the step counts.
+    # The signs replace the gradient until it is known whether the step counts.
     sign = _pack_signs(g, _packed_axis(shard), packing) if signs and packing else None
     # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
     # the scheduler starts it as soon as the backward pass has made the leaf. Without the barrier
@@ -111,30 +111,29 @@ def _split(
 
 
 def _packed_axis(shard: Shard) -> int:
-    """Returns the axis along which signs are packed: the longest that devices do not share.
+    """Returns the axis to pack signs along: the longest that devices do not share.
 
-    Never a stack axis, so that the signs of a stack's entries are those of the stack.
+    It is never a stack axis, so that each stack entry's signs pack separately.
     """
     shape, shares = shard.part.shape, shard.shares
     axes = range(len(shard.part.stack), len(shape))
     return max(axes, key=lambda axis: (not shares[axis], shape[axis]))
 
 
-#: How many signs are packed in a number of each dtype, and the base whose digits they are. For
-#: bytes the base is four: shifts unpack them, which take a CPU less time than divisions.
+#: For each dtype, how many signs a number holds, and the base whose digits they are. For bytes the
+#: base is four, because shifts unpack faster on a CPU than divisions.
 _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
 def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """Packs the signs of `g` as digits: pieces along an axis, superposed, and the rest apart.
+    """Packs the signs of `g` as digits: pieces along an axis, superposed, and the remainder.
 
-    The two are not joined, because a gradient that was put together of others could then meet a
-    second concatenation in one kernel, which jax 0.10.2 and 0.11.0 miscompile on GPUs
-    (jax-ml/jax#40588).
+    The two are not joined, because a concatenated gradient could then meet a second concatenation
+    in one kernel, which jax 0.10.2 and 0.11.0 miscompile on GPUs (jax-ml/jax#40588).
     """
     count, base = _SIGNS[np.dtype(dtype)]
-    # Not `g > 0`: XLA takes these zeros from where the gradient's own began, say in front of a
-    # scatter, and keeps an array of them, as large as the leaf, until here.
+    # Not `g > 0`: XLA would share this zero with the gradient's initial zeros, such as a scatter's,
+    # and keep that array, as large as the leaf, until here.
     sign = jnp.sign(g).astype(jnp.int8)
     digits = jnp.where(sign < 0, 2, sign).astype(jnp.uint8)
     packed, begin = [], 0
@@ -149,7 +148,7 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
 def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Array:
     """Inverts `_pack_signs`, to int8, for an axis of `size`."""
     count, base = _SIGNS[np.dtype(packed[0].dtype)]
-    # Joined as numbers of 32 bits they would take a CPU ten times as long.
+    # Joining 32-bit numbers would take a CPU ten times as long.
     digits = [
         (part // base**i % base).astype(jnp.int8)
         for part, (pieces, _) in zip(packed, _pieces(size, count), strict=True)
@@ -160,13 +159,13 @@ def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Arra
 
 
 def _pieces(size: int, count: int) -> list[tuple[int, int]]:
-    """Cuts an axis into pieces of a width, twice, because padding costs a CPU much more."""
+    """Cuts an axis into equal pieces, twice, because padding costs a CPU much more."""
     cuts = [(count, size // count), (size % count, 1)]
     return [(pieces, width) for pieces, width in cuts if pieces * width]
 
 
 def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-    """Returns the signs of a block's gradient, int8, from those that `_split` kept of a part."""
+    """Returns the signs, int8, of a block's gradient, from the parts' packed signs."""
     if not isinstance(signs, tuple):
         return shard.gather(jnp.sign(signs).astype(jnp.int8))
     axis = _packed_axis(shard)
@@ -195,10 +194,10 @@ def step_selected(
     verdict: Verdict,
     length: jax.Array | None,
 ) -> tuple[jax.Array | None, LeafState]:
-    """Takes the AdamW step of selected channels; returns the leaf's float32 change and state.
+    """Takes the AdamW step on selected channels; returns the leaf's float32 change and state.
 
-    `length` is that of a provisional step on what is deferred. A parameter in host memory is None,
-    and so is its change: its masters are the state's alone.
+    `length` is the provisional step's, for deferred channels. A parameter in host memory is None,
+    and so is its change: only the state has its masters.
     """
     lay, state = Layout(leaf.spec), leaf_layout(leaf.spec)
     parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
@@ -209,7 +208,7 @@ def step_selected(
         (lay.block, state),
     )
     length = None if seen.signs is None else length
-    # The step does not touch the mail, which needs no partition spec here.
+    # The step does not read the mail, so that needs no partition spec here.
     return step(p, seen._replace(mail=None), leaf, scalars, verdict, length)
 
 
@@ -282,7 +281,7 @@ def _step(
 
 
 def current_masters(weights: jax.Array | None, leaf: LeafState, spec: LeafSpec) -> jax.Array:
-    """Returns a part's masters of what is selected; `weights` are these in the parameter.
+    """Returns a part's masters of selected channels; `weights` are their values in the parameter.
 
     Before its first step a master follows its parameter, so weights may be loaded after `init`, as
     with `optax.adamw`, which keeps no masters. (`Updates.load` does the same on the host.)
@@ -297,7 +296,7 @@ def current_masters(weights: jax.Array | None, leaf: LeafState, spec: LeafSpec) 
 
 
 def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the float32 change of `p` when `step` is subtracted and the result rounded."""
+    """Returns the float32 change of `p` from subtracting `step` and rounding."""
     if p.dtype == jnp.float32:
         return -step
     old = p.astype(jnp.float32)
@@ -305,10 +304,10 @@ def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds float32 numbers to the nearest ones that `dtype` has.
+    """Rounds float32 numbers to the nearest in `dtype`.
 
-    A compiler may leave out a pair of casts, but not this. `reduce_precision` alone makes subnormal
-    numbers zero.
+    A compiler may drop a pair of casts, but not this. `reduce_precision` alone flushes subnormal
+    numbers to zero.
     """
     kind = jnp.finfo(dtype)
     normal = jnp.abs(x) >= float(kind.smallest_normal)

@@ -1,9 +1,9 @@
-"""Layers whose gradients are read inside the backward scan: what stands for such a leaf.
+"""Stands in for layers whose gradients are read inside the backward scan.
 
-A `Streamed` has the weights of all layers and *probes* beside them, zeros in the shapes of what a
-step takes from a gradient. A layer's weights leave it through a function with a derivative of its
-own, whose backward pass makes the probes' gradients from the layer's gradient, right there. So what
-`jax.grad` stacks are these, and the weights' own gradient is never there as a whole.
+A `Streamed` has the weights of all layers, and *probes*: zeros in the shapes of `GradientParts`. A
+function with a custom derivative returns a layer's weights; its backward pass immediately turns the
+layer's gradient into the probes' gradients. So `jax.grad` stacks only these, and the weights' whole
+gradient never exists.
 """
 
 import dataclasses
@@ -27,26 +27,26 @@ from zenflow_jax._spec.rules import SendGradients
 class Probes(NamedTuple):
     """The gradient of a `Streamed`, of one layer or stacked."""
 
-    passed: Any  # float32 (); `_ONCE` for each time that the layer's weights were used
-    norms: Any  # roots of `squares`: a mean of several gradients has others
+    passed: Any  # float32 (); `_ONCE` for each use of the layer's weights
+    norms: Any  # roots of `squares`: a mean of several gradients breaks this relation
     squares: Any  # the rest as in `GradientParts`
     gradient: Any
     signs: Any  # packed, `_as_floats`: a gradient must be a float
     mail: Any
 
 
-#: A norm is the root of its squares to this, whatever compilers do. Means of gradients are further
-#: off in some channel.
+#: Relative tolerance between a norm and the root of its squares, for any compiler. Means of
+#: gradients are further off in some channel.
 _OF_NORM = 1e-4
-#: Gradients so small are not looked at: their squares may be zero.
+#: Smaller gradients are not checked: their squares may be zero.
 _SMALL = 1e-18
 
-#: So large that a norm of gradients in front of zenflow, which would not be theirs, is infinite.
+#: So large that a gradient norm in front of zenflow, which would be wrong, is infinite.
 _ONCE = 1e30
 
 
 class _Sending(NamedTuple):
-    """What the backward pass makes of a layer's gradient."""
+    """Settings for the backward pass of a layer."""
 
     spec: LeafSpec  # of one layer
     signs: bool  # whether its signs are needed
@@ -60,14 +60,14 @@ class _Sending(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """Stacked layers for `scan_layers`, or their gradient, or one layer inside of it.
+    """Stacked layers for `scan_layers`, or their gradient, or one layer inside the scan.
 
-    It is no array: whatever reads it otherwise fails.
+    It is no array, so any other read fails.
     """
 
     weights: Any
-    channels: Any  # float32 copy of the selected ones: jax.grad wants floats
-    masters: Any  # of selected channels, which weights in host memory lack; None on the device
+    channels: Any  # selected channels, copied to float32 because jax.grad needs floats
+    masters: Any  # selected channels' masters, which weights in host memory lack; else None
     probes: Probes
     sending: _Sending
 
@@ -80,7 +80,7 @@ class Streamed:
         return self.weights.dtype
 
     def __jax_array__(self) -> Any:
-        """Refuses to be read as an array, which all functions of jax try."""
+        """Refuses conversion to an array, which all jax functions try."""
         raise TypeError(
             "expected `streaming.scan_layers` over the layers that `streaming.stream` returned, "
             f"got something else that reads the {self.dtype} {self.shape} of them, such as "
@@ -88,16 +88,17 @@ class Streamed:
         )
 
     def __getitem__(self, _: Any) -> Any:
-        """As above: nnx reads its variables by an index."""
+        """Refuses indexing, by which nnx reads its variables."""
         return self.__jax_array__()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unmoved:
-    """The update of a parameter in host memory: added to it, it gives the parameter itself.
+    """The update of a parameter in host memory: adding it returns the parameter unchanged.
 
-    It has a key in place of numbers. Arithmetic takes none, so what would change the update raises.
+    It has a key instead of numbers. Arithmetic refuses keys, so code that would change the update
+    raises.
     """
 
     key: Any = dataclasses.field(default_factory=lambda: jax.random.key(0))
@@ -111,9 +112,9 @@ def is_streamed(x: Any) -> bool:
 
 
 def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> Streamed:
-    """A leaf of stacked layers as `scan_layers` takes it; `rank` is that of mail.
+    """Wraps a leaf of stacked layers for `scan_layers`; `rank` is mail's.
 
-    Nothing reads the values of the probes, so the compiler leaves them out.
+    Nothing reads the probes' values, so the compiler drops them.
     """
     spec, weights = layer_spec(leaf.spec), _with_no_derivative(weights)
     masters = leaf.master if spec.hosted else None
@@ -128,7 +129,7 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
 
 @jax.custom_jvp
 def _with_no_derivative(weights: Any) -> Any:
-    """Weights by which, through `stream`, the derivative would be zero."""
+    """Returns weights that refuse a derivative through `stream`, which would be zero."""
     return check_slices(weights)
 
 
@@ -142,7 +143,7 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 
 def check_layers_whole(spec: LeafSpec) -> None:
-    """Refuses leaves that are not in one piece along their first axis, or on Explicit axes."""
+    """Refuses leaves that a mesh divides along their first axis, or that have Explicit axes."""
     place = spec.placement
     if place is not None and (place.block[0] or place.explicit):
         how = (
@@ -155,7 +156,7 @@ def check_layers_whole(spec: LeafSpec) -> None:
 
 
 def layer_spec(spec: LeafSpec) -> LeafSpec:
-    """The spec of one entry of a leaf's first stack axis, as a leaf of its own."""
+    """Returns the spec for one entry on a leaf's first stack axis, as a separate leaf."""
     assert spec.axis is not None
     place = spec.placement
     if place is not None:
@@ -166,7 +167,7 @@ def layer_spec(spec: LeafSpec) -> LeafSpec:
 
 
 def layer_weights(layer: Streamed) -> jax.Array:
-    """The weights of one layer, whose gradient goes to the probes."""
+    """Returns one layer's weights, whose gradient goes to the probes."""
     spec, weights = layer.sending.spec, layer.weights
     if (weights.shape, weights.dtype, layer.channels.dtype) != (spec.shape, spec.dtype, np.float32):
         raise ValueError(
@@ -198,7 +199,7 @@ def _forward(sending: _Sending, weights: Any, channels: Any, probes: Any) -> Any
 
 
 def _backward(sending: _Sending, channels: Any, g: Any) -> Any:
-    # Channels come back, so that the step sees whether they are still the state's.
+    # Channels come back, so that the step can compare them with the state's.
     return None, channels, _probes(sending, channels, g)
 
 
@@ -219,9 +220,9 @@ def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
     return Probes(jnp.full((), _ONCE), jnp.sqrt(seen.squares), *seen)
 
 
-#: The bits of the smallest normal float32. The next 3**19 are all normal and finite, so zeros may
-#: be added to them. With negative ones there is room for 3**20, but then XLA needs more memory
-#: where all are unpacked (benchmarks/LOG.md).
+#: The bits of the smallest normal float32. The next 3**19 are all normal and finite, so adding
+#: zeros is safe. Negative numbers would make room for 3**20, but then XLA needs more memory to
+#: unpack them (benchmarks/LOG.md).
 _SMALLEST = np.uint32(1 << 23)
 
 
@@ -234,16 +235,16 @@ def _as_packed(floats: jax.Array) -> jax.Array:
 
 
 def parts_of(g: Streamed) -> GradientParts:
-    """What a step takes from the gradient of a streamed leaf."""
+    """Returns the gradient parts of a streamed leaf."""
     probes = g.probes
     signs = jax.tree.map(_as_packed, probes.signs)
     return GradientParts(probes.squares, probes.gradient, signs, probes.mail)
 
 
 def misused(gradients: Sequence[Any], leaves: Sequence[LeafState]) -> jax.Array:
-    """Whether some layer was not used exactly once, or something has changed its gradient.
+    """Returns whether any layer was not used exactly once, or had its gradient changed.
 
-    Its mail is then not the gradient.
+    Its mail then differs from the gradient.
     """
     pairs = [(g, leaf) for g, leaf in zip(gradients, leaves, strict=True) if is_streamed(g)]
     return jnp.any(jnp.stack([jnp.zeros((), bool), *(_misused(*pair) for pair in pairs)]))
@@ -255,9 +256,9 @@ def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
     apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _OF_NORM * norms + _SMALL
     wrong = [
         g.probes.passed != np.float32(_ONCE),
-        apart,  # a NaN is not: the step is skipped
-        g.channels != channels.astype(jnp.float32),  # of other weights, or of another state
+        apart,  # False for NaN: the step is skipped
+        g.channels != channels.astype(jnp.float32),  # other weights, or another state
     ]
-    if not leaf.spec.hosted:  # there nothing else can read them
-        wrong.append(g.weights != 0)  # read elsewhere; else zeros, which compilers know
+    if not leaf.spec.hosted:  # nothing else can read weights in host memory
+        wrong.append(g.weights != 0)  # nonzero if read elsewhere; else constant zeros
     return jnp.any(jnp.stack([jnp.any(x) for x in wrong]))

@@ -1,1 +1,1 @@
-"""What a run reports about itself: counts, a timeline, warnings."""
+"""A run's reports: counts, a timeline, warnings."""

@@ -1,10 +1,10 @@
-"""An engine's statistics, and warnings of steps that are skipped one after the other."""
+"""An engine's statistics, and warnings of consecutive skipped steps."""
 
 import dataclasses
 import logging
 
 _logger = logging.getLogger("zenflow_jax")
-# Skipped steps in a row that are worth a word.
+# Consecutive skipped steps that cause a warning.
 _MANY = 3
 _WHAT_TO_DO = (
     "Look for NaN or infinity in the weights, the batches and the loss; "
@@ -18,16 +18,16 @@ class EngineStats:
 
     Attributes:
         steps: Exchanges.
-        window_lengths: Number of windows of each length in steps, skipped ones included. Where
-            leaves take turns, each group has windows of its own.
-        reselections: Selections of channels, the first ones included; of each group's.
-        kept_share: The selected channels' share of the best k channels' score, at the last boundary
-            but one of each group; their mean. None before the first one is read, and unless
+        window_lengths: Number of windows by length in steps, skipped steps included. Where leaves
+            take turns, each group has separate windows.
+        reselections: Selections of channels in all groups, the first selections included.
+        kept_share: The selected channels' share of the best k channels' score, averaged over the
+            groups' last boundaries but one. None before the first is read, and unless
             `select_interval` is an `AutoSelect`.
-        put_back: Arrays of the state that something else, such as a trainer, had placed elsewhere,
-            and that the engine put back: at its start, and once after a step.
+        put_back: Number of state arrays that other code, such as a trainer, had misplaced, and that
+            the engine put back: at its start, and once after a step.
         skipped_steps: Steps whose gradient was not finite, among those whose mail has been read.
-        skipped_in_a_row: Steps skipped since the last one that counted.
+        skipped_in_a_row: Steps skipped since the last step that counted.
         exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
         wait_s: Seconds that the caller waited for the host after the device was done.
         work_s: Seconds that the worker worked, or waited for uploads.
@@ -68,7 +68,7 @@ class EngineStats:
 
     @property
     def windows(self) -> int:
-        """Windows closed."""
+        """Returns the number of closed windows."""
         return sum(self.window_lengths.values())
 
 

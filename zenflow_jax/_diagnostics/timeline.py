@@ -1,4 +1,4 @@
-"""Records what a run did when: a recorder while it goes on, and the timeline made of it.
+"""Records when a run did what: a recorder during the run, and the timeline made from it.
 
 `timeline_output.py` draws and writes the timeline.
 """
@@ -16,7 +16,7 @@ Row = Literal["device", "mail", "host", "upload", "caller"]
 #: The rows, in the order in which they are shown.
 ROWS: tuple[Row, ...] = ("device", "mail", "host", "upload", "caller")
 
-#: Kinds whose number is a window's; the others have a step's.
+#: Kinds whose number is a window's; all other kinds have a step's.
 OF_WINDOWS = frozenset(
     {"take in sums", "hand over", "update", "wait for uploads", "wait for save", "upload"}
 )
@@ -28,14 +28,14 @@ _CAPACITY = 4096
 
 
 class Span(NamedTuple):
-    """Something that took time.
+    """A recorded interval of time.
 
     Attributes:
-        row: Who did it: "device", "mail", "host", "upload" or "caller".
-        kind: What it was; docs/timeline.md lists the kinds.
-        start: When it began, in seconds of `time.perf_counter`.
-        end: When it was over.
-        number: The number of its step, or of its window.
+        row: The actor: "device", "mail", "host", "upload" or "caller".
+        kind: The activity; docs/timeline.md lists the kinds.
+        start: Start time, in seconds of `time.perf_counter`.
+        end: End time.
+        number: The number of its step or window.
 
     Examples:
         >>> span = Span("host", "update", start=1.0, end=1.25, number=3)
@@ -57,7 +57,7 @@ class Timeline:
     docs/timeline.md says what each row and kind of span means, and how exact they are.
 
     Attributes:
-        spans: All spans, by their start.
+        spans: All spans, ordered by start.
 
     Examples:
         >>> spans = [Span("device", "step", t - 1.0, t + 0.0, t) for t in (1, 2, 3)]
@@ -70,20 +70,20 @@ class Timeline:
 
     @property
     def steps(self) -> range:
-        """The steps whose end is recorded. Slice them for the last few."""
+        """Returns the steps whose end is recorded. Slice them for the last few."""
         numbers = [span.number for span in self.spans if span.kind == "step"]
         return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
     def during(self, steps: range) -> "Timeline":
-        """The spans that overlap the time of those steps, uncut.
+        """Returns the spans that overlap the time of those steps, uncut.
 
-        It ends where the next step begins, or after the last one where nothing goes on for long.
+        The time ends when the next step starts, or after the last step at a long idle gap.
         """
         start, end = self.bounds(steps)
         return Timeline(tuple(s for s in self.spans if s.end >= start and s.start <= end))
 
     def bounds(self, steps: range) -> tuple[float, float]:
-        """When those steps began and were over, in seconds of `time.perf_counter`.
+        """Returns start and end of those steps, in seconds of `time.perf_counter`.
 
         Raises:
             ValueError: If none of them is recorded.
@@ -116,17 +116,17 @@ class Recorder:
 
     def __init__(self, capacity: int = _CAPACITY):
         self._spans: deque[Span] = deque(maxlen=capacity)
-        self._seconds: dict[tuple[Row, str, int], float] = {}  # of each thread
-        self._work: Span | None = None  # the worker's, not over; None while it waits for work
-        self._arrived: dict[int, float] = {}  # when each mail arrived that is not taken in yet
-        self._step_end = 0.0  # of the last step
+        self._seconds: dict[tuple[Row, str, int], float] = {}  # by thread
+        self._work: Span | None = None  # the worker's open span; None while it waits for work
+        self._arrived: dict[int, float] = {}  # arrival times of mails that are not taken in yet
+        self._step_end = 0.0  # the last step's
         self._returned = time.perf_counter()
-        self._waits: list[tuple[str, float, float]] = []  # in the call that is not over
+        self._waits: list[tuple[str, float, float]] = []  # in the current call
 
     def add(
         self, row: Row, kind: str, start: float, number: int, end: float | None = None
     ) -> float:
-        """Any thread's: adds a span that ends now, or at `end`, which is returned."""
+        """Adds a span that ends now, or at `end`; returns the end. For any thread."""
         end = time.perf_counter() if end is None else end
         self._spans.append(Span(row, kind, start, end, number))
         key = row, kind, threading.get_ident()
@@ -134,23 +134,23 @@ class Recorder:
         return end
 
     def called(self, kind: str, step: int, start: float) -> None:
-        """The caller's: the call that began at `start` returns now."""
+        """Records that the call from `start` returns now. For the caller."""
         self._returned = self.add("caller", kind, start, step)
         for wait, begin, end in self._waits:
             self.add("caller", wait, begin, step, end)
         self._waits.clear()
 
     def waited(self, start: float, device_done: float, end: float) -> None:
-        """The caller's, inside a call: it waited for the device, then for the host."""
+        """Records a wait for the device, then for the host. For the caller, inside a call."""
         self._waits.append(("wait for device", start, device_done))
         self._waits.append(("wait for host", device_done, end))
 
     def step_taken(self) -> tuple[float, float]:
-        """The caller's: the engine gets a step, which was dispatched between the two times."""
+        """Returns two times between which the engine's new step was dispatched. For the caller."""
         return self._returned, time.perf_counter()
 
     def step_ended(self, step: int, taken: tuple[float, float]) -> None:
-        """The mail thread's: the step's scalars have arrived."""
+        """Records that the step's scalars have arrived. For the mail thread."""
         now, (returned, at) = time.perf_counter(), taken
         begin = max(self._step_end, returned)
         if at > begin:
@@ -158,11 +158,11 @@ class Recorder:
         self._step_end = self.add("device", "step", max(begin, at), step, now)
 
     def mail_arrived(self, step: int) -> None:
-        """The mail thread's: the gradients have arrived too."""
+        """Records that the gradients have arrived, too. For the mail thread."""
         self._arrived[step] = self.add("mail", "copy", self._step_end, step)
 
     def works_at(self, kind: str | None, number: int = 0) -> None:
-        """The worker's: what it does from now on; None while it waits for work."""
+        """Starts a span of work; None while waiting for work. For the worker."""
         last, now = self._work, time.perf_counter()
         if last is not None:
             if (last.kind, last.number) == (kind, number):
@@ -175,7 +175,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def meanwhile(self, kind: str) -> Iterator[None]:
-        """The worker's: what it does in the block, in the middle of something else."""
+        """Records the block as an interruption of the current work. For the worker."""
         before = self._work
         assert before is not None
         self.works_at(kind, before.number)
@@ -185,7 +185,7 @@ class Recorder:
             self.works_at(before.kind, before.number)
 
     def timeline(self) -> Timeline:
-        """All that is recorded, and the worker's present work."""
+        """Returns all recorded spans, and the worker's current work."""
         work, spans = self._work, list(self._spans.copy())
         # Unless it was recorded between the two reads.
         if work is not None and all((x.row, x.start) != ("host", work.start) for x in spans):
@@ -193,14 +193,14 @@ class Recorder:
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)))
 
     def seconds(self) -> dict[str, Any]:
-        """The fields of `EngineStats` that the recorder knows."""
+        """Returns the recorder's fields of `EngineStats`."""
         work, rows = self._work, {row: {} for row in ROWS}
         for (row, kind, _), s in self._seconds.copy().items():
             rows[row][kind] = rows[row].get(kind, 0.0) + s
         host, caller = rows["host"], rows["caller"]
         if work is not None:
             host[work.kind] = host.get(work.kind, 0.0) + time.perf_counter() - work.start
-        rows["mail"].pop("unread", None)  # it is nobody's work
+        rows["mail"].pop("unread", None)  # waiting is no work
         return {
             "exchange_s": caller.get("exchange", 0.0) + caller.get("flush", 0.0),
             "wait_s": caller.get("wait for host", 0.0),

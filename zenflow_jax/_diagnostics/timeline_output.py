@@ -1,4 +1,4 @@
-"""Draws a `Timeline`, and writes it for the trace viewers of browsers."""
+"""Draws a `Timeline`, and writes it for trace viewers in browsers."""
 
 import json
 import os
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 12  # steps that a picture shows unless told otherwise
-# In the order of the legend. Pale is what is not work: the unknown, and what lies waiting.
+# In the order of the legend. Pale colours are for spans without work: unknown, or waiting.
 _COLOURS = {
     "step": "#3b75af",
     "dispatch": "#c3d7ea",
@@ -41,8 +41,8 @@ def plot_timeline(
     docs/timeline.md explains the rest.
 
     Args:
-        timeline: What `HostEngine.timeline` gave.
-        path: A file to write as well, in the format that its suffix names: .png, .svg or .pdf.
+        timeline: A `HostEngine.timeline`.
+        path: Path of a file to write as well; its suffix names the format: .png, .svg or .pdf.
         steps: The steps to draw; None draws the last twelve.
 
     Returns:
@@ -121,8 +121,8 @@ def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Writes all of a timeline as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
     Args:
-        timeline: What `HostEngine.timeline` gave, or a part of it: `timeline.during(steps)`.
-        path: Path of the JSON file: name it .json.
+        timeline: A `HostEngine.timeline`, or a part of it: `timeline.during(steps)`.
+        path: Path of the JSON file, which should end in .json.
 
     Examples:
         >>> import tempfile, zenflow_jax
@@ -143,7 +143,7 @@ def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 
 def _lanes(spans: list[Span]) -> list[list[Span]]:
-    """The spans in lanes: viewers draw spans of one thread wrongly that overlap in part."""
+    """Sorts spans into lanes: viewers misdraw a thread's partially overlapping spans."""
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         fitting = (x for x in lanes if all(y.end <= span.start or span.end <= y.end for y in x))

@@ -1,7 +1,7 @@
-"""Checks what users pass to `HostEngine`, at its start and in every call.
+"""Checks the arguments that users pass to `HostEngine`, at its start and in every call.
 
-In a call shardings are compared with those that were right last time: a compiled step gives the
-same objects every time. Step tokens prove that no mail was lost.
+Each call compares shardings with the last correct ones: a compiled step returns the same objects
+every time. Step tokens prove that no mail was lost.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def is_compact(host_state: Any) -> bool:
 def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any], int]:
     """Returns the state, each leaf's parameter, and how many arrays had to be put back.
 
-    Trainers may place a state elsewhere before they compile. `fresh`: it must be `tx.init`'s.
+    Trainers may move a state before they compile. `fresh`: the state must come from `tx.init`.
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
@@ -51,7 +51,7 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     return state, weights, moved
 
 
-# flax is imported on first use: it takes as long to import as all of this library.
+# flax is imported on first use: importing it takes as long as importing this whole library.
 
 
 def is_nnx_pair(values: Sequence[Any]) -> bool:
@@ -61,7 +61,7 @@ def is_nnx_pair(values: Sequence[Any]) -> bool:
 
 
 def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Returns the parameters and the optimizer state of a pair; refuses anything else."""
+    """Returns a pair's parameters and optimizer state; refuses anything else."""
     from flax import nnx
 
     for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
@@ -96,7 +96,7 @@ def _check_arrays(arrays: Sequence[Any]) -> None:
 
 
 def _check_one_run(state: ZenFlowState) -> None:
-    """Refuses what `jax.vmap(tx.init)` makes: scalars with axes."""
+    """Refuses the stacked states that `jax.vmap(tx.init)` makes."""
     shape = np.shape(state.step)
     if shape:
         raise ValueError(
@@ -118,7 +118,7 @@ def _check_fresh(state: ZenFlowState) -> None:
 
 
 def _check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
-    """Refuses parameters on other devices than their state, or on the same in another order."""
+    """Refuses parameters on other devices than their state, or in another device order."""
     for weight, leaf in zip(weights, state.leaves, strict=True):
         of_weight, of_state = _devices(weight.sharding), _devices(leaf.mu.sharding)
         if of_weight != of_state:
@@ -155,7 +155,7 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
 
 
 def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
-    """Returns the states of `optax.MultiSteps` around zenflow's, the outermost first."""
+    """Returns the `optax.MultiSteps` states around zenflow's, the outermost first."""
     states, rest = [], opt_state
     while inner := [x for x in _states(rest, (optax.MultiStepsState,)) if has_state(x)]:
         states.append(inner[0])
@@ -169,7 +169,7 @@ def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 class Expected:
-    """Refuses states and parameters that are not of one engine's run. For one calling thread."""
+    """Refuses states and parameters from outside an engine's run. For one calling thread."""
 
     def __init__(
         self,
@@ -178,14 +178,14 @@ class Expected:
         offloaded: OffloadedLeaves,
         moved: int,
     ):
-        self.put_back = moved  # arrays of states that lay elsewhere
+        self.put_back = moved  # number of misplaced state arrays
         self._has_put_back = False
         self._offloaded = offloaded
         self._schedule = state.schedule
         self._specs = [leaf.spec for leaf in state.leaves]
         self._places = Places(self._specs)
         self._on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
-        # The shardings of state and parameters that were right last time.
+        # The last correct shardings of state and parameters.
         self._of_state: list[Any] = []
         self._of_params: list[Any] = []
 
@@ -197,16 +197,16 @@ class Expected:
                 "expected the state of the run that this engine was made for, got one with other "
                 "leaves or settings. Give each run an engine of its own."
             )
-        _check_arrays([state.step_scalars.ints])  # a look at all would take long
+        _check_arrays([state.step_scalars.ints])  # checking all would take long
         return state
 
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
-        """Returns a step's state with all arrays in place; misplaced ones are moved once in a run.
+        """Returns a step's state with all arrays in place; moves misplaced arrays once in a run.
 
-        On a mesh each device would read its piece of a misplaced array as other channels. Mail that
-        is in device memory has not left during the step, and takes the memory that it should free.
+        On a mesh each device would mistake its piece of a misplaced array for other channels. Mail
+        in device memory has not left during the step, and occupies the memory that it should free.
         """
-        # Programs refuse what is on another device than the parameters'.
+        # Programs themselves refuse arrays on other devices than the parameters.
         watched = state.mail, state.leaves if self._on_mesh else ()
         shardings = [x.sharding for x in jax.tree.leaves(watched)]
         if _same(shardings, self._of_state):
@@ -233,7 +233,7 @@ class Expected:
         return placed
 
     def take(self, params: Any) -> "CallerTree":
-        """Takes parameters apart; refuses other shapes, dtypes or places."""
+        """Splits parameters into leaves; refuses other shapes, dtypes or placements."""
         taken = CallerTree(*self._places(params), self._offloaded)
         check_leaves(taken.weights, self._specs)
         shardings = [getattr(weight, "sharding", None) for weight in taken.weights]
@@ -266,18 +266,18 @@ def _has_moved(old: LeafState, new: LeafState) -> bool:
 class Tokens:
     """The step tokens of one engine's states. For one calling thread.
 
-    `number` is the run's, the same in all processes: runs that resume from one checkpoint have
-    different tokens.
+    `number` identifies the run, and is the same in all processes. Two runs that resume from the
+    same checkpoint have different tokens.
     """
 
     def __init__(self, state: ZenFlowState, number: int):
-        self.last = state.token  # in the state that was returned last
+        self.last = state.token  # in the last returned state
         self.number = int(read(state.token))  # the same as a Python number
         self._run = number
-        # Token, and its number, of the state that a flush has replaced since the last step.
+        # The token, and its number, that a flush has replaced since the last step.
         self._replaced: tuple[jax.Array, int] | None = None
         self._stepped = False  # whether the engine has seen a step
-        self._repeated = False  # whether the last state returned has come again
+        self._repeated = False  # whether the last returned state was passed again
 
     def advance(self, step: int, like: jax.Array) -> int:
         """Makes the token for the state after `step`; returns the number in the step's mail."""
@@ -287,16 +287,16 @@ class Tokens:
         return number
 
     def renew(self, like: jax.Array) -> jax.Array:
-        """Makes a new token after a flush: nobody can go on from the old state."""
+        """Makes a new token after a flush, so that the old state is refused."""
         self._replaced = (self.last, self.number)
         self._make(self.number + 500_009, like)
         return self.last
 
     def is_repeated(self, state: ZenFlowState) -> bool:
-        """Returns whether it is the last state returned, passed for the first time since a step.
+        """Returns whether this is the last returned state, passed again for the first time.
 
-        Trainers that run their hooks again at the end pass it. So does a loop that goes on with
-        what it had before its step: `check_new_step` refuses the step after it.
+        Trainers that run their hooks again at the end pass it. So does a loop that drops its step's
+        results: `check_new_step` refuses the next step.
         """
         if self._repeated or not self._stepped or state.token is not self.last:
             return False
@@ -304,7 +304,7 @@ class Tokens:
         return True
 
     def check_new_step(self, state: ZenFlowState) -> None:
-        """Refuses a state that no step was made with since it was returned, and a dropped step."""
+        """Refuses a state without a new step since the last call, and a dropped step."""
         self._check_flushed(state)
         if state.token is self.last:
             raise RuntimeError(
@@ -320,12 +320,12 @@ class Tokens:
             )
 
     def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
-        """Refuses another state than the last one returned; True if it is a copy of that.
+        """Refuses any state but the last returned; returns whether this is a copy of it.
 
         A step without an update makes a copy: a micro-batch of `optax.MultiSteps`. Waits for it.
         """
         self._check_flushed(state)
-        self._repeated = False  # a flush ends a training
+        self._repeated = False  # training may continue after a flush
         if state.token is self.last:
             return False
         number = int(read(state.token))
@@ -339,7 +339,7 @@ class Tokens:
         raise RuntimeError(f"expected the state that the last `exchange` returned, got {got}")
 
     def _check_flushed(self, state: ZenFlowState) -> None:
-        """Refuses the state that the last flush was called with, a copy, or a step made from it."""
+        """Refuses the last flush's argument, a copy of it, or a step made from it."""
         if self._replaced is None or state.token is self.last:
             return
         replaced, number = self._replaced
@@ -360,11 +360,11 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class CallerTree:
-    """The tree that a caller has passed as `params`, which may have leaves of no state."""
+    """A caller's `params`, which may have leaves that are not in the state."""
 
     leaves: Sequence[Any]
     treedef: Any
-    places: Sequence[int]  # where each leaf of the state is among `leaves`
+    places: Sequence[int]  # the index in `leaves` of each leaf in the state
     known: OffloadedLeaves
 
     @functools.cached_property

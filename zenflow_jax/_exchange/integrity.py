@@ -1,12 +1,12 @@
-"""Notices when something other than zenflow changes the parameters.
+"""Detects when something other than zenflow changes the parameters.
 
-A comparison covers one step: values of some leaves before it, what the step emitted, and what
-reached the parameters. A program on the device counts the values that differ, and the counts are
-read late, so as not to wait. Every comparison takes the next few leaves.
+A comparison covers one step: values of some leaves before it, the step's update, and the values
+after it. A program on the device counts the values that differ, and the counts are read late, to
+avoid a wait. Every comparison takes the next few leaves.
 
-The state says what a step made of selected channels: a low-precision leaf has a master, a float32
-leaf moments from which its change follows. A deferred weight has moved by a provisional step, up or
-down, or has stayed.
+The state determines the new values of selected channels: a low-precision leaf has a master, and a
+float32 leaf has moments from which its change follows. A deferred weight has moved by a provisional
+step, up or down, or has not moved.
 """
 
 import dataclasses
@@ -30,110 +30,110 @@ from zenflow_jax._device.step import provisional_change
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 from zenflow_jax._spec.schedule import Schedule
 
-# Leaves that are compared together. Each costs the dispatch of two small programs.
-_LEAVES_PER_LOOK = 8
-# The least steps from one comparison to the next; a prime, to fall on all steps of a window.
-_APART = 7
-# Channels that are compared in each stack entry.
+# Leaves in one comparison. Each costs the dispatch of two small programs.
+_LEAVES_PER_COMPARISON = 8
+# The least steps between comparisons; a prime, so that they fall on all steps in a window.
+_INTERVAL = 7
+# Channels compared in each stack entry.
 _CHANNELS = 4
-#: How far two programs may differ, relatively: in a step, whose `1 - b**n` may be off by a few
-#: units in the last place of the power (with b2 = 0.99999 a hundredth), and in a float32 parameter.
-#: A false alarm would end a run that is right; what acts behind `zenflow` changes steps by more.
+#: Relative tolerances between two programs: for a step, whose `1 - b**n` may be off by a few units
+#: in the last place of the power (with b2 = 0.99999 a hundredth), and for a float32 parameter. A
+#: false positive would abort a correct run; a transformation after `zenflow` changes steps by more.
 _OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
 
 
 @dataclasses.dataclass(frozen=True)
 class _Extent:
-    """Which values of a leaf are compared."""
+    """The selection of a leaf's values to compare."""
 
     schedule: Schedule
     everything: bool
 
     @property
     def channels(self) -> int | None:
-        """Returns how many selected channels are compared in each stack entry; None for all."""
+        """Returns the number of selected channels to compare in each stack entry; None for all."""
         return None if self.everything else _CHANNELS
 
     def sample(self, x: Array) -> Array:
-        # A copy: jit would return its argument itself, which the next step donates.
+        # A copy: jit would return its own argument, which the next step donates.
         return jnp.copy(x) if self.everything else sample_of(x)
 
 
 class Integrity:
-    """Watches over the parameters of one engine's run. For one calling thread.
+    """Checks the parameters of one engine's run. For one calling thread.
 
-    All processes have the same counts, so the same call raises in each. `everything`: all values
-    are compared at each step, which takes another copy of the parameters on the device.
+    All processes have the same counts, so the same call raises in each. `everything` compares all
+    values at each step, which needs another copy of the parameters on the device.
     """
 
     def __init__(self, state: ZenFlowState, *, everything: bool):
-        self._known = ""  # what is wrong, in words
+        self._error = ""  # the error message, once there is an error
         self._step = int(read(state.step))
         self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
         self._specs = [leaf.spec for leaf in state.leaves]
         self._extent = _Extent(state.schedule, everything)
         compared = [i for i, s in enumerate(self._specs) if 0 not in s.shape and not s.hosted]
-        gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_LOOK)
-        # Each has leaves from all over the tree.
-        self._looks = [compared[start::gap] for start in range(gap)]
+        gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_COMPARISON)
+        # Each comparison has leaves from all over the tree.
+        self._batches = [compared[start::gap] for start in range(gap)]
         self._turn = 0
-        self._since = _APART
+        self._since = _INTERVAL
         self._before: list[_Rows] | None = None
 
     def check(self, until: int) -> None:
-        """Waits for the counts of the steps up to `until`; raises if one was ever not zero."""
-        while not self._known and self._unread and self._unread[0][0] <= until:
+        """Waits for the counts of steps up to `until`; raises if any count was ever not zero."""
+        while not self._error and self._unread and self._unread[0][0] <= until:
             step, names, counts = self._unread.popleft()
-            values = jax.device_get(counts)  # every device has them all
+            values = jax.device_get(counts)  # every device has all counts
             changed = [name for name, count in zip(names, values, strict=True) if count]
             if changed:
-                self._known = _words(step, changed)
-        if self._known:
-            raise RuntimeError(self._known)
+                self._error = _message(step, changed)
+        if self._error:
+            raise RuntimeError(self._error)
 
     def refuse(self, names: Sequence[str]) -> None:
-        """Raises if there are any names, those of parameters that the last step has changed."""
+        """Raises if `names` is not empty: parameters that the last step itself changed."""
         if names:
-            self._known = _words(self._step + 1, names)
-            raise RuntimeError(self._known)
+            self._error = _message(self._step + 1, names)
+            raise RuntimeError(self._error)
 
     def step_made(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
     ) -> None:
-        """Compares the leaves that were noted before the step with what the step made of them."""
+        """Compares the leaves that were noted before the step with the step's results."""
         self._step += 1
         self._since += 1
         before, self._before = self._before, None
         if before is None:
             return
-        look = self._looks[self._turn]
-        self._turn = (self._turn + 1) % len(self._looks)
+        batch = self._batches[self._turn]
+        self._turn = (self._turn + 1) % len(self._batches)
         sent = step_scalars._replace(statistics=None)
         counts = [
             _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
-            for i, rows in zip(look, before, strict=True)
+            for i, rows in zip(batch, before, strict=True)
         ]
-        self._add([self._specs[i].name for i in look], counts)
+        self._add([self._specs[i].name for i in batch], counts)
 
     def _add(self, names: Sequence[str], counts: Sequence[Array]) -> None:
-        # Scalars stay apart, as nothing joins arrays outside of programs: there are GPUs that
-        # compute single operations wrongly (jax-ml/jax#40633).
+        # Scalars stay apart, as nothing joins arrays outside of programs: some GPUs compute single
+        # operations wrongly (jax-ml/jax#40633).
         self._unread.append((self._step, names, counts))
 
     def forget(self) -> None:
-        """Drops what was noted, because something other than a step moves parameters."""
+        """Drops the noted values, because something other than a step moves parameters."""
         self._before = None
 
     def note_parameters(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], *, if_due: bool
     ) -> None:
-        """Notes values before a step: of some leaves now and then, `if_due`, or everything."""
-        due = self._extent.everything or (if_due and self._since >= _APART)
-        if self._looks and due:
+        """Notes values before a step: everything, or some leaves' now and then, `if_due`."""
+        due = self._extent.everything or (if_due and self._since >= _INTERVAL)
+        if self._batches and due:
             self._since = 0
             self._before = [
                 _rows(weights[i], _alone(leaves[i]), extent=self._extent)
-                for i in self._looks[self._turn]
+                for i in self._batches[self._turn]
             ]
 
 
@@ -146,8 +146,8 @@ def _alone(leaf: LeafState) -> LeafState:
 class _Rows(NamedTuple):
     """Some values of a parameter, on each device."""
 
-    selected: Array | None  # of selected channels, or of a resident leaf; of a scalar, a vector
-    others: Array | None  # of all channels; None for a resident leaf
+    selected: Array | None  # from selected channels or a resident leaf; at least one axis
+    others: Array | None  # from all channels; None for a resident leaf
 
 
 @partial(jax.jit, static_argnames="extent")
@@ -173,7 +173,7 @@ def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, extent: _Ex
 def _compare(
     weight: Array, rows: _Rows, leaf: LeafState, sent: StepScalars, *, extent: _Extent
 ) -> Array:
-    # Scalars that left in the step are in host memory.
+    # Scalars that the step has sent are in host memory.
     on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
     step = on_device.unpack()
     layout = Layout(leaf.spec)
@@ -204,7 +204,7 @@ def _compare(
 
 
 def _strays(before: Array, after: Array, length: Array) -> Array:
-    """Returns where a value has moved by no provisional step, up or down, and not stayed."""
+    """Returns where a value has neither stayed nor moved by a provisional step, up or down."""
     old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     slack = _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new) + length)
     moved = [old + provisional_change(before, step) for step in (length, -length)]
@@ -220,11 +220,11 @@ def _count_selected(
     of_step: AdamScalars,
     extent: _Extent,
 ) -> Array:
-    """Counts the values of selected channels, or of a resident leaf, that the step did not make."""
+    """Counts values in selected channels, or in a resident leaf, that the step did not make."""
     spec = shard.part
 
     def sampled(x: Array) -> Array:
-        """Returns the entries of `x` for the selected values that `_rows_of` has."""
+        """Returns the entries of `x` that match the selected values of `_rows_of`."""
         if spec.axis is not None:
             limit = min(extent.channels or spec.k, spec.k)
             x = jax.lax.slice_in_dim(x, 0, limit, axis=spec.axis)
@@ -232,7 +232,7 @@ def _count_selected(
 
     old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     if leaf.master is not None:
-        # Either neighbour is right: a compiler for devices may round once less.
+        # Either neighbour is correct: a device compiler may leave out one rounding.
         kind = jnp.finfo(spec.dtype)
         expected = sampled(leaf.master)
         slack = float(kind.eps) / 2 * jnp.abs(expected) + float(kind.smallest_subnormal)
@@ -249,7 +249,7 @@ def _count_selected(
     return jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)
 
 
-def _words(step: int, names: Sequence[str]) -> str:
+def _message(step: int, names: Sequence[str]) -> str:
     return (
         "expected parameters that nothing but zenflow changes, got other values of "
         f"{first_names(names)} after step {step}. Give each step the parameters that the last "

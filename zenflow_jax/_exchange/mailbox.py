@@ -1,10 +1,10 @@
 """The buffers for mail.
 
-A step finds blank buffers for its mail in the state, and returns its mail in others, or in the same
-ones if it was told to keep and donate them. `send` gives the mail to the worker, which frees it;
-`refill` puts blank buffers in: as a rule the same every time, as no step reads them. With
-"after_step", and with parameters in host memory, a blank buffer is one element per device, with
-"per_window" zeros for the next sums.
+A step gets placeholder buffers for its mail in the state, and returns its mail in new buffers, or
+in the same ones if it donates them. `send` gives the mail to the worker, which frees it; `refill`
+puts placeholders back, usually the same every time, because no step reads them. With "after_step",
+and with parameters in host memory, a placeholder is one element per device; with "per_window" it is
+zeros for the next sums.
 """
 
 from collections import deque
@@ -25,20 +25,20 @@ from zenflow_jax._spec.groups import of_group
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import StepScalars
 
-# With "per_window" a step's scalars may be behind the sums of a window, so `send` itself keeps
-# Python at most so many steps ahead.
+# The most steps that Python may run ahead with "per_window". There the scalars of a step may queue
+# behind a window's sums, so `send` itself enforces the limit.
 _AHEAD = 2
 
 
 class Mailbox:
-    """The caller's side of the mail. For one calling thread."""
+    """Sends mail from the caller's side. For one calling thread."""
 
     def __init__(self, worker: Worker, state: ZenFlowState, tokens: Tokens):
         self._worker, self._tokens = worker, tokens
         self._sending = state.send_gradients
         self._blank = state.mail, state.step_scalars
         if self._sending.in_step:
-            # A state from a checkpoint may have them on the device.
+            # A restored state may have its placeholders on the device.
             self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._sending.sums_on_device:
             specs = [leaf.spec for leaf in state.leaves]
@@ -46,24 +46,24 @@ class Mailbox:
                 _sums_taker(state.mail, of_group(specs, group))
                 for group in range(state.schedule.groups)
             ]
-            self._blank = (), state.step_scalars  # the state alone holds sums, which are freed
-        # Whether each leaf still owns its placeholder. A step with a branch reads blank mail, and
-        # may donate each array once only; if the first step donates none, like leaves share.
+            self._blank = (), state.step_scalars  # only the state may hold sums: they get freed
+        # Whether each leaf still owns its placeholder. A step with a branch reads placeholders, and
+        # may donate each array only once; if the first step donates none, similar leaves share one.
         self._unshared = self._sending.in_step
         # Not waited for yet. Completion order differs across processes, and all must wait at the
         # same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
         # With "per_window", two windows' step scalars and two sums.
         self._most = IN_FLIGHT.get(state.send_gradients, 2 * state.schedule.longest_window + 2)
-        self._running: deque[StepScalars] = deque()  # of steps that the device may still run
+        self._running: deque[StepScalars] = deque()  # from steps that the device may still run
         self._last: Mail | None = None
 
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
         while len(self._unread) >= self._most:
             self._take_back()
-        # Before the mail is given away: this lets go of Python's lock, and the caller would get it
-        # back only when the worker's threads have looked at every leaf.
+        # Before the mail is handed over: this call releases the GIL, and the caller would get it
+        # back only after the worker's threads have visited every leaf.
         token = self._tokens.advance(step, state.token)
         if self._sending.sums_on_device:
             gradients = []
@@ -89,7 +89,7 @@ class Mailbox:
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
             self._blank = jax.tree.map(zeros_like, self._blank)
         elif self._unshared:
-            # One array for all that are alike: a model has many leaves of few shapes.
+            # One array for all similar leaves: a model has many leaves but few shapes.
             shared: dict[Any, jax.Array] = {}
             self._blank = jax.tree.map(
                 lambda x: shared.setdefault((x.shape, x.dtype, x.sharding), x), self._blank
@@ -103,7 +103,7 @@ class Mailbox:
         )
 
     def drain(self) -> None:
-        """Waits until all mail is read, so that any error in it is known."""
+        """Waits until all mail is read, so that its errors surface."""
         while self._unread:
             self._take_back()
 
@@ -123,16 +123,15 @@ class Mailbox:
 
 
 def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
-    """Returns a function that takes a group's sums out of a state's mail.
+    """Returns a function that extracts a group's sums from a state's mail.
 
-    It returns the sums, and the leaves' arrays with zeros in their places, by number; `specs` are
-    by number, too. Sums of whole leaves are not donated: a state that was exchanged is to be
-    refused by name if it makes a step, and a donated array would end that step with an error of
-    XLA's.
+    Its results are the sums, and the leaves' arrays with zeros in their places, by leaf number;
+    `specs` has leaf numbers, too. Sums of whole leaves are not donated: an old state that makes a
+    step gets a clear error, which a donated array would preempt with XLA's.
     """
     ranges = {i: spec for i, spec in specs.items() if spec.start is not None}
-    # On a mesh the compiler would place zeros wherever it likes, as they depend on nothing. On one
-    # device they are committed if the program's argument is, which zeros do not read.
+    # Zeros depend on no input, so on a mesh the compiler would place them anywhere. On one device
+    # they are committed if the program's unused argument is.
     shardings = {i: mail[i].sharding for i in specs}
     placed = {i: x if isinstance(x, NamedSharding) else None for i, x in shardings.items()}
 

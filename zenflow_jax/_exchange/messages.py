@@ -1,4 +1,4 @@
-"""Messages from the calling thread to the worker, with futures for its answers."""
+"""Messages from the calling thread to the worker, with futures for the results."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from zenflow_jax._spec.scalars import MISUSED, USED, StepScalars
 @dataclass(eq=False, kw_only=True)
 class _Message:
     done: Future = field(default_factory=Future)
-    begun: bool = False  # the worker has taken it up
-    arrived: Future | None = None  # gives its arrays in host memory; None if it has none
+    begun: bool = False  # whether the worker has started on it
+    arrived: Future | None = None  # resolves to its arrays in host memory; None without arrays
 
     def arrays(self) -> Any:
         assert self.arrived is not None, "it has none"
@@ -31,18 +31,18 @@ class _Message:
 
 @dataclass(eq=False)
 class Mail(_Message):
-    """One step's mail. The worker owns its buffers from now on; `done` when it has taken it in."""
+    """One step's mail, owned by the worker. `done` resolves when the worker has taken it in."""
 
-    step: int  # the step from which it must come
-    token: int  # the token that it must carry
-    gradients: list[jax.Array]  # one for each leaf; none where the device adds them up
+    step: int  # the expected step
+    token: int  # the expected token
+    gradients: list[jax.Array]  # one array for each leaf; empty where the device adds them up
     step_scalars: StepScalars
     on_device: bool  # gradients and scalars are still on the device
 
     def release(self) -> None:
-        """Frees its remaining gradients, once there are views of what is read of them.
+        """Frees the remaining gradients; views that are still in use keep their memory.
 
-        `delete` is what jax does when an array's last reference goes: views keep their memory.
+        `delete` does the same as dropping an array's last reference.
         """
         for x in self.gradients:
             x.delete()
@@ -82,29 +82,29 @@ class Mail(_Message):
 
 @dataclass(eq=False)
 class Sums(_Message):
-    """The device's sums of a group's window, which closes next; the worker's from now on."""
+    """The device's sums for a group's window, which closes next; owned by the worker."""
 
     group: int
-    gradients: list[jax.Array]  # one for each leaf of the group, on the device
-    last: Mail | None  # mail of the window's last step, if this engine has seen one
+    gradients: list[jax.Array]  # one array for each of the group's leaves, on the device
+    last: Mail | None  # mail of the window's last step, if this engine has seen any
 
 
 @dataclass(eq=False)
 class Close(_Message):
-    """A group's open window closes. `done` gives its update, for each part and each of its devices.
+    """Closes a group's open window. `done` gives its update, for each part and device.
 
-    A part that is not prefetched has none. If no step of the window counted, the list is empty.
-    Channels may change hands before: the worker owns the arrays until `entered` gives those of the
-    newly selected channels, for each part and device: (master, mu, nu, steps), or None; and
-    parameters in host memory, with those that left, unless the update that is to come `at_once`
-    brings them.
+    Parts that are not prefetched have no update. If no step in the window counted, the list is
+    empty. Channels may change hands first: the worker owns the leaving arrays until `entered`
+    resolves. That gives the newly selected channels' arrays for each part and device, (master, mu,
+    nu, steps) or None, and parameters in host memory with the channels that left, unless the coming
+    update is `at_once` and brings them.
     """
 
     group: int
-    merged_uploads: list[Any]  # uploads that are merged, to be freed
-    leaving: Sequence[tuple[jax.Array, ...] | None] = ()  # of each leaf, as in `entered`
-    chosen: Sequence[jax.Array] = ()  # the channels that are selected now
-    at_once: bool = False  # before the next step
+    merged_uploads: list[Any]  # merged uploads, to be freed
+    leaving: Sequence[tuple[jax.Array, ...] | None] = ()  # for each leaf, as in `entered`
+    chosen: Sequence[jax.Array] = ()  # the newly selected channels
+    at_once: bool = False  # whether the update is collected before the next step
     entered: Future = field(default_factory=Future)
 
     @property
@@ -113,18 +113,18 @@ class Close(_Message):
 
 
 class Receiver:
-    """Waits for the arrays of messages, so that the worker can go on with an update."""
+    """Waits for the arrays of messages, so that the worker can continue an update meanwhile."""
 
     def __init__(self, offloaded: OffloadedLeaves, recorder: Recorder):
         self._offloaded, self._recorder = offloaded, recorder
-        # Their new parameters take the memory of mail, which no caller may keep from them.
+        # New parameters in host memory reuse the memory of mail, so no caller may hold it.
         self._hosted = any(spec.hosted for spec in offloaded.specs)
         self._mail = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
-        # Another one, so that scalars of the next window need not wait behind a window's sums.
+        # A second thread, so that the next window's scalars do not wait behind a window's sums.
         self._sums = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
 
     def receive(self, item: Mail | Sums, arrived: Callable[[], None]) -> None:
-        """Begins to wait for a message's arrays, and calls `arrived` when they are there."""
+        """Starts to wait for a message's arrays; calls `arrived` when they are in host memory."""
         if isinstance(item, Mail):
             item.arrived = self._mail.submit(self._receive_mail, item, self._recorder.step_taken())
         else:
@@ -144,13 +144,13 @@ class Receiver:
             pieces = [part.of(item.gradients[part.leaf]) for part in self._offloaded.firsts]
         if item.on_device:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
-        # What a step itself has sent is ready together, at its end; other mail comes later.
+        # Mail that the step sent itself is ready as a whole at its end; other mail comes later.
         jax.block_until_ready((step_scalars, item.step_scalars))
         self._recorder.step_ended(item.step, times)
         jax.block_until_ready(pieces)
         self._recorder.mail_arrived(item.step)
         if not self._hosted:
-            # Only now, when the caller has dropped them: whoever is last has to free them.
+            # Only now, after the caller has dropped them: the last holder has to free them.
             item.gradients.clear()
         return pieces, step_scalars
 
@@ -159,7 +159,7 @@ class Receiver:
         parts = self._offloaded.groups[item.group].parts
         pieces = copy_to_host([part.of(item.gradients[part.leaf]) for part in parts])
         if item.last is not None:
-            item.last.arrays()  # the step is over, so the copy begins
+            item.last.arrays()  # waits for the step: the copy starts after it
         start = time.perf_counter()
         jax.block_until_ready(pieces)
         item.gradients.clear()

@@ -1,7 +1,7 @@
-"""This process's parts of offloaded leaves: cut out of global arrays, and put together again.
+"""This process's parts of offloaded leaves: cut out of global arrays, and assembled again.
 
-The host keeps each part that some device of this process works on once, however many devices hold
-it. Arrays of one mesh list their local pieces in the same order: a device's *position*.
+The host keeps each part of this process's devices once, however many devices hold it. All arrays on
+a mesh list their local pieces in the same order: a device's *position*.
 """
 
 import dataclasses
@@ -28,30 +28,30 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of one leaf, all of whose arrays are on one device at a time."""
+    """One part of a leaf; each of its arrays is on a single device."""
 
     leaf: int  # number among the offloaded leaves
-    piece: int  # number of what a device has of the leaf; ranges of a stacked leaf have the same
-    spec: LeafSpec  # as if the part were all of the leaf
-    index: tuple[slice, ...]  # where it is in the leaf
-    first: int  # the number in the leaf of its first channel
-    positions: tuple[int, ...]  # which of this process's devices hold it
+    piece: int  # number of the device's piece; all ranges of a stacked leaf share a piece
+    spec: LeafSpec  # as if the part were the whole leaf
+    index: tuple[slice, ...]  # the part's place in the leaf
+    first: int  # its first channel's number in the leaf
+    positions: tuple[int, ...]  # this process's devices that hold it
     devices: tuple[Any, ...]  # the same, as jax devices
-    saved: bool  # whether it is this process that saves it, of all that have it
+    saved: bool  # whether this process saves it
 
     def of(self, x: jax.Array | None) -> jax.Array:
-        """Returns the piece on its first device of an array that is placed like the leaf."""
+        """Returns the part's piece of `x`, from its first device; `x` is placed like the leaf."""
         assert x is not None, "a part is of an offloaded leaf"
         return x.addressable_data(self.positions[0])
 
     def cut(self, piece: np.ndarray) -> np.ndarray:
-        """Slices this part's range out of the device's piece, unless that is the range."""
+        """Slices this part's range out of the device's piece, if the piece has more."""
         if self.spec.start is None or piece.shape[0] == self.spec.shape[0]:
             return piece
         return piece[self.index[0]]
 
     def of_mail(self, piece: np.ndarray) -> np.ndarray:
-        """Returns its range of a piece of mail, without mail's unit axes."""
+        """Returns this part's range of a mail's piece, without the unit axes."""
         return self.cut(piece.reshape(without_units(piece.shape, len(self.spec.shape))))
 
 
@@ -59,16 +59,16 @@ class Part:
 class OffloadedLeaves:
     """The offloaded leaves of one run, and this process's parts of them."""
 
-    places: tuple[int, ...]  # where each is among the leaves of the state
+    places: tuple[int, ...]  # each leaf's index in the state
     specs: tuple[LeafSpec, ...]
     parts: tuple[Part, ...]
     prefetched: tuple[bool, ...]  # for each part, whether the worker uploads its update
     groups: tuple["Group", ...]
-    shardings: tuple[Any, ...]  # of arrays made of their parts
+    shardings: tuple[Any, ...]  # for arrays assembled from parts
 
     @classmethod
     def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
-        """Finds a state's; uploads may take `prefetch_bytes` on each device, None for all."""
+        """Finds a state's leaves; uploads may use `prefetch_bytes` per device, None for all."""
         places = [i for i, leaf in enumerate(state.leaves) if not leaf.spec.resident]
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
@@ -80,7 +80,7 @@ class OffloadedLeaves:
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the numbers of each piece's parts: one, or its ranges in order."""
+        """Returns the part numbers of each piece: a single part, or its ranges in order."""
         numbers: dict[int, list[int]] = {}
         for i, part in enumerate(self.parts):
             numbers.setdefault(part.piece, []).append(i)
@@ -94,7 +94,7 @@ class OffloadedLeaves:
         return [numbers for numbers in self.pieces if self.parts[numbers[0]].leaf == leaf]
 
     def crossing_with(self, i: int) -> tuple[int, ...]:
-        """Returns the parts that an update of part `i` uploads: all ranges if in host memory."""
+        """Returns the parts that part `i`'s update uploads: all ranges if in host memory."""
         if not self.parts[i].spec.hosted:
             return (i,)
         return next(numbers for numbers in self.pieces if i in numbers)
@@ -107,14 +107,14 @@ class OffloadedLeaves:
 class Group:
     """The leaves, or ranges of leaves, that close their windows together."""
 
-    leaves: tuple[int, ...]  # numbers among the offloaded ones
-    specs: tuple[LeafSpec, ...]  # of the leaves, or of their ranges
+    leaves: tuple[int, ...]  # numbers among the offloaded leaves
+    specs: tuple[LeafSpec, ...]  # for leaves or ranges
     part_numbers: tuple[int, ...]
-    parts: tuple[Part, ...]  # these parts, as if the group's leaves were all that there are
+    parts: tuple[Part, ...]  # these parts, with leaf numbers within the group
 
     @functools.cached_property
     def on_one_device(self) -> bool:
-        """Returns whether its leaves are on one device, the run's only one."""
+        """Returns whether its leaves are on one device, the run's only device."""
         return all(spec.placement is None for spec in self.specs)
 
     @functools.cached_property
@@ -181,7 +181,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
 
 
 def within(specs: Sequence[LeafSpec], budget: int | None) -> set[tuple[int, int | None]]:
-    """Returns the first ranges, (leaf, start), that fit into `budget` bytes of each device."""
+    """Returns the first ranges, (leaf, start), that fit into `budget` bytes on each device."""
     used, fits = 0, set()
     for leaf, spec in enumerate(specs):
         for part in spec.ranges:
@@ -197,7 +197,7 @@ def devices_of(weights: Sequence[jax.Array]) -> set[Any]:
 
 
 def joined(ranges: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins the ranges of a device's piece, in order; a single one is not copied."""
+    """Joins the ranges of a device's piece, in order; does not copy a single range."""
     return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
 
 
@@ -213,7 +213,7 @@ def new_host_state(
     parts, states = offloaded.parts, offloaded.pick(state.leaves)
     return HostState(
         [part.spec for part in parts],
-        # One at a time: besides the masters there is room for the copy of one part.
+        # A generator: besides the masters there is only room for the copy of one part.
         (host_part(weights[part.leaf], part) for part in parts),
         (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
         adam,
@@ -230,7 +230,7 @@ def host_part(weight: jax.Array, part: Part) -> np.ndarray:
 
 
 def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
-    """Reads an array's values at `index` if one of this process's shards has them."""
+    """Reads an array's values at `index`, if a shard in this process has them."""
     for shard in x.addressable_shards:
         ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]
         pairs = list(zip(index, ends, strict=True))
@@ -241,14 +241,14 @@ def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
 
 
 def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
-    """Copies a part's selected channels, `(entries, k)`, counted from the part's first one."""
+    """Copies a part's selected channels, `(entries, k)`, counted from the part's first channel."""
     # A live view of the array would block its donation.
     shape = part.spec.view4(part.spec.k)[::2]
     return np.array(part.cut(read(channels))).reshape(shape) - part.first
 
 
 def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
-    """Returns the sharding of an array made of a parameter's parts."""
+    """Returns the sharding for an array assembled from a parameter's parts."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding
     kind = HOST if spec.hosted else None
@@ -258,9 +258,9 @@ def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
 def put_piece(
     offloaded: OffloadedLeaves, numbers: Sequence[int], array_of: Callable[[int], np.ndarray]
 ) -> list[jax.Array]:
-    """Uploads the joined parts of one piece to each of its devices, or to host memory beside.
+    """Uploads the joined parts of one piece to each of its devices, or to host memory next to it.
 
-    `array_of` gives a part's array by its number. The copies may still run.
+    `array_of` returns a part's array by its number. The copies may still run.
     """
     part, whole = offloaded.parts[numbers[0]], joined([array_of(i) for i in numbers])
     kind = HOST if part.spec.hosted else None
@@ -270,7 +270,7 @@ def put_piece(
 def put_leaf(
     offloaded: OffloadedLeaves, number: int, array_of: Callable[[int], np.ndarray]
 ) -> jax.Array:
-    """Makes an array of a leaf's parts, as `put_piece` does for one piece."""
+    """Uploads a leaf's parts, as `put_piece` does for one piece, and assembles them."""
     pieces = offloaded.pieces_of(number)
     firsts = [dataclasses.replace(offloaded.parts[numbers[0]], leaf=0) for numbers in pieces]
     on_devices = [put_piece(offloaded, numbers, array_of) for numbers in pieces]
@@ -283,18 +283,18 @@ def put_leaf(
 def assemble(
     pieces: Sequence[jax.Array], shape: Sequence[int], sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """Makes one array of the pieces on this process's devices, without a copy."""
+    """Assembles one array from the pieces on this process's devices, without a copy."""
     if not isinstance(sharding, NamedSharding):
         return pieces[0]
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
 
 
-def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns `new`, with the exact sharding spelling of `old`.
+def keep_sharding(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns `new`, with `old`'s exact sharding spelling.
 
-    To jit `P("data")` and `P("data", None)` are two things, and it compiles a step for each.
+    jit distinguishes `P("data")` from `P("data", None)`, and compiles a step for each.
     """
-    # Comparing takes longer than looking.
+    # Identity first: comparing takes longer.
     if new.sharding is old.sharding or not isinstance(old.sharding, NamedSharding):
         return new
     if new.sharding == old.sharding:
@@ -303,7 +303,7 @@ def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Returns each leaf's pieces in the order of devices, from each part's pieces."""
+    """Returns each leaf's pieces in device order, from each part's pieces."""
     count = 1 + max((part.leaf for part in parts), default=-1)
     of_leaves: list[dict[int, Any]] = [{} for _ in range(count)]
     for part, on_devices in zip(parts, pieces, strict=True):
@@ -311,17 +311,17 @@ def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[Any]]) -> list[list
     return [[x for _, x in sorted(leaf.items())] for leaf in of_leaves]
 
 
-def select_anew(
+def replace_selection(
     leaf: LeafState,
     chosen: jax.Array,
     scores: jax.Array,
     pieces: Sequence[tuple[jax.Array, ...] | None],
 ) -> tuple[LeafState, jax.Array | None]:
-    """Returns the state of a leaf with newly selected channels, and their masters."""
+    """Returns a leaf's state with newly selected channels, and their masters."""
     assert leaf.channels is not None
     assert leaf.scores is not None
     leaf = leaf._replace(
-        channels=as_before(chosen, leaf.channels), scores=as_before(scores, leaf.scores)
+        channels=keep_sharding(chosen, leaf.channels), scores=keep_sharding(scores, leaf.scores)
     )
     if leaf.spec.k == 0:
         return leaf, None

@@ -1,6 +1,6 @@
-"""How much pinned host memory a run needs: mail, and what hand-overs take from the device.
+"""The pinned host memory that a run needs for mail, hand-overs and weights in host memory.
 
-And what has it pinned before the first step.
+`pin_memory_for_mail` pins the mail's memory before the first step.
 """
 
 import math
@@ -20,51 +20,51 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients, UnfitRunError
 from zenflow_jax._spec.schedule import Schedule
 
-#: The most mails that may be unread, which lets Python run ahead of the device. With "per_window"
+#: The most mails that may be unread: so far may Python run ahead of the device. With "per_window"
 #: `Mailbox.send` has another limit.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
-#: Platforms on which jax has a pool of pinned memory for each device, with a limit of its own
+#: Platforms on which jax has a separate, limited pool of pinned memory for each device
 #: (`GetStreamExecutorGpuDeviceAllocator` in XLA's source).
 _GPUS = ("gpu", "cuda", "rocm")
 
 
 def buffers(state: ZenFlowState) -> float:
-    """The most mails that exist in host memory; those of some leaves count as a part of one."""
+    """Returns the most mails in host memory at once; a part of a mail counts as a fraction."""
     specs, shares = _offloaded(state)
     if state.send_gradients.sums_on_device:
         of_groups = [0.0] * state.schedule.groups
         for spec, share in zip(specs, shares, strict=True):
             for part in spec.ranges:
                 of_groups[part.group] += share * part.shape[0] / spec.shape[0]
-        # The sums of windows that are updated, and of those that close next.
+        # Sums for windows that are being updated, and for those that close next.
         return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
     written, blank = int(state.send_gradients.in_step), 0.0
     hosted = any(spec.hosted for spec in specs)
-    if written and not hosted:  # blank mail in the state has a size
+    if written and not hosted:  # the state's placeholder mail has full size
         shapes = {(spec.shape, spec.mail_dtype): x for spec, x in zip(specs, shares, strict=True)}
         blank = sum(shapes.values())
     unread = IN_FLIGHT[state.send_gradients]
-    # An update that must arrive at the next step keeps Python from running ahead: one mail is on
-    # its way, or is being written.
+    # An update that must arrive at the next step keeps Python from running ahead: one mail is in
+    # flight, or is being written.
     if hosted or (state.schedule.groups > 1 and state.schedule.staleness in (0, 1)):
         unread = 0 if written else 1
     kept = most_kept(state)
     most = min(MAILS_KEPT, kept) + unread + written
     if state.schedule.groups == 1:
-        most = min(most, kept)  # has those that are unread or being written
+        most = min(most, kept)  # includes unread mail and mail being written
     return float(most + blank)
 
 
 def most_kept(state: ZenFlowState) -> float:
-    """The most mails that would be kept if none were added up, unless the device does that."""
+    """Returns the most mails that a host would keep if it added none up."""
     specs, shares = _offloaded(state)
     window, staleness = state.schedule.longest_window, state.schedule.staleness
     if state.schedule.groups == 1:
-        # A window's, and those of the steps until its update has arrived.
+        # One window's mails, and those from the steps until its update has arrived.
         return float(window + (window if staleness is None else staleness))
     ages = range(1, window + 1)
-    # Mail of a leaf in ranges is there until the last of them has used it.
+    # The last range of a leaf frees the leaf's mail.
     opened = max(
         sum(
             max(ages[(turn + group) % window] for group in spec.groups) * share
@@ -80,12 +80,10 @@ def most_kept(state: ZenFlowState) -> float:
 
 
 def weight_bytes(state: ZenFlowState) -> int:
-    """Bytes of parameters in host memory, next to all devices together.
+    """Returns bytes of parameters in host memory, for all devices together.
 
-    Those in use, and what an update makes beside mail.
-
-    It frees a leaf's mail before it makes the new parameter; not of a leaf in ranges, which others
-    need.
+    They are the parameters in use, and the new ones beyond the mail that an update frees first. An
+    update frees no mail of a leaf in ranges, because other ranges need it.
     """
     in_use, made = 0, [0] * state.schedule.groups
     for spec in (leaf.spec for leaf in state.leaves if leaf.spec.hosted):
@@ -99,16 +97,16 @@ def weight_bytes(state: ZenFlowState) -> int:
 
 
 def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[float]]:
-    """The offloaded leaves, and the share of each in the bytes of one mail."""
+    """Returns the offloaded leaves, and each leaf's share of a mail's bytes."""
     specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
     sizes = [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
     return specs, [size / sum(sizes) for size in sizes]
 
 
 def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
-    """The most of the leaves whose window has closed, and whose update is not made yet.
+    """Returns the largest share of leaves that wait for their update.
 
-    Beside those whose window is the last to have closed.
+    The group whose window closed last does not count.
     """
     whole = schedule.window if isinstance(schedule.window, int) else 1
     staleness = whole if schedule.staleness is None else schedule.staleness
@@ -145,7 +143,7 @@ def check_pinned(
     if platform not in _GPUS:
         return
     try:
-        # XLA's own default, which it also takes for a number that is not whole.
+        # XLA's own default, which it also uses for invalid numbers.
         limit = int(limit_gib) if limit_gib else 64
     except ValueError:
         raise UnfitRunError(
@@ -158,30 +156,30 @@ def check_pinned(
             f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB, a hand-over of "
             f"{selected_bytes / 2**30:.1f} GiB and weights of {weight_bytes / 2**30:.1f} GiB in "
             f"the pinned host memory of one GPU, got a limit of {limit} GiB. Set the environment "
-            # jax's pool grows by regions, each larger than the last, and gives none back.
+            # jax's pool grows by ever larger regions, and returns none.
             f"variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax "
             "starts: the need and a quarter, as what is free lies in several regions."
         )
 
 
 def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
-    """Takes what mail will have of pinned memory, and gives it back to jax's pool.
+    """Allocates the pinned memory that mail will need, and returns it to jax's pool.
 
-    A driver pins memory when the pool first needs it: slowly, and it may wait for all devices. It
-    must not do that in the first steps, beside their collectives. The state has one mail already,
-    which is blank.
+    A driver pins memory when the pool first needs it: slowly, and possibly waiting for all devices.
+    That must not happen in the first steps, beside their collectives. The state already has a
+    placeholder mail.
     """
     in_state = state.send_gradients.in_step and not any(x.spec.hosted for x in state.leaves)
-    # Whole mails, so that what is taken is within a limit that `check_pinned_memory` has passed.
+    # Whole mails, so that the total stays within the limit that `check_pinned_memory` checks.
     more, taken = int(buffers(state)) - in_state, []
     for part in offloaded.parts:
         for device in _senders(state, part):
             if device.platform in _GPUS:
                 zeros = upload(np.zeros(part.spec.shape, part.spec.mail_dtype), device)
-                # One leaf at a time is on the device.
+                # The device holds one leaf at a time.
                 taken.append(jax.block_until_ready(copy_to_host([zeros] * more)))
 
 
 def _senders(state: ZenFlowState, part: Part) -> Sequence[Any]:
-    """The devices that send a part: in the step all that hold it, afterwards the first alone."""
+    """Returns the devices that send a part: all holders within the step, the first after it."""
     return part.devices if state.send_gradients.in_step else part.devices[:1]

@@ -1,4 +1,4 @@
-"""Where an engine's run is in its schedule, and the numbers that decide what comes next."""
+"""An engine's position in its schedule, and the numbers that decide the next boundary."""
 
 import dataclasses
 import logging
@@ -16,24 +16,24 @@ from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_
 
 _logger = logging.getLogger("zenflow_jax")
 
-# A group has no update that has not reached the parameters; one; or one that is empty, because no
-# step of its window counted.
+# A group's update: none is pending, it is pending, or it is pending but empty, because no step in
+# its window counted.
 NONE, PENDING, EMPTY = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """An engine's counts, for a checkpoint; the same in every process. Lists are of groups."""
+    """An engine's counts, for a checkpoint; the same in every process. Lists have group order."""
 
     schedule_state: ScheduleState
-    open_steps: Sequence[int]  # of the open window, skipped ones included
-    counted: Sequence[int]  # the steps among them that are in the sums
+    open_steps: Sequence[int]  # steps in the open window, skipped steps included
+    counted: Sequence[int]  # those that are in the sums
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
     fingerprints: np.ndarray  # uint32, of all leaves: `fingerprints_alive`; 0 before the first step
     step: int = 0
     windows: int = 0  # closed so far
-    token: int = 0  # the next step's
+    token: int = 0  # for the next step
     skipped: int = 0
     reselections: int = 0
     window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -43,27 +43,27 @@ class Counts:
 class Progress:
     """The schedule's side of an engine. For one calling thread.
 
-    A decision about a step needs only numbers of earlier steps, so reading them waits for no step
-    that was only just dispatched. They are sums over all processes.
+    A decision about a step needs only numbers from earlier steps, so reading them never waits for
+    the step that was dispatched last. They are sums over all processes.
     """
 
     def __init__(self, schedule: Schedule, offloaded: OffloadedLeaves):
         self.step = 0  # steps that have passed
-        self.open_steps = [0] * schedule.groups  # in each open window, skipped ones included
+        self.open_steps = [0] * schedule.groups  # in each open window, skipped steps included
         self.window_lengths: Counter[int] = Counter()
-        self.reselections = 0  # of each group's channels, the first ones included
-        # Of each group, the selected channels' share of the best k channels' score; NaN if unknown.
+        self.reselections = 0  # over all groups, first selections included
+        # By group: the selected channels' share of the best k channels' score; NaN if unknown.
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
         self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
-        # Groups with gradients that no provisional step stands in for.
+        # Groups with channels that have no provisional steps.
         none = schedule.provisional_share is None
         self._by_updates_alone = [
             number
             for number, group in enumerate(offloaded.groups)
             if any(x.k < x.n and (none or x.hosted) for x in group.specs)
         ]
-        # Not read yet: of the last step, if its window is open; and of the last boundaries.
+        # Not read yet: the last step's, if its window is open, and the last boundaries'.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
 
@@ -93,7 +93,7 @@ class Progress:
         return self._state
 
     def boundaries(self) -> list[Boundary]:
-        """Returns what happens to each group after the next step."""
+        """Returns each group's boundary after the next step."""
         state = self.schedule_state
         return [
             self._schedule.boundary(self.step + 1, state, group)
@@ -113,9 +113,9 @@ class Progress:
         statistics: jax.Array | None,
         measured: dict[int, jax.Array],
     ) -> None:
-        """Advances by one step, after which `boundaries` happened to the groups.
+        """Advances by one step and the groups' `boundaries` after it.
 
-        `measured` has the kept share of groups whose window closed without a selection.
+        `measured` has the kept share for groups whose window closed without a selection.
         """
         self.step += 1
         closes = np.array([boundary.closes for boundary in boundaries])

@@ -22,7 +22,7 @@ from zenflow_jax._device.boundary import (
     measure,
     merge,
     put_states,
-    uploads_in_two,
+    split_uploads,
 )
 from zenflow_jax._device.memory import read, upload
 from zenflow_jax._device.state import LeafState
@@ -31,14 +31,14 @@ from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
     Group,
     OffloadedLeaves,
-    as_before,
     assemble,
     by_leaf,
     host_part,
+    keep_sharding,
     part_sharding,
     put_leaf,
     put_piece,
-    select_anew,
+    replace_selection,
 )
 from zenflow_jax._exchange.progress import EMPTY, NONE, PENDING
 from zenflow_jax._exchange.worker import Worker
@@ -49,13 +49,13 @@ class _Pending:
     """A group's update that has not reached the parameters."""
 
     update: Future  # as `Close.done`
-    before: jax.Array | None = None  # channels selected in its window, if others are selected now
+    before: jax.Array | None = None  # channels selected in its window, if since replaced
 
 
 class Updates:
-    """One engine's updates, and its channels that change hands. For one calling thread.
+    """One engine's updates and hand-overs of channels. For one calling thread.
 
-    Everywhere `weights` are the parameters of the offloaded leaves, `leaves` the states of all.
+    `weights` always means the offloaded leaves' parameters, `leaves` the states of all leaves.
     """
 
     def __init__(self, worker: Worker, offloaded: OffloadedLeaves):
@@ -65,18 +65,18 @@ class Updates:
         self._specs = offloaded.specs
         #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
-        #: How often the host's masters have followed parameters.
+        #: How often the host has copied its masters from parameters.
         self.loads = 0
-        #: Of each group: its selected channels, as `channel_rows` gives them.
+        #: Each group's selected channels, as `channel_rows` returns them.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
-        #: Donated uploads. The worker frees these: it takes half as long as dispatching a merge.
+        #: Donated uploads. The worker frees these: that takes half as long as dispatching a merge.
         self._merged_uploads: list[Any] = []
-        #: Updates that have not reached the parameters, by group, as their windows closed.
+        #: Updates that have not reached the parameters, by group, in the order of their windows.
         self.pending: dict[int, _Pending] = {}
 
     @property
     def before(self) -> list[np.ndarray | None]:
-        """Returns each part's channels in the pending window, `(entries, k)`; None if as now."""
+        """Returns each part's channels `(entries, k)` in the pending window; None if unchanged."""
         channels: list[np.ndarray | None] = [None] * len(self._parts)
         for number, pending in self.pending.items():
             if pending.before is not None:
@@ -93,7 +93,7 @@ class Updates:
         self._merged_uploads.clear()
 
     def close_window(self, group: int, **hand_over: Any) -> Close:
-        """Starts the update of a group's window, which ends here, with fields of `Close`."""
+        """Closes a group's window and starts its update; `hand_over` has fields of `Close`."""
         assert group not in self.pending, "a window closed before the last update was collected"
         close = Close(group, self._merged_uploads, **hand_over)
         self._merged_uploads = []
@@ -111,7 +111,7 @@ class Updates:
     def collect(
         self, weights: Sequence[jax.Array], groups: Sequence[int], after: jax.Array
     ) -> list[jax.Array]:
-        """Merges the pending updates of some groups; the last step made `after`."""
+        """Merges the pending updates of `groups`; `after` is an array from the last step."""
         weights = list(weights)
         for number in groups:
             if number not in self.pending:
@@ -120,7 +120,7 @@ class Updates:
             before = self.pending.pop(number).before
             group = self._offloaded.groups[number]
             if not uploads:
-                continue  # all steps of its window were skipped
+                continue  # all steps in its window were skipped
             uploads = self._fetch_rest(group, uploads, after)
             new = self._merge(number, weights, uploads, before)
             if group.on_one_device and not group.in_ranges:
@@ -130,20 +130,21 @@ class Updates:
         return weights
 
     def load(self, weights: Sequence[jax.Array]) -> None:
-        """Takes over parameters as masters, until the first step has been exchanged.
+        """Copies parameters into the host's masters, until the first step has been exchanged.
 
-        That step moves no deferred channel, so they are as they were before it. The worker must be
-        idle.
+        That step moves no deferred channel, so the values before it and after it are the same. The
+        worker must be idle.
         """
         for i, part in enumerate(self._parts):
-            if not part.spec.hosted:  # whose selected channels could not follow
+            if not part.spec.hosted:  # its selected channels' masters could not follow
                 self._worker.host.take_master(i, host_part(weights[part.leaf], part))
         self.loads += 1
 
     def masters(self, number: int, leaf: LeafState) -> jax.Array:
-        """Returns a leaf's masters on the devices, in parts; not those of selected channels.
+        """Returns a leaf's masters on the devices, in parts; those of selected channels are stale.
 
-        For a parameter in host memory it returns all masters, there. The worker must be idle.
+        For a parameter in host memory it returns all masters, in host memory. The worker must be
+        idle.
         """
         leaves = self._worker.leaves()
 
@@ -156,7 +157,7 @@ class Updates:
         return jax.block_until_ready(put_leaf(self._offloaded, number, of_part))
 
     def note_channels(self, leaves: Sequence[LeafState]) -> None:
-        """Notes the selected channels of a new or resumed run, of which merges are told."""
+        """Records the selected channels of a new or resumed run, for merges."""
         for number, group in enumerate(self._offloaded.groups):
             if group.leaves:
                 states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
@@ -176,7 +177,7 @@ class Updates:
             new = [x for (x,) in uploads]
         else:
             new = [
-                # In host memory all of a leaf, where others have ranges.
+                # In host memory the whole leaf, even if the leaf has ranges.
                 assemble(
                     pieces,
                     weight.shape if spec.hosted else spec.shape,
@@ -187,12 +188,12 @@ class Updates:
                 )
             ]
         if group.hosted:
-            return [as_before(*pair) for pair in zip(new, params, strict=True)]
-        in_two, rows = uploads_in_two(_on_device(new, group), group.specs), self._rows[number]
+            return [keep_sharding(*pair) for pair in zip(new, params, strict=True)]
+        split, rows = split_uploads(_on_device(new, group), group.specs), self._rows[number]
         during = rows if before is None else before
-        merged = merge(_on_device(params, group), *in_two, during, rows, specs=group.specs)
+        merged = merge(_on_device(params, group), *split, during, rows, specs=group.specs)
         return [
-            hosted if x is None else as_before(x, weight)
+            hosted if x is None else keep_sharding(x, weight)
             for x, weight, hosted in zip(merged, params, new, strict=True)
         ]
 
@@ -202,13 +203,13 @@ class Updates:
         if not late:
             return uploads
         begin = time.perf_counter()
-        # They take memory that the step used, which made `after`.
+        # The late uploads reuse memory of the step that made `after`.
         jax.block_until_ready(after)
         start = time.perf_counter()
         uploads = list(uploads)
         for i in late:
             uploads[i] = self._upload(group.part_numbers[i])
-        # The next update writes to the arrays that they come from.
+        # The next update writes to the source arrays.
         jax.block_until_ready(uploads)
         self._worker.recorder.waited(begin, start, time.perf_counter())
         self.late_bytes += sum(x.nbytes for i in late for x in uploads[i])
@@ -227,9 +228,9 @@ class Updates:
         *,
         at_once: bool,
     ) -> list[LeafState]:
-        """Closes a group's window and hands channels over; entering ones are up to date at once.
+        """Closes a group's window and hands channels over; entering channels are up to date.
 
-        Waits for the step, of which `after` are arrays. Changes `weights`; returns new `leaves`.
+        Waits for the step that made the arrays `after`. Changes `weights`; returns new `leaves`.
         `at_once`: the update is collected before the next step.
         """
         group, leaves = self._offloaded.groups[number], list(leaves)
@@ -254,12 +255,12 @@ class Updates:
         self.pending[number].before, self._rows[number] = self._rows[number], rows
         for i in group.leaves:
             if self._specs[i].hosted and not at_once:
-                weights[i] = None  # the worker makes it once more; both would take memory
+                weights[i] = None  # frees memory for the worker's new parameter
         entering, hosted = self._worker.wait(close.entered, after)
         entered = by_leaf(group.parts, entering)
         masters: list[jax.Array | None] = [None] * len(states)
         for j, s in enumerate(states):
-            states[j], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
+            states[j], masters[j] = replace_selection(s, chosen[j], scores[j], entered[j])
         on_device = [
             j for j, x in enumerate(masters) if x is not None and not group.specs[j].hosted
         ]
@@ -272,12 +273,14 @@ class Updates:
             )
             for j, weight in zip(on_device, merged, strict=True):
                 i = group.leaves[j]
-                weights[i] = as_before(weight, weights[i])
+                weights[i] = keep_sharding(weight, weights[i])
         for i, weight in zip(group.leaves, hosted, strict=True):
             weights[i] = weights[i] if weight is None else weight
         if group.in_ranges:
             states = put_states(whole, states)
-            states = [jax.tree.map(as_before, *pair) for pair in zip(states, whole, strict=True)]
+            states = [
+                jax.tree.map(keep_sharding, *pair) for pair in zip(states, whole, strict=True)
+            ]
         for i, new in zip(places, states, strict=True):
             leaves[i] = new
         return leaves
@@ -287,17 +290,17 @@ class Updates:
         return cut_states(states, specs=group.specs) if group.in_ranges else list(states)
 
     def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
-        """Starts to compute the share of the best score that a group's selected channels hold."""
+        """Starts to compute which share of the best score a group's selected channels hold."""
         group = self._offloaded.groups[number]
         states = group.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return measure(scores, channels, specs=group.specs)
 
     def resume(self, pending: Sequence[int], before: Sequence[np.ndarray]) -> None:
-        """Restores the pending updates of a saved run, from masters that are resumed already.
+        """Restores a saved run's pending updates, from masters that are already restored.
 
-        `pending` is what `wait` returned there, `before` each part's channels then, counted in its
-        leaf.
+        `pending` is the saved result of `wait`, `before` each part's saved channels, as numbers in
+        its leaf.
         """
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
             if kind == NONE:
@@ -306,11 +309,11 @@ class Updates:
             if kind == PENDING:
                 early = self._offloaded.prefetched
                 uploads = [self._upload(i) if early[i] else [] for i in group.part_numbers]
-                # The next update writes to the arrays that they come from.
+                # The next update writes to the source arrays.
                 jax.block_until_ready(uploads)
             update: Future = Future()
             update.set_result(uploads)
-            # Of each leaf, on each of this process's devices.
+            # By leaf, then by this process's devices.
             rows = by_leaf(
                 group.parts,
                 [
@@ -325,11 +328,11 @@ class Updates:
             ]
             like = self._rows[number]
             assert like is not None, "the channels have been noted"
-            # Rows without channels (`topk_ratio=0`) jit places as it likes, and all are alike.
+            # Rows without channels (`topk_ratio=0`) are all the same; jit places them anywhere.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
             self.pending[number] = _Pending(update, rows_then)
 
 
 def _on_device(weights: Sequence[Any], group: Group) -> list[Any]:
-    """Returns a group's parameters for the device's programs: None for those in host memory."""
+    """Returns a group's parameters for device programs: None for parameters in host memory."""
     return [None if x.hosted else w for w, x in zip(weights, group.specs, strict=True)]

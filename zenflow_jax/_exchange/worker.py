@@ -1,8 +1,8 @@
 """The worker thread: takes in mail, makes host updates, hands channels over.
 
 `post` queues work in order. An update is cut into pieces and runs whenever nothing else can, so
-that mail of the next window is taken in meanwhile. That changes no result, because a window's
-gradients and the next one's are different arrays. The thread runs no jitted program or collective.
+that the worker can take in the next window's mail meanwhile. That changes no result, because each
+window has its own gradient arrays. The thread runs no jitted program or collective.
 """
 
 import atexit
@@ -31,16 +31,15 @@ from zenflow_jax._exchange.progress import Counts
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
-# How often a caller that waits looks whether the device still has work.
-_LOOK_S = 1e-3
+# How often a waiting caller checks whether the device still has work.
+_POLL_S = 1e-3
 
 
 class Worker:
     """Owns the thread and the host's arrays. `check` and every open `done` carry failures.
 
-    Call `start` when nothing that its owner needs can fail any more: a running thread keeps all
-    host arrays. Until then, and while the thread has nothing to do, the caller may use `host`,
-    `resume` and `leaves`.
+    Call `start` after everything in its owner that can fail: a running thread keeps all host
+    arrays. Until then, and while the thread is idle, the caller may use `host`, `resume`, `leaves`.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Worker:
         max_skipped: int | None = None,
     ):
         self.host = host
-        # The worker's part of them. Replaced as a whole, so that anybody can read it at any time.
+        # The worker's share. Replaced as a whole, so that any thread can read it at any time.
         self.stats = EngineStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self.host.nbytes)
         self.recorder = Recorder()
         self._max_skipped = max_skipped
@@ -60,18 +59,18 @@ class Worker:
         self._receiver = Receiver(offloaded, self.recorder)
         self._updates: deque[_Update] = deque()  # begun, in order
         self._condition = threading.Condition()
-        self._stop: _Stop | None = None  # why the thread is to end
-        self._failure: _Failure | None = None  # why it has ended, if not closed
-        self._where = "the first mail"  # what the thread does, for messages
+        self._stop: _Stop | None = None  # the reason for the thread to end
+        self._failure: _Failure | None = None  # the reason why it ended, if not closed
+        self._where = "the first mail"  # the thread's current work, for messages
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
 
     def start(self, peers: PeerMonitor) -> None:
-        """Starts the thread; `peers` spreads failures between this worker and those elsewhere."""
+        """Starts the thread; `peers` propagates failures between processes."""
         self._peers = peers
         self._thread.start()
         peers.start(self.fail)
-        # The thread must end before the modules that it works with.
+        # The thread must end before its modules are torn down.
         stop = weakref.WeakMethod(self.stop)
         atexit.register(lambda: (alive := stop()) and alive())
 
@@ -85,36 +84,36 @@ class Worker:
             try:
                 self._receiver.receive(item, self._wake)
             except RuntimeError:
-                self.check()  # why the thread ended says more than that it did
+                self.check()  # the thread's own failure is the better error
                 raise
         with self._condition:
             self._messages.append(item)
             self._condition.notify()
-        # After the append, so that a failure on either side of it reaches the item.
+        # After the append, so that a failure before or after it reaches the item.
         self._break_promises()
 
     @property
     def closed(self) -> bool:
-        return self._stop is not None and self._stop.other is None
+        return self._stop is not None and self._stop.failure is None
 
     @property
-    def told(self) -> bool:
-        return self._failure is not None and self._failure.told
+    def failure_raised(self) -> bool:
+        return self._failure is not None and self._failure.raised
 
     def check(self) -> None:
-        """Raises what ended the thread, if anything did."""
+        """Raises the failure that ended the thread, if any."""
         if self._failure is None:
             self._peers.passed()
             return
         self._peers.raised()
-        self._failure.told = True
+        self._failure.raised = True
         raise RuntimeError(
             f"{self._failure.reason}. Deferred channels are not up to date and this engine takes "
             "no more work; go on from the last checkpoint."
         ) from self._failure.error
 
     def leaves(self) -> list[HostLeaf]:
-        """Returns the host's arrays of each part, which live as long as this list does."""
+        """Returns each part's host arrays, which live as long as the list."""
         leaves = self.host.leaves
         if len(leaves) != len(self._offloaded.parts):
             self.check()
@@ -123,7 +122,7 @@ class Worker:
     def pause(self, wait: Callable[[Callable[[], bool]], bool]) -> None:
         """Waits for a save before an array is written, on any thread.
 
-        `wait` gets a function that says whether the worker is to end, and returns False then.
+        `wait` takes a function that returns whether the worker must end, and then returns False.
         """
         of_thread = threading.current_thread() is self._thread
         with self.recorder.meanwhile("wait for save") if of_thread else nullcontext():
@@ -136,13 +135,13 @@ class Worker:
     def wait(self, future: Future, after: Any) -> Any:
         """Waits for the result of `future`, on the caller's thread.
 
-        Waiting counts as for the host only once `after`, the last step's arrays, are computed.
+        The wait counts as the host's only once `after`, the last step's arrays, are ready.
         """
         if not future.done():
             begin = time.perf_counter()
             arrays = jax.tree.leaves(after)
             while not (future.done() or all(x.is_ready() for x in arrays)):
-                concurrent.futures.wait([future], timeout=_LOOK_S)
+                concurrent.futures.wait([future], timeout=_POLL_S)
             start = time.perf_counter()
             with jax.profiler.TraceAnnotation("zenflow: wait for host"):
                 concurrent.futures.wait([future])
@@ -155,8 +154,8 @@ class Worker:
     def fail(self, message: str) -> None:
         self._end(_Stop(message))
 
-    def ask_to_stop(self) -> None:
-        """Asks the thread to end; does not wait, as the garbage collector may be on any thread."""
+    def request_stop(self) -> None:
+        """Tells the thread to end, without waiting: garbage collection may run on any thread."""
         self._end(_Stop(None))
         self._peers.close()
 
@@ -169,7 +168,7 @@ class Worker:
 
     def _end(self, stop: "_Stop") -> None:
         with self._condition:
-            if self._stop is None or stop.other is None:
+            if self._stop is None or stop.failure is None:
                 self._stop = stop
             self._condition.notify()
 
@@ -192,9 +191,9 @@ class Worker:
             while True:
                 self._turn()
         except _Stop as stop:
-            if stop.other is not None:
-                self._failure = _Failure(stop.other, stop)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            if stop.failure is not None:
+                self._failure = _Failure(stop.failure, stop)
+        except BaseException as error:  # noqa: BLE001 - the caller must get every error
             reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
             self._peers.report(reason)
             self._failure = _Failure(reason, error)
@@ -207,10 +206,12 @@ class Worker:
 
     def _raise_stop(self) -> None:
         if self._stop is not None:
-            raise _Stop(self._stop.other)  # another one, as a traceback keeps arrays
+            raise _Stop(
+                self._stop.failure
+            )  # a new exception, because a traceback keeps arrays alive
 
     def _turn(self) -> None:
-        """Does one thing: takes in a message, or goes on with an update."""
+        """Takes in one message, or runs one piece of an update."""
         with self._condition:
             while not (self._stop or self._next() or self._updates):
                 self.recorder.works_at(None)
@@ -220,7 +221,7 @@ class Worker:
             if item is not None:
                 item.begun = True
         if item is None:
-            self._go_on()
+            self._continue_update()
         elif isinstance(item, Close):
             self._begin(item)
         else:
@@ -297,9 +298,9 @@ class Worker:
         self._updates.append(_Update(window.number, self._make_update(close, window), where))
 
     def _hand_over(self, close: Close, window: ClosedWindow) -> tuple[list[Any], list[Any]]:
-        """Hands channels over; returns what `Close.entered` gives."""
+        """Hands channels over; returns the result for `Close.entered`."""
         host, offloaded, group = self.host, self._offloaded, self._offloaded.groups[close.group]
-        # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
+        # Nothing for leaves without selected channels: GPUs have no empty arrays in host memory.
         leaving = [
             [] if old is None else [part.of(x) for x in (close.chosen[part.leaf], *old)]
             for part in group.parts
@@ -307,7 +308,7 @@ class Worker:
         ]
         in_host_memory = copy_to_host(leaving)
         entering: list[list[Any]] = [[None] * len(part.devices) for part in group.parts]
-        # Some leaves cross while others are worked on.
+        # Copies of some leaves overlap with work on others.
         for i, (moved, part) in enumerate(zip(in_host_memory, group.parts, strict=True)):
             if moved:
                 chosen, *rows = moved
@@ -315,7 +316,7 @@ class Worker:
                 new = host.hand_over(window, number, old, host_channels(chosen, part))
                 arrays = new.on_device(part.spec)
                 entering[i] = [upload(arrays, device) for device in part.devices]
-        # The next step reads channels that leave from these.
+        # The next step reads the leaving channels from these.
         by_update = close.at_once and window.gradients
         hosted = [
             new_parameter(host.leaves, offloaded, i)
@@ -323,18 +324,18 @@ class Worker:
             else None
             for i in group.leaves
         ]
-        # The update writes to the arrays that they come from.
+        # The update writes to the source arrays.
         jax.block_until_ready(hosted)
         self._count(bytes_to_host=nbytes(in_host_memory), bytes_to_device=nbytes(entering))
         return entering, hosted
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
-        """Makes a window's update, and uploads what is prefetched.
+        """Makes a window's update, and uploads the prefetched parts.
 
-        Yields where it is, before each bounded piece.
+        Yields its position, for messages, before each bounded piece.
         """
         offloaded, uploads = self._offloaded, []
-        first = 0.0  # when the first upload began
+        first = 0.0  # start time of the first upload
 
         def finished(i: int, leaf: HostLeaf) -> None:
             nonlocal first
@@ -348,7 +349,7 @@ class Worker:
             yield f"the update of leaf {name}, window {window.number}"
         if first:
             self.recorder.works_at("wait for uploads", window.number)
-            # The next update writes to the arrays that they come from.
+            # The next update writes to the source arrays.
             with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
                 jax.block_until_ready(uploads)
             self.recorder.add("upload", "upload", first, window.number)
@@ -356,10 +357,10 @@ class Worker:
         self._count(bytes_to_device=nbytes([x for x, part in pairs if not part.spec.hosted]))
         self._finish(close, uploads)
 
-    def _go_on(self) -> None:
+    def _continue_update(self) -> None:
         begun = self._updates[0]
         self.recorder.works_at("update", begun.window)
-        # Set for each piece: mail may have come in between.
+        # Set for each piece, because mail may have arrived in between.
         self._where = begun.where
         with jax.profiler.TraceAnnotation("zenflow: host update"):
             piece = next(begun.pieces, None)
@@ -369,18 +370,18 @@ class Worker:
             begun.where = piece
 
     def _count(self, **more: int) -> None:
-        """Adds to the stats, and measures the memory."""
+        """Adds to the stats, and updates the memory counts."""
         counts = {name: getattr(self.stats, name) + x for name, x in more.items()}
         memory = {"host_bytes": self.host.nbytes, "pinned_bytes": self.host.pinned_bytes}
         self.stats = replace(self.stats, **counts, **memory)
 
 
 class _Stop(Exception):
-    """Ends the thread: by `close`, or with the failure of another process, which is `other`."""
+    """Ends the thread: by `close`, or with another process's `failure`."""
 
-    def __init__(self, other: str | None):
-        super().__init__(other)
-        self.other = other
+    def __init__(self, failure: str | None):
+        super().__init__(failure)
+        self.failure = failure
 
 
 @dataclass
@@ -389,11 +390,11 @@ class _Failure:
 
     reason: str
     error: BaseException
-    told: bool = False  # whether the caller has heard of it
+    raised: bool = False  # whether the caller has got it as an exception
 
 
 @dataclass
 class _Update:
     window: int  # its number
-    pieces: Iterator[str]  # gives where the next piece is, for messages
+    pieces: Iterator[str]  # yields the next piece's position, for messages
     where: str

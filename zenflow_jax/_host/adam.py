@@ -25,13 +25,13 @@ from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
 # The most elements that a thread takes at once. Numba streams through memory and evicts the
-# interpreter's; the way back costs up to 50 us a tile, 3 % of the time with half of this.
+# interpreter's data; reloading it costs up to 50 us a tile, 3 % of the time with half this size.
 _NUMBA_TILE = 2 * 1024 * 1024
-# The NumPy kernel's tile should stay in a core's second-level cache. But several threads meet at
-# the interpreter lock between any two NumPy calls. Longer calls leave the cache, and still halve
-# the time lost there.
+# The NumPy kernel's tile should stay in a core's second-level cache. But several threads contend
+# for the GIL between any two NumPy calls. Longer calls exceed the cache, but halve the time lost to
+# the GIL.
 _NUMPY_TILE, _NUMPY_TILE_SHARED = 128 * 1024, 256 * 1024
-# Smaller leaves get smaller tiles, so that every thread has some. Below this it does not pay.
+# Smaller leaves get smaller tiles, so that every thread has work. Below this size it does not pay.
 _LEAST_TILE = 64 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
@@ -46,8 +46,8 @@ class HostAdam:
     """Adds up gradients, takes AdamW steps, moves channels: a leaf at a time, on several threads.
 
     For one calling thread, which waits inside each call. While a call (or a chunk of `adamw`) runs,
-    nobody else may use the arrays that it writes. End with `close`. By default `threads` are all
-    cores but one; `tile` is how many elements a thread takes at once.
+    no other thread may use the arrays that it writes. End with `close`. By default `threads` are
+    all cores but one; `tile` is the number of elements that a thread takes at once.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class HostAdam:
         self._kernel = self._portable
         if kernel == "numba":
             self._kernel = NumbaKernel(tile or _NUMBA_TILE)
-        # Two threads must not enter Numba's own parallel layer. This pool only runs serial
+        # Two threads must not enter Numba's own parallel layer. This pool runs only serial
         # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
 
     def accumulate(self, total: np.ndarray, gradients: WeighedGradients, *, first: bool) -> None:
         """Adds gradients to `total`, float32, one after the other, each times its factor.
 
-        `first` replaces what `total` held.
+        `first` overwrites `total`.
         """
         assert all(total.shape == g.shape for g, _ in gradients)
         kernel = self._kernel_for(*(g for g, _ in gradients))
@@ -93,13 +93,13 @@ class HostAdam:
         active: np.ndarray,
         of_window: WindowStep,
     ) -> Iterator[None]:
-        """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
+        """Takes an AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
-        These are `GRADIENTS_PER_PASS` at most; the bits are the same if `accumulate` adds them up
-        before. `steps`, int32, and `active` are `(entries, n)`. Inactive channels keep every bit.
+        At most `GRADIENTS_PER_PASS` gradients; the bits are the same if `accumulate` adds them up
+        first. `steps`, int32, and `active` are `(entries, n)`. Inactive channels keep every bit.
 
-        A generator, so that the caller can do something else between chunks of some milliseconds.
-        `steps` and `active` are read, and `steps` written, at its start.
+        A generator, so that the caller can do other work between chunks of some milliseconds. It
+        reads `steps` and `active`, and writes `steps`, at its start.
         """
         assert (mu.scales is None) == (nu.scales is None)
         assert mu.shape == nu.shape == masters.shape
@@ -109,7 +109,7 @@ class HostAdam:
         assert steps.dtype == np.int32
         assert steps.shape == active.shape == masters.shape[::2]
         segments = masters.segments
-        active = active.copy()  # The caller may select again while the step is under way.
+        active = active.copy()  # The caller may select again during the step.
         if masters.size == 0 or not active.any():
             return
         steps += active * np.int32(of_window.advance)
@@ -135,7 +135,7 @@ class HostAdam:
             yield
 
     def take(self, arrays: Sequence[HostArray], channels: np.ndarray) -> list[np.ndarray]:
-        """Copies of channels, int32 `(entries, k)`: float32 `(entries, rows, k, tail)`."""
+        """Copies `channels`, int32 `(entries, k)`, out: float32 `(entries, rows, k, tail)`."""
         entries, rows, _, tail = arrays[0].shape
         taken = [x.like((entries, rows, channels.shape[1], tail)) for x in arrays]
         for x, of_channels in zip(arrays, taken, strict=True):
@@ -203,7 +203,7 @@ class HostAdam:
 
         # One task for each thread: a task for each tile would cost 45 us more a tile.
         futures = [self._pool.submit(share) for _ in range(min(self.threads, len(tiles)))]
-        wait(futures)  # all of them: after an exception no thread may still be writing
+        wait(futures)  # all: no thread may still write after an exception
         for future in futures:
             future.result()
 
@@ -211,34 +211,34 @@ class HostAdam:
 def _move(
     x: np.ndarray, of_channels: np.ndarray, channels: np.ndarray, inward: bool, tile: Tile
 ) -> None:
-    """A tile is one entry, and some places among its `channels`."""
+    """Moves a tile: a range of one entry's `channels`."""
     entry, _, left, right = tile
     index, moved = channels[entry, left:right], of_channels[entry][:, left:right]
     if inward:
         x[entry][:, index] = moved
     else:
-        # The default mode would fill a buffer of its own first.
+        # The default mode would fill a temporary buffer first.
         np.take(x[entry], index, axis=1, out=moved, mode="clip")
 
 
 def available_cores() -> int:
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS and Windows do not tell
+    except AttributeError:  # missing on macOS and Windows
         return os.cpu_count() or 1
 
 
 def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
-    """`1 / (1 - beta**steps)`, worked out in float64; inf where no step was taken."""
+    """Returns `1 / (1 - beta**steps)`, computed in float64; inf where no step was taken."""
     with np.errstate(divide="ignore"):
         return (1 / (1 - np.float64(beta) ** steps.reshape(-1))).astype(np.float32)
 
 
 class NumbaKernel:
-    """One pass over memory, compiled when a combination of dtypes is first met."""
+    """One pass over memory, compiled at the first use of each combination of dtypes."""
 
     def __init__(self, tile: int):
-        # Here: a process without an engine, which plans or evaluates, does not wait for Numba.
+        # Imported here, so that a process that only plans or evaluates does not wait for Numba.
         from zenflow_jax._host import numba_loops
 
         self.tile, self._loops = tile, numba_loops
@@ -251,7 +251,7 @@ class NumbaKernel:
     def adamw(self, step: Step, tile: Tile) -> None:
         """Takes the step on one tile."""
         p, m, v = step.masters, step.mu, step.nu
-        assert p.cast is None  # float16 takes the other kernel
+        assert p.cast is None  # float16 uses the NumPy kernel
         moments = (m.values, m.scales, v.values, v.scales)
         arrays = [None if x is None else _bits(flat(x)) for x in (p.values, p.rest, *moments)]
         channels = (step.active, step.m_debias, step.v_debias)
@@ -262,12 +262,12 @@ class NumbaKernel:
 
 
 def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
-    """Gradients and their factors as the compiled loops take them."""
+    """Pads gradients and factors to the number that the compiled loops take."""
     none = GRADIENTS_PER_PASS - len(gradients)
     assert none >= 0, "the others are added up before"
     views = [_bits(g).view() for g, _ in gradients]
     for x in views:
-        x.flags.writeable = False  # always, because to Numba that is a type of its own
+        x.flags.writeable = False  # always, because Numba types read-only arrays separately
     return (*views, *[None] * none), (*(f for _, f in gradients), *[np.float32(0)] * none)
 
 

@@ -16,18 +16,18 @@ import numpy as np
 
 #: Such an address is a multiple of this many bytes (jax 0.10.0 to 0.11.2), NumPy's own only of 16.
 ALIGNMENT = 64
-#: Elements that are converted at once: the scratch stays in the cache.
+#: Elements to convert at once: the scratch stays in the cache.
 CHUNK = 128 * 1024
-#: Elements of a channel that share a scale in compact moments; fewer where a channel ends.
+#: Neighbours in a channel that share a scale in compact moments; fewer at a channel's end.
 BUCKET = 32
 
-#: First and last + 1 segment, first and last + 1 element in each.
+#: First segment and last + 1, then the first element in each and last + 1.
 Tile = tuple[int, int, int, int]
 _Array = TypeVar("_Array", bound="HostArray")
 
 
 def blank(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
-    """Zeros; they take memory only when they are written."""
+    """Makes zeros, whose pages take memory only when written."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(nbytes + ALIGNMENT - 1, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -46,9 +46,10 @@ def flat(x: np.ndarray) -> np.ndarray:
 
 
 class Segments(NamedTuple):
-    """How an array lies in memory, as segments of `width` elements.
+    """An array's memory layout, as segments of `width` elements.
 
-    Leading: a segment is a channel. Trailing: it is a row of all of them, and buckets have 32 rows.
+    Leading channels: a segment is a channel. Trailing channels: a segment is a row of all channels,
+    and buckets have 32 rows.
     """
 
     number: int
@@ -65,9 +66,9 @@ class Segments(NamedTuple):
         return cls(entries * n, entries * n, tail, False)
 
     def tiles(self, limit: int, *, whole: bool = False) -> list[Tile]:
-        """Tiles of whole buckets of one entry, of at most `limit` elements or one bucket.
+        """Returns tiles of whole buckets in one entry, with at most `limit` elements or one bucket.
 
-        `whole` ones have whole segments, however many elements these have.
+        `whole` tiles have whole segments, whatever their size.
         """
         height, breadth = (BUCKET, 1) if self.trailing else (1, BUCKET)
         edges = [(0, self.width)] if whole else _cut(self.width, limit // height, breadth)
@@ -80,7 +81,7 @@ class Segments(NamedTuple):
         ]
 
     def region(self, x: np.ndarray, tile: Tile) -> np.ndarray:
-        """A tile of an array that lies so, `(segments, elements)`."""
+        """Returns a view of a tile, `(segments, elements)`, of an array with this layout."""
         return flat(x).reshape(-1, self.width)[slice(*tile[:2]), slice(*tile[2:])]
 
 
@@ -91,24 +92,24 @@ def in_turn(work: Callable[[Tile], None], tiles: Sequence[Tile]) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostArray(abc.ABC):
-    """Numbers of one leaf, or of channels of one. Fields of subclasses are more arrays, or None.
+    """Numbers for a leaf, or for some of its channels. Subclasses add arrays, or None, as fields.
 
-    In each of the arrays the third axis is that of the channels.
+    In each array the third axis is the channel axis.
     """
 
     values: np.ndarray  # the numbers, if float32
 
     @abc.abstractmethod
     def like(self: _Array, shape: tuple[int, ...]) -> _Array:
-        """Zeros of another shape, kept in the same way."""
+        """Makes zeros of another shape, in the same format."""
 
     @abc.abstractmethod
     def read_tile(self, tile: Tile, scratch: np.ndarray) -> np.ndarray:
-        """The numbers of a tile: a view if they are float32, else `scratch`, which gets them."""
+        """Returns a tile's numbers: a view if they are float32, else a filled `scratch`."""
 
     @abc.abstractmethod
     def write_tile(self, tile: Tile, x: np.ndarray, where: "np.ndarray | bool" = True) -> None:
-        """Sets the numbers of a tile where `where`, broadcast, is True."""
+        """Sets a tile's numbers where `where`, broadcast, is True."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,7 +129,7 @@ class HostArray(abc.ABC):
 
     @property
     def plain(self) -> bool:
-        """Whether `values` is all there is."""
+        """Returns whether `values` is the only array."""
         return len(self.arrays) == 1
 
     def copy(self: _Array) -> _Array:
@@ -136,7 +137,7 @@ class HostArray(abc.ABC):
         return dataclasses.replace(self, **arrays)
 
     def as_float32(self, run: Callable[..., None] = in_turn) -> np.ndarray:
-        """All of the numbers: `values`, which updates write, where they are float32."""
+        """Returns all numbers; if they are float32, `values` itself, which updates write."""
         if self.values.dtype == np.float32:
             return self.values
         x, segments = np.empty(self.shape, np.float32), self.segments
@@ -148,14 +149,14 @@ class HostArray(abc.ABC):
         return x
 
     def chunks(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The numbers in C order, about `limit` at once, each with the number of its first one."""
+        """Yields the numbers in C order, about `limit` at once, each with its first index."""
         for tile in self.segments.tiles(limit, whole=True):
             first, last, _, width = tile
             numbers = self.read_tile(tile, np.empty((last - first, width), np.float32))
             yield first * width, flat(numbers)
 
     def write(self, x: np.ndarray, run: Callable[..., None] = in_turn) -> None:
-        """Sets all of the numbers; `x` is of the same size, float32 or of the leaf's dtype."""
+        """Sets all numbers; `x` has the same size, in float32 or the leaf's dtype."""
         x, segments = np.ascontiguousarray(x).reshape(self.shape), self.segments
 
         def write(tile: Tile) -> None:

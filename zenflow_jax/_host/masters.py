@@ -1,18 +1,18 @@
-"""The float32 masters of a leaf on the host; of a bfloat16 leaf what is uploaded is half of each.
+"""The float32 masters of a leaf on the host, split for a bfloat16 leaf.
 
 Such a leaf uploads its masters rounded to the nearest bfloat16, ties to even. A bfloat16 is the
-upper 16 bits of a float32. Kept are the rounded one and the master's lower 16 bits, `rest`. Read as
-a signed number they are the way back: `bits of master = (bits of rounded << 16) + rest`, because
-the upper bits are rounded up just where the lower ones are negative.
+upper 16 bits of a float32. The host keeps the rounded number and the master's lower 16 bits,
+`rest`, as a signed number: `bits of master = (bits of rounded << 16) + rest`, because the upper
+bits are rounded up exactly where the lower bits are negative.
 
-But for one case: a master exactly halfway above a bfloat16 that ends in 0 is rounded down to it,
-and 32768 is more than int16 has. It becomes 32767: such a master, one of 131,072 numbers, moves by
-its last bit, once, and what is uploaded is the cast of either. (Ties away from zero would keep the
-bit, but jax casts to even.) A NaN stays one of its sign. All other numbers come back bit for bit;
+With one exception: a master exactly halfway above a bfloat16 that ends in 0 is rounded down to it,
+and 32768 does not fit int16. It becomes 32767: such a master, one in 131,072 numbers, moves by its
+last bit, once, and both values have the same cast. (Ties away from zero would keep the bit, but jax
+rounds ties to even.) A NaN stays a NaN with its sign. All other numbers come back bit for bit;
 `tests/host/test_masters.py` tries all 2**32.
 
-The numbers of float16 are unevenly far apart, so `rest` would not do: such a leaf keeps float32
-masters and a rounded copy, which is uploaded.
+The spacing of float16 numbers is uneven, so `rest` does not work: such a leaf keeps float32 masters
+and a rounded copy for uploads.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ _INT16 = np.iinfo(np.int16)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Masters(HostArray):
-    """The masters of one leaf. `values` are float32; of a bfloat16 leaf rounded, for uploads."""
+    """One leaf's masters. `values` are float32; for a bfloat16 leaf rounded, for uploads."""
 
-    rest: np.ndarray | None = None  # of a bfloat16 leaf: int16, the masters' lower halves
-    cast: np.ndarray | None = None  # of a float16 leaf: the masters rounded, for uploads
+    rest: np.ndarray | None = None  # bfloat16 leaf: int16, the masters' lower halves
+    cast: np.ndarray | None = None  # float16 leaf: the rounded masters, for uploads
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Masters":
@@ -44,7 +44,7 @@ class Masters(HostArray):
 
     @property
     def to_upload(self) -> np.ndarray:
-        """The masters in the leaf's dtype. Not a copy: the next update writes it."""
+        """Returns the masters in the leaf's dtype. Not a copy: the next update writes it."""
         return self.values if self.cast is None else self.cast
 
     def like(self, shape: tuple[int, ...]) -> "Masters":
@@ -78,9 +78,9 @@ class Masters(HostArray):
 def _split(
     x: np.ndarray, rounded: np.ndarray, rest: np.ndarray, where: "np.ndarray | bool"
 ) -> None:
-    """Takes float32 masters apart, into `rounded` (bfloat16) and `rest` (int16).
+    """Splits float32 masters into `rounded` (bfloat16) and `rest` (int16).
 
-    Where `where`, broadcast, is False both stay as they are.
+    Both keep their values where `where`, broadcast, is False.
     """
     _round(x, out=rounded, where=where)
     bits = x.view(np.int32)
@@ -95,5 +95,5 @@ def _split(
 
 
 def _round(x: np.ndarray, *, out: np.ndarray, where: "np.ndarray | bool") -> None:
-    with np.errstate(all="ignore"):  # what is too large becomes infinite, as on the device
+    with np.errstate(all="ignore"):  # large numbers become infinite, as on the device
         np.copyto(out, x, where=where, casting="same_kind")

@@ -1,7 +1,8 @@
 """The two moments of a leaf on the host: float32, or "compact" in codes of 8 bits.
 
-A bucket of 32 neighbours in a channel has a code for each and one scale, its largest magnitude. So
-the two moments take 1.0625 and 1.125 bytes in place of 4 each. Buckets never span channels.
+A bucket of 32 neighbours in a channel has a code for each and a single scale, its largest
+magnitude. So the two moments take 1.0625 and 1.125 bytes instead of 4 each. Buckets never span
+channels.
 
 First moment: codes `c` from -127 to 127 stand for `c (|c| + 60) / 23749` of the scale. The steps
 between them grow from near zero to the largest by 4, as those of a softsign curve do (FlashOptim,
@@ -9,12 +10,12 @@ https://arxiv.org/abs/2602.23349); but this curve takes no division on the way b
 its square root is `c / 255` of the scale, `c` from 0 to 255. A code is the nearest, and at least 1
 where a second moment is above zero: one that vanished under a first moment would make a huge step.
 
-The first moment's scale is a bfloat16, the second's a float32. In bfloat16 it would stand still:
-where `b2` is 0.999 an update lets the root shrink by 1 in 2000, which would be rounded away.
+The first moment's scale is a bfloat16, the second's a float32. In bfloat16 it would never shrink:
+with `b2` = 0.999 an update shrinks the root by 1 in 2000, which would be rounded away.
 
-Numbers that were decoded give the same codes and scales again, as the largest code stands for the
-scale, exactly. So checkpoints have float32 moments and lose nothing. A bucket whose numbers (or
-roots) are all below 2**-60 is zero. A number that is not finite makes its bucket NaN or infinite.
+Decoded numbers encode to the same codes and scales again, because the largest code means exactly
+the scale. So checkpoints have float32 moments and lose nothing. A bucket is zero if its numbers (or
+roots) are all below 2**-60. A number that is not finite makes its bucket NaN or infinite.
 """
 
 import dataclasses
@@ -42,14 +43,14 @@ _SCALES = {_FIRST: np.dtype(ml_dtypes.bfloat16), _SECOND: np.dtype(np.float32)}
 class Moment(HostArray):
     """One moment of one leaf, `(entries, rows, n, tail)`.
 
-    `values` are float32; or codes, int8 of a first moment and uint8 of a second.
+    `values` are float32; or codes, int8 for a first moment and uint8 for a second.
     """
 
-    scales: np.ndarray | None = None  # of the codes: like `values`, one for each bucket
+    scales: np.ndarray | None = None  # like `values`, but one scale for each bucket of codes
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Moment":
-        """Zeros in float32, or in codes: int8 of a first moment, uint8 of a second."""
+        """Makes zeros in float32, or in codes: int8 for a first moment, uint8 for a second."""
         kind = _SCALES.get(np.dtype(dtype))
         scales = None if kind is None else blank(_shape_of_scales(shape), kind)
         return cls(blank(shape, dtype), scales)
@@ -72,7 +73,7 @@ class Moment(HostArray):
             _encode(x, axis, values, scales, where)
 
     def _of_tile(self, tile: Tile) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """A tile of the values and of their scales, and the axis along which buckets lie."""
+        """Returns a tile's values and scales, and the axis of buckets."""
         segments, scales = self.segments, self.scales
         first, last, left, right = tile
         _, rows, width, trailing = segments
@@ -101,7 +102,7 @@ def bytes_of_moments(shape: tuple[int, ...], *, compact: bool) -> int:
 
 
 def _decode(codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
-    """Writes to `out`, float32, the numbers that codes stand for; `scales` are of each code."""
+    """Decodes into `out`, float32; `scales` has one scale for each code."""
     np.copyto(out, codes)
     with np.errstate(all="ignore"):  # of buckets that are not finite
         if codes.dtype == _FIRST:
@@ -117,9 +118,9 @@ def _decode(codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
 def _encode(
     x: np.ndarray, axis: int, codes: np.ndarray, scales: np.ndarray, where: "np.ndarray | bool"
 ) -> None:
-    """Writes codes and scales of numbers; buckets lie along `axis`.
+    """Encodes numbers into codes and scales; buckets lie along `axis`.
 
-    Where `where`, broadcast to both, is False both stay as they are.
+    Codes and scales keep their values where `where`, broadcast to both, is False.
     """
     first = codes.dtype == _FIRST
     with np.errstate(all="ignore"):  # of buckets that are not finite
@@ -145,7 +146,7 @@ def _encode(
 
 
 def _spread(scales: np.ndarray, axis: int, shape: tuple[int, ...]) -> np.ndarray:
-    """For each element of a region of this shape the scale of its bucket."""
+    """Repeats scales so that each element in a region of this shape has its bucket's scale."""
     return np.repeat(scales, BUCKET, axis=axis)[: shape[0], : shape[1]]
 
 

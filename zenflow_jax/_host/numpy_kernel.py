@@ -1,7 +1,7 @@
 """The portable kernel: AdamW in NumPy calls on tiles that fit the cache.
 
-`adam.py` runs it where Numba is not wanted and for float16. `numba_loops.py` is its twin and gives
-the same bits. Here too is what both kernels take: a step.
+`adam.py` runs it on request, and for float16. `numba_loops.py` is its twin and gives the same bits.
+`Step`, the input of both kernels, is here, too.
 
 Letters: `p, m, v, g` master, moments and gradient of a tile, in float32.
 """
@@ -16,8 +16,8 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment
 from zenflow_jax._spec.scalars import AdamScalars
 
-#: Gradients that a compiled step adds up on its way: those of a window of twice the default length.
-#: Numba compiles each number of them, and each set of dtypes, when it first meets it, in a second.
+#: Gradients that a compiled step sums in the same pass: enough for twice the default window. Numba
+#: compiles each number of gradients and each set of dtypes at its first use, in a second.
 GRADIENTS_PER_PASS = 8
 
 #: Gradients in float32, bfloat16 or float16, each with its factor.
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 
 class NumpyKernel:
-    """Tiles in the cache and `out=` everywhere: only the first step of a thread allocates."""
+    """The kernel in NumPy calls with `out=`: only a thread's first step allocates."""
 
     def __init__(self, tile: int):
         self.tile = tile
@@ -101,7 +101,7 @@ class NumpyKernel:
                 a.write_tile(tile, numbers, where if masked else True)
 
     def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
-        """`count` arrays of float32 that belong to the calling thread; contents are garbage."""
+        """Returns `count` float32 arrays for the calling thread; contents are garbage."""
         if not hasattr(self._local, "scratch"):
             self._local.scratch = np.empty((5, max(self.tile, BUCKET)), np.float32)
         size = int(np.prod(shape))

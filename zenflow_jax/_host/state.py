@@ -1,7 +1,7 @@
 """The state of every deferred channel: masters, moments, counts, and the open window.
 
 `_exchange/worker.py` decides when these methods run, `adam.py` does the arithmetic. Arrays have the
-leaf's full shape, viewed as `(entries, rows, n, tail)`. Rows of selected channels are not current.
+leaf's full shape, viewed as `(entries, rows, n, tail)`. Rows of selected channels are stale.
 
 Letters: `entries` of the stack axes, `n` channels in each, `k` of them selected.
 """
@@ -20,8 +20,8 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
 from zenflow_jax._spec.schedule import Schedule
 
-#: The most mails that are kept. An update frees the closed window's mails leaf by leaf while those
-#: of the next one come in. So windows of four steps need no sums as long as the update keeps up.
+#: The most mails to keep. An update frees the closed window's mails leaf by leaf while the next
+#: window's arrive. So windows of four steps need no sums as long as the update keeps up.
 MAILS_KEPT = 5
 
 
@@ -29,9 +29,9 @@ MAILS_KEPT = 5
 class WindowGradients:
     """One leaf's gradients of a window, until they are used."""
 
-    # The float32 sum of the first of them, if they were added up; the leaf owns its memory.
+    # The float32 sum of the earliest gradients, if added up; the leaf owns its memory.
     total: np.ndarray | None = None
-    # The others in order, each with its factor: views of host memory that is freed with them.
+    # The later gradients in order, each with its factor: views that keep their host memory alive.
     kept: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
 
     @property
@@ -53,7 +53,7 @@ class HostLeaf:
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
     channels: np.ndarray  # int32 (entries, k), ascending: the selected ones
     open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
-    # Sums not in use. While an update runs two may be in use: its window's, and the next one's.
+    # Unused sums. While an update runs two may be in use: its window's and the next window's.
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -76,7 +76,7 @@ class HostLeaf:
 
     @property
     def written(self) -> list[np.ndarray]:
-        """Returns the arrays that updates write, which `copy` copies."""
+        """Returns the arrays that updates write, and `copy` copies."""
         total = [] if self.open.total is None else [self.open.total]
         return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *total]
 
@@ -103,7 +103,7 @@ class HostLeaf:
         return dataclasses.replace(self, open=window, spare=[])
 
     def copy(self) -> "HostLeaf":
-        """Copies the leaf, but for mails and channels, which nobody writes."""
+        """Copies the leaf, except mails and channels, which are never written."""
         total, leaf = self.open.total, self.alias()
         window = dataclasses.replace(leaf.open, total=None if total is None else copied(total))
         return dataclasses.replace(
@@ -118,15 +118,15 @@ class HostLeaf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClosedWindow:
-    """A closed window of a group, with all that its update needs."""
+    """A group's closed window, with everything for its update."""
 
     number: int
     counted: int  # steps that were not skipped
     step: WindowStep  # from the hyperparameters of its last step
     leaves: list[int]  # the numbers of the group's leaves
-    # By these numbers; none if no step counted. The update of a leaf drops its own.
+    # By these numbers; empty if no step counted. A leaf's update drops its entry.
     gradients: dict[int, WindowGradients]
-    # Bool (entries, n): channels to update. Those that enter before the update are taken out.
+    # Bool (entries, n): channels to update, without those that enter before the update.
     active: dict[int, np.ndarray]
 
 
@@ -140,7 +140,7 @@ class OpenWindow:
 
 @dataclasses.dataclass(frozen=True)
 class SelectedRows:
-    """A leaf's selected channels as they cross in a hand-over; shapes as on the device."""
+    """A leaf's selected channels in a hand-over; shapes as on the device."""
 
     master: np.ndarray  # float32 (entries, rows, k, tail)
     mu: np.ndarray
@@ -149,7 +149,7 @@ class SelectedRows:
 
     @classmethod
     def of(cls, arrays: Sequence[np.ndarray], spec: LeafSpec) -> "SelectedRows":
-        """Takes the arrays of a part as the device has them."""
+        """Makes rows from a part's arrays in the device's shapes."""
         shape = spec.view4(spec.k)
         master, mu, nu = (x.reshape(shape) for x in arrays[:3])
         return cls(master, mu, nu, arrays[3].reshape(shape[::2]))
@@ -163,8 +163,8 @@ class SelectedRows:
 class HostState:
     """The deferred half of a run on the host. For one thread at a time.
 
-    Each of `pieces` has the numbers of leaves that share memory in a mail. `before_write` is called
-    with the number of a leaf before its arrays are written; it may wait.
+    Each of `pieces` has the numbers of leaves that share memory in a mail. `before_write` gets the
+    number of a leaf before its arrays are written; it may wait.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class HostState:
         ]
         self._mail_bytes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self.windows = 0  # closed so far
-        self._closed: list[ClosedWindow] = []  # whose updates are not made yet
+        self._closed: list[ClosedWindow] = []  # windows that wait for their update
         self._overflowed = False  # whether gradients ever exceeded the limit: reuse sum buffers
         # A window uses its last step's hyperparameters, whether that step was skipped or not.
         self.scalars: AdamScalars | None = None
@@ -205,12 +205,12 @@ class HostState:
 
     @property
     def pinned_bytes(self) -> int:
-        """Returns the bytes of kept mails, which alone are in memory that jax has pinned."""
+        """Returns the bytes of kept mails, the only arrays in memory that jax has pinned."""
         kept = [len(leaf.open.kept) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
                 kept[i] += len(gradients.kept)
-        # A mail is there until the last of the leaves in it has used it.
+        # The last leaf that uses a mail frees it.
         return sum(
             sum(self._mail_bytes[i] for i in piece) * max(kept[i] for i in piece)
             for piece in self._pieces
@@ -224,7 +224,7 @@ class HostState:
         closed: int,
         scalars: AdamScalars | None,
     ) -> None:
-        """Resumes a saved run's state; the selected channels are in place already.
+        """Resumes a saved run's state; the selected channels are already in place.
 
         For each leaf `arrays` has "master", "mu", "nu", "steps" and, if the host adds up its open
         window, "total". `counted` has the steps in each group's open window.
@@ -255,8 +255,8 @@ class HostState:
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
         """Adds one step's gradients to the open windows, `factor` times.
 
-        They are kept for their window's update, which adds them up. If they are too many, some are
-        added up at once, which changes no bit.
+        The host keeps them for their window's update, which adds them up. If they are too many, the
+        host adds some up at once, which changes no bit.
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             leaf.keep(gradient, factor)
@@ -334,10 +334,10 @@ class HostState:
     def hand_over(
         self, window: ClosedWindow, i: int, leaving: SelectedRows, chosen: np.ndarray
     ) -> SelectedRows:
-        """Takes leaf `i`'s selected channels back and returns a copy of the `chosen` ones' state.
+        """Takes back leaf `i`'s selected channels; returns a copy of the `chosen` channels' state.
 
-        The update of the window that just closed is still to come: entering channels get theirs
-        here, on their own, and are taken out of it.
+        The update of the window that just closed is still pending: this call updates the entering
+        channels at once, and removes them from that update.
         """
         self.before_write(i)
         leaf, active = self.leaves[i], window.active[i]
@@ -351,7 +351,7 @@ class HostState:
         window.active[i] = active & ~entering
         before, leaf.channels = leaf.channels, chosen
         master, mu, nu = self._adam.take(wide, chosen)
-        if self.compact:  # what stays is rounded on the host only, where it is not current
+        if self.compact:  # only the host's copies, which are stale, are rounded
             for taken, left in ((mu, leaving.mu), (nu, leaving.nu)):
                 _keep_staying(taken, chosen, left, before)
         steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
@@ -359,7 +359,7 @@ class HostState:
         return SelectedRows(master, mu, nu, steps)
 
     def hide_selected(self, leaves: Sequence[HostLeaf]) -> None:
-        """Makes the selected channels NaN in masters that parameters in host memory come from."""
+        """Sets selected channels to NaN in the masters of parameters in host memory."""
         for leaf in leaves:
             if leaf.spec.hosted:
                 nan = np.full(leaf.spec.view4(leaf.spec.k), np.nan, np.float32)
@@ -380,7 +380,7 @@ class HostState:
 def _keep_staying(
     taken: np.ndarray, chosen: np.ndarray, left: np.ndarray, before: np.ndarray
 ) -> None:
-    """Gives channels that stay selected the rows that they `left` with, which are not rounded."""
+    """Restores the unrounded rows, in `left`, for channels that stay selected."""
     for rows, new, old_rows, old in zip(taken, chosen, left, before, strict=True):
         _, at, was_at = np.intersect1d(new, old, assume_unique=True, return_indices=True)
         rows[:, at] = old_rows[:, was_at]

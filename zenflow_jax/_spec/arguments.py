@@ -35,13 +35,13 @@ def check_schedule(
     window_scaling: float | None,
     provisional_share: float | None,
 ) -> Schedule:
-    """The schedule that these arguments describe; an error names the argument that is wrong."""
+    """Returns the schedule that these arguments describe; errors name the wrong argument."""
     check_share("topk_ratio", topk_ratio, remedy=_IF_INJECTED)
     window = _check_window(update_interval, topk_ratio)
     select = _check_select(select_interval, window)
     warm_up = check_int("full_warm_up_rounds", full_warm_up_rounds, 0, remedy=_IF_INJECTED)
     check_bool("rolling", rolling)
-    # An adaptive window is the same for all leaves, as all of them decide when it closes.
+    # An adaptive window is the same for all leaves, because all leaves decide when it closes.
     in_turn = bool(rolling) and not isinstance(window, AutoWindow)
     late = _check_staleness(staleness, window, in_turn)
     scaling = _share_or_none("window_scaling", window_scaling)
@@ -60,7 +60,7 @@ def check_schedule(
         groups=window if in_turn and isinstance(window, int) else 1,
         staleness=late,
         window_scaling=scaling,
-        # Where no window outlasts its step, no weight waits for an update.
+        # With windows of one step and no staleness, no weight waits for an update.
         provisional_share=None if window == 1 and late == 0 else share,
     )
 
@@ -86,7 +86,7 @@ def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect:
 
 
 def _check_staleness(staleness: Any, window: int | AutoWindow, in_turn: bool) -> int | None:
-    """The steps that an update waits; None where that is for the next boundary to say."""
+    """Returns how many steps an update waits; None if until the next boundary."""
     staleness = check_int_or_none("staleness", staleness, 0, _IF_INJECTED)
     if staleness is None:
         return 1 if in_turn else window if isinstance(window, int) else None
@@ -110,7 +110,7 @@ def check_send_gradients(value: Any) -> SendGradients:
 
 
 def check_transfer_dtype(dtype: Any) -> np.dtype | None:
-    """The dtype that mail is cast to; None means the one that suits each leaf."""
+    """Returns the dtype that mail is cast to; None lets each leaf decide."""
     if dtype is None:
         return None
     try:
@@ -123,7 +123,7 @@ def check_transfer_dtype(dtype: Any) -> np.dtype | None:
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Refuses what is no real scalar, and bad values where they are known (not traced)."""
+    """Refuses values that are not real scalars, and bad values unless traced."""
     for name, value in numbers.items():
         if name == "max_grad_norm" and value is None:
             continue

@@ -1,7 +1,7 @@
 """Divides the offloaded leaves into groups that take turns to close their windows.
 
-The rule knows shapes, dtypes and order alone, so that a run has the same groups on any devices. One
-thing of a mesh counts: where it divides the layers of a stack, the stack stays in one piece.
+The rule uses only shapes, dtypes and order, so that a run has the same groups on any devices. With
+one exception: if a mesh divides the layers of a stack, the stack stays in one piece.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.schedule import Schedule
 
-#: How much more the largest group may have than the smallest before stacked leaves are cut.
+#: The largest ratio between the sizes of two groups without cutting stacked leaves.
 UNEVEN = 1.5
 #: The most bytes of a range of a stacked leaf, in groups' mean bytes, tried in this order. At each
 #: of its boundaries a range costs a copy of its whole leaf on the device, so large ones come first.
@@ -21,10 +21,10 @@ _LARGEST = (math.inf, 1.0, 0.5, 0.25)
 def in_groups(
     specs: Sequence[LeafSpec], schedule: Schedule
 ) -> tuple[tuple[LeafSpec, ...], Schedule]:
-    """The specs with their groups, and the schedule without groups that would have no leaf.
+    """Returns the specs with their groups, and the schedule without empty groups.
 
-    The largest leaf comes first, into the group with the least. Where this leaves the groups
-    uneven, stacked leaves are cut into ranges of their layers, which go into different groups.
+    The largest leaf comes first; each leaf goes into the group with the fewest bytes. If the groups
+    are still uneven, stacked leaves are cut into ranges of layers in different groups.
     """
     offloaded = {i: spec for i, spec in enumerate(specs) if not spec.resident}
     if not offloaded:
@@ -46,7 +46,7 @@ def in_groups(
 
 
 def of_group(specs: Sequence[LeafSpec], group: int) -> dict[int, LeafSpec]:
-    """The leaves, or ranges of leaves, that close their windows with a group, by number."""
+    """Returns a group's leaves, or ranges of leaves, by leaf number."""
     return {
         i: spec.range_of(group)
         for i, spec in enumerate(specs)
@@ -59,7 +59,7 @@ def _nbytes(spec: LeafSpec) -> int:
 
 
 def _cut(spec: LeafSpec, largest: float, groups: int) -> LeafSpec:
-    """The leaf with as many ranges as it takes for none to have more than `largest` bytes."""
+    """Cuts the leaf into the fewest ranges with at most `largest` bytes each."""
     place = spec.placement
     if not spec.stack or (place is not None and place.part[0]):
         return spec

@@ -1,4 +1,4 @@
-"""The static facts of one leaf: its shape, its channel axis, how many channels are selected."""
+"""The static facts of one leaf: its shape, channel axis and number of selected channels."""
 
 import dataclasses
 import math
@@ -28,25 +28,25 @@ class LeafSpec:
     decay: bool  # whether weight decay applies
     placement: Placement | None = None  # None on one device
     transfer_dtype: np.dtype | None = None  # dtype of its mail; None for the leaf's own
-    # With which group each range of its first stack axis closes its windows; as a rule it has one.
+    # The group of each range on its first stack axis; usually there is only one range.
     groups: tuple[int, ...] = (0,)
-    start: int | None = None  # of a range of a stacked leaf: the entry at which it begins
-    hosted: bool = False  # the parameter is in host memory; layers, fetched one after the other
+    start: int | None = None  # for a range of a stacked leaf: its first entry
+    hosted: bool = False  # whether the parameter, stacked layers, is in host memory
 
     @property
     def anonymous(self) -> "LeafSpec":
-        """The spec that all leaves like this one have in common, so that they share programs."""
+        """Returns the common spec of all similar leaves, so that they share programs."""
         return dataclasses.replace(self, name="", decay=False, groups=(0,))
 
     @property
     def group(self) -> int:
-        """The group of a leaf that is not cut, or of a range."""
+        """Returns the group of an uncut leaf, or of a range."""
         (group,) = self.groups
         return group
 
     @property
     def ranges(self) -> tuple["LeafSpec", ...]:
-        """The specs of the ranges of its first stack axis, in order; of an uncut leaf itself."""
+        """Returns the specs of the ranges on its first stack axis, in order, or the leaf itself."""
         count = len(self.groups)
         if count == 1:
             return (self,)
@@ -59,7 +59,7 @@ class LeafSpec:
         )
 
     def range_of(self, group: int) -> "LeafSpec":
-        """The range that closes its windows with `group`, which must be one of `groups`."""
+        """Returns the range in `group`, which must be in `groups`."""
         return self.ranges[self.groups.index(group)]
 
     @property
@@ -68,7 +68,7 @@ class LeafSpec:
 
     @property
     def copies(self) -> int:
-        """How many devices hold each part of it, and send its gradient in a step."""
+        """Returns how many devices hold each part, and send its gradient in a step."""
         place = self.placement
         return 1 if place is None else place.mesh.size // math.prod(map(place.count, place.part))
 
@@ -78,7 +78,7 @@ class LeafSpec:
 
     @property
     def keeps_master(self) -> bool:
-        """Whether the device holds a float32 master of the parameter."""
+        """Returns whether the device holds a separate float32 master."""
         return self.hosted or self.dtype != np.float32
 
     @property
@@ -93,19 +93,19 @@ class LeafSpec:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces of its channel axis, each of which selects among its own."""
+        """Returns the number of pieces on its channel axis; each selects among its own channels."""
         assert self.axis is not None
         place = self.placement
         return 1 if place is None else place.count(place.block[self.axis])
 
     @property
     def selected_shape(self) -> tuple[int, ...]:
-        """Shape of the arrays of selected channels: the leaf's, with `k` channels."""
+        """Returns the shape of selected arrays: the leaf's, with `k` channels."""
         assert self.axis is not None
         return (*self.shape[: self.axis], self.k, *self.shape[self.axis + 1 :])
 
     def view4(self, channels: int) -> tuple[int, int, int, int]:
-        """The shape as `(entries, rows, channels, tail)`, with so many channels, for the host.
+        """Returns the shape as `(entries, rows, channels, tail)`, for the host.
 
         `entries` of the stack axes; rows only if the channel axis is the last, else a tail.
         """
@@ -119,15 +119,15 @@ class LeafSpec:
 
 
 def is_hosted(x: Any) -> bool:
-    """Whether an array, traced or abstract ones too, is in host memory."""
+    """Returns whether an array, which may be traced or abstract, is in host memory."""
     if isinstance(x, Tracer):
         return jax.typeof(x).memory_space == jax.memory.Space.Host
-    # The type of a shape, or of what savers put together, may not say so (jax 0.10.2).
+    # A shape's type, or that of an array assembled by a saver, may not say so (jax 0.10.2).
     return getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
 
 
 def plain_name(path: tuple[Any, ...]) -> str:
-    """The key path of a leaf as text, whether or not flax nnx has wrapped the leaf."""
+    """Formats a leaf's key path, the same with and without a wrapper of flax nnx."""
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path)

@@ -1,6 +1,6 @@
-"""Warns, by `logging`, of leaves that are probably not what the user takes them for.
+"""Warns, by `logging`, of leaves that the user has probably not intended.
 
-Nothing here changes a result: each run is right for what its leaves are.
+Nothing here changes a result.
 """
 
 import logging
@@ -17,9 +17,9 @@ from zenflow_jax._spec.resolve import selected_channels
 
 _logger = logging.getLogger("zenflow_jax")
 
-# Too many selected parameters, as a share of all, that nobody needs to know of.
+# A smaller share of extra selected parameters causes no warning.
 _NEGLIGIBLE = 0.01
-# The last key of a norm's or a bias's path.
+# The last key in the path of a norm or a bias.
 _VECTOR = re.compile(r"\b(bias|scale)\W*$")
 
 
@@ -39,7 +39,7 @@ def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
 
 
 def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
-    """Warns where rounding up selects more than twice `topk_ratio`, as of a stack along axis 1."""
+    """Warns if rounding up selects more than twice `topk_ratio`, as for a stack along axis 1."""
     few = [s for s in specs if not s.resident and s.k > 2 * topk_ratio * s.n]
     surplus = sum(math.prod(s.shape) * (s.k / s.n - topk_ratio) for s in few)
     if surplus <= _NEGLIGIBLE * sum(math.prod(s.shape) for s in specs):
@@ -61,13 +61,13 @@ def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
 
 
 def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
-    """Warns where a mesh adds selected channels, so that fewer devices cannot resume the run."""
+    """Warns if a mesh adds selected channels, so that fewer devices cannot resume the run."""
     divided = [s for s in specs if not s.resident and s.pieces > 1]
     uneven = [s for s in divided if s.k != selected_channels(topk_ratio, s.n, 1)]
     if not uneven:
         return
     first = uneven[0]
-    # Each piece selects a whole number of channels where the ratio is a multiple of 1 / this.
+    # Each piece selects a whole number of channels if the ratio is a multiple of 1 / common.
     common = math.gcd(*(s.n // s.pieces for s in divided))
     even = selected_channels(topk_ratio, common, 1) / common
     remedy = f"with topk_ratio={even!r} or " if even <= 2 * topk_ratio else ""
@@ -85,7 +85,7 @@ def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
 
 
 def warn_of_stacked_vectors(specs: Sequence[LeafSpec]) -> None:
-    """Warns of offloaded leaves that have the name of a norm or a bias, as of scanned layers."""
+    """Warns of offloaded leaves that are named like a norm or a bias, as in scanned layers."""
     named = [s for s in specs if not s.resident and _VECTOR.search(s.name)]
     if named:
         _logger.warning(
@@ -101,7 +101,7 @@ def warn_of_stacked_vectors(specs: Sequence[LeafSpec]) -> None:
 
 
 def warn_of_a_part(params: Any) -> None:
-    """Warns that `max_grad_norm` sees a part of a tree, as in `optax.partition`."""
+    """Warns that `max_grad_norm` sees only a part of a tree, as in `optax.partition`."""
     nodes = jax.tree.leaves(params, is_leaf=_is_masked)
     masked = sum(map(_is_masked, nodes))
     if masked:

@@ -1,4 +1,4 @@
-"""How a leaf lies on a mesh: which mesh axes divide it, and which divide the work on it.
+"""A leaf's placement on a mesh: the mesh axes that divide it, and those that divide its work.
 
 These facts are static and hashable, and name no device. `_device/shards.py` acts on them.
 
@@ -21,39 +21,39 @@ MeshAxes = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How a mesh divides a leaf's parameter, and how it divides the arrays that belong to it."""
+    """A mesh's division of a leaf's parameter, and of the arrays that belong to the leaf."""
 
     mesh: AbstractMesh
     block: MeshAxes  # divide the parameter
     part: MeshAxes  # divide moments, mail and deferred half: the block's axes and maybe more
 
     def count(self, axes: Sequence[str]) -> int:
-        """The number of pieces into which these mesh axes together cut an axis."""
+        """Returns the number of pieces into which these mesh axes together cut an axis."""
         return math.prod(self.mesh.shape[name] for name in axes)
 
     @property
     def cuts(self) -> MeshAxes:
-        """`block` without mesh axes of size one, which jit leaves out of what it returns."""
+        """Returns `block` without mesh axes of size one, which jit drops from its outputs."""
         return tuple(
             tuple(name for name in names if self.mesh.shape[name] > 1) for names in self.block
         )
 
     @property
     def shares(self) -> MeshAxes:
-        """The mesh axes that cut a block into parts, for each axis of the leaf."""
+        """Returns, for each leaf axis, the mesh axes that cut a block into parts."""
         return tuple(p[len(b) :] for b, p in zip(self.block, self.part, strict=True))
 
     @property
     def explicit(self) -> frozenset[str]:
-        """The mesh axes whose sharding is part of an array's type."""
+        """Returns the mesh axes whose sharding is part of an array's type."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return frozenset(name for name, kind in types if kind == AxisType.Explicit)
 
 
 def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
-    """How `leaf` lies on its mesh. None if it lies on one device, or if that is not known yet.
+    """Returns `leaf`'s placement on its mesh; None if it is on one device, or not known yet.
 
-    `sharding` replaces the leaf's own, which a traced leaf knows on Explicit axes only.
+    `sharding` replaces the leaf's own, which a traced leaf knows only on Explicit axes.
     """
     told = sharding is not None
     if not told:
@@ -74,7 +74,7 @@ def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
 
 
 def mesh_axes(spec: PartitionSpec, rank: int) -> MeshAxes:
-    """`spec` in full: one tuple of mesh axes for each of `rank` axes."""
+    """Expands `spec` to one tuple of mesh axes for each of `rank` axes."""
 
     def names(entry: Any) -> tuple[str, ...]:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
@@ -103,7 +103,7 @@ def divide_blocks(placement: Placement, shape: Sequence[int], axes: Sequence[int
 
 
 def partition_spec(axes: MeshAxes) -> PartitionSpec:
-    # jit writes the shardings of its outputs so: a lone name without a tuple, no trailing None.
+    # The spelling of jit's outputs: a lone name without a tuple, no trailing None.
     entries = [names[0] if len(names) == 1 else names or None for names in axes]
     while entries and entries[-1] is None:
         entries.pop()

@@ -1,4 +1,4 @@
-"""Decides what kind of leaf each parameter is; only this file calls the user's leaf functions."""
+"""Decides each parameter's kind of leaf; only this file calls the user's leaf functions."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from zenflow_jax._spec.schedule import Schedule
 
 
 class LeafRules(NamedTuple):
-    """The arguments of `zenflow` that say what kind of leaf each parameter is."""
+    """The arguments of `zenflow` that decide each parameter's kind of leaf."""
 
     topk_ratio: float
     channel_axis: int | Callable[[tuple[Any, ...], Any], int]
@@ -28,7 +28,7 @@ class LeafRules(NamedTuple):
 def resolve(
     path: tuple[Any, ...], leaf: Any, rules: LeafRules, *, sharding: Any, decay: bool
 ) -> LeafSpec:
-    """The spec of one leaf: its kind, as the user's options decide."""
+    """Returns the spec of one leaf: its kind, by the user's options."""
     name = plain_name(path)
     shape, dtype = _check_leaf(leaf, name)
     place = placement_of(leaf, sharding)
@@ -47,7 +47,7 @@ def resolve(
         )
     transfer_dtype = rules.transfer_dtype
     if transfer_dtype is None and dtype == np.float16:
-        # Unscaled gradients do not fit float16: most are too small, some too large.
+        # Unscaled gradients do not fit float16: most underflow, some overflow.
         transfer_dtype = np.dtype(np.float32)
     elif transfer_dtype == dtype:
         transfer_dtype = None
@@ -56,17 +56,17 @@ def resolve(
     if k >= spec.n:
         return alone  # with every channel selected, nothing is left to offload
     cut = rules.partition_replicated
-    # In host memory each device needs all of its block anyway.
+    # A parameter in host memory is not cut: each device needs its whole block anyway.
     if place is not None and not hosted and (bool(cut(path, leaf)) if callable(cut) else cut):
-        # The channel axis stays whole, because a block selects among all of its channels. So do
-        # stack axes, because a scan fills a stack (of layers) one entry after the other.
+        # The channel axis stays whole, because a block selects among all its channels. So do stack
+        # axes, because a scan fills a stack (of layers) entry by entry.
         rest = range(len(spec.stack), len(shape))
         place = divide_blocks(place, shape, [i for i in reversed(rest) if i != spec.axis])
     return dataclasses.replace(spec, k=k, placement=place)
 
 
 def selected_channels(topk_ratio: float, n: int, pieces: int) -> int:
-    """Returns how many of `n` channels are selected, if as many in each of equal pieces of them."""
+    """Returns how many of `n` channels are selected: the same number in each equal piece."""
     # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
     return pieces * math.ceil(round(topk_ratio * (n // pieces), 6))
 
@@ -83,7 +83,7 @@ def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def check_hosted(specs: Sequence[LeafSpec], schedule: Schedule, *, sends_in_step: bool) -> None:
-    """Refuses parameters in host memory that are not layers, or where they cannot be trained."""
+    """Refuses parameters in host memory that are not layers, or that cannot be trained."""
     for spec in specs:
         if not spec.hosted:
             continue
@@ -127,7 +127,7 @@ def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
 def resolve_specs(
     params: Any, rules: LeafRules, param_shardings: Any, mask: Any
 ) -> tuple[LeafSpec, ...]:
-    """One `LeafSpec` for each leaf of `params`, in order."""
+    """Returns a `LeafSpec` for each leaf of `params`, in order."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     if not paths:
         return ()
@@ -140,7 +140,7 @@ def resolve_specs(
 
 
 def _shardings(params: Any, param_shardings: Any) -> list[Any]:
-    """The sharding that the user gave for each leaf; None without one."""
+    """Returns the user's sharding for each leaf; None without any."""
     count = len(jax.tree.leaves(params))
     if param_shardings is None:
         return [None] * count
@@ -157,7 +157,7 @@ def _shardings(params: Any, param_shardings: Any) -> list[Any]:
 
 
 def _decayed(params: Any, mask: Any) -> list[bool]:
-    """Whether weight decay applies to each leaf; `mask` may be a prefix of the tree."""
+    """Returns whether weight decay applies to each leaf; `mask` may be a prefix tree."""
     if mask is None:
         return [True] * len(jax.tree.leaves(params))
     tree = mask(params) if callable(mask) else mask

@@ -11,12 +11,12 @@ import numpy as np
 
 
 class UnfitRunError(ValueError):
-    """A run does not fit its checkpoint or this machine; the message names the remedy."""
+    """Raised if a run does not fit its checkpoint or this machine; names the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoWindow:
-    """Windows that close when their deferred channels weigh as much as one step's selected ones.
+    """Windows that close when deferred gradients match a single step's selected gradients.
 
     At every step each leaf has a root mean square of its gradient on deferred channels, and one on
     selected channels. A leaf is ripe when the window's sum of the first is at least the window's
@@ -54,8 +54,9 @@ class AutoSelect:
 
     Each boundary measures the share of the best k channels' score that the selected channels hold:
     a ratio for each leaf, weighted by the leaf's size. Below `keep` the next boundary selects
-    again, as does the `max_windows`-th window since the last selection. Scores are sums since then:
-    if the best channels change w windows after it, the next one follows about w / keep + 1 later.
+    again, as does the `max_windows`-th window since the last selection. Scores are sums since that
+    selection: if the best channels change w windows after it, the next selection follows about
+    w / keep + 1 windows later.
 
     Attributes:
         keep: The share to hold, in [0, 1].
@@ -79,7 +80,7 @@ class SendGradients(enum.StrEnum):
 
     #: The step copies each to host memory, as soon as the backward pass has made it.
     DURING_STEP = "during_step"
-    #: The step leaves them on the device; they are copied while the next one runs.
+    #: The step leaves them on the device; they are copied while the next step runs.
     AFTER_STEP = "after_step"
     #: The step adds them up on the device; the sum is copied while the next window runs.
     PER_WINDOW = "per_window"
@@ -98,7 +99,7 @@ class SendGradients(enum.StrEnum):
 def check_int(
     name: str, value: Any, least: int | None, kinds: str = "an int", remedy: str = ""
 ) -> int:
-    """Returns an int of at least `least`; `kinds` says what else the caller takes."""
+    """Returns an int of at least `least`; `kinds` names the caller's other types."""
     # To Python a bool is an Integral; to users it is not.
     if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")

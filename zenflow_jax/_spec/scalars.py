@@ -1,4 +1,4 @@
-"""The hyperparameters of a step, and the step scalars, in which they go to the host."""
+"""A step's hyperparameters, and the step scalars that carry them to the host."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 
 #: The token of a step whose mail no engine has taken yet.
 USED = -1
-#: The token in the mail of a step whose streamed gradients are not as `jax.grad` made them.
+#: The token in the mail of a step with modified streamed gradients.
 MISUSED = -2
 
 
@@ -31,11 +31,11 @@ class AdamScalars(NamedTuple):
 
 
 class WindowStep(NamedTuple):
-    """The hyperparameters of the one step that deferred channels take for a window."""
+    """The hyperparameters of the single step that deferred channels take for a window."""
 
     scalars: AdamScalars
     advance: Any  # how many Adam steps it counts as
-    # Of a single step. The bias corrections have them to the power of a channel's count.
+    # A single step's betas. The bias corrections raise them to a channel's count.
     b1: Any
     b2: Any
 
@@ -53,7 +53,7 @@ def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> Wi
     one = c == 1
 
     def power(b: Any, one_minus_b: Any) -> tuple[Any, Any]:
-        # From `1 - b`, which is exact where `b` is rounded; of a `b` of 0 the logarithm is -inf.
+        # From `1 - b`, which is exact where `b` is rounded; for `b` = 0 the logarithm is -inf.
         with np.errstate(divide="ignore"):
             exponent = c * np.log1p(-one_minus_b)
         return np.where(one, b, np.exp(exponent)), np.where(one, one_minus_b, -np.expm1(exponent))
@@ -73,7 +73,7 @@ def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> Wi
 
 
 class StepFacts(NamedTuple):
-    """The scalars that a step sends to the host, of NumPy or of jax."""
+    """The scalars that a step sends to the host, in NumPy or jax."""
 
     adam: AdamScalars
     factor: Any  # clips the gradient

@@ -3,8 +3,7 @@
 Steps count from 1; step t's boundary lies between t and t + 1. Leaves are in groups (`groups.py`),
 and each group has windows of its own.
 
-A decision about a step knows only the steps before it: for more, an engine would wait for the
-device.
+A decision about a step uses only earlier steps: otherwise an engine would wait for the device.
 """
 
 import dataclasses
@@ -19,23 +18,23 @@ from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 
 
 class Boundary(NamedTuple):
-    """What happens to one group after a step."""
+    """A group's events after a step."""
 
     closes: bool  # the window ends and its update is made
     selects: bool  # channels are selected again; only where a window closes
     synchronous: bool  # the update reaches the parameters at once
-    arrives: bool  # an update that was made before reaches the parameters, ahead of all else
+    arrives: bool  # an earlier update reaches the parameters, before everything else
 
 
 class ScheduleState(NamedTuple):
-    """The facts that the schedule decides by. `flush` leaves it alone."""
+    """The inputs to the schedule's decisions. `flush` does not change it."""
 
-    # Of adaptive windows, which are the same for all leaves.
-    length: np.int32  # steps since the last boundary, without the next one
-    counted: np.float32  # the steps among them that were not skipped
+    # For adaptive windows, which are the same for all leaves.
+    length: np.int32  # steps since the last boundary, without the next step
+    counted: np.float32  # those that were not skipped
     deferred: Float32[np.ndarray, " leaves"]  # deferred channels' root mean squares, summed
     selected: Float32[np.ndarray, " leaves"]  # the same of the selected channels
-    # Of each group.
+    # For each group.
     windows: Int32[np.ndarray, " groups"]  # windows closed since the last selection
     kept_share: Float32[np.ndarray, " groups"]  # of the best score, at the last boundary; else 1
 
@@ -103,9 +102,9 @@ class Schedule:
     provisional_share: float | None = None
 
     def provisional_step(self, step: jax.Array, learning_rate: Any, counts: Any) -> jax.Array:
-        """Returns by how much step `step`, if it `counts`, moves each deferred weight; float32.
+        """Returns the float32 length that step `step`, if it `counts`, moves deferred weights by.
 
-        The first step of a run moves none: until it is made, weights may be loaded.
+        A run's first step moves none: weights may be loaded before it.
         """
         length = jnp.float32(self.provisional_share) * jnp.asarray(learning_rate, jnp.float32)
         moves = counts & (step > max(self.full_warm_up_rounds, 1))
@@ -154,7 +153,7 @@ class Schedule:
 
     def _is_ripe(self, window: AutoWindow, schedule_state: ScheduleState) -> bool:
         leaves = schedule_state.deferred.shape[0]
-        # Both sides of `deferred >= selected / counted` times `counted`: nothing is divided.
+        # `deferred >= selected / counted`, times `counted` to avoid a division.
         ripe = (schedule_state.deferred * schedule_state.counted >= schedule_state.selected).sum()
         return bool(schedule_state.counted > 0 and ripe >= window.needed(leaves))
 
@@ -165,6 +164,6 @@ class Schedule:
         if isinstance(self.select, AutoSelect):
             lost = bool(schedule_state.kept_share[group] < self.select.keep)
             return lost or int(schedule_state.windows[group]) + 1 >= self.select.max_windows
-        # It is due if an interval ends within the window. A group's first one may be shorter.
+        # It is due if an interval ends within the window. A group's first interval may be shorter.
         since = step - self.full_warm_up_rounds + group
         return since // self.select > max(since - length, group) // self.select

@@ -1,1 +1,1 @@
-"""zenflow in other people's trainers: import the module you need, nothing else imports it."""
+"""zenflow in third-party trainers: import the module you need, nothing else imports it."""

@@ -1,7 +1,7 @@
 """Saves the engine's state in Tunix's checkpoints.
 
-It relies on two private matters of Tunix 0.1.7, which `tests/in_tunix/test_contract.py` checks:
-`_checkpoint_manager` is orbax's or None, and which items that one has handlers for.
+It relies on two private details of Tunix 0.1.7, which `tests/in_tunix/test_contract.py` checks:
+`_checkpoint_manager` is orbax's or None, and the items for which that manager has handlers.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ ITEM = "zenflow_engine"
 
 
 class CheckpointManager(tunix_checkpoints.CheckpointManager):
-    """Takes the place of a trainer's manager. Its checkpoints have the engine's state as well.
+    """Replaces a trainer's manager, to save the engine's state as well.
 
-    A checkpoint is one folder that appears at once, so no kill parts the two states.
+    A checkpoint is one folder that appears atomically, so a kill cannot separate the two states.
     """
 
     def __init__(self, trainer: Any, hooks: Any):
@@ -32,7 +32,7 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         if trainer.config.checkpoint_root_directory is not None:
             self._checkpoint_manager = _WithEngine(
                 trainer.config.checkpoint_root_directory,
-                # As in `CheckpointManager.__init__`, and one more.
+                # As in `CheckpointManager.__init__`, plus the engine's item.
                 item_handlers={
                     "model_params": ocp.PyTreeCheckpointHandler(),
                     "optimizer_state": ocp.PyTreeCheckpointHandler(),
@@ -45,10 +45,10 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
             )
 
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
-        """Exchanges what the step has sent, and saves if it is time to.
+        """Exchanges the step's mail, and saves if a save is due.
 
-        The trainer calls this after every update. The last one is flushed, as training ends there:
-        its checkpoint has these parameters.
+        The trainer calls this after every update. The last call flushes, because training ends: its
+        checkpoint has the flushed parameters.
         """
         self._hooks.exchange()
         if step == self._trainer.config.max_steps and not self._trainer.is_managed_externally:
@@ -56,11 +56,11 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         return super().save(step, *args, **kwargs)
 
     def restored(self, step: int) -> Any:
-        """The engine's state in the checkpoint that the trainer restored; None for step 0."""
+        """Returns the engine's state in the restored checkpoint; None for step 0."""
         if not step:
             return None
         manager = self._checkpoint_manager
-        assert manager is not None  # else there was nothing to restore
+        assert manager is not None  # a restored step has a manager
         if ITEM not in (manager.metadata(step).item_metadata or ()):
             raise ValueError(
                 f"expected `{ITEM}` in the checkpoint of step {step} in {manager.directory}, got "
@@ -70,7 +70,7 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         return manager.restore(step, args=ocp.args.Composite(**{ITEM: EngineRestore()}))[ITEM]
 
     def close(self) -> None:
-        """Ends the checkpoints and the engine, which the trainer needs no more."""
+        """Closes the manager and the engine, after the trainer's last use."""
         super().close()
         self._hooks.close()
 
@@ -83,9 +83,9 @@ class _WithEngine(ocp.CheckpointManager):
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
         items = dict(kwargs.pop("args").items())
         engine, mail = self._hooks.to_save()
-        # Steps that read mail, as those of `optax.MultiSteps` do, get it to write over, and orbax
-        # writes what is in host memory from where it is: jax ends the process then (0.10.2, on a
-        # mesh of CPUs). So blank mail of its own is saved.
+        # Steps that read mail, as under `optax.MultiSteps`, overwrite it in place, while orbax
+        # still writes it from host memory: jax then aborts (0.10.2, on a mesh of CPUs). So a
+        # separate placeholder mail is saved.
         own = functools.partial(jax.tree.map, lambda x: zeros_like(x) if id(x) in mail else x)
         if "optimizer_state" in items:
             saved = items["optimizer_state"]

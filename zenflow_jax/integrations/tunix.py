@@ -1,16 +1,16 @@
-"""Hooks for Tunix's trainers (`google-tunix`), and checkpoints that have the engine's state.
+"""Hooks for Tunix's trainers (`google-tunix`), and checkpoints with the engine's state.
 
     trainer = peft_trainer.PeftTrainer(model, zenflow_jax.zenflow(1e-5), config)
     ZenFlowHooks(trainer)
     trainer.train(batches, evaluation_batches)
 
-They rely on three habits of Tunix 0.1.7, which `tests/in_tunix/` checks:
+They rely on three behaviours of Tunix 0.1.7, which `tests/in_tunix/` checks:
 
 * `train` calls `checkpoint_manager.save` after each update, whether it saves or not, and before the
   next step. So that call exchanges. (The hook `on_train_step_end` comes one step later.)
-* A trainer restores parameters and optimizer state when it is made, and `train` places the
+* A trainer restores parameters and optimizer state in its constructor, and `train` places the
   optimizer state again before it compiles, by partition specs that this state does not have.
-* Nothing but its checkpoint manager writes checkpoints (`_tunix_checkpoints.py`).
+* Only its checkpoint manager writes checkpoints (`_tunix_checkpoints.py`).
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ from zenflow_jax._exchange.checks import accumulations
 from zenflow_jax._spec.rules import check_one_of
 from zenflow_jax.integrations._tunix_checkpoints import CheckpointManager
 
-#: The versions that this was read against and is tested with. The next one writes its checkpoints
-#: by another API of orbax, and accumulates gradients in its step.
+#: The supported and tested version. The next version writes checkpoints by another orbax API, and
+#: accumulates gradients in its step.
 VERSION = "0.1.7"
 
 _installed = importlib.metadata.version("google-tunix")
@@ -62,13 +62,13 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     Args:
         trainer: Made with an optimizer that has `zenflow` in it. If it has restored a checkpoint,
             the engine goes on from the same one, bit for bit.
-        hooks: Your own hooks, called after these. None: those that the trainer has.
-        evaluate: The parameters that evaluations use. "as_is": those that train, which lack updates
-            that are under way. "flush": with these, too.
+        hooks: Your own hooks, called after these. None: the trainer's current hooks.
+        evaluate: The parameters for evaluations. "as_is": the training parameters, without pending
+            updates. "flush": with pending updates.
         engine_options: Arguments of `HostEngine`: `host_kernel`, `threads`, `prefetch_bytes`, ...
 
     Raises:
-        ValueError: If the optimizer has not one `zenflow` with an engine; if the trainer has
+        ValueError: If the optimizer does not have exactly one `zenflow`; if the trainer has
             restored a checkpoint without an engine's state.
 
     Examples:
@@ -95,10 +95,10 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._closed = False
         self._put_back = 0
         self._evaluating = False
-        # Now, not before the first step: what was restored lies on every device as a whole.
+        # Now, not before the first step: restored arrays are fully replicated on each device.
         self._place()
-        # Of these one is the trainer's own, if it accumulates. With others, only they know how many
-        # updates there were.
+        # One of these is the trainer's own, if it accumulates. Any other alone knows the number of
+        # updates.
         of_trainer = trainer.config.gradient_accumulation_steps is not None
         self._asks_optimizer = len(accumulations(self._opt_state)) > of_trainer
         self._exchanged = self._updates
@@ -109,7 +109,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     @property
     def engine(self) -> HostEngine:
-        """The engine, which is made when training starts; an error before."""
+        """Returns the engine; raises before training starts, which makes it."""
         if self._engine is None:
             raise RuntimeError(
                 "expected a trainer that has started, got one before `train`. If `train` is "
@@ -120,24 +120,24 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's statistics; `put_back` also counts what these hooks have put back."""
+        """Returns the engine's statistics; `put_back` includes arrays that these hooks moved."""
         stats = self.engine.stats
         return dataclasses.replace(stats, put_back=stats.put_back + self._put_back)
 
     def exchange(self) -> None:
-        """Exchanges the update that the trainer has made last, if that is not done yet."""
+        """Exchanges the trainer's last update, unless already done."""
         made = self._updates
         if made != self._exchanged:
             self.engine.exchange_nnx(self._trainer.model, self._trainer.optimizer)
             self._exchanged = made
 
     def flush(self) -> None:
-        """Brings updates that are under way into the trainer's model."""
+        """Merges pending updates into the trainer's model."""
         self.exchange()
         self.engine.flush_nnx(self._trainer.model, self._trainer.optimizer)
 
     def close(self) -> None:
-        """Frees the engine's thread and memory, as the trainer's own `close` does. Safe twice."""
+        """Closes the engine, as the trainer's own `close` does. Safe twice."""
         self._closed = True
         if self._engine is not None:
             self._engine.close()
@@ -154,7 +154,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._tell_others("on_train_start", train_ctx)
 
     def on_train_step_start(self, train_ctx: Any) -> None:
-        """Exchanges, where something else than `CheckpointManager` saves."""
+        """Exchanges, in case another manager than `CheckpointManager` saves."""
         self._check_trainer(train_ctx)
         self.exchange()
         self._tell_others("on_train_step_start", train_ctx)
@@ -163,10 +163,10 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._tell_others("on_train_step_end", train_ctx, train_step, train_loss)
 
     def on_eval_step_start(self, train_ctx: Any) -> None:
-        """Gives the model its updates, as `evaluate` says, before the first step of each."""
+        """Flushes before each evaluation's first step, if `evaluate` says so."""
         if not self._evaluating:
             self._evaluating = True
-            self._start(train_ctx)  # the first evaluation is ahead of `on_train_start`
+            self._start(train_ctx)  # the first evaluation precedes `on_train_start`
             self.exchange()
             if self._evaluate == "flush":
                 self.flush()
@@ -207,7 +207,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             self._engine_state = None
 
     def to_save(self) -> tuple[HostEngine, set[int]]:
-        """The engine, and the ids of arrays of the state that are blank mail in host memory."""
+        """Returns the engine, and the ids of the state's placeholder mail in host memory."""
         self._start(self._trainer)  # a trainer may be closed before it has trained
         state = find_state(self._opt_state)
         mail = jax.tree.leaves((state.mail, state.step_scalars))
@@ -216,7 +216,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     @property
     def _params(self) -> Any:
         optimizer = self._trainer.optimizer
-        # A copy of the variables: `nnx.update` of the model would change those of its own state.
+        # A copy of the variables: `nnx.update` of the model would change the originals.
         return jax.tree.map(lambda x: x, nnx.state(self._trainer.model, optimizer.wrt))
 
     @property
@@ -225,14 +225,14 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     @property
     def _updates(self) -> int:
-        """How many updates the optimizer has made; a sum of micro-batches makes one."""
+        """Returns how many updates the optimizer has made; a sum of micro-batches counts once."""
         if not self._asks_optimizer:
             return self._trainer.train_steps
         made: Any = accumulations(self._opt_state)[-1].gradient_step
         return int(read(made))
 
     def _place(self) -> None:
-        """Puts back what the trainer has placed elsewhere, or read from a checkpoint."""
+        """Puts back arrays that the trainer has misplaced, or read from a checkpoint."""
         opt_state = self._opt_state
         state = find_state(opt_state)
         leaves, _, places = match_leaves(nnx.as_pure(self._params), state)
@@ -244,9 +244,9 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             nnx.update(
                 self._trainer.optimizer.opt_state, nnx.state(replace_state(opt_state, state))
             )
-        _say_where(find_state(self._trainer.optimizer.opt_state), state)
-        # Where nothing says on which device a model is, its step would be compiled twice: what it
-        # returns besides mail, which is bound to a device, is bound to it as well.
+        _annotate_shardings(find_state(self._trainer.optimizer.opt_state), state)
+        # An uncommitted model's step would be compiled twice: mail is committed to a device, so all
+        # other outputs are, too.
         if not any(isinstance(weight.sharding, NamedSharding) for weight in weights):
             for whole in (self._trainer.model, self._trainer.optimizer):
                 nnx.update(whole, jax.tree.map(_bound, nnx.state(whole)))
@@ -260,10 +260,10 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
 
 def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
-    """The channel axis of a leaf of Tunix's models, for `zenflow(channel_axis=...)`.
+    """Returns the channel axis of a leaf in Tunix's models, for `zenflow(channel_axis=...)`.
 
-    Projections to queries, keys and values have the shape `(model, heads, width)` there, whose
-    first axis is the input. By default zenflow takes the last but one.
+    There, projections to queries, keys and values have the shape `(model, heads, width)`, whose
+    first axis is the input. zenflow's default is the second-to-last axis.
 
     Examples:
         >>> from jax.tree_util import DictKey
@@ -278,10 +278,10 @@ def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
     return 0 if len(leaf.shape) == 3 and names & {"q_proj", "k_proj", "v_proj"} else -2
 
 
-def _say_where(variables: Any, state: Any) -> None:
-    """Writes how a mesh divides each variable into its metadata, by which Tunix places the state.
+def _annotate_shardings(variables: Any, state: Any) -> None:
+    """Writes each variable's sharding into its metadata, which Tunix uses to place the state.
 
-    Without it each device would hold all of the mail.
+    Without it each device would hold all mail.
     """
     for variable, x in zip(
         jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable)),
@@ -293,7 +293,7 @@ def _say_where(variables: Any, state: Any) -> None:
 
 
 def _bound(x: Any) -> Any:
-    """An array bound to the device that it is on; no copy."""
+    """Commits an array to its device, without a copy."""
     return x if not isinstance(x, jax.Array) or x.committed else jax.device_put(x, x.sharding)
 
 
@@ -308,7 +308,7 @@ def _as_list(hooks: Any) -> list[tunix_hooks.TrainingHooks]:
 
 
 def _check_new(trainer: Any) -> None:
-    """Refuses what is no trainer to put hooks into."""
+    """Refuses an object that is no supported trainer."""
     if not isinstance(trainer, peft_trainer.PeftTrainer):
         raise TypeError(f"expected a `PeftTrainer` of Tunix, got {type(trainer).__name__}.")
     manager = trainer.checkpoint_manager
