@@ -286,14 +286,24 @@ QUESTIONS: dict[str, Callable[[Leaves], None]] = {
 }
 
 
-def answer(path: Path, begin: int, leaves: Leaves) -> None:
+def questions(rehearse: bool) -> dict[str, Callable[[Leaves], None]]:
+    """Returns all questions, or for a rehearsal the first of each function."""
+    functions = {getattr(ask, "func", ask): name for name, ask in reversed(QUESTIONS.items())}
+    names = functions.values() if rehearse else QUESTIONS
+    return {name: ask for name, ask in QUESTIONS.items() if name in names}
+
+
+def answer(path: Path, begin: int, *, rehearse: bool) -> None:
     """Appends two lines of JSON for each question from `begin` on."""
+    chosen = questions(rehearse)
+    # In a rehearsal the same leaves everywhere, so that what is compiled serves all questions.
+    leaves = SECOND if rehearse else MANY
 
     def note(number: int, **more: Any) -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"number": number, "of": len(QUESTIONS), **more}) + "\n")
+            file.write(json.dumps({"number": number, "of": len(chosen), **more}) + "\n")
 
-    for number, (name, ask) in enumerate(QUESTIONS.items()):
+    for number, (name, ask) in enumerate(chosen.items()):
         if number < begin:
             continue
         note(number, question=name)
@@ -318,8 +328,7 @@ def main() -> None:
         print(f"expected a GPU, got {jax.devices()}; pass --rehearse on a CPU", file=sys.stderr)
         sys.exit(NO_GPU)
     comparisons.ATOL = comparisons.MOMENT_TOL = TOLERANCE
-    # In a rehearsal the same leaves everywhere, so that what is compiled serves all questions.
-    answer(args.path, args.first, SECOND if args.rehearse else MANY)
+    answer(args.path, args.first, rehearse=args.rehearse)
 
 
 if __name__ == "__main__":

@@ -51,13 +51,10 @@ def values(training):
 @pytest.mark.parametrize(
     ("leaves", "changes"),
     [
-        (FIRST, {}),
-        pytest.param(
-            SECOND, {"send_gradients": "per_window", "staleness": 0}, marks=pytest.mark.slow
-        ),
+        (SECOND, {"send_gradients": "per_window", "staleness": 0}),
         pytest.param(SCANNED, {"staleness": 2}, marks=pytest.mark.slow),
     ],
-    ids=["in turn", "added up on the device", "stacks in ranges"],
+    ids=["added up on the device", "stacks in ranges"],
 )
 def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_CHUNK", 7)  # elements that are written at once
@@ -84,11 +81,10 @@ def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_pat
 @pytest.mark.parametrize(
     ("leaves", "changes", "copy_bytes"),
     [
-        (FIRST, {}, 0),
         (SECOND, {"rolling": False}, 700),  # room for one leaf
         (FIRST, {"update_interval": AutoWindow(5, 0.4)}, 0),
     ],
-    ids=["in turn", "together", "adaptive"],
+    ids=["together", "adaptive"],
 )
 def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
     leaves, changes, copy_bytes, tmp_path, waits

@@ -35,7 +35,6 @@ ADAPTIVE = {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect
 RUNS = {
     "in turn": (FIRST, {}, {}),
     "together": (SECOND, {"rolling": False}, {}),
-    "two steps stale": (SECOND, {"staleness": 2, "window_scaling": 0.0}, {}),
     "at once": (THIRD, {"staleness": 0}, {}),
     "adaptive": (FIRST, ADAPTIVE, {}),
     "added up on the device": (SECOND, {"send_gradients": "per_window", "staleness": 3}, {}),

@@ -1,6 +1,5 @@
 """The formulas for memory, held to what engines have."""
 
-import contextlib
 import threading
 import weakref
 
@@ -9,8 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 import zenflow_jax
-from tests.device.streamed_runs import Run, batches
-from tests.exchange.hooks import hooked, views_of_mail
 from tests.runs import FEW, Leaf, Settings, Training
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import parts
@@ -84,61 +81,6 @@ def test_no_more_updates_wait_on_the_device_than_the_formula_says(
             late.append(training.engine._updates.late_bytes)
         assert (most[False], most[True]) == (need.uploads, need.late)
         assert late[-1] - late[-4] == 3 * need.late_mean
-
-
-@pytest.mark.parametrize(
-    ("staleness", "mails", "ratio"),
-    [(1, 2, 0.0), (0, 1, 0.0), (0, 1, 0.05)],
-    ids=["a step later", "at once", "at once, with selections"],
-)
-def test_layers_in_host_memory_take_their_mails_and_their_weights_once(
-    monkeypatch, staleness, mails, ratio
-):
-    views, seen, returned = views_of_mail(monkeypatch), [], threading.Event()
-    if staleness:  # the update begins when the next step has made its mail
-        hooked(monkeypatch).update = returned.wait
-
-    def pinned():
-        arrays = [x for x in jax.live_arrays() if x.sharding.memory_kind == memory.HOST]
-        sizes = {x.unsafe_buffer_pointer(): x.nbytes for x in arrays if not x.is_deleted()}
-        alive = [x for x in (ref() for ref in views) if x is not None]
-        return sizes | {x.ctypes.data: x.nbytes for x in alive}
-
-    before = pinned()
-
-    def look():
-        seen.append(sum(size for at, size in pinned().items() if at not in before))
-
-    def upload(*args):
-        x = jax.block_until_ready(memory.upload(*args))
-        look()
-        return x
-
-    options = {"topk_ratio": ratio, "staleness": staleness, "full_warm_up_rounds": 0}
-    run = Run("bfloat16", update_interval=1, select_interval=3, **options)
-    need = needs_of(run.state)
-    with zenflow_jax.HostEngine(run.params, run.state) as engine, contextlib.ExitStack() as stack:
-        stack.callback(returned.set)  # an engine that is left waits for its update
-        monkeypatch.setattr(parts, "upload", upload)
-        for batch in batches(6, "bfloat16"):
-            run.step(batch)
-            jax.block_until_ready(run.state)
-            look()
-            returned.set()
-            engine._updates.wait()
-            returned.clear()
-            kept = run.state.mail  # which some callers do
-            run.params, run.state = engine.exchange(run.params, run.state)
-            assert not engine._mailbox._unread  # so weights and mail of that step can be freed
-            assert all(x.is_deleted() for x in kept)
-        returned.set()
-        engine.flush(run.params, run.state)
-    leaves = jax.tree.leaves(run.params)
-    assert need.weights == sum(x.nbytes for x in leaves if x.ndim == 3)
-    assert need.mail == mails * sum(x.nbytes for x in leaves)
-    scalars = 2 * sum(x.nbytes for x in run.state.step_scalars if x is not None)
-    assert need.mail + need.weights <= max(seen)
-    assert max(seen) <= need.mail + need.weights + need.hand_over + 2 * scalars
 
 
 def test_a_leafs_bytes_are_as_worked_out_by_hand():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from train.cli.command_line import read_command_line
-from train.plan.planning import plan_run
+from train.plan import planning as of_script
 from zenflow_jax import planning
 from zenflow_jax.planning import GPUS, HOST_RESERVE, MAX_FRACTION
 
@@ -59,11 +59,12 @@ def test_all_rows_are_read():
 def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
     gpu, memory, command, model, on_device, on_host = row
     monkeypatch.setattr(planning, "has_compiler", lambda: False)
+    monkeypatch.setattr(of_script, "OPTIMIZERS", ("zenflow",))
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))
     words = shlex.split(command.replace(model, str(tmp_path)))
     machine = ["--device", DEVICES[gpu], "--host-memory", memory]
     run = read_command_line([*words, *machine], program="zenflow-plan")
-    plan = plan_run(run.settings, run.planning).of_optimizers["zenflow"]
+    plan = of_script.plan_run(run.settings, run.planning).of_optimizers["zenflow"]
     billions = float(re.search(r"([\d.]+)b", model.lower())[1])
     assert plan.parameters / 1e9 == pytest.approx(billions, rel=0.06)
     assert round(plan.host_bytes / 1e9) == int(on_host)

@@ -181,23 +181,28 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
 def test_the_loss_of_weights_in_host_memory_is_that_of_weights_on_the_device():
     tokens = np.arange(0, 54, 3).reshape(2, 9)
 
-    def losses(hosts, **options):
+    def losses(place, **options):
+        """Returns the program of loss and gradients, and its parameters."""
         _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True, **options)
-        mean = jax.value_and_grad(
-            lambda params: of_tokens(nnx.merge(graphdef, params), {"tokens": tokens}).losses.mean()
-        )
-        return jax.jit(mean)(jax.jit(host_memory.put)(params) if hosts else params)
 
-    expected, gradients = losses(False)
-    for hosts in (False, True):
-        value, ours = losses(hosts, parts=2)  # of 31 words each
-        np.testing.assert_allclose(value, expected, rtol=F32_RTOL)
-        ours["embed"]["embedding"] = np.concatenate(ours["embed"]["embedding"])
-        ours["head"]["kernel"] = np.concatenate(ours["head"]["kernel"], axis=1)
-        for one, other in zip(*map(jax.tree.leaves, (ours, gradients)), strict=True):
-            np.testing.assert_allclose(one, other, rtol=F32_RTOL, atol=F32_ATOL)
+        @jax.jit
+        @jax.value_and_grad
+        def mean(params, tokens):
+            return of_tokens(nnx.merge(graphdef, params), {"tokens": tokens}).losses.mean()
+
+        return mean, jax.jit(place)(params)
+
+    whole, params = losses(lambda params: params)
+    expected, gradients = whole(params, tokens)
+    by_parts, params = losses(host_memory.put, parts=2)  # of 31 words each
+    value, ours = by_parts(params, tokens)
+    np.testing.assert_allclose(value, expected, rtol=F32_RTOL)
+    ours["embed"]["embedding"] = np.concatenate(ours["embed"]["embedding"])
+    ours["head"]["kernel"] = np.concatenate(ours["head"]["kernel"], axis=1)
+    for one, other in zip(*map(jax.tree.leaves, (ours, gradients)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=F32_RTOL, atol=F32_ATOL)
     tokens[0, 0] = 62  # is no word
-    assert np.isnan(losses(True, parts=2)[0])
+    assert np.isnan(by_parts(params, tokens)[0])
 
 
 @pytest.mark.slow
