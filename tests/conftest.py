@@ -117,5 +117,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests begin first, so that at the end no worker waits for another one's."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Begins with the slowest tests, so that no worker waits for another's at the end."""
+    # The slowest have a timeout of their own.
+    items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])

@@ -189,7 +189,7 @@ def test_a_wrapper_that_withholds_updates_is_refused():
 
 def test_steps_that_do_not_stream_them_are_refused():
     run, batch = Run("float32", optimized=False), next(batches(1, "float32"))
-    gradients = jax.tree.map(jnp.zeros_like, run.params)
+    gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), run.params)
     with pytest.raises(ValueError, match=r"`streaming.stream.* got an array at .*'down'"):
         run.tx.update(gradients, run.state, run.params)
     on_device = model("float32")
