@@ -143,9 +143,19 @@ def on_each_device(
     if place is None:
         return lambda *args: f(shard, *args)
 
+    def target(spec: PartitionSpec) -> NamedSharding:
+        axes = mesh_axes(spec, len(spec))
+        explicit = tuple(tuple(x for x in names if x in place.explicit) for names in axes)
+        return NamedSharding(place.mesh, partition_spec(explicit))
+
     def mapped(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         specs = jax.tree.leaves(jax.tree.broadcast(tuple(takes), args))
+        if place.explicit:
+            # With Explicit axes, jax does not move an argument to where `takes` wants it.
+            leaves = [
+                jax.sharding.reshard(x, target(spec)) for x, spec in zip(leaves, specs, strict=True)
+            ]
         # XLA crashes when it compiles an empty argument (jax 0.11.2, not 0.10.2), so `f` gets
         # constants.
         empty = {
@@ -169,25 +179,7 @@ def on_each_device(
             check_vma=False,
         )(*(leaves[i] for i in full))
 
-    explicit = place.explicit
-    if not explicit:
-        return mapped
-
-    def put(spec: PartitionSpec, tree: Any) -> Any:
-        # With Explicit axes, jax does not move an argument to where `takes` wants it.
-        axes = [tuple(x for x in names if x in explicit) for names in mesh_axes(spec, len(spec))]
-        target = NamedSharding(place.mesh, partition_spec(tuple(axes)))
-        return jax.tree.map(lambda x: jax.sharding.reshard(x, target), tree)
-
-    def moved(*args: Any) -> Any:
-        return mapped(
-            *(
-                jax.tree.map(put, take, arg, is_leaf=lambda x: isinstance(x, PartitionSpec))
-                for take, arg in zip(takes, args, strict=True)
-            )
-        )
-
-    return moved
+    return mapped
 
 
 def each_leaf(
