@@ -1,7 +1,6 @@
 """Decides each parameter's kind of leaf; only this file calls the user's leaf functions."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import numpy as np
 
 from zenflow_jax._spec.leaf import DTYPES, LeafSpec, is_hosted, plain_name
 from zenflow_jax._spec.mesh import Placement, divide_blocks, placement_of
+from zenflow_jax._spec.rules import round_up
 from zenflow_jax._spec.schedule import Schedule
 
 
@@ -67,8 +67,7 @@ def resolve(
 
 def selected_channels(topk_ratio: float, n: int, pieces: int) -> int:
     """Returns how many of `n` channels are selected: the same number in each equal piece."""
-    # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
-    return pieces * math.ceil(round(topk_ratio * (n // pieces), 6))
+    return pieces * round_up(topk_ratio, n // pieces)
 
 
 def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:

@@ -44,8 +44,7 @@ class AutoWindow:
 
     def needed(self, leaves: int) -> int:
         """Returns how many of `leaves` offloaded leaves must be ripe."""
-        # Rounded first, as 0.07 * 100 is 7.000000000000001.
-        return max(1, math.ceil(round(self.share * leaves, 6)))
+        return max(1, round_up(self.share, leaves))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +115,12 @@ def check_one_of(name: str, value: Any, choices: Collection[str]) -> None:
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"`{name}` must be one of {listed}, got {value!r}.")
+
+
+def round_up(share: float, count: int) -> int:
+    """Returns a share of a count, rounded up."""
+    # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
+    return math.ceil(round(share * count, 6))
 
 
 def check_share(name: str, value: Any, kinds: str = "a float", remedy: str = "") -> float:
