@@ -93,7 +93,7 @@ class Host:
 
     def snapshot(self, copy_bytes: int) -> Snapshot:
         """Captures the state, which must be at rest, until it is saved."""
-        blocks: Any = {i: block for i, block in enumerate(self.blocks) if block is not None}
+        blocks = {i: block for i, block in enumerate(self.blocks) if block is not None}
         snapshot = Snapshot(blocks, copy_bytes)
         self._snapshots = [*(x for x in self._snapshots if not x.done), snapshot]
         return snapshot

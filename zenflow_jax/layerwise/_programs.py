@@ -6,7 +6,7 @@ carry have no gradient, and neither have outputs of `first` that do not depend o
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -281,19 +281,26 @@ def _moving(
 
 
 def _reads(function: Callable, argument: int, *args: Any) -> set[int]:
-    """Returns the leaves of an argument that the results depend on.
-
-    A nested program is taken as a whole: each of its results may depend on all of its arguments.
-    """
+    """Returns the leaves of an argument that the results depend on."""
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    # Literals are not hashable, and jax.extend.core has no name for them in all versions.
-    live = {id(x) for x in jaxpr.outvars}
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or any(id(x) in live for x in equation.outvars):
-            live |= {id(x) for x in equation.invars}
+    live = _live_inputs(jaxpr, range(len(jaxpr.outvars)))
     begin = len(jax.tree.leaves(args[:argument]))
-    count = len(jax.tree.leaves(args[argument]))
-    return {i for i in range(count) if id(jaxpr.invars[begin + i]) in live}
+    return {i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live}
+
+
+def _live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
+    """Returns the inputs that some outputs depend on; loops and the like are taken as a whole."""
+    live = {id(jaxpr.outvars[i]) for i in outputs}  # by identity: literals are not hashable
+    for equation in reversed(jaxpr.eqns):
+        used = [i for i, x in enumerate(equation.outvars) if id(x) in live]
+        if not used and not equation.effects:
+            continue
+        inputs: Iterable[int] = range(len(equation.invars))
+        if equation.primitive.name in ("jit", "pjit", "checkpoint"):
+            inner = equation.params["jaxpr"]
+            inputs = _live_inputs(getattr(inner, "jaxpr", inner), used)
+        live |= {id(equation.invars[i]) for i in inputs}
+    return {i for i, x in enumerate(jaxpr.invars) if id(x) in live}
 
 
 def _split_floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
