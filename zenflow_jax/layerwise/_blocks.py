@@ -6,11 +6,13 @@ program may still read the old ones.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -18,6 +20,7 @@ from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 #: The names of a leaf's saved arrays, each float32 with the leaf's shape.
@@ -51,34 +54,52 @@ class Leaf:
     decays: bool
     pieces: tuple[Piece, ...]  # none if the leaf is frozen
 
-    @property
-    def abstract(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BlockState:
-    """The state of a block's leaves; `Snapshot` saves it in one piece."""
+class Block:
+    """A layer, or the outer weights, with its state; `Snapshot` saves it in one piece."""
 
+    name: str
+    treedef: Any
     leaves: tuple[Leaf, ...]
+    trains: bool
 
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self._arrays())
 
-    def alias(self) -> "BlockState":
+    def alias(self) -> "Block":
         return self  # an update writes the arrays, and replaces none
 
-    def copy(self) -> "BlockState":
+    def copy(self) -> "Block":
         def copied(piece: Piece) -> Piece:
             return dataclasses.replace(piece, **{x: getattr(piece, x).copy() for x in ARRAYS})
 
-        return BlockState(
-            tuple(
-                dataclasses.replace(leaf, pieces=tuple(map(copied, leaf.pieces)))
-                for leaf in self.leaves
-            )
+        leaves = (
+            dataclasses.replace(leaf, pieces=tuple(map(copied, leaf.pieces)))
+            for leaf in self.leaves
         )
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+    def to_device(self, weights: list[jax.Array]) -> Any:
+        """Starts to copy weights from host memory to the device; returns the user's tree."""
+        return jax.tree.unflatten(self.treedef, _moved(weights, self._shardings[0]))
+
+    def to_host(self, gradient: Any) -> list[jax.Array]:
+        """Starts to copy a gradient from the device to host memory."""
+        return _moved(jax.tree.leaves(gradient), self._shardings[1])
+
+    @functools.cached_property
+    def _shardings(self) -> tuple[list[Any], list[Any]]:
+        # Made once: jax takes longer for them than for a copy of a small array.
+        in_host = [leaf.sharding for leaf in self.leaves]
+        return [x.with_memory_kind("device") for x in in_host], in_host
+
+    @property
+    def abstract(self) -> Any:
+        """Returns the weights' shapes and places, as the user's tree."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves]
+        return jax.tree.unflatten(self.treedef, shapes)
 
     def _arrays(self) -> Iterator[np.ndarray]:
         for leaf in self.leaves:
@@ -108,27 +129,62 @@ class BlockState:
 
     def weights(self) -> list[jax.Array]:
         """Makes the leaves' weights from their masters: new arrays in pinned host memory."""
-        return [_assembled(leaf) for leaf in self.leaves]
+        return [_assembled(leaf, lambda piece: piece.master.to_upload) for leaf in self.leaves]
 
-    def masters(self, i: int) -> np.ndarray:
-        """Returns leaf `i`'s masters: float32, whole; all of its pieces must be here."""
-        leaf = self.leaves[i]
-        whole = np.empty(leaf.shape, np.float32)
-        for piece in leaf.pieces:
-            whole[piece.index] = piece.master.as_float32().reshape(piece.shape)
-        return whole
+    def masters(self) -> Any:
+        """Copies the float32 masters to new arrays in pinned host memory, as the user's tree."""
+        arrays = [_assembled(leaf, lambda piece: piece.master.as_float32()) for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, arrays)
 
 
-def make_leaf(
-    path: str,
-    x: jax.Array,
+def make_block(
+    name: str,
+    tree: Any,
     *,
-    decays: bool,
     trains: bool,
+    mask: Callable[[Any], Any] | None,
     compact: bool,
-    saved: Mapping[str, Any] | None,
+    saved: Iterator[Mapping[str, Any]] | None,
+) -> tuple[Block, list[jax.Array]]:
+    """Makes a block and its weights in host memory: of the user's tree, or as `saved`."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    decays = [True] * len(pairs) if mask is None else jax.tree.leaves(mask(tree))
+    arrays, leaves = [], []
+    for (path, x), decay in zip(pairs, decays, strict=True):
+        inner = jax.tree_util.keystr(path, simple=True, separator=".")
+        full = f"{name}.{inner}" if inner else name
+        arrays.append(x := _placed(full, x))
+        of_leaf = None
+        if trains and saved is not None:
+            of_leaf = next(saved, None)
+            _check_saved(full, x, of_leaf)
+        leaves.append(_make_leaf(full, x, bool(decay), trains, compact, of_leaf))
+    block = Block(name, treedef, tuple(leaves), trains)
+    return block, block.weights() if trains and saved is not None else moved(arrays, HOST)
+
+
+def _check_saved(path: str, x: jax.Array, saved: Mapping[str, Any] | None) -> None:
+    """Refuses saved arrays that are not of the leaf `x`."""
+    shape = None if saved is None else tuple(saved["master"].shape)
+    if shape != x.shape:
+        raise UnfitRunError(
+            f"{path} has the shape {x.shape}, but {shape or 'nothing'} in `state`. Resume with the "
+            "saved run's model and `frozen`."
+        )
+
+
+def _placed(path: str, x: Any) -> jax.Array:
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        raise TypeError(
+            f"{path} is {jnp.result_type(x).name}, but weights must be floats. Return other arrays "
+            "from `first` in `shared`."
+        )
+    return x if isinstance(x, jax.Array) else upload(np.asarray(x), jax.local_devices()[0], HOST)
+
+
+def _make_leaf(
+    path: str, x: jax.Array, decays: bool, trains: bool, compact: bool, saved: Any
 ) -> Leaf:
-    """Makes a leaf and its state: from the weights `x`, or the `saved` arrays."""
     shards = x.addressable_shards
     by_index: dict[Any, list[int]] = {}
     for position, shard in enumerate(shards):
@@ -165,10 +221,10 @@ def _bounds(s: slice, size: int) -> tuple[int, int]:
     return s.indices(size)[:2]
 
 
-def _assembled(leaf: Leaf) -> jax.Array:
+def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Array:
     on_devices: list[Any] = [None] * len(leaf.devices)
     for piece in leaf.pieces:
-        numbers = piece.master.to_upload.reshape(piece.shape)
+        numbers = numbers_of(piece).reshape(piece.shape)
         for position in piece.positions:
             on_devices[position] = upload(numbers, leaf.devices[position], HOST)
     return _joined(on_devices, leaf.shape, leaf.sharding)
@@ -176,32 +232,24 @@ def _assembled(leaf: Leaf) -> jax.Array:
 
 def moved(tree: Any, memory_kind: str) -> Any:
     """Copies arrays to another memory of their devices, without a program; does not wait."""
+    return _moved(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(memory_kind), tree))
 
-    def move(x: jax.Array) -> jax.Array:
-        # `jax.device_put` moves no array that other processes share.
+
+def _moved(tree: Any, shardings: Any) -> Any:
+    if all(x.is_fully_addressable for x in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+
+    def move(x: jax.Array, sharding: Any) -> jax.Array:
+        # `jax.device_put` moves no array that other processes share (jax 0.10.2 and 0.11.2).
+        kind = sharding.memory_kind
         pieces = [
-            jax.device_put(
-                shard.data, SingleDeviceSharding(shard.device, memory_kind=memory_kind)
-            )
+            jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=kind))
             for shard in x.addressable_shards
         ]
-        return _joined(pieces, x.shape, x.sharding.with_memory_kind(memory_kind))
+        return _joined(pieces, x.shape, sharding)
 
-    if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
-        return jax.device_put(
-            tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(memory_kind), tree)
-        )
-    return jax.tree.map(move, tree)
+    return jax.tree.map(move, tree, shardings)
 
 
 def _joined(pieces: Sequence[Any], shape: tuple[int, ...], sharding: Any) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, list(pieces))
-
-
-def map_leaves(function: Callable[[str, Any], Any], tree: Any) -> Any:
-    """Maps (path, leaf) of a block's tree."""
-
-    def call(path: Any, x: Any) -> Any:
-        return function(jax.tree_util.keystr(path, simple=True, separator="."), x)
-
-    return jax.tree_util.tree_map_with_path(call, tree)

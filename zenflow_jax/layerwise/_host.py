@@ -1,4 +1,4 @@
-"""The host's half of a layerwise run: one thread that takes AdamW steps in the order of its tasks."""
+"""The host's half of a layerwise run: one thread, which takes AdamW steps in order."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._spec.scalars import AdamScalars
-from zenflow_jax.layerwise._blocks import BlockState
+from zenflow_jax.layerwise._blocks import Block
 
 #: The weight of older steps in a block's mean share of the squared norm.
 _MEMORY = np.float32(0.9)
@@ -30,7 +30,7 @@ class Host:
 
     def __init__(
         self,
-        blocks: Sequence[BlockState | None],
+        blocks: Sequence[Block],
         scalars: AdamScalars,
         adam: HostAdam,
         peers: PeerMonitor,
@@ -45,7 +45,7 @@ class Host:
         self.blocks, self.recorder, self.shares = blocks, Recorder(), shares
         self.counted, self.skipped, self._in_a_row = counted, step - counted, 0
         self._scalars, self._adam, self._peers = scalars, adam, peers
-        self._at_once, self._max_grad_norm = at_once, max_grad_norm
+        self.at_once, self._max_grad_norm = at_once, max_grad_norm
         self._max_skipped = max_skipped
         self._snapshots: list[Snapshot] = []
         self.failure: BaseException | None = None
@@ -93,7 +93,7 @@ class Host:
 
     def snapshot(self, copy_bytes: int) -> Snapshot:
         """Captures the state, which must be at rest, until it is saved."""
-        blocks = {i: block for i, block in enumerate(self.blocks) if block is not None}
+        blocks = {i: block for i, block in enumerate(self.blocks) if block.trains}
         snapshot = Snapshot(blocks, copy_bytes)
         self._snapshots = [*(x for x in self._snapshots if not x.done), snapshot]
         return snapshot
@@ -129,18 +129,17 @@ class Host:
             return
         self.counted, self._in_a_row = self.counted + 1, 0
         self._now = self._scalars._replace(learning_rate=float(np.asarray(rate)))
-        self._factor = 1.0 if self._at_once else self._factor_of(total)
+        self._factor = 1.0 if self.at_once else self._factor_of(total)
 
     def _update(
         self, i: int, step: int, old: list[Any], gradient: list[Any], squares: jax.Array
     ) -> list[Any]:
         block = self.blocks[i]
-        assert block is not None
         if not self._counts:
             return old
         self.recorder.works_at("take in", step)
         jax.block_until_ready(gradient)
-        if self._at_once:
+        if self.at_once:
             self._project(i, step, np.asarray(squares))
         for snapshot in self._snapshots:
             if not snapshot.done:
@@ -157,17 +156,16 @@ class Host:
     def _project(self, i: int, step: int, squares: np.ndarray) -> None:
         """Sets the factor from a projected norm, and the shares after a step's last block."""
         if not np.isfinite(squares):
-            name = "the outer weights" if i == 0 else f"layer {i - 1}"
             raise FloatingPointError(
-                f"The gradient of {name} is not finite in step {step}, and other weights have been "
-                "updated in this step already. Resume from the last checkpoint, with "
+                f"The gradient of {self.blocks[i].name} is not finite in step {step}, which has "
+                "updated other weights already. Resume from the last checkpoint, with "
                 'updates="after_backward", which skips such steps.'
             )
         self._squares[i] = np.float32(squares)
         total = sum(self._squares.values(), np.float32(0))
         share = sum((self.shares[j] for j in self._squares), np.float32(0))
         self._factor = self._factor_of(total / max(share, np.float32(1e-6)))
-        if len(self._squares) == sum(block is not None for block in self.blocks) and total > 0:
+        if len(self._squares) == sum(block.trains for block in self.blocks) and total > 0:
             new = [self._squares.get(j, np.float32(0)) / total for j in range(len(self.blocks))]
             self.shares = _MEMORY * self.shares + (1 - _MEMORY) * np.array(new, np.float32)
 

@@ -250,9 +250,9 @@ def _pull_first(
 
 
 def _added(g: Any, total: Any, weight: Any, weights_sum: Any) -> tuple[Any, Any]:
-    """Adds a micro-batch's gradient, if there are several; returns the sum of squares at the end."""
+    """Adds a micro-batch's gradient, if there are several; the last one has a sum of squares."""
     if g is None:
-        return None, None
+        return None, jnp.float32(0)
     if weight is not None:
         new = jax.tree.map(lambda x: x.astype(jnp.float32) * weight, g)
         new = new if total is None else jax.tree.map(jnp.add, total, new)
@@ -265,9 +265,7 @@ def _added(g: Any, total: Any, weight: Any, weights_sum: Any) -> tuple[Any, Any]
     return g, sum(squares, jnp.float32(0))
 
 
-def _moving(
-    first: Callable, outer: Any, batch: Any, carry: Any, shared: Any
-) -> tuple[int, ...]:
+def _moving(first: Callable, outer: Any, batch: Any, carry: Any, shared: Any) -> tuple[int, ...]:
     """Returns the leaves of `shared` whose gradients reach the outer weights."""
     leaves = jax.tree.leaves(shared)
     floats = tuple(i for i, x in enumerate(leaves) if _is_float(x))

@@ -15,7 +15,7 @@ import numpy as np
 from zenflow_jax._checkpoint.saving import Snapshot
 from zenflow_jax._checkpoint.stored import FORMAT, file_name, new_file
 from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.layerwise._blocks import ARRAYS, BlockState, Leaf
+from zenflow_jax.layerwise._blocks import ARRAYS, Block, Leaf
 
 #: The number of the layout, in the name of an array.
 LAYOUT_NAME = "layout_1_of_layerwise_trainers"
@@ -26,7 +26,7 @@ _CHUNK = 1024 * 1024
 class BlockStream:
     """A trainer's state at one moment, to be copied or written once, by any thread."""
 
-    blocks: Mapping[int, BlockState]
+    blocks: Sequence[Block]  # the trained ones
     snapshot: Snapshot
     counts: Mapping[str, np.ndarray]
     processes: Sequence[int]  # ascending; each writes a file
@@ -37,7 +37,7 @@ class BlockStream:
 
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of NumPy arrays; all pieces must be in this process."""
-        for _, leaf in self._leaves():
+        for leaf in self._leaves():
             if not leaf.sharding.is_fully_addressable:
                 raise ValueError(
                     f"{leaf.path} is on devices of several processes. Save with `EngineSave`."
@@ -58,8 +58,8 @@ class BlockStream:
         small |= {f"layout/{name}": x for name, x in _layout().items()}
         tensors: dict[str, Any] = {name: (x.dtype, x.shape) for name, x in small.items()}
         numbers, shapes = {}, []
-        for number, (i, leaf) in enumerate(self._leaves()):
-            numbers.setdefault(i, number)
+        for number, leaf in enumerate(self._leaves()):
+            numbers[leaf.path] = number
             shapes.append({name: ("float32", leaf.shape) for name in ARRAYS})
             for piece in leaf.pieces:
                 for name in ARRAYS if piece.saved else ():
@@ -71,11 +71,11 @@ class BlockStream:
             with new_file(folder / file_name(process, count), tensors, metadata) as write:
                 for name, x in small.items():
                     write(name, np.ascontiguousarray(x))
-                for i, block in self.snapshot.leaves():
-                    for number, leaf in enumerate(block.leaves, numbers[i]):
+                for _, block in self.snapshot.leaves():
+                    for leaf in block.leaves:
                         for piece in leaf.pieces:
                             for name in ARRAYS if piece.saved else ():
-                                tensor = _tensor(number, name, piece.index)
+                                tensor = _tensor(numbers[leaf.path], name, piece.index)
                                 for begin, elements in getattr(piece, name).chunks(_CHUNK):
                                     write(tensor, elements, begin)
                     missing -= 1
@@ -84,8 +84,8 @@ class BlockStream:
         finally:
             self.close()
 
-    def _leaves(self) -> Iterator[tuple[int, Leaf]]:
-        return ((i, leaf) for i, block in self.blocks.items() for leaf in block.leaves)
+    def _leaves(self) -> Iterator[Leaf]:
+        return (leaf for block in self.blocks for leaf in block.leaves)
 
 
 def _layout() -> dict[str, np.ndarray]:
@@ -105,13 +105,3 @@ def saved_leaves(state: Any) -> Iterator[Mapping[str, Any]]:
             "version and optimizer that wrote it, or start a new run from its weights."
         )
     return iter(state["leaves"])
-
-
-def check_saved(path: str, x: jax.Array, saved: Mapping[str, Any] | None) -> None:
-    """Refuses saved arrays that are not of the leaf `x`."""
-    shape = None if saved is None else tuple(saved["master"].shape)
-    if shape != x.shape:
-        raise UnfitRunError(
-            f"{path} has the shape {x.shape}, but {shape or 'nothing'} in `state`. Resume with the "
-            "saved run's model and `frozen`."
-        )
