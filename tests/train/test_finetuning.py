@@ -63,7 +63,7 @@ def validations(run: Path) -> list[tuple[str, ...]]:
     return [tuple(row.values()) for row in scripts.rows(run / "validation.csv")]
 
 
-# In this process; `test_going_on.py` kills, and `test_stream_weights.py` has a decoder.
+# In this process; `test_going_on.py` kills, and `test_stream_gradients.py` has a decoder.
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsys):

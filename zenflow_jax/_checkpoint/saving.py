@@ -119,8 +119,7 @@ class Saver:
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:
-            hosted = any(spec.hosted for spec in specs)  # such runs are short of memory
-            copy_bytes = 0 if hosted else sum(leaf.master.size for leaf in leaves)
+            copy_bytes = sum(leaf.master.size for leaf in leaves)
         places = {}
         for i in parts:
             part = self._offloaded.parts[i]
