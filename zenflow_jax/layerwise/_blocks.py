@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from zenflow_jax._device.memory import HOST, upload
+from zenflow_jax._device.memory import HOST
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
@@ -179,7 +179,7 @@ def _placed(path: str, x: Any) -> jax.Array:
             f"{path} is {jnp.result_type(x).name}, but weights must be floats. Return other arrays "
             "from `first` in `shared`."
         )
-    return x if isinstance(x, jax.Array) else upload(np.asarray(x), jax.local_devices()[0], HOST)
+    return x if isinstance(x, jax.Array) else _pinned(np.asarray(x), jax.local_devices()[0])
 
 
 def _make_leaf(
@@ -226,8 +226,17 @@ def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Arr
     for piece in leaf.pieces:
         numbers = numbers_of(piece).reshape(piece.shape)
         for position in piece.positions:
-            on_devices[position] = upload(numbers, leaf.devices[position], HOST)
+            on_devices[position] = _pinned(numbers, leaf.devices[position])
     return _joined(on_devices, leaf.shape, leaf.sharding)
+
+
+def _pinned(numbers: np.ndarray, device: Any) -> jax.Array:
+    """Starts to copy a NumPy array to the device's pinned host memory."""
+    x: Any = numbers
+    if device.platform == "cpu":
+        # There jax takes NumPy's memory over; it copies between its own memories.
+        x = jax.device_put(x, device)
+    return jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST))
 
 
 def moved(tree: Any, memory_kind: str) -> Any:
