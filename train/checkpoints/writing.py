@@ -51,8 +51,6 @@ class Checkpoints(SavedCheckpoints):
         self._keep_best = keep_best
         self._writing: int | None = None  # the step of the pending save
         self._failed: str | None = None  # the error of the last save
-        self._is_read = False  # whether the first save was read back
-        self._unreadable: str | None = None  # the error of reading it back
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -65,7 +63,7 @@ class Checkpoints(SavedCheckpoints):
         if self._manager is not None:  # None after a failed save
             self._manager.close()
         # Otherwise pending reads or writes may still end later than this.
-        if self._failed is None and self._unreadable is None:
+        if self._failed is None:
             sys.unraisablehook = self._unraisable
 
     def rename_damaged(self) -> None:
@@ -130,55 +128,22 @@ class Checkpoints(SavedCheckpoints):
             self.wait()
 
     def poll(self) -> None:
-        """Prints an error if the pending save has failed; does not wait.
-
-        Raises `CheckpointError` if the first checkpoint of this start cannot be read.
-        """
+        """Prints an error if the pending save has failed; does not wait."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self.wait()
-        if self._unreadable is not None:
-            raise CheckpointError(self._unreadable)
 
     def wait(self) -> None:
         """Waits for the pending save; prints an error if it has failed."""
-        if self._writing is None:
-            return
-        step = self._writing
-        with self._failures():
-            self._opened().wait_until_finished()
-        self._writing = None
-        if self._failed is None and not self._is_read:
-            self._is_read = True
-            if processes.is_first():
-                self._unreadable = self._read_back(step)
+        if self._writing is not None:
+            with self._failures():
+                self._opened().wait_until_finished()
+            self._writing = None
 
     def finish(self) -> None:
         """Waits for the last save; raises `CheckpointError` if it has failed."""
         self.wait()
-        if error := self._failed or self._unreadable:
-            raise CheckpointError(error)
-
-    def _read_back(self, step: int) -> str | None:
-        """Returns why a checkpoint is unreadable, or None; its checksums cannot show that.
-
-        Opens everything in the checkpoint, and reads no large array. Other processes may be inside
-        a step, so no call here waits for them.
-        """
-        folder = self._folder / str(step)
-        try:
-            listed = ocp.JsonCheckpointHandler().restore(folder / "run")["arrays"]
-            opened = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
-            if (folder / "engine").exists():
-                zenflow_jax.EngineCheckpointHandler().restore(folder / "engine")
-            problem = (
-                None if describe_arrays(opened) == listed else "it has other arrays than were saved"
-            )
-        except (OSError, ValueError) as error:
-            problem = _shorten(error)
-        return problem and (
-            f"checkpoint {step} in {self._folder} was written, but cannot be read: {problem}. Name "
-            "another --output-dir, and report this if that does not help."
-        )
+        if self._failed:
+            raise CheckpointError(self._failed)
 
     def rate(self, step: int, figure: float) -> None:
         self._figures[step] = figure
