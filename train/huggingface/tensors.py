@@ -237,20 +237,10 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not index.exists():
         raise _no_safetensors(folder)
     files = read_object(index, ModelError).get("weight_map")
-    if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
-        raise ModelError(
-            f"`weight_map` in {index}: expected the name of a file for each tensor, got others."
-        )
+    if not isinstance(files, dict):
+        raise ModelError(f"`weight_map` in {index}: expected an object, got {files!r}.")
     tensors = []
     for file in sorted(set(files.values())):
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise ModelError(
-                f"`weight_map` in {index}: expected names of files in that folder, got {file!r}."
-            )
-        if not (folder / file).exists():
-            raise ModelError(
-                f"expected the file {folder / file}, which {index.name} names, got none."
-            )
         held = _read_header(folder / file)
         lost = {name for name, its in files.items() if its == file} - {t.name for t in held}
         if lost:

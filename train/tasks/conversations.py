@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from train.huggingface.chat_template import ChatTemplate, Conversation, ConversationError
-from train.huggingface.json_files import loads_unique
 from train.huggingface.template_checks import TemplateChecks
 from train.tasks import fields
 from train.tasks.batches import DataError
@@ -126,7 +126,7 @@ def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments := function.get("arguments"), str):
         return call
     try:
-        parsed = function | {"arguments": loads_unique(arguments or "{}")}
+        parsed = function | {"arguments": json.loads(arguments or "{}")}
     except (ValueError, RecursionError) as error:
         got = shorten(repr(arguments))
         raise DataError(

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from train.huggingface import json_files
 from train.tasks import tables
 from train.tasks.batches import DataError
 
@@ -231,7 +230,7 @@ def shorten(text: str) -> str:
 
 def _parse(where: str, text: str, *, line: bool = False) -> Any:
     try:
-        return json_files.loads_unique(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
             place = f"{where}, column {error.colno}" if line else f"{where}, line {error.lineno}"
