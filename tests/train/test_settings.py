@@ -111,7 +111,7 @@ def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, mon
         (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),
         (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: expected a training"),
         (["--text-column", "body"], "`text_column`: expected text, as standard_library does not"),
-        (["--corpus-megabytes", "1e-6"], "expected text of at least two files"),
+        (["--corpus-megabytes", "1e-6"], "expected text for at least one window"),
         (["--sequence-length", "10000000"], "expected text for at least one window"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must lie in [0, 1]"),
         (["--select-interval", "0"], "select_interval"),

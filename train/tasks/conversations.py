@@ -53,7 +53,13 @@ class Conversations:
     def _written(
         self, where: str, messages: list[dict], tools: list | None, skipped: set[int]
     ) -> Conversation:
-        parsed = [_with_parsed_calls(f"{where}, message {n}", m) for n, m in enumerate(messages, 1)]
+        # OpenAI has arguments of calls as JSON text.
+        parsed = [
+            m | {"tool_calls": [_parsed(f"{where}, message {n}", call) for call in m["tool_calls"]]}
+            if "tool_calls" in m
+            else m
+            for n, m in enumerate(messages, 1)
+        ]
         try:
             conversation = self._template.conversation(parsed, tools, skipped)
         except ConversationError:
@@ -112,13 +118,6 @@ def _expect_objects(where: str, field: str, items: Any) -> None:
             f"{where}: expected a list in the field {field!r}, with an object "
             f'{{"type": "function", "function": {{...}}}} for each, got {shorten(repr(items))}.'
         )
-
-
-def _with_parsed_calls(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Returns the message with arguments of calls as objects; OpenAI has them as JSON text."""
-    if "tool_calls" not in message:
-        return message
-    return message | {"tool_calls": [_parsed(where, call) for call in message["tool_calls"]]}
 
 
 def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:

@@ -185,10 +185,6 @@ def text_field(
             f"{where}: expected a text in the field {field!r}, got "
             f"{shorten(json.dumps(text, default=repr))}."
         )
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise DataError(
-            f"{where}: expected text in the field {field!r}, got half a surrogate pair."
-        )
     return text
 
 
