@@ -44,15 +44,6 @@ MIXED_LAYERS = {
         ),
         ("llama2", {"rope_parameters": LOW_IS_HIGH}, "rope_parameters.high_freq_factor` more than"),
         ("llama2", {"rope_scaling": {"type": "yarn"}}, "`rope_scaling.type` 'yarn'"),
-        ("llama2", {"rope_theta": 5e3}, "`rope_theta` 10000.0 `rope_parameters` 5000.0"),
-        (
-            "llama2",
-            {
-                "rope_scaling": {"type": "linear", "factor": 2.0},
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            },
-            "`rope_parameters.rope_theta` 10000.0 `rope_scaling` 1000000.0",
-        ),
         ("qwen2", MIXED_LAYERS, "`use_sliding_window` all layers"),
         ("llama2", MIXED_LAYERS, "`layer_types` `sliding_window`, None"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "`layer_types` `sliding_window`, 5"),

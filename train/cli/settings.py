@@ -274,10 +274,6 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         # zenflow checks its own arguments, which have the same names.
         for name, expected in out_of_bounds(self):
             self._check(name, False, expected)
-        for name, value in vars(self).items():
-            # Bytes of a command line that are not UTF-8 become surrogates.
-            is_text = not isinstance(value, str) or not re.search(r"[\ud800-\udfff]", value)
-            self._check(name, is_text, "text in UTF-8, as settings.toml keeps it")
         self._check("seed", self.seed < 2**32, "a number below 2**32")
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
         wanted = "a share above 0 and below 1, such as 0.001, as every run validates (1 only with "

@@ -136,7 +136,6 @@ def load_weights(
                 return jax.make_array_from_callback(leaf.shape, sharding, lambda i: value[i])
             of = source(pretrained.architecture, name, leaf.shape)
             tensors = [pretrained.tensors[name] for name in of.names]
-            _check_shapes(tensors, of.shape)
             # Leaf by leaf, so that memory never holds two copies of all.
             return host_memory.placed(
                 jax.make_array_from_callback(
@@ -189,11 +188,7 @@ def _check_tensors(pretrained: Pretrained) -> None:
             f"alone, got {first_of(tensors[name].name for name in extra)} besides."
         )
     for name, shape in expected.items():
-        _check_shapes([tensors[name]], shape)
-
-
-def _check_shapes(tensors: list[Tensor], shape: tuple[int, ...]) -> None:
-    for tensor in tensors:
+        tensor = tensors[name]
         if tensor.shape != shape or tensor.dtype not in DTYPES:
             raise ModelError(
                 f"`{tensor.name}` in {tensor.file}: expected the shape {shape} and one of the "

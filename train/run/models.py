@@ -64,7 +64,10 @@ def make(
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
         return Model(graphdef, params, None)
-    anew = () if _has_head_for(origin, labels) else ("classifier",)
+    # The head is kept if it has these labels, in this order if it names them.
+    names = [name.lower() for name in origin.class_names]
+    fitting = ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
+    anew = () if names in fitting else ("classifier",)
     params = loading.load_weights(origin, shapes, shardings, anew=anew, seed=seed)
     return Model(graphdef, params, origin, loading.newly_drawn(origin, shapes, anew=anew))
 
@@ -85,12 +88,6 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
     """Returns the definition of a model, and its parameters as pure arrays."""
     graphdef, params = nnx.split(model)
     return graphdef, nnx.as_pure(params)
-
-
-def _has_head_for(origin: loading.Pretrained, labels: Sequence[str]) -> bool:
-    """Returns whether the folder's head has these labels, in this order if it names them."""
-    names = [name.lower() for name in origin.class_names]
-    return names in ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
 
 
 def config_of(
