@@ -168,7 +168,10 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
     folder = Path(options.model)
     form, because = options.format, ""
     if form == "auto":
-        form, because = _format_of(folder)
+        task = read_object(folder / CONFIG, ModelError).get(TASK)
+        form, because = "text", "" if task else "; --format chat puts it into the chat template"
+        if task in ("alpaca", "chat"):
+            form, because = task, f", as the run was trained ({task})"
     if form == "chat":
         return _chat_prompt(options, tokenizer, because)
     if options.system is not None:
@@ -216,14 +219,6 @@ def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
 
     graphdef, shapes = jax.eval_shape(lambda: models.split(build()))
     return graphdef, loading.load_weights(origin, shapes)
-
-
-def _format_of(folder: Path) -> tuple[str, str]:
-    """Returns the prompt format of the folder's run, and the reason."""
-    task = read_object(folder / CONFIG, ModelError).get(TASK)
-    if task in ("alpaca", "chat"):
-        return task, f", as the run was trained ({task})"
-    return "text", "" if task else "; --format chat puts it into the chat template"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

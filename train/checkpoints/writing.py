@@ -203,9 +203,11 @@ class Checkpoints(SavedCheckpoints):
             # ValueError is a bug.
             if isinstance(error, ValueError) and not re.search(r"(?i)\bos[ _]error", str(error)):
                 raise
+            text = " ".join(str(error).split())
+            got = text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
             self._failed = (
                 f"expected to write checkpoint {self._writing} to {self._folder}, got: "
-                f"{_shorten(error)}. Free disk space or fix the permissions; older "
+                f"{got}. Free disk space or fix the permissions; older "
                 "checkpoints are unchanged."
             )
             self._say(f"error: {self._failed}")
@@ -223,12 +225,6 @@ class Checkpoints(SavedCheckpoints):
                 for left in self._unnamed(self._writing):
                     shutil.rmtree(left, ignore_errors=True)  # leftovers only cost disk space
             self._writing = None
-
-
-def _shorten(error: Exception) -> str:
-    """Returns an error's message in one line, with the middle cut out if it is long."""
-    text = " ".join(str(error).split())
-    return text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
 
 
 @dataclasses.dataclass

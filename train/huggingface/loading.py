@@ -136,6 +136,7 @@ def load_weights(
                 return jax.make_array_from_callback(leaf.shape, sharding, lambda i: value[i])
             of = source(pretrained.architecture, name, leaf.shape)
             tensors = [pretrained.tensors[name] for name in of.names]
+            assert all(tensor.shape == of.shape for tensor in tensors), name
             # Leaf by leaf, so that memory never holds two copies of all.
             return host_memory.placed(
                 jax.make_array_from_callback(

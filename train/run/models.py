@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,20 +147,17 @@ def write(
     origin: loading.Pretrained | None,
     params: Any,
     values: Iterator[Any] | None = None,
-    *,
-    labels: Sequence[str] = (),
-    texts: Mapping[str, str] | None = None,
-    task: str | None = None,
+    **options: Any,
 ) -> None:
     """Writes the trained weights into `folder`, in the layout of the model's folder, if any.
 
-    `values` replace the leaves of `params`; each is requested when it is written.
+    `values` replace the leaves of `params`; each is requested when it is written. `options` are
+    those of `save_folder`.
     """
     if origin is None:
         write_weights(folder / WEIGHTS, params, values)
     else:
-        options = {"labels": labels, "values": values, "texts": texts, "task": task}
-        save_folder(folder, origin, params, as_read=True, **options)
+        save_folder(folder, origin, params, values=values, as_read=True, **options)
 
 
 def template_files(chat_template: str | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from train.huggingface.tokenizer import Tokenizer
-from train.tasks import Score, Task
+from train.tasks import Task
 from train.tasks.batches import DataError, Padded, Source
 from train.tasks.encoding import Encoded, Text, encode
 from train.tasks.files import split
@@ -139,8 +139,7 @@ def task_of(
     checksum: int = 0,
     labels: Sequence[str] = (),
     notes: Iterable[str] = (),
-    score: Score | None = None,
-    best: str = "loss",
+    **scoring: Any,
 ) -> Task:
     """Makes the task of these examples; `checksum` covers other facts of a resumed run."""
     for source in (train, *validation.values()):
@@ -154,10 +153,9 @@ def task_of(
         validation=validation,
         checksum=checksum,
         labels=tuple(labels),
-        score=score,
-        best=best,
         notes=tuple(dict.fromkeys(notes)),
         overview=(lengths, *describe_example(shown, tokenizer, labels=labels)),
+        **scoring,
     )
 
 

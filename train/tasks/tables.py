@@ -93,7 +93,14 @@ def _listed(path: Path, key: str) -> list[Any]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
     """Returns the schema and the batches of a table; Arrow files and streams alike."""
-    arrow = _pyarrow(path)
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            f"expected pyarrow, which reads {path.name}, got none ({error}). Install it: pip "
+            "install pyarrow"
+        ) from error
     try:
         if path.name.lower().endswith(".parquet"):
             with arrow.parquet.ParquetFile(path) as table:
@@ -114,15 +121,3 @@ def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
             f"{path}: expected a table, got {size} bytes that pyarrow cannot read ({error}). A "
             "repository that was cloned without git-lfs has pointers only."
         ) from error
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(
-            f"expected pyarrow, which reads {path.name}, got none ({error}). Install it: pip "
-            "install pyarrow"
-        ) from error
-    return pyarrow
