@@ -193,10 +193,8 @@ def _add_options(
         group = groups[owner]
         text, kinds, flag = spec.metadata["help"], _kinds(hint), name.replace("_", "-")
         if hint is bool:
-            text += f" (on; --no-{flag})" * value
-            group.add_argument(f"--{flag}", action="store_true", default=value, help=text)
-            options = {"dest": name, "default": value, "help": argparse.SUPPRESS}
-            group.add_argument(f"--no-{flag}", action="store_false", **options)
+            either, text = argparse.BooleanOptionalAction, text + " (default: on)" * value
+            group.add_argument(f"--{flag}", action=either, default=value, help=text)
             continue
         if value not in (None, MISSING):
             text += f" (default: {value})".replace("%", "%%")

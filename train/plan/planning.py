@@ -138,11 +138,7 @@ def plan_run(
     settings: Settings, options: Planning, deepspeed: DeepSpeedOptions | None = None
 ) -> RunPlan:
     """Plans a run, which has the values of its DeepSpeed config, for the machine of `options`."""
-    if (settings.model is None) != (settings.task == "standard_library"):
-        raise SettingsError(
-            "`model`: expected a folder with a config.json, or none with the task standard_library,"
-            f" got {settings.model or 'none'} with {settings.task}."
-        )
+    settings.check_task(["model"])
     planner = _Planner(settings, options)
     if planner.origin is not None:
         check_length(settings.sequence_length, planner.origin)
@@ -259,14 +255,7 @@ def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
         return planning.described_mesh(device, sizes)
     if text is None:
         return None
-    count = math.prod(sizes.values())
-    devices = jax.devices("cpu")
-    if count > len(devices):
-        raise SettingsError(
-            f"`--plan`: expected {count} devices of the CPU to lay the model out on, for --mesh "
-            f"{text}, got {len(devices)}. Set JAX_NUM_CPU_DEVICES={count} in the environment."
-        )
-    return mesh_over(sizes, devices[:count])
+    return mesh_over(sizes, jax.devices("cpu")[: math.prod(sizes.values())])
 
 
 class PlannedStep(NamedTuple):

@@ -18,17 +18,9 @@ from train.checkpoints.writing import Checkpoints
 from train.cli.settings import SettingsError, task_name
 from train.distributed import host_memory, processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
+from train.log import summary
 from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
 from train.log.run_log import NoLog, RunLog, read_rows, show
-from train.log.summary import (
-    command_of_use,
-    host_load,
-    read_summary,
-    summary_table,
-    write_picture,
-    write_summary,
-    write_timeline,
-)
 from train.log.trackers import reporter
 from train.run import models
 from train.run.folder import write_settings
@@ -107,8 +99,8 @@ class Run:
         if self._has_stopped_early():
             self.steps = self.done
         done, steps = self.done, self.steps
-        summary = read_summary(self.folder)
-        if done == steps and summary and summary["steps"] == done:
+        last = summary.read_summary(self.folder)
+        if done == steps and last and last["steps"] == done:
             larger = "--steps" if steps == self.job.training.steps else "--early-stopping-patience"
             self._say(
                 f"{self.folder} has done all its {done} steps. Pass a larger {larger} to "
@@ -139,7 +131,9 @@ class Run:
         self.engine = self.stack.enter_context(engine)
         if timeline and processes.is_first():
             # Whether or not the run succeeds.
-            self.stack.callback(lambda: write_timeline(timeline, engine.timeline, self.console))
+            self.stack.callback(
+                lambda: summary.write_timeline(timeline, engine.timeline, self.console)
+            )
 
     def _open_log(self, progress: Mapping[str, Any]) -> None:
         """Opens the metrics, which continue those of the last checkpoint."""
@@ -282,18 +276,20 @@ class Run:
             return
         title = f"{figures['optimizer']}, {figures['parameters'] / 1e6:.1f} M parameters"
         target = figures["target"]
-        write_picture(self.folder, self.log.rows, self.validations, title=title, target=target)
-        write_summary(self.folder, figures)
-        self.console.print(summary_table(figures))
+        summary.write_picture(
+            self.folder, self.log.rows, self.validations, title=title, target=target
+        )
+        summary.write_summary(self.folder, figures)
+        self.console.print(summary.summary_table(figures))
         if self.engine:
             timed = self.engine.stats, ended.totals.seconds
-            if hiding := host_load(self.opt_state, *timed, self.job.host.host_state):
+            if hiding := summary.host_load(self.opt_state, *timed, self.job.host.host_state):
                 self._say(hiding.advice)
         if self.job.output.keep_best:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} has {weights}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
-        use = command_of_use(self.folder / ended.written, task_name(self.job.settings))
+        use = summary.command_of_use(self.folder / ended.written, task_name(self.job.settings))
         if use and ended.written == models.FOLDER:
             self._say(f"Try it: {use}")
 

@@ -105,13 +105,6 @@ def config_of(
         head_width=run.width // run.heads,
         ffn=run.ffn,
         positions=run.sequence_length,
-        norm_eps=1e-5,
-        rope_base=10_000.0,
-        rope_scaling=None,
-        qkv_bias=False,
-        qk_norm=False,
-        tied=False,
-        window=None,
     )
 
 

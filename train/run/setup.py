@@ -30,15 +30,8 @@ from train.log.trackers import check_reporter
 from train.model.cross_entropy import PART
 from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
-from train.run import models
+from train.run import models, optimizers
 from train.run.memory import check_memory
-from train.run.optimizers import (
-    describe_deepspeed_changes,
-    finalize_settings,
-    initial_state,
-    make_optimizer,
-    with_deepspeed,
-)
 from train.run.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.batches import Batches, Sample
@@ -89,7 +82,7 @@ def read(
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
-    settings, deepspeed = with_deepspeed(original := settings, batch_parts(mesh))
+    settings, deepspeed = optimizers.with_deepspeed(original := settings, batch_parts(mesh))
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
             "`--timeline`: expected a training with work on the host (zenflow or offload), got "
@@ -149,8 +142,10 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         buckets=settings.length_buckets,
     )
     settings, few = _with_steps(settings, batches.per_epoch)
-    settings, deepspeed = finalize_settings(settings, sources.deepspeed, batches.per_epoch)
-    notes = describe_deepspeed_changes(sources.original, settings, deepspeed)
+    settings, deepspeed = optimizers.finalize_settings(
+        settings, sources.deepspeed, batches.per_epoch
+    )
+    notes = optimizers.describe_deepspeed_changes(sources.original, settings, deepspeed)
     notes = (*notes, *task.notes, *task.overview, *few)
     # A resumed run with more steps must have the same number of rounds.
     rounds = settings.warm_up_rounds
@@ -158,8 +153,8 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     values = dataclasses.asdict(settings)
     processes.check_same(to_toml(values), sources.checksum)
     model = make_model(sources)
-    tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
-    opt_state = committed(initial_state(tx, model.params), mesh)
+    tx = optimizers.make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
+    opt_state = committed(optimizers.initial_state(tx, model.params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
     per_example = PER_EXAMPLE[task.kind]
     streams = settings.stream != "none"
