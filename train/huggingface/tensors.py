@@ -142,11 +142,6 @@ def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
     for tensor in tensors:
         name = tensor.name.removeprefix(PREFIXES[architecture])
         name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
-        if name in named:
-            raise ModelError(
-                f"expected one tensor for `{name}` in {folder}, got `{named[name].name}` in "
-                f"{named[name].file.name} and `{tensor.name}` in {tensor.file.name}. Remove one."
-            )
         named[name] = tensor
     return named
 
@@ -241,13 +236,7 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
         raise ModelError(f"`weight_map` in {index}: expected an object, got {files!r}.")
     tensors = []
     for file in sorted(set(files.values())):
-        held = _read_header(folder / file)
-        lost = {name for name, its in files.items() if its == file} - {t.name for t in held}
-        if lost:
-            raise ModelError(
-                f"expected {first_of(lost)} in {folder / file}, as {index.name} says, got none."
-            )
-        tensors += [tensor for tensor in held if tensor.name in files]
+        tensors += [tensor for tensor in _read_header(folder / file) if tensor.name in files]
     return tensors
 
 

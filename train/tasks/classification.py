@@ -26,7 +26,7 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, glue, tables
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
-from train.tasks.examples import Examples, Sentences, check_room, task_of
+from train.tasks.examples import Examples, Sentences, task_of
 from train.tasks.files import find_files, first_30, lines, records, shorten, text_field
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
@@ -87,7 +87,6 @@ def make(
 
     If the model's head has all labels as `known` classes, whatever their case, they are used.
     """
-    check_room(tokenizer, sequence_length, pair=columns.second is not None)
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     rows = [_read(paths, columns, notes) for paths in (files.train, files.validation) if paths]

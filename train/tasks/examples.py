@@ -122,14 +122,6 @@ class Sentences(Examples):
         return zlib.crc32(self._labels, super().checksum(start))
 
 
-def check_room(tokenizer: Tokenizer, sequence_length: int, *, pair: bool) -> None:
-    """Raises a DataError if an example would have no room beside special tokens."""
-    special = tokenizer.tokens.num_special_tokens_to_add(pair)
-    if sequence_length <= special:
-        wanted = f"more than {special}, the special tokens of an example"
-        raise DataError(f"`sequence_length`: expected {wanted}, got {sequence_length}.")
-
-
 def task_of(
     name: str,
     train: Examples,

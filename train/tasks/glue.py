@@ -22,7 +22,7 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Score, Task
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
-from train.tasks.examples import Sentences, check_room, task_of
+from train.tasks.examples import Sentences, task_of
 from train.tasks.files import expect_examples, first_30, lines, shorten
 
 
@@ -114,7 +114,6 @@ FORMATS: Mapping[str, Format] = {
 def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -> Task:
     """Makes the GLUE task `name` from the folder `data`, or GLUE's own (`SST-2`, ...) below it."""
     fmt = FORMATS[name]
-    check_room(tokenizer, sequence_length, pair=len(fmt.sentences) == 2)
     folder, layout = _find(name, fmt, data)
     notes: list[str] = []
     sources: dict[str, Sentences] = {}
