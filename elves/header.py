@@ -154,11 +154,7 @@ def is_packed(path: Path) -> bool:
 
 
 def read_header(path: Path) -> tuple[Header, int]:
-    """Returns the header of a packed file, and the position of its blocks.
-
-    Raises:
-        ElvesError: If there is none, or it is damaged, incomplete, or of another version.
-    """
+    """Returns the header of a packed file, and the position of its blocks."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")

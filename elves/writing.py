@@ -135,9 +135,6 @@ def pack(
         pieces: Everything after `head`, in order.
         base: The folder of the pieces' `near` tensors.
         only_smaller: Whether to write nothing, and return None, if it would not be smaller.
-
-    Raises:
-        OSError: If writing fails. Nothing is left then.
     """
     equal = _duplicates(pieces)
     planned = {p.name: _planned(p, options, equal.get(p.name)) for p in pieces}
@@ -184,12 +181,7 @@ def save(
 ) -> None:
     """Writes arrays as a packed file, which restores to a safetensors file.
 
-    Args:
-        bound: The largest error of a float32; None for none at all.
-
-    Raises:
-        ElvesError: If the bound is invalid, or safetensors lacks the dtype of an array.
-        OSError: If writing fails. Nothing is left then.
+    `bound` is the largest error of a float32; None for none at all.
     """
     names = {dtype: name for name, dtype in NUMPY.items()}
     pieces = []
