@@ -13,15 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from train.cli.command_line import to_toml
-from train.cli.settings import (
-    HostSettings,
-    OutputSettings,
-    Settings,
-    SettingsError,
-    StepSettings,
-    TrainingSettings,
-    steps_of,
-)
+from train.cli.settings import Settings, SettingsError, StepSettings, steps_of
 from train.distributed import processes
 from train.distributed.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.huggingface.loading import Pretrained, read_folder, shapes_of
@@ -58,11 +50,8 @@ class Sources(NamedTuple):
 
 
 class Job(NamedTuple):
-    settings: Mapping[str, Any]  # final values, for the records
-    training: TrainingSettings
-    host: HostSettings
-    output: OutputSettings
-    tokens: int  # of a batch without padding
+    settings: Settings  # final
+    values: Mapping[str, Any]  # the same, for the records
     mesh: Mesh | None
     task: Task
     texts: Mapping[str, str]
@@ -177,11 +166,8 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         return make_validate(model.graphdef, per_example, task, samples, check)
 
     job = Job(
-        settings=values,
-        training=settings,
-        host=settings,
-        output=settings,
-        tokens=settings.batch_size * settings.sequence_length,
+        settings=settings,
+        values=values,
         mesh=mesh,
         task=task,
         texts=sources.texts,
