@@ -34,7 +34,7 @@ def config_file(folder: Path, text: str) -> Path:
         ("steps = 30.0", r"--steps: expected None or INT, got '30\.0'"),
         ("steps = true", "--steps: expected one argument"),
         ("steps = -1", "`steps`: expected a finite number of at least 0"),
-        ("progress = 1", "--progress: ignored explicit argument '1'"),
+        ("progress = 1", "--progress/--no-progress: ignored explicit argument '1'"),
         ("[steps]\nmany = 3", "`steps`: expected a single value, got .*many"),
         ('data = ["a", "b"]', "`data`: expected a single value"),
         ('optimizer = "adam"', "--optimizer: expected zenflow.adamw.offload, got 'adam'"),
@@ -117,7 +117,7 @@ def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, mon
         (["--select-interval", "0"], "select_interval"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
-        (["--task", "language", "--plan"], "`model`: expected a folder with a config.json"),
+        (["--task", "language", "--plan"], "`model`: expected a path, for language"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

@@ -18,7 +18,6 @@ from train.distributed import host_memory, processes
 from train.distributed.sharding import committed, weight_shardings
 from train.huggingface import loading
 from train.huggingface.chat_template import TEMPLATE, read_template_text
-from train.huggingface.hub import MODEL_FOLDER
 from train.huggingface.saving import Entry, save_folder, write_by_first, write_file
 from train.huggingface.tensors import leaf_name
 from train.model.decoder import DecoderConfig, parts_that_stream
@@ -28,7 +27,7 @@ from train.tasks import standard_library
 
 # The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model made from sizes
-FOLDER = MODEL_FOLDER  # of a model loaded from a folder: a folder in the same layout
+FOLDER = "model"  # of a model loaded from a folder: a folder in the same layout
 
 
 class Model(NamedTuple):

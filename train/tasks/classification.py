@@ -36,9 +36,6 @@ SEPARATORS = (",", ";", "\t", "|")
 QUOTE = "Put a text with a separator in it between quotation marks"
 AS_CSV = "Save texts with tabs or line breaks in them as CSV"
 
-# If more rows have no text, the wrong column was named.
-BLANK_SHARE = 2
-
 # From this share of one class on, accuracy says little.
 UNBALANCED = 0.75
 
@@ -175,14 +172,8 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
                 rows.places.append(where)
             else:
                 blank.append(where.rpartition(" ")[2])
-        total = len(rows.labels) - before + len(blank)
-        if not total:
+        if len(rows.labels) == before:
             raise DataError(f"{path}: expected examples, found none.")
-        if len(blank) * BLANK_SHARE > total:
-            raise DataError(
-                f"{path}: expected texts in {' and '.join(map(repr, columns.texts))}, found "
-                f"{len(blank)} of {total} rows without: {first_30(blank)}. Pass --text-column."
-            )
         if blank:
             notes.append(f"{path.name}: left out {len(blank)} rows without text: {first_30(blank)}")
     return rows
