@@ -97,7 +97,7 @@ def annotations_are_not_checked():
 @pytest.fixture
 def no_picture(monkeypatch):
     """Runs of the script in this process do not draw their losses, a quarter of a short run."""
-    monkeypatch.setattr("train.run.loop.write_picture", lambda *_, **__: None)
+    monkeypatch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

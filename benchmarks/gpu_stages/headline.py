@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.gpu_stages import machine, sizes
+from benchmarks import machine
+from benchmarks.gpu_stages import sizes
 from benchmarks.gpu_stages.device import (
     host_peak_bytes,
     out_of_memory,

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import on_gpu
-from benchmarks.gpu_stages import checks, machine, programs, sizes, ways
+from benchmarks import machine, on_gpu
+from benchmarks.gpu_stages import checks, programs, sizes, ways
 from benchmarks.gpu_stages.sizes import Machine
 from benchmarks.on_gpu import PICTURE, STAGES
 from benchmarks.step_time_model import make_model

@@ -125,9 +125,10 @@ import sys
 import jax, numpy as np
 from train import finetune
 from train.cli.command_line import read_command_line
-from train.run import loop, setup
+from train.log import summary
+from train.run import setup
 
-loop.write_picture = lambda *_, **__: None  # a quarter of a short run
+summary.write_picture = lambda *_, **__: None  # a quarter of a short run
 settings = read_command_line(sys.argv[1:], program="test").settings
 sources = setup.read(settings, timeline=None, force=False, say=print)
 alone, placed = (setup.make_model(sources._replace(mesh=m)).params for m in (None, sources.mesh))

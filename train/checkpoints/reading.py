@@ -110,10 +110,8 @@ class SavedCheckpoints:
     def find(self, wanted: str, *, rival: float = math.nan) -> int | None:
         """Finds a checkpoint by its step or by "best"; None if `rival` is at least as good."""
         newest, steps = self.newest(), self.steps()
-        step = None
-        if wanted != "best":
-            step = int(wanted)
-        elif newest is not None:
+        step = int(wanted) if wanted.isdecimal() else None
+        if wanted == "best" and newest is not None:
             self._read_checked(newest)
             step = self._best_of(steps)
         if wanted == "best" and not math.isnan(rival):

@@ -49,8 +49,6 @@ class Checkpoints(SavedCheckpoints):
         self._keep_best = keep_best
         self._writing: int | None = None  # the step of the pending save
         self._failed: str | None = None  # the error of the last save
-        self._is_read = False  # whether the first save was read back
-        self._unreadable: str | None = None  # the error of reading it back
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -63,7 +61,7 @@ class Checkpoints(SavedCheckpoints):
         if self._manager is not None:  # None after a failed save
             self._manager.close()
         # Otherwise pending reads or writes may still end later than this.
-        if self._failed is None and self._unreadable is None:
+        if self._failed is None:
             sys.unraisablehook = self._unraisable
 
     def rename_damaged(self) -> None:
@@ -123,55 +121,22 @@ class Checkpoints(SavedCheckpoints):
             self._opened().save(step, args=ocp.args.Composite(**items), force=True)
 
     def poll(self) -> None:
-        """Prints an error if the pending save has failed; does not wait.
-
-        Raises `CheckpointError` if the first checkpoint of this start cannot be read.
-        """
+        """Prints an error if the pending save has failed; does not wait."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self.wait()
-        if self._unreadable is not None:
-            raise CheckpointError(self._unreadable)
 
     def wait(self) -> None:
         """Waits for the pending save; prints an error if it has failed."""
-        if self._writing is None:
-            return
-        step = self._writing
-        with self._failures():
-            self._opened().wait_until_finished()
-        self._writing = None
-        if self._failed is None and not self._is_read:
-            self._is_read = True
-            if processes.is_first():
-                self._unreadable = self._read_back(step)
+        if self._writing is not None:
+            with self._failures():
+                self._opened().wait_until_finished()
+            self._writing = None
 
     def finish(self) -> None:
         """Waits for the last save; raises `CheckpointError` if it has failed."""
         self.wait()
-        if error := self._failed or self._unreadable:
-            raise CheckpointError(error)
-
-    def _read_back(self, step: int) -> str | None:
-        """Returns why a checkpoint is unreadable, or None; its checksums cannot show that.
-
-        Opens everything in the checkpoint, and reads no large array. Other processes may be inside
-        a step, so no call here waits for them.
-        """
-        folder = self._folder / str(step)
-        try:
-            listed = ocp.JsonCheckpointHandler().restore(folder / "run")["arrays"]
-            opened = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
-            if (folder / "engine").exists():
-                zenflow_jax.EngineCheckpointHandler().restore(folder / "engine")
-            problem = (
-                None if describe_arrays(opened) == listed else "it has other arrays than were saved"
-            )
-        except (OSError, ValueError) as error:
-            problem = _shorten(error)
-        return problem and (
-            f"checkpoint {step} in {self._folder} was written, but cannot be read: {problem}. Name "
-            "another --output-dir, and report this if that does not help."
-        )
+        if self._failed:
+            raise CheckpointError(self._failed)
 
     def rate(self, step: int, figure: float) -> None:
         self._figures[step] = figure
@@ -231,9 +196,11 @@ class Checkpoints(SavedCheckpoints):
             # ValueError is a bug.
             if isinstance(error, ValueError) and not re.search(r"(?i)\bos[ _]error", str(error)):
                 raise
+            text = " ".join(str(error).split())
+            got = text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
             self._failed = (
                 f"expected to write checkpoint {self._writing} to {self._folder}, got: "
-                f"{_shorten(error)}. Free disk space or fix the permissions; older "
+                f"{got}. Free disk space or fix the permissions; older "
                 "checkpoints are unchanged."
             )
             self._say(f"error: {self._failed}")
@@ -251,12 +218,6 @@ class Checkpoints(SavedCheckpoints):
                 for left in self._unnamed(self._writing):
                     shutil.rmtree(left, ignore_errors=True)  # leftovers only cost disk space
             self._writing = None
-
-
-def _shorten(error: Exception) -> str:
-    """Returns an error's message in one line, with the middle cut out if it is long."""
-    text = " ".join(str(error).split())
-    return text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
 
 
 @dataclasses.dataclass

@@ -55,13 +55,13 @@ class DecoderConfig(NamedTuple):
     head_width: int  # even; `heads * head_width` need not be `width`
     ffn: int  # inner width of the SwiGLU layer
     positions: int  # of the longest supported sequence; longer ones run, with bad results
-    norm_eps: float  # added to the mean square
-    rope_base: float  # the slowest rotation turns once in about 6 times this many positions
-    rope_scaling: LinearRope | Llama3Rope | None
-    qkv_bias: bool  # whether queries, keys and values have a bias (Qwen 2)
-    qk_norm: bool  # whether the query and the key of each head are normalized (Qwen 3)
-    tied: bool  # whether the embedding is also the head
-    window: int | None  # how many tokens a token attends to, itself included; None for all
+    norm_eps: float = 1e-5  # added to the mean square
+    rope_base: float = 1e4  # the slowest rotation turns once in about 6 times this many positions
+    rope_scaling: LinearRope | Llama3Rope | None = None
+    qkv_bias: bool = False  # whether queries, keys and values have a bias (Qwen 2)
+    qk_norm: bool = False  # whether the query and the key of each head are normalized (Qwen 3)
+    tied: bool = False  # whether the embedding is also the head
+    window: int | None = None  # how many tokens a token attends to, itself included; None for all
 
 
 class Cache(NamedTuple):

@@ -85,16 +85,13 @@ class EncoderBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, attends: jax.Array) -> jax.Array:
         """Maps `(b, t, width)` to the same shape and dtype; `attends` is a mask `(b, 1, 1, t)`."""
-        x = self.attention_norm(x + self._attention(x, attends)).astype(x.dtype)
-        inner = jax.nn.gelu(self.up(x), approximate=False)
-        return self.ffn_norm(x + self.down(inner)).astype(x.dtype)
-
-    def _attention(self, x, attends):
         b, t, width = x.shape
         split = (b, t, self.heads, width // self.heads)
         q, k, v = (project(x).reshape(split) for project in (self.query, self.key, self.value))
-        mixed = attention(q, k, v, mask=attends)
-        return self.attention_out(mixed.reshape(b, t, width))
+        mixed = attention(q, k, v, mask=attends).reshape(b, t, width)
+        x = self.attention_norm(x + self.attention_out(mixed)).astype(x.dtype)
+        inner = jax.nn.gelu(self.up(x), approximate=False)
+        return self.ffn_norm(x + self.down(inner)).astype(x.dtype)
 
 
 def _norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -26,8 +26,9 @@ from train.distributed.sharding import (
     mesh_over,
     weight_shardings,
 )
-from train.huggingface.config import ARCHITECTURES, CONFIG, read_config, read_raw
+from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.huggingface.hub import model_folder
+from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained
 from train.run import models
 from train.run.memory import host_bytes
@@ -135,11 +136,7 @@ def plan_run(
     settings: Settings, options: Planning, deepspeed: DeepSpeedOptions | None = None
 ) -> RunPlan:
     """Plans a run, which has the values of its DeepSpeed config, for the machine of `options`."""
-    if (settings.model is None) != (settings.task == "standard_library"):
-        raise SettingsError(
-            "`model`: expected a folder with a config.json, or none with the task standard_library,"
-            f" got {settings.model or 'none'} with {settings.task}."
-        )
+    settings.check_task(["model"])
     planner = _Planner(settings, options)
     if planner.origin is not None:
         check_length(settings.sequence_length, planner.origin)
@@ -243,14 +240,7 @@ def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
         return planning.described_mesh(device, sizes)
     if text is None:
         return None
-    count = math.prod(sizes.values())
-    devices = jax.devices("cpu")
-    if count > len(devices):
-        raise SettingsError(
-            f"`--plan`: expected {count} devices of the CPU to lay the model out on, for --mesh "
-            f"{text}, got {len(devices)}. Set JAX_NUM_CPU_DEVICES={count} in the environment."
-        )
-    return mesh_over(sizes, devices[:count])
+    return mesh_over(sizes, jax.devices("cpu")[: math.prod(sizes.values())])
 
 
 class PlannedStep(NamedTuple):
@@ -263,7 +253,7 @@ class PlannedStep(NamedTuple):
 def folder_of_config(model: str) -> Pretrained:
     """Returns a model's folder, of which only `config.json` is read."""
     folder = model_folder(model, [CONFIG])
-    raw = read_raw(folder)
+    raw = read_object(folder / CONFIG, ModelError)
     config = read_config(folder / CONFIG, raw)
     return Pretrained(folder, ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
 

@@ -18,17 +18,9 @@ from train.checkpoints.writing import Checkpoints
 from train.cli.settings import SettingsError, task_name
 from train.distributed import processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
+from train.log import summary
 from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
 from train.log.run_log import NoLog, RunLog, read_rows, show
-from train.log.summary import (
-    command_of_use,
-    host_load,
-    read_summary,
-    summary_table,
-    write_picture,
-    write_summary,
-    write_timeline,
-)
 from train.log.trackers import reporter
 from train.run import models
 from train.run.folder import write_settings
@@ -62,15 +54,15 @@ class Run:
         self.engine: zenflow_jax.HostEngine | None = None
         self.validations: list[tuple[int, dict[str, float]]] = []  # each step with its metrics
         self.done = 0  # by earlier starts
-        self.steps = job.training.steps
+        self.steps = job.settings.steps
         task, config = job.task, job.model.origin and job.model.origin.config
         self.checkpoints = stack.enter_context(
             Checkpoints(
                 folder / "checkpoints",
-                keep=job.output.keep,
-                keep_best=job.output.keep_best,
+                keep=job.settings.keep,
+                keep_best=job.settings.keep_best,
                 larger_is_better=not is_loss(task.best),
-                describe=description(job.settings, task.checksum, config, task.labels),
+                describe=description(job.values, task.checksum, config, task.labels),
                 say=self._say,
             )
         )
@@ -91,7 +83,7 @@ class Run:
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
-        if self.job.training.optimizer != "adamw":
+        if self.job.settings.optimizer != "adamw":
             self._open_engine(engine_state, timeline)
         self.checkpoints.rename_damaged()  # this start is valid
         self._open_log(progress)
@@ -107,9 +99,9 @@ class Run:
         if self._has_stopped_early():
             self.steps = self.done
         done, steps = self.done, self.steps
-        summary = read_summary(self.folder)
-        if done == steps and summary and summary["steps"] == done:
-            larger = "--steps" if steps == self.job.training.steps else "--early-stopping-patience"
+        last = summary.read_summary(self.folder)
+        if done == steps and last and last["steps"] == done:
+            larger = "--steps" if steps == self.job.settings.steps else "--early-stopping-patience"
             self._say(
                 f"{self.folder} has done all its {done} steps. Pass a larger {larger} to "
                 f"continue it, with {self.folder / 'settings.toml'} as the config, or name "
@@ -129,7 +121,7 @@ class Run:
             engine = zenflow_jax.HostEngine(
                 self.params,
                 self.opt_state,
-                **self.job.host.subset(names),
+                **self.job.settings.subset(names),
                 engine_state=engine_state,
                 # The process only runs this job, and can be restarted, so it may end itself.
                 exit_if_stuck=True,
@@ -139,7 +131,9 @@ class Run:
         self.engine = self.stack.enter_context(engine)
         if timeline and processes.is_first():
             # Whether or not the run succeeds.
-            self.stack.callback(lambda: write_timeline(timeline, engine.timeline, self.console))
+            self.stack.callback(
+                lambda: summary.write_timeline(timeline, engine.timeline, self.console)
+            )
 
     def _open_log(self, progress: Mapping[str, Any]) -> None:
         """Opens the metrics, which continue those of the last checkpoint."""
@@ -147,24 +141,24 @@ class Run:
         metered = progress.get("meter")
         self.log = NoLog()
         if processes.is_first():
-            write_settings(self.folder, job.settings, job.texts)
+            write_settings(self.folder, job.values, job.texts)
             in_rows = done - len(metered["unread"]) if metered else 0
-            report = {"done": in_rows, "config": job.settings}
+            report = {"done": in_rows, "config": job.values}
             self.log = RunLog(
                 self.folder,
                 steps=self.steps,
                 console=self.console,
-                progress=job.output.progress,
-                reporter=reporter(job.output.report_to, self.folder, **report),
+                progress=job.settings.progress,
+                reporter=reporter(job.settings.report_to, self.folder, **report),
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
             )
         self.stack.enter_context(self.log)
         self.meter = Meter(
-            log_every=job.output.log_every,
+            log_every=job.settings.log_every,
             steps=self.steps,
             stats=(lambda: engine.stats) if engine else None,
-            max_skipped=job.training.max_skipped,
+            max_skipped=job.settings.max_skipped,
             remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
             "--learning-rate, a start resumes from the last checkpoint, if any; another --run "
             "starts again.",
@@ -201,13 +195,13 @@ class Run:
                     self._say(f"step {step} was skipped: no checkpoint of it")
                 else:
                     self._save(saved := step)
-            if is_due(self.job.output.export_every, step):
+            if is_due(self.job.settings.export_every, step):
                 jax.block_until_ready(self.params)
                 with self.meter.paused():
                     self._write(self.folder / f"{models.FOLDER}-{step}", self.params)
             if self._has_stopped_early():
                 self.steps = step
-                patience = self.job.output.early_stopping_patience
+                patience = self.job.settings.early_stopping_patience
                 self._say(f"stopping after step {step}: no better validation in {patience}")
                 break
         if saved < self.steps:
@@ -222,7 +216,7 @@ class Run:
         job = self.job
         length, tokens = job.batches.length(step - 1), job.batches.tokens(step - 1)
         if tokens is None:
-            tokens = job.tokens
+            tokens = job.settings.batch_size * job.settings.sequence_length
         with contextlib.ExitStack() as compiling:
             if is_new := length not in lengths:
                 lengths.add(length)
@@ -281,18 +275,20 @@ class Run:
             return
         title = f"{figures['optimizer']}, {figures['parameters'] / 1e6:.1f} M parameters"
         target = figures["target"]
-        write_picture(self.folder, self.log.rows, self.validations, title=title, target=target)
-        write_summary(self.folder, figures)
-        self.console.print(summary_table(figures))
+        summary.write_picture(
+            self.folder, self.log.rows, self.validations, title=title, target=target
+        )
+        summary.write_summary(self.folder, figures)
+        self.console.print(summary.summary_table(figures))
         if self.engine:
             timed = self.engine.stats, ended.totals.seconds
-            if hiding := host_load(self.opt_state, *timed, self.job.host.host_state):
+            if hiding := summary.host_load(self.opt_state, *timed, self.job.settings.host_state):
                 self._say(hiding.advice)
-        if self.job.output.keep_best:
+        if self.job.settings.keep_best:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} has {weights}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
-        use = command_of_use(self.folder / ended.written, task_name(self.job.settings))
+        use = summary.command_of_use(self.folder / ended.written, task_name(self.job.values))
         if use and ended.written == models.FOLDER:
             self._say(f"Try it: {use}")
 
@@ -311,7 +307,7 @@ class Run:
 
     def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
         job = self.job
-        options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.settings)}
+        options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
         models.write(folder, job.model.origin, weights, values, **options)
 
     def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:
@@ -321,7 +317,7 @@ class Run:
         moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
         moved /= parameters * max(self.steps - self.done, 1)
         return {
-            "optimizer": job.training.optimizer,
+            "optimizer": job.settings.optimizer,
             "device": jax.devices()[0].device_kind,
             "devices": job.mesh.size if job.mesh else 1,
             "processes": jax.process_count(),
@@ -329,7 +325,7 @@ class Run:
             "target": job.task.target,
             "steps": self.steps,
             "skipped": self.meter.total_skipped,
-            "best_step": ended.best if job.output.keep_best else None,
+            "best_step": ended.best if job.settings.keep_best else None,
             "resumed_at": self.done,
             "tokens_per_s": ended.totals.tokens_per_s,
             "bytes_per_parameter_and_step": processes.sum_over(moved),
@@ -357,21 +353,21 @@ class Run:
         return self.validations[-1][1]
 
     def _has_stopped_early(self) -> bool:
-        best, patience = self.job.task.best, self.job.output.early_stopping_patience
+        best, patience = self.job.task.best, self.job.settings.early_stopping_patience
         values = [figures[best] for _, figures in self.validations]
         return has_stalled(values, patience, larger_is_better=not is_loss(best))
 
     def _is_validated(self, step: int) -> bool:
         """Returns whether a validation is due; the final one follows after all windows close."""
-        output = self.job.output
-        is_compared = output.keep_best and self._is_saved(step)
-        return step < self.steps and (is_compared or is_due(output.evaluate_every, step))
+        settings = self.job.settings
+        is_compared = settings.keep_best and self._is_saved(step)
+        return step < self.steps and (is_compared or is_due(settings.evaluate_every, step))
 
     def _is_saved(self, step: int) -> bool:
         """Returns whether a checkpoint is due; with early stopping also at each validation."""
-        output = self.job.output
-        stops = output.early_stopping_patience is not None
-        return is_due(output.save_every, step) or (stops and is_due(output.evaluate_every, step))
+        settings = self.job.settings
+        every = 0 if settings.early_stopping_patience is None else settings.evaluate_every
+        return is_due(settings.save_every, step) or is_due(every, step)
 
     def _save(self, step: int) -> None:
         self._log_rows(whole=True)

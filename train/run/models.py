@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from train.distributed import processes
 from train.distributed.sharding import committed, weight_shardings
 from train.huggingface import loading
 from train.huggingface.chat_template import TEMPLATE, read_template_text
-from train.huggingface.hub import MODEL_FOLDER
 from train.huggingface.saving import Entry, save_folder, write_by_first, write_file
 from train.huggingface.tensors import leaf_name
 from train.model.decoder import DecoderConfig, parts_that_stream
@@ -28,7 +27,7 @@ from train.tasks import standard_library
 
 # The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model made from sizes
-FOLDER = MODEL_FOLDER  # of a model loaded from a folder: a folder in the same layout
+FOLDER = "model"  # of a model loaded from a folder: a folder in the same layout
 
 
 class Model(NamedTuple):
@@ -56,7 +55,10 @@ def make(
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
         return Model(graphdef, params, None)
-    anew = () if _has_head_for(origin, labels) else ("classifier",)
+    # The head is kept if it has these labels, in this order if it names them.
+    names = [name.lower() for name in origin.class_names]
+    fitting = ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
+    anew = () if names in fitting else ("classifier",)
     params = loading.load_weights(origin, shapes, shardings, anew=anew, seed=seed)
     return Model(graphdef, params, origin, loading.newly_drawn(origin, shapes, anew=anew))
 
@@ -79,12 +81,6 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
     return graphdef, nnx.as_pure(params)
 
 
-def _has_head_for(origin: loading.Pretrained, labels: Sequence[str]) -> bool:
-    """Returns whether the folder's head has these labels, in this order if it names them."""
-    names = [name.lower() for name in origin.class_names]
-    return names in ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
-
-
 def config_of(
     origin: loading.Pretrained | None, run: StepSettings
 ) -> DecoderConfig | EncoderConfig:
@@ -100,13 +96,6 @@ def config_of(
         head_width=run.width // run.heads,
         ffn=run.ffn,
         positions=run.sequence_length,
-        norm_eps=1e-5,
-        rope_base=10_000.0,
-        rope_scaling=None,
-        qkv_bias=False,
-        qk_norm=False,
-        tied=False,
-        window=None,
     )
 
 
@@ -142,20 +131,17 @@ def write(
     origin: loading.Pretrained | None,
     params: Any,
     values: Iterator[Any] | None = None,
-    *,
-    labels: Sequence[str] = (),
-    texts: Mapping[str, str] | None = None,
-    task: str | None = None,
+    **options: Any,
 ) -> None:
     """Writes the trained weights into `folder`, in the layout of the model's folder, if any.
 
-    `values` replace the leaves of `params`; each is requested when it is written.
+    `values` replace the leaves of `params`; each is requested when it is written. `options` are
+    those of `save_folder`.
     """
     if origin is None:
         write_weights(folder / WEIGHTS, params, values)
     else:
-        options = {"labels": labels, "values": values, "texts": texts, "task": task}
-        save_folder(folder, origin, params, as_read=True, **options)
+        save_folder(folder, origin, params, values=values, as_read=True, **options)
 
 
 def template_files(chat_template: str | None) -> dict[str, str]:

@@ -153,7 +153,12 @@ def with_deepspeed_values(options: DeepSpeedOptions, settings: S) -> S:
     arguments = options.fixed_arguments
     values = {name: arguments[name] for name in ("b1", "b2", "eps", "weight_decay")}
     if settings.optimizer == options.kind == "zenflow":
-        values |= _as_settings(arguments)
+        values |= {name: arguments[name] for name in _SHARED & arguments.keys()}
+        # "auto" until the length of an epoch is known; it fits all windows.
+        values |= {"full_warm_up_share": None, "select_interval": "auto"}
+        values["provisional_share"] = values["provisional_share"] or 0.0
+        if isinstance(values["update_interval"], zenflow_jax.AutoWindow):
+            values |= {"update_interval": "auto", "window_scaling": "none"}
     return dataclasses.replace(settings, **values)
 
 
@@ -201,17 +206,6 @@ def describe_deepspeed_changes(
         listed = ", ".join(f"`{name}`" for name in deepspeed.not_translated)
         lines.append(f"{settings.deepspeed}: not followed (docs/deepspeed.md): {listed}")
     return lines
-
-
-def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns `zenflow`'s arguments as settings."""
-    values = {name: arguments[name] for name in _SHARED & arguments.keys()}
-    # "auto" until the length of an epoch is known; it fits all windows.
-    values |= {"full_warm_up_share": None, "select_interval": "auto"}
-    values["provisional_share"] = values["provisional_share"] or 0.0
-    if isinstance(values["update_interval"], zenflow_jax.AutoWindow):
-        values |= {"update_interval": "auto", "window_scaling": "none"}
-    return values
 
 
 def decayed(params):

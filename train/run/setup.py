@@ -13,15 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from train.cli.command_line import to_toml
-from train.cli.settings import (
-    HostSettings,
-    OutputSettings,
-    Settings,
-    SettingsError,
-    StepSettings,
-    TrainingSettings,
-    steps_of,
-)
+from train.cli.settings import Settings, SettingsError, StepSettings, steps_of
 from train.distributed import processes
 from train.distributed.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.huggingface.loading import Pretrained, read_folder, shapes_of
@@ -30,14 +22,8 @@ from train.log.trackers import check_reporter
 from train.model.cross_entropy import PART
 from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
-from train.run import models
+from train.run import models, optimizers
 from train.run.memory import check_memory
-from train.run.optimizers import (
-    describe_deepspeed_changes,
-    finalize_settings,
-    make_optimizer,
-    with_deepspeed,
-)
 from train.run.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.batches import Batches, Sample
@@ -64,11 +50,8 @@ class Sources(NamedTuple):
 
 
 class Job(NamedTuple):
-    settings: Mapping[str, Any]  # final values, for the records
-    training: TrainingSettings
-    host: HostSettings
-    output: OutputSettings
-    tokens: int  # of a batch without padding
+    settings: Settings  # final
+    values: Mapping[str, Any]  # the same, for the records
     mesh: Mesh | None
     task: Task
     texts: Mapping[str, str]
@@ -88,7 +71,7 @@ def read(
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
-    settings, deepspeed = with_deepspeed(original := settings, batch_parts(mesh))
+    settings, deepspeed = optimizers.with_deepspeed(original := settings, batch_parts(mesh))
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
             "`--timeline`: expected a training with work on the host (zenflow or offload), got "
@@ -148,8 +131,10 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         buckets=settings.length_buckets,
     )
     settings, few = _with_steps(settings, batches.per_epoch)
-    settings, deepspeed = finalize_settings(settings, sources.deepspeed, batches.per_epoch)
-    notes = describe_deepspeed_changes(sources.original, settings, deepspeed)
+    settings, deepspeed = optimizers.finalize_settings(
+        settings, sources.deepspeed, batches.per_epoch
+    )
+    notes = optimizers.describe_deepspeed_changes(sources.original, settings, deepspeed)
     notes = (*notes, *task.notes, *task.overview, *few)
     # A resumed run with more steps must have the same number of rounds.
     rounds = settings.warm_up_rounds
@@ -157,7 +142,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     values = dataclasses.asdict(settings)
     processes.check_same(to_toml(values), sources.checksum)
     model = make_model(sources)
-    tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
+    tx = optimizers.make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
     opt_state = committed(tx.init(model.params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
     per_example = PER_EXAMPLE[task.kind]
@@ -180,11 +165,8 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         return make_validate(model.graphdef, per_example, task, samples, check)
 
     job = Job(
-        settings=values,
-        training=settings,
-        host=settings,
-        output=settings,
-        tokens=settings.batch_size * settings.sequence_length,
+        settings=settings,
+        values=values,
         mesh=mesh,
         task=task,
         texts=sources.texts,
