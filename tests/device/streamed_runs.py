@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import zenflow_jax
-from tests.runs import OPTIMIZED
+from tests.runs import KERNEL, OPTIMIZED
 from zenflow_jax import streaming
 
 LAYERS, WIDTH, INNER = 3, 16, 36  # 36: the last number of packed signs is not full
@@ -53,22 +53,22 @@ def batches(steps, dtype):
         yield jnp.asarray(x, dtype), jnp.asarray(y)
 
 
-def run(dtype, *, stream, body=block, steps=14, bad=None, shardings=None, **options):
+def run(dtype, *, stream, steps=14, bad=None, shardings=None, **options):
     """Parameters and the state of their leaves after some steps, the window's rest flushed."""
     tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | options))
     params = model(dtype, shardings)
     opt_state = tx.init(params)
 
-    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
+    @jax.jit
     def step(params, opt_state, x, y):
         weights = streaming.stream(params, opt_state) if stream else params
-        gradients = jax.grad(loss)(weights, x, y, body)
+        gradients = jax.grad(loss)(weights, x, y)
         updates, opt_state = tx.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     with (
         jax.numpy_dtype_promotion("standard"),
-        zenflow_jax.HostEngine(params, opt_state) as engine,
+        zenflow_jax.HostEngine(params, opt_state, **KERNEL) as engine,
     ):
         for i, (x, y) in enumerate(batches(steps, dtype)):
             x = x.at[0, 0].set(jnp.nan) if i == bad else x

@@ -11,9 +11,9 @@ from tests.comparisons import assert_same_bits
 from tests.device.streamed_runs import batches, loss, model, run
 from zenflow_jax import streaming
 
-# The axis of channels is the first of a layer.
+# The axis of channels is the first of a layer. The other matrix has copies on each device.
 PLACES = {
-    "replicated over data": {"up": P(), "down": P()},
+    "copies": {"up": P(), "down": P(None, None, "fsdp")},
     "either axis over fsdp": {"up": P(None, None, "fsdp"), "down": P(None, "fsdp")},
 }
 
@@ -32,7 +32,7 @@ def test_layers_stream_on_a_mesh_with_the_same_bits(name):
 
 
 def test_layers_do_not_stream_inside_shard_map():
-    params = jax.device_put(model("float32"), shardings("replicated over data"))
+    params = jax.device_put(model("float32"), shardings("copies"))
     state, mesh = zenflow_jax.zenflow(1e-2).init(params), params["head"].sharding.mesh
     specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
 

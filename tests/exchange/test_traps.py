@@ -71,8 +71,9 @@ def beside_another_optimizer():
         params[f"x{i}"] = jnp.ones((1,) * i + (6, 4))
         params[f"y{i}"] = jnp.ones((1,) * i + (8,))
     params = jax.device_put(params, jax.devices()[0])
+    tx = runs.transformation(ours, OPTIONS, send_gradients="per_window")
     tx = optax.partition(
-        {"ours": runs.transformation(ours, OPTIONS), "theirs": optax.adam(1e-2)},
+        {"ours": tx, "theirs": optax.adam(1e-2)},
         {name: names.get(name, "theirs") for name in params},
     )
     return params, tx
@@ -81,14 +82,8 @@ def beside_another_optimizer():
 def donate_whatever_can_be_donated() -> None:
     """Runs whose steps donate end with the same bits."""
     warnings.simplefilter("ignore")  # that not every donated buffer can be used
-    cases = {
-        sending: (
-            runs.initial(NESTED),
-            runs.transformation(NESTED, OPTIONS, send_gradients=sending),
-        )
-        for sending in ("during_step", "per_window")
-    }
-    for name, (params, tx) in {**cases, "partition": beside_another_optimizer()}.items():
+    alone = runs.initial(NESTED), runs.transformation(NESTED, OPTIONS)
+    for name, (params, tx) in {"alone": alone, "partition": beside_another_optimizer()}.items():
         os.write(2, f"{name}\n".encode())  # of one that aborts the last that is heard
         plain = runs.jitted(tx)
         expected = train(params, tx, plain)
