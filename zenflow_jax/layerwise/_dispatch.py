@@ -68,7 +68,7 @@ class Dispatcher:
     def wait_for_decision(self) -> None:
         """Waits until it is known whether the last step counts."""
         if self._decision is not None:
-            self._host.result(self._decision)
+            self._host.result(self._decision, of_device=True)
 
     def tree(self, i: int) -> Any:
         """Returns a block's weights in host memory, as the user's tree."""
@@ -98,7 +98,7 @@ class Dispatcher:
         g_outer, g = map(list, zip(*(pair for _, pair in ends), strict=True))
         del ends, carries
         loss, weights_sum = self._mean(losses, weighing)
-        self._dispatched("last", loss)
+        self._dispatched("loss", loss)
         if self._host.at_once:
             self._decision = self._host.decide(self._number, rate, [loss])
         g_shared = self._zeros([[jax.tree.leaves(x)[j] for j in program.moving] for x in shared])

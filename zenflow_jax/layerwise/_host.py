@@ -66,14 +66,15 @@ class Host:
         """Updates block `i`, and returns its new weights; empties both lists."""
         return self._pool.submit(self._run, self._update, i, step, old, gradient, squares)
 
-    def result(self, future: "Future[Any]") -> Any:
-        """Waits for a task, and raises its error."""
+    def result(self, future: "Future[Any]", *, of_device: bool = False) -> Any:
+        """Waits for a task, and raises its error; `of_device` if the task waits for the device."""
         if not future.done():
             start = time.perf_counter()
             try:
                 future.exception()
             finally:
-                self.recorder.waited(start, start, time.perf_counter())
+                now = time.perf_counter()
+                self.recorder.waited(start, now if of_device else start, now)
         if future.exception() is not None:
             self.check()
         return future.result()
