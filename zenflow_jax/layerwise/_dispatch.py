@@ -68,7 +68,7 @@ class Dispatcher:
     def wait_for_decision(self) -> None:
         """Waits until it is known whether the last step counts."""
         if self._decision is not None:
-            self._host.result(self._decision, of_device=True)
+            self._host.result(self._decision)
 
     def tree(self, i: int) -> Any:
         """Returns a block's weights in host memory, as the user's tree."""

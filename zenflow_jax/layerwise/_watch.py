@@ -20,7 +20,9 @@ class Watch:
             row: queue.SimpleQueue() for row in ("device", "mail", "upload")
         }
         for row, events in self._queues.items():
-            threading.Thread(target=self._run, args=(row, events), daemon=True).start()
+            threading.Thread(
+                target=self._run, args=(row, events), name="zenflow-watch", daemon=True
+            ).start()
 
     def add(self, row: Row, kind: str, step: int, result: Any) -> None:
         """Watches something that was dispatched just now: its last array is its end."""
