@@ -101,19 +101,18 @@ def _print_result(command: Command, packed: Sequence[Result], seconds: float) ->
 
 
 def _check(command: Command) -> None:
-    verbs = [name for name in ("restore", "check") if getattr(command, name)]
-    verb = f"--{verbs[0]}" if verbs else "--replace" if command.replace else ""
-    packing = [f"--{name}" for name in ("bound", "replace") if getattr(command, name)]
-    if len(verbs) > 1 or (verbs and packing):
-        others = [f"--{name}" for name in verbs[1:]] + packing
-        raise ElvesError(f"expected {verb} alone, got {' and '.join(others)} as well.")
-    if verb in ("", "--restore") and command.target is None:
+    names = ("restore", "check", "replace", "bound")
+    flags = [f"--{name}" for name in names if getattr(command, name)]
+    if len(flags) > 1 and flags != ["--replace", "--bound"]:
+        raise ElvesError(f"expected {flags[0]} alone, got {' and '.join(flags[1:])} as well.")
+    in_place = command.check or command.replace
+    if in_place and command.target is not None:
+        raise ElvesError(f"expected one path with {flags[0]}, got a second one, {command.target}.")
+    if not in_place and command.target is None:
         raise ElvesError("expected a second path, of what is to be made, got none.")
-    if verb not in ("", "--restore") and command.target is not None:
-        raise ElvesError(f"expected one path with {verb}, got a second one, {command.target}.")
     if command.threads is not None and command.threads < 1:
         raise ElvesError(f"`--threads`: expected at least 1, got {command.threads}.")
-    if not verbs and (command.source / CHECKSUMS).is_file():
+    if not (command.restore or command.check) and (command.source / CHECKSUMS).is_file():
         raise ElvesError(
             f"expected a model, got the checkpoint {command.source}, which no run could read when "
             f"it is packed. Export its weights ({command_of('finetune')} --export), and pack these."

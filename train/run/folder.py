@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +21,6 @@ from train.run import models
 
 # Names the process that holds the lock. It stays when the run ends.
 LOCK = "lock"
-
-# Errors of file systems without locks.
-NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
 # The files that a run overwrites.
 WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
@@ -70,13 +67,12 @@ def new_run_folder(parent: Path, label: str) -> Path:
     """Makes the folder `parent/NNN-label`, numbered after the highest one in `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
     numbers = [int(n) for p in parent.iterdir() if (n := p.name.partition("-")[0]).isdecimal()]
-    number = max(numbers, default=0) + 1
-    while True:
+    for number in itertools.count(max(numbers, default=0) + 1):
         folder = parent / f"{number:03d}-{label}"
         with contextlib.suppress(FileExistsError):  # another run started at the same moment
             folder.mkdir()
-            return folder
-        number += 1
+            break
+    return folder
 
 
 def write_settings(folder: Path, values: Mapping[str, Any], texts: Mapping[str, str]) -> None:
@@ -108,9 +104,7 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
                 f"it: {file.read().strip() or 'unknown'}. Stop it (on SIGTERM it saves), or name "
                 "another --run."
             ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+        except OSError:  # some file systems have no locks
             say(f"the file system of {folder} has no locks: start no second process with this run")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
