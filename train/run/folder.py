@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -67,12 +66,13 @@ def new_run_folder(parent: Path, label: str) -> Path:
     """Makes the folder `parent/NNN-label`, numbered after the highest one in `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
     numbers = [int(n) for p in parent.iterdir() if (n := p.name.partition("-")[0]).isdecimal()]
-    for number in itertools.count(max(numbers, default=0) + 1):
+    number = max(numbers, default=0) + 1
+    while True:
         folder = parent / f"{number:03d}-{label}"
         with contextlib.suppress(FileExistsError):  # another run started at the same moment
             folder.mkdir()
-            break
-    return folder
+            return folder
+        number += 1
 
 
 def write_settings(folder: Path, values: Mapping[str, Any], texts: Mapping[str, str]) -> None:
