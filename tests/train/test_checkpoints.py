@@ -20,7 +20,6 @@ from train.checkpoints.compatibility import description
 from train.checkpoints.reading import CheckpointError, SavedCheckpoints
 from train.checkpoints.writing import Checkpoints
 from train.cli.settings import Settings, SettingsError
-from train.distributed.host_memory import KIND
 from train.model.decoder import DecoderConfig, LinearRope
 
 SMALL = 1000
@@ -114,17 +113,6 @@ def test_a_checkpoint_is_the_state_of_its_step_whatever_is_donated_while_it_is_w
             assert restored.progress == {"losses": [0.1 * step]}
             assert restored.params["w"].sharding == jax.device_put(0.0, jax.devices()[0]).sharding
             assert restored.params["w"].committed
-
-
-def test_layers_in_host_memory_are_written_before_a_step_can_donate_them(tmp_path):
-    with Job(tmp_path, size=LARGE) as job:
-        job.save(1)
-        assert job.checkpoints._manager.is_saving_in_progress()
-        device = jax.devices()[0]
-        in_host = jax.sharding.SingleDeviceSharding(device, memory_kind=KIND)
-        job.params = jax.device_put(job.params, in_host)
-        job.save(2)
-        assert not job.checkpoints._manager.is_saving_in_progress()
 
 
 def test_the_newest_are_kept_and_the_best(tmp_path):

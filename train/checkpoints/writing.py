@@ -1,7 +1,6 @@
 """Writes the checkpoints of a run in parallel with training.
 
-    checkpoints/300/state   parameters and optimizer state, by orbax, without mail; of parameters in
-                            host memory only the state has the selected channels
+    checkpoints/300/state   parameters and optimizer state, by orbax, without mail
     checkpoints/300/engine  the engine's state, written from its own memory
     checkpoints/300/run     step, settings, names of the arrays, unfinished metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
@@ -34,10 +33,9 @@ from train.checkpoints.reading import (
     CheckpointError,
     SavedCheckpoints,
     describe_arrays,
-    lacking,
     split_arrays,
 )
-from train.distributed import host_memory, processes
+from train.distributed import processes
 
 
 class Checkpoints(SavedCheckpoints):
@@ -93,9 +91,9 @@ class Checkpoints(SavedCheckpoints):
 
         Waits for the previous save, and until the device has finished `step`; the writer then has
         copies. On a CPU it reads the arrays themselves, which the runtime does not donate meanwhile
-        (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). With layers in host memory it waits
-        for the whole save. A failure is printed, not raised: the next save tries again. `progress`
-        must be JSON; `figure`, from a validation, decides which checkpoint is best.
+        (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is printed, not raised: the
+        next save tries again. `progress` must be JSON; `figure`, from a validation, decides which
+        checkpoint is best.
         """
         if figure is not None:
             self.rate(step, figure)
@@ -107,7 +105,6 @@ class Checkpoints(SavedCheckpoints):
             "zenflow_jax": zenflow_jax.__version__,
             "step": step,
             "arrays": describe_arrays(saved),
-            "lacking": lacking(params, opt_state),
             "figures": list(self._figures.items()),
             "progress": progress,
         }
@@ -122,10 +119,6 @@ class Checkpoints(SavedCheckpoints):
         with self._failures():
             # Forced, since orbax would skip a step that is older than its newest.
             self._opened().save(step, args=ocp.args.Composite(**items), force=True)
-        if host_memory.in_host_memory(params):
-            # orbax reads these in place, so a GPU's next step must not donate them yet. An update
-            # would wait for the write of the engine's state anyway.
-            self.wait()
 
     def poll(self) -> None:
         """Prints an error if the pending save has failed; does not wait."""

@@ -167,10 +167,9 @@ class HostSettings(_Group):
     send_gradients: Literal["during_step", "after_step", "per_window"] = option(
         "during_step", "When gradients leave the device; per_window: after summing them there."
     )
-    stream: Literal["none", "gradients", "weights"] = option(
+    stream: Literal["none", "gradients"] = option(
         "none",
-        "gradients: scanned layers send theirs one layer at a time, in the backward pass. "
-        "weights: their matrices are in host memory as well; no provisional steps.",
+        "gradients: scanned layers send theirs one layer at a time, in the backward pass.",
     )
     transfer_dtype: Literal["bfloat16"] | None = option(
         None, "Round float32 gradients to this for the transfer. Default: no rounding."
@@ -299,10 +298,6 @@ _OF_STREAMS = {
     "micro_batches": 1,
     "send_gradients": "during_step",
 }
-
-
-def may_stream(settings: StepSettings) -> bool:
-    return all(getattr(settings, name) == value for name, value in _OF_STREAMS.items())
 
 
 def bad_value(name: str, expected: str, got: object) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from train.distributed import host_memory
 from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.huggingface.hub import model_folder
 from train.huggingface.json_files import read_object
@@ -137,11 +136,8 @@ def load_weights(
             of = source(pretrained.architecture, name, leaf.shape)
             tensors = [pretrained.tensors[name] for name in of.names]
             assert all(tensor.shape == of.shape for tensor in tensors), name
-            # Leaf by leaf, so that memory never holds two copies of all.
-            return host_memory.placed(
-                jax.make_array_from_callback(
-                    leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
-                )
+            return jax.make_array_from_callback(
+                leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
             )
 
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)

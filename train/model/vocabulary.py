@@ -1,7 +1,7 @@
 """Embedding and head in parts of the vocabulary, which are scanned like layers.
 
-So they may be in host memory: the device has two parts at a time, and gradients leave it part by
-part. Both are stacks of parts, as `streaming.stream` returns them.
+So gradients leave the device part by part. Both are stacks of parts, as `streaming.stream` returns
+them.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     row("  available", [x.device_capacity_bytes for x in plans])
     table.add_section()
     for name in dict.fromkeys(name for plan in plans for name in plan.host):
-        pinned = " (pinned)" if name in ("mail", "weights") else ""
+        pinned = " (pinned)" if name == "mail" else ""
         row(f"host: {name}{pinned}", [x.host.get(name) for x in plans])
     row("host, total", [x.host_bytes or None for x in plans], "bold")
     row("  available", [x.host_capacity_bytes - planning.HOST_RESERVE for x in plans])
@@ -77,8 +77,8 @@ def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
     elif not chosen.fits:
         lines.append(
             "No smaller batch and no other --host-state, --update-interval, --remat, "
-            "--scan-layers, --stream or --prefetch-bytes was found to fit. Use a smaller "
-            "--topk-ratio, a smaller model, or more devices (--mesh)."
+            "--scan-layers or --prefetch-bytes was found to fit. Use a smaller --topk-ratio, a "
+            "smaller model, or more devices (--mesh)."
         )
     elif by_shapes:
         lines.append(f"The batches that fit depend on activations, which {planning.INSTALL} adds.")

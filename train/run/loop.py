@@ -16,7 +16,7 @@ from train.checkpoints.compatibility import description
 from train.checkpoints.reading import CheckpointError
 from train.checkpoints.writing import Checkpoints
 from train.cli.settings import SettingsError, task_name
-from train.distributed import host_memory, processes
+from train.distributed import processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
 from train.log import summary
 from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
@@ -198,8 +198,7 @@ class Run:
             if is_due(self.job.settings.export_every, step):
                 jax.block_until_ready(self.params)
                 with self.meter.paused():
-                    values = host_memory.whole_weights(self.params, self.opt_state)
-                    self._write(self.folder / f"{models.FOLDER}-{step}", self.params, values)
+                    self._write(self.folder / f"{models.FOLDER}-{step}", self.params)
             if self._has_stopped_early():
                 self.steps = step
                 patience = self.job.settings.early_stopping_patience
@@ -349,10 +348,7 @@ class Run:
             jax.block_until_ready(self.params)
             self._log_rows(whole=True)  # before the validation's line
             with self.meter.paused():
-                # Selected channels of weights in host memory are only in the state.
-                hides = self.job.settings.stream == "weights"
-                state = [self.opt_state] if hides else []
-                self.validations.append((step, self.job.validate(self.params, *state)))
+                self.validations.append((step, self.job.validate(self.params)))
             self.log.validation(*self.validations[-1])
         return self.validations[-1][1]
 

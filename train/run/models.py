@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from elves.atomic import atomic_path
 from train.cli.settings import StepSettings
-from train.distributed import host_memory, processes
+from train.distributed import processes
 from train.distributed.sharding import committed, weight_shardings
 from train.huggingface import loading
 from train.huggingface.chat_template import TEMPLATE, read_template_text
@@ -44,22 +44,14 @@ def make(
     *,
     labels: Sequence[str] = (),
     seed: int,
-    in_host_memory: bool = False,
 ) -> Model:
-    """Makes the model of a `builder`, with the same weights on any mesh or without.
-
-    `in_host_memory` places the matrices of stacked blocks there.
-    """
+    """Makes the model of a `builder`, with the same weights on any mesh or without."""
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
         graphdef, params = split(build())
-        return Model(
-            graphdef, committed(host_memory.put(params) if in_host_memory else params), None
-        )
+        return Model(graphdef, committed(params), None)
     # Each device draws or reads only its shards, so the model need not fit on one device.
     shardings = mesh and weight_shardings(mesh, shapes)
-    if in_host_memory:
-        shardings = host_memory.shardings_of(shapes, shardings)
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
         return Model(graphdef, params, None)

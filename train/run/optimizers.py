@@ -65,13 +65,6 @@ def make_optimizer(
         raise SettingsError(str(error)) from error
 
 
-def initial_state(tx: optax.GradientTransformation, params: Any) -> Any:
-    try:
-        return tx.init(params)
-    except ValueError as error:  # a staleness that weights in host memory do not support
-        raise SettingsError(str(error)) from error
-
-
 class SkipState(NamedTuple):
     skipped: jax.Array  # int32: number of skipped steps
     inner: Any

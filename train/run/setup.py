@@ -28,7 +28,7 @@ from train.run.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.batches import Batches, Sample
 from train.tasks.chosen import make_task, make_test, with_best
-from zenflow_jax import planning, streaming
+from zenflow_jax import streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
 # Too few steps to teach a model much.
@@ -58,8 +58,8 @@ class Job(NamedTuple):
     batches: Batches
     model: models.Model
     train_step: Callable
-    validate: Callable[..., dict[str, float]]  # from `make_validate`
-    test: Callable[..., dict[str, float]] | None  # the same for the test data
+    validate: Callable[[Any], dict[str, float]]  # from `make_validate`
+    test: Callable[[Any], dict[str, float]] | None  # the same for the test data
     notes: tuple[str, ...]  # shown to the user
     causes_of_infinity: str
 
@@ -143,7 +143,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     processes.check_same(to_toml(values), sources.checksum)
     model = make_model(sources)
     tx = optimizers.make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
-    opt_state = committed(optimizers.initial_state(tx, model.params), mesh)
+    opt_state = committed(tx.init(model.params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
     per_example = PER_EXAMPLE[task.kind]
     streams = settings.stream != "none"
@@ -159,10 +159,9 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         micro_batches=settings.micro_batches,
         stream=streams,
         placement=placement,
-        on_gpu=planning.gpu_here() is not None,
     )
 
-    def figures_on(samples: Mapping[str, Sample]) -> Callable[..., dict[str, float]]:
+    def figures_on(samples: Mapping[str, Sample]) -> Callable[[Any], dict[str, float]]:
         return make_validate(model.graphdef, per_example, task, samples, check)
 
     job = Job(
@@ -200,9 +199,7 @@ def make_model(sources: Sources) -> models.Model:
     settings, mesh, labels = sources.settings, sources.mesh, sources.task.labels
     sharding = mesh and batch_sharding(mesh, settings.batch_size, settings.micro_batches)
     build = models.builder(sources.config, settings, sharding=sharding, labels=len(labels))
-    options = {"labels": labels, "seed": settings.seed}
-    in_host_memory = settings.stream == "weights"
-    return models.make(build, mesh, sources.origin, in_host_memory=in_host_memory, **options)
+    return models.make(build, mesh, sources.origin, labels=labels, seed=settings.seed)
 
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:

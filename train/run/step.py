@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from train.distributed import host_memory, processes
+from train.distributed import processes
 from train.run.optimizers import skipped_steps
 from train.tasks import Task
 from train.tasks.batches import ROWS, Batch
@@ -24,8 +24,6 @@ from zenflow_jax import streaming
 
 # Batches of a validation that are dispatched before the first result is read.
 AHEAD = 8
-# By default XLA has two copies of a layer's matrices in flight, and waits for others (0.10.2).
-FETCHES = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 
 
 class PerExample(NamedTuple):
@@ -65,16 +63,13 @@ def make_train_step(
     micro_batches: int = 1,
     stream: bool = False,
     placement: Any = None,
-    on_gpu: bool = False,
-    described: bool = False,
 ) -> Callable:
     """Returns the jitted step, which works for any optimizer and number of devices.
 
     It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of
     steps skipped so far (int32). Gradients of `micro_batches` are summed in float32. With
     `stream`, gradients of scanned layers leave layer by layer. `placement` are shardings of
-    parameters and state, which the compiler could otherwise change. `on_gpu` is for NVIDIA GPUs. A
-    `described` step gets parameters for host memory on the device, and moves them itself.
+    parameters and state, which the compiler could otherwise change.
     """
 
     def loss_of(params, batch):
@@ -106,21 +101,16 @@ def make_train_step(
         )
 
     def train_step(params, opt_state, batch):
-        if described:  # a described device takes no arguments in host memory
-            params = host_memory.put(params)
         weights = streaming.stream(params, opt_state) if stream else params
         loss, grads = gradient(weights, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        params = host_memory.on_device(params) if described else params
         return params, opt_state, loss, skipped_steps(opt_state)
 
     # Donated: new parameters and state reuse the memory of the old ones.
     out_shardings = placement and (*placement, None, None)
     # Otherwise a GPU sums scattered values in any order, and so does cuDNN: runs must repeat.
-    options: dict[str, Any] = {"xla_gpu_exclude_nondeterministic_ops": True}
-    if on_gpu and stream:
-        options |= FETCHES
+    options = {"xla_gpu_exclude_nondeterministic_ops": True}
     return jax.jit(
         train_step, donate_argnums=(0, 1), out_shardings=out_shardings, compiler_options=options
     )
@@ -137,25 +127,22 @@ def make_validate(
     task: Task,
     samples: Mapping[str, Iterable[Batch]],
     check: Callable[[], None] = lambda: None,
-) -> Callable[..., dict[str, float]]:
+) -> Callable[[Any], dict[str, float]]:
     """Returns a function from parameters to the metrics of a validation on `samples`.
 
-    With several samples each metric is prefixed by the sample's name: `matched/accuracy`. The
-    optimizer state is passed along if it alone has selected channels.
+    With several samples each metric is prefixed by the sample's name: `matched/accuracy`.
     """
 
     @jax.jit
-    def judge(params, opt_state, batch):
-        if opt_state is not None:
-            params = streaming.stream(params, opt_state)
+    def judge(params, batch):
         result = per_example(nnx.merge(graphdef, params), batch)
         rows = batch[ROWS]
         return (result.losses * rows).sum(), (result.targets * rows).sum(), result.predictions
 
-    def of_sample(params, opt_state, sample: Iterable[Batch]) -> dict[str, float]:
+    def of_sample(params, sample: Iterable[Batch]) -> dict[str, float]:
         loss = targets = 0.0
         predictions, labels = [], []
-        for batch, (losses, counts, predicted) in _ahead(partial(judge, params, opt_state), sample):
+        for batch, (losses, counts, predicted) in _ahead(partial(judge, params), sample):
             check()
             loss += float(losses)
             targets += float(counts)
@@ -168,11 +155,11 @@ def make_validate(
             figures |= task.score(np.concatenate(predictions), np.concatenate(labels))
         return figures
 
-    def validate(params: Any, opt_state: Any = None) -> dict[str, float]:
+    def validate(params: Any) -> dict[str, float]:
         return {
             name if len(samples) == 1 else f"{data}/{name}": value
             for data, sample in samples.items()
-            for name, value in of_sample(params, opt_state, sample).items()
+            for name, value in of_sample(params, sample).items()
         }
 
     return validate
