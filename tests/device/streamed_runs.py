@@ -1,14 +1,12 @@
 """Runs of a model whose layers stream, or do not, that tests of streaming compare."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import zenflow_jax
-from tests.runs import KERNEL, OPTIMIZED
+from tests.runs import KERNEL
 from zenflow_jax import streaming
 
 LAYERS, WIDTH, INNER = 3, 16, 36  # 36: the last number of packed signs is not full
