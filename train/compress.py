@@ -39,16 +39,10 @@ class Command:
     source: Path = option(help="A safetensors file, or a folder with some.", positional=True)
     target: Path | None = option(None, "New file or folder to write.", positional=True)
     bound: str | None = option(
-        None,
-        "Largest error of a float32 weight, such as 2^-24. Default: none. Tensors of other "
-        "dtypes keep their bits.",
+        None, "Largest error of a float32 weight, such as 2^-24. Default: none at all."
     )
-    base: Path | None = option(
-        None,
-        "Model that this one was fine-tuned from: only the differences are kept, and reading "
-        "them needs the base.",
-    )
-    threads: int | None = option(None, "Number of threads. Default: the number of cores.")
+    base: Path | None = option(None, "Model of which the differences are kept.")
+    threads: int | None = option(None, "Number of threads. Default: all cores.", above=0)
     replace: bool = option(False, "Replace each file by the packed one. Without TARGET.")
     restore: bool = option(False, "Restore a packed file or folder.")
     check: bool = option(False, "Decode a packed file or folder, to check whether it is intact.")
@@ -110,8 +104,6 @@ def _check(command: Command) -> None:
         raise ElvesError(f"expected one path with {flags[0]}, got a second one, {command.target}.")
     if not in_place and command.target is None:
         raise ElvesError("expected a second path, of what is to be made, got none.")
-    if command.threads is not None and command.threads < 1:
-        raise ElvesError(f"`--threads`: expected at least 1, got {command.threads}.")
     if not (command.restore or command.check) and (command.source / CHECKSUMS).is_file():
         raise ElvesError(
             f"expected a model, got the checkpoint {command.source}, which no run could read when "
