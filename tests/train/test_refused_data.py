@@ -53,7 +53,7 @@ FILES = {
         ),
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: expected an object"),
         ("a.csv", "a,b", r"expected a file \*\.txt or \*\.jsonl or .* found the file .*a\.csv"),
-        ("dev.txt", "a", r"expected files train\*\.txt beside dev\.txt"),
+        ("dev.txt", "a", r"expected train\* in .* found dev\.txt"),
         ("train-test.txt", "a", r"cannot tell whether train-test\.txt is to train on"),
         ("parts/a.txt", "a", r"itself, found parts. Pass --data .*parts"),
     ],
