@@ -132,31 +132,23 @@ def _bytes(count: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, 2 after an error with a message, or 130 after Ctrl-C."""
+    left, place, status = "", None, 2
     try:
         command = read_arguments(Command, argv, program=PROGRAM)
-    except Failure as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    left = f"{command.source} is unchanged."
-    if command.replace:
-        left = (
-            f"Each file of {command.source} is intact, packed or not; run the same command again."
-        )
-    try:
+        place, left = command.target or command.source, f"{command.source} is unchanged."
+        if command.replace:
+            left = f"Each file of {place} is intact, packed or not; run the same command again."
         run(command)
-    except ElvesError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return 0
+    except (Failure, ElvesError) as error:
+        message = f"error: {error}"
     except OSError as error:
-        place = finished(Path(error.filename or command.target or command.source))
-        sys.stderr.write(
-            f"error: {place}: {error.strerror}. Make room or see to the permissions. {left}\n"
-        )
-        return 2
+        place = finished(Path(error.filename or place))
+        message = f"error: {place}: {error.strerror}. Make room or see to the permissions. {left}"
     except KeyboardInterrupt:
-        sys.stderr.write(f"stopped by SIGINT. {left}\n")
-        return 130
-    return 0
+        message, status = f"stopped by SIGINT. {left}", 130
+    sys.stderr.write(f"{message}\n")
+    return status
 
 
 if __name__ == "__main__":
