@@ -15,7 +15,7 @@ from train.cli.settings import Settings, SettingsError
 from train.distributed.sharding import committed
 from train.run import models
 from train.run.optimizers import make_optimizer, skip_if_not_finite, skipped_steps
-from train.run.step import make_train_step, make_validate, of_labels, of_tokens
+from train.run.step import make_judge, make_train_step, make_validate, of_labels, of_tokens
 from train.tasks import Task, language
 from train.tasks.batches import ROWS, Batches, Sample
 
@@ -299,7 +299,7 @@ def test_a_validation_judges_every_example_once_in_each_set_of_data():
     )
     graphdef, params = nnx.split(Biased())
     samples = {name: Sample(s, batch_size=2, seed=0) for name, s in sets.items()}
-    figures = make_validate(graphdef, of_labels, task, samples)(nnx.as_pure(params))
+    figures = make_validate(make_judge(graphdef, of_labels), task, samples)(nnx.as_pure(params))
     # The cross-entropy of two logits that are 2 x apart is log(1 + exp(-2 x)).
     matched = np.log1p(np.exp(-2 * np.array([2.0, 1.0, -3.0]))).mean()
     expected = {

@@ -89,17 +89,20 @@ class SavedCheckpoints:
         newest = self.newest()
         return () if newest is None else tuple(self._read_run(newest)["labels"])
 
-    def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
+    def restore(
+        self, step: int, params: Any, opt_state: Any, *, only_engine: bool = False
+    ) -> Restored:
         """Restores the checkpoint of `step`; `SettingsError` if it is of another run.
 
-        Consumes `params` and `opt_state`: each restored array replaces the fresh one.
+        Consumes `params` and `opt_state`: each restored array replaces the fresh one; with
+        `only_engine` they stay.
         """
         run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}
         saved, others = split_arrays(fresh)
         folder = self._folder / str(step)
         check_arrays(folder, run["arrays"], describe_arrays(saved), run["zenflow_jax"])
-        arrays = self._read_state(folder, saved)
+        arrays = saved if only_engine else self._read_state(folder, saved)
         engine_state = None
         if run["settings"]["optimizer"] != "adamw":
             with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:

@@ -167,9 +167,17 @@ class HostSettings(_Group):
     send_gradients: Literal["during_step", "after_step", "per_window"] = option(
         "during_step", "When gradients leave the device; per_window: after summing them there."
     )
-    stream: Literal["none", "gradients"] = option(
+    stream: Literal["none", "gradients", "weights"] = option(
         "none",
-        "gradients: scanned layers send theirs one layer at a time, in the backward pass.",
+        "gradients: scanned layers send theirs one layer at a time, in the backward pass. "
+        "weights: they are in host memory, one program runs each layer (with offload).",
+    )
+    layer_updates: Literal["after_backward", "during_backward"] = option(
+        "after_backward",
+        "With --stream weights, when the host updates layers; during_backward hides its work.",
+    )
+    layer_inputs: Literal["device", "host"] = option(
+        "device", "With --stream weights, where the layers' inputs wait for the backward pass."
     )
     transfer_dtype: Literal["bfloat16"] | None = option(
         None, "Round float32 gradients to this for the transfer. Default: no rounding."
@@ -257,7 +265,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             wanted = "{}, as early_stopping_patience is set"
             self._check("keep_best", self.keep_best, wanted.format("True"))
             self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
-        for name, expected in _OF_STREAMS.items() if self.stream != "none" else ():
+        for name, expected in _OF_STREAMS.get(self.stream, {}).items():
             allowed = f"{expected!r}, as stream is {self.stream!r}"
             self._check(name, getattr(self, name) == expected, allowed)
         # Each head rotates pairs of channels.
@@ -291,12 +299,15 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
-# Required values where layers stream.
-_OF_STREAMS = {
-    "optimizer": "zenflow",
-    "scan_layers": True,
-    "micro_batches": 1,
-    "send_gradients": "during_step",
+# Required values where gradients or weights stream.
+_OF_STREAMS: dict[str, dict[str, Any]] = {
+    "gradients": {
+        "optimizer": "zenflow",
+        "scan_layers": True,
+        "micro_batches": 1,
+        "send_gradients": "during_step",
+    },
+    "weights": {"optimizer": "offload", "scan_layers": False},
 }
 
 

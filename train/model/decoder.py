@@ -110,7 +110,10 @@ class Decoder(Stacked):
 
         Logits of a large vocabulary are never all in memory at once.
         """
-        x = self._last_layer(tokens, positions)
+        return self.losses_after(self._last_layer(tokens, positions), targets)
+
+    def losses_after(self, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Returns the same from the stream `x` `(b, t, width)` after all blocks."""
         if self.parts > 1:
             head = self.head.kernel.get_value()
             return vocabulary.token_losses(self.norm(x), head, targets, self.embed.dtype)
@@ -135,12 +138,16 @@ class Decoder(Stacked):
             x = self.embed(tokens)
         else:
             x = vocabulary.embedded(self.embed.embedding.get_value(), tokens, self.embed.dtype)
-        text = None  # the index of each token's text in its row
+        return self.run_blocks(x, *self.block_inputs(tokens, positions))
+
+    def block_inputs(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[Any, ...]:
+        """Returns what all blocks read: rotations, and each token's text as its index in the row."""
+        text = None
         if positions is None:
             positions = jnp.arange(tokens.shape[1])[None]
         else:
             text = jnp.cumsum(positions == 0, axis=1)
-        return self.run_blocks(x, *rotations(self.config, positions), text)
+        return *rotations(self.config, positions), text
 
     def empty_cache(self, b: int, s: int) -> Cache:
         config = self.config

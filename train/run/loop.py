@@ -23,10 +23,11 @@ from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_windo
 from train.log.run_log import NoLog, RunLog, read_rows, show
 from train.log.trackers import reporter
 from train.run import models
+from train.run.by_layer import micro_batches
 from train.run.folder import write_settings
-from train.run.setup import Job
+from train.run.setup import Job, make_trainer
 from train.tasks import is_loss
-from zenflow_jax import planning
+from zenflow_jax import layerwise, planning
 
 
 class Result(NamedTuple):
@@ -52,6 +53,8 @@ class Run:
         self.stop, self.stack = stop, stack
         self.params, self.opt_state = job.model.params, opt_state
         self.engine: zenflow_jax.HostEngine | None = None
+        # If weights stream, in place of `params`, `opt_state` and `engine`.
+        self.trainer: layerwise.Trainer | None = None
         self.validations: list[tuple[int, dict[str, float]]] = []  # each step with its metrics
         self.done = 0  # by earlier starts
         self.steps = job.settings.steps
@@ -71,8 +74,9 @@ class Run:
         """Restores the newest checkpoint, if any; returns whether steps are left."""
         engine_state, progress = None, {}
         if (newest := self.checkpoints.newest()) is not None:
+            fresh = self.params if self.job.layered is None else self.job.layered.shapes
             self.params, self.opt_state, engine_state, progress = self.checkpoints.restore(
-                newest, self.params, self.opt_state
+                newest, fresh, self.opt_state, only_engine=self.job.layered is not None
             )
             self.done = newest
             self.validations = [(step, figures) for step, figures in progress["validations"]]
@@ -83,8 +87,7 @@ class Run:
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
-        if self.job.settings.optimizer != "adamw":
-            self._open_engine(engine_state, timeline)
+        self._open_engine(engine_state, timeline)
         self.checkpoints.rename_damaged()  # this start is valid
         self._open_log(progress)
         if not self.done:
@@ -116,28 +119,36 @@ class Run:
         return False
 
     def _open_engine(self, engine_state: Any, timeline: Path | None) -> None:
+        """Makes the engine, or the trainer if weights stream; adamw has neither."""
+        if self.job.settings.optimizer == "adamw":
+            return
         names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
         try:
-            engine = zenflow_jax.HostEngine(
-                self.params,
-                self.opt_state,
-                **self.job.settings.subset(names),
-                engine_state=engine_state,
-                # The process only runs this job, and can be restarted, so it may end itself.
-                exit_if_stuck=True,
-            )
+            if self.job.layered is not None:
+                self.trainer = self.stack.enter_context(make_trainer(self.job, engine_state))
+                self.params = None
+            else:
+                engine = zenflow_jax.HostEngine(
+                    self.params,
+                    self.opt_state,
+                    **self.job.settings.subset(names),
+                    engine_state=engine_state,
+                    # The process only runs this job, and can be restarted, so it may end itself.
+                    exit_if_stuck=True,
+                )
+                self.engine = self.stack.enter_context(engine)
         except planning.UnfitRunError as error:
             raise SettingsError(str(error)) from error
-        self.engine = self.stack.enter_context(engine)
         if timeline and processes.is_first():
             # Whether or not the run succeeds.
+            source = self.engine or self.trainer
             self.stack.callback(
-                lambda: summary.write_timeline(timeline, engine.timeline, self.console)
+                lambda: summary.write_timeline(timeline, source.timeline, self.console)
             )
 
     def _open_log(self, progress: Mapping[str, Any]) -> None:
         """Opens the metrics, which continue those of the last checkpoint."""
-        job, engine, done = self.job, self.engine, self.done
+        job, engine, done = self.job, self.engine or self.trainer, self.done
         metered = progress.get("meter")
         self.log = NoLog()
         if processes.is_first():
@@ -196,9 +207,9 @@ class Run:
                 else:
                     self._save(saved := step)
             if is_due(self.job.settings.export_every, step):
-                jax.block_until_ready(self.params)
+                self._wait()
                 with self.meter.paused():
-                    self._write(self.folder / f"{models.FOLDER}-{step}", self.params)
+                    self._write(self.folder / f"{models.FOLDER}-{step}", self._weights())
             if self._has_stopped_early():
                 self.steps = step
                 patience = self.job.settings.early_stopping_patience
@@ -220,24 +231,42 @@ class Run:
         with contextlib.ExitStack() as compiling:
             if is_new := length not in lengths:
                 lengths.add(length)
-                jax.block_until_ready(self.params)
+                self._wait()
                 compiling.enter_context(self.meter.paused())
-            self.params, self.opt_state, loss, skipped = job.train_step(
-                self.params, self.opt_state, job.batches[step - 1]
-            )
+            loss, skipped = self._train(job.batches[step - 1])
             if is_new:
-                jax.block_until_ready(self.params)
+                self._wait()
                 tokens = 0  # a step that compiles counts in no rate
         if self.engine:
             self.params, self.opt_state = self.engine.exchange(self.params, self.opt_state)
         if step == self.done + 1:
-            jax.block_until_ready(self.params)
+            self._wait()
             self.meter.start()
             self.stop.begin()
             self.log.begin(step)
         if row := self.meter.step(loss, skipped=skipped, tokens=tokens):
             self.log.add(row)
         self.checkpoints.poll()
+
+    def _train(self, batch: Any) -> tuple[jax.Array, Any]:
+        """Takes a step; returns its loss, and the number of steps skipped so far."""
+        if self.trainer is not None:
+            parts = micro_batches(batch, self.job.settings.micro_batches)
+            return self.trainer.step(*parts), self.trainer.skipped
+        assert self.job.train_step is not None
+        self.params, self.opt_state, loss, skipped = self.job.train_step(
+            self.params, self.opt_state, batch
+        )
+        return loss, skipped
+
+    def _wait(self) -> None:
+        """Waits until the last step is done."""
+        jax.block_until_ready(self.params)
+        if self.trainer is not None:
+            self.trainer.wait()
+
+    def _weights(self) -> Any:
+        return self.params if self.trainer is None else self.trainer.params()
 
     def finish(self) -> Result:
         """Flushes and validates, and writes the model."""
@@ -248,7 +277,7 @@ class Run:
         self.meter.finish()
         if self.engine:
             self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
-        jax.block_until_ready(self.params)  # the measured time includes the last update
+        self._wait()  # the measured time includes the last update
         totals = self.meter.since_start()
         if self.engine and self.validations[-1][0] == steps:
             self.validations.pop()  # of a run that stopped early: its weights have changed since
@@ -263,7 +292,7 @@ class Run:
                 raise  # other processes show nothing before
             model = f"{self.folder / written} has the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
-        test = self.job.test and self.job.test(weights)
+        test = self.job.test and self._tested(weights)
         if test:
             self.log.validation(best, test, "test")
         return Result(totals, best, written, test)
@@ -294,26 +323,41 @@ class Run:
 
     def _write_model(self, best: int) -> tuple[Any, str]:
         """Writes the weights of the best step; returns them, and the name of file or folder."""
-        weights, values = self.params, None
+        weights, values = self._weights(), None
         if best != self.steps:
             # As validated: without the updates that were pending then.
-            weights = self.checkpoints.weights(best, self.params)
+            like = weights if self.job.layered is None else self.job.layered.shapes
+            weights = self.checkpoints.weights(best, like)
         elif self.engine:
             masters = zenflow_jax.iter_master_params(weights, self.opt_state, self.engine)
             values = (x for _, x in masters)
+        elif self.trainer and self.job.layered:
+            values = self.job.layered.leaves(self.trainer.master_params)
         is_file = self.job.model.origin is None
         self._write(self.folder if is_file else self.folder / models.FOLDER, weights, values)
         return weights, models.WEIGHTS if is_file else models.FOLDER
 
+    def _tested(self, weights: Any) -> dict[str, float]:
+        """Returns the metrics of the written weights on the test data."""
+        assert self.job.test is not None
+        if self.job.layered is None:
+            return self.job.test(weights)
+        with self.job.layered.without_training(weights) as trainer:
+            return self.job.test(trainer)
+
     def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
         job = self.job
         options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
+        if job.layered is not None:
+            weights, values = job.layered.whole(weights, values)
         models.write(folder, job.model.origin, weights, values, **options)
 
     def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:
         job = self.job
-        stats = self.engine.stats if self.engine else None
-        parameters = sum(x.size for x in jax.tree.leaves(self.params))
+        source = self.engine or self.trainer
+        stats = source.stats if source else None
+        whole = self.params if job.layered is None else job.layered.model
+        parameters = sum(x.size for x in jax.tree.leaves(whole))
         moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
         moved /= parameters * max(self.steps - self.done, 1)
         return {
@@ -345,10 +389,10 @@ class Run:
     def _validated(self, step: int) -> dict[str, float]:
         """Returns the metrics after `step`, the last one taken."""
         if not self.validations or self.validations[-1][0] != step:
-            jax.block_until_ready(self.params)
+            self._wait()
             self._log_rows(whole=True)  # before the validation's line
             with self.meter.paused():
-                self.validations.append((step, self.job.validate(self.params)))
+                self.validations.append((step, self.job.validate(self.trainer or self.params)))
             self.log.validation(*self.validations[-1])
         return self.validations[-1][1]
 
@@ -374,8 +418,9 @@ class Run:
         progress = {"validations": self.validations, "meter": self.meter.state()}
         at, figures = self.validations[-1] if self.validations else (0, {})
         figure = figures[self.job.task.best] if at == step else None
+        engine = self.engine or self.trainer
         self.checkpoints.save(
-            step, self.params, self.opt_state, self.engine, progress, figure=figure
+            step, self._weights(), self.opt_state, engine, progress, figure=figure
         )
 
     def _log_rows(self, *, whole: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from elves.atomic import atomic_path
 from train.cli.settings import StepSettings
@@ -22,6 +22,7 @@ from train.huggingface.saving import Entry, save_folder, write_by_first, write_f
 from train.huggingface.tensors import leaf_name
 from train.model.decoder import DecoderConfig, parts_that_stream
 from train.model.encoder import EncoderConfig
+from train.run.by_layer import LayeredModel, layered
 from train.run.optimizers import weight_dtype
 from train.tasks import standard_library
 
@@ -55,12 +56,63 @@ def make(
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
         return Model(graphdef, params, None)
+    anew = _heads_to_draw(origin, labels)
+    params = loading.load_weights(origin, shapes, shardings, anew=anew, seed=seed)
+    return Model(graphdef, params, origin, loading.newly_drawn(origin, shapes, anew=anew))
+
+
+def make_layered(
+    build: Callable[[], nnx.Module],
+    mesh: Mesh | None,
+    origin: loading.Pretrained | None,
+    *,
+    labels: Sequence[str] = (),
+    seed: int,
+) -> tuple[Model, LayeredModel]:
+    """Makes the same model for `layerwise.Trainer`, whose parameters it has.
+
+    Blocks of a folder are read when the trainer takes them, so
+    that they need not fit on the devices.
+    """
+    graphdef, shapes = jax.eval_shape(lambda: split(build()))
+    first = SingleDeviceSharding(jax.local_devices()[0])
+    if mesh is None:
+        shardings = jax.tree.map(lambda _: first, shapes)
+    else:
+        shardings = weight_shardings(mesh, shapes)
+    shapes = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
+    )
+    model = layered(graphdef, shapes)
+
+    def divided(params: Any, blocks: Iterable[Any]) -> dict[str, Any]:
+        return model.divide({name: x for name, x in params.items() if name != "blocks"}, blocks)
+
+    abstract = divided(shapes, [shapes["blocks"][i] for i in range(model.blocks)])
+    model = model._replace(shapes={**abstract, "layers": list(abstract["layers"])})
+    if origin is None:
+        params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
+        blocks: Iterable[Any] = (params["blocks"].pop(i) for i in range(model.blocks))
+        return Model(graphdef, divided(params, blocks), None), model
+    anew = _heads_to_draw(origin, labels)
+
+    def load(names: Any) -> Any:
+        return loading.load_weights(origin, names(shapes), names(shardings), anew=anew, seed=seed)
+
+    outer = load(lambda tree: {name: x for name, x in tree.items() if name != "blocks"})
+    blocks = (
+        load(lambda tree, i=i: {"blocks": {i: tree["blocks"][i]}})["blocks"][i]
+        for i in range(model.blocks)
+    )
+    drawn = loading.newly_drawn(origin, shapes, anew=anew)
+    return Model(graphdef, model.divide(outer, blocks), origin, drawn), model
+
+
+def _heads_to_draw(origin: loading.Pretrained, labels: Sequence[str]) -> tuple[str, ...]:
     # The head is kept if it has these labels, in this order if it names them.
     names = [name.lower() for name in origin.class_names]
     fitting = ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
-    anew = () if names in fitting else ("classifier",)
-    params = loading.load_weights(origin, shapes, shardings, anew=anew, seed=seed)
-    return Model(graphdef, params, origin, loading.newly_drawn(origin, shapes, anew=anew))
+    return () if names in fitting else ("classifier",)
 
 
 def describe_new_weights(model: Model, labels: Sequence[str]) -> str:

@@ -37,6 +37,16 @@ def learning_rate(peak: float, warm_up: int, steps: int, schedule: str) -> optax
     return optax.join_schedules([start, after[schedule]], [warm_up])
 
 
+def schedule_of(
+    settings: OptimizerSettings, deepspeed: DeepSpeedOptions | None = None
+) -> float | optax.Schedule:
+    """Returns the learning rate of the settings, with `steps`."""
+    if deepspeed is not None and deepspeed.scheduler is not None:
+        return deepspeed.learning_rate
+    warm_up = settings.learning_rate_warm_up
+    return learning_rate(settings.learning_rate, warm_up, settings.steps, settings.schedule)
+
+
 def make_optimizer(
     settings: OptimizerSettings,
     deepspeed: DeepSpeedOptions | None = None,
@@ -44,12 +54,7 @@ def make_optimizer(
     steps_per_epoch: int | None = None,
 ) -> optax.GradientTransformation:
     """Makes the optimizer of the settings, with `steps`; `deepspeed` from `finalize_settings`."""
-    norm = settings.max_grad_norm
-    if deepspeed is not None and deepspeed.scheduler is not None:
-        rate = deepspeed.learning_rate
-    else:
-        warm_up = settings.learning_rate_warm_up
-        rate = learning_rate(settings.learning_rate, warm_up, settings.steps, settings.schedule)
+    norm, rate = settings.max_grad_norm, schedule_of(settings, deepspeed)
     arguments = settings.subset(("b1", "b2", "eps", "weight_decay")) | {"mask": decayed}
     if settings.optimizer == "adamw":
         # A chain in both cases, so that a resumed run may change `max_grad_norm`.

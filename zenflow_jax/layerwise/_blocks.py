@@ -149,21 +149,22 @@ def make_block(
     """Makes a block and its weights in host memory: of the user's tree, or as `saved`."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     decays = [True] * len(pairs) if mask is None else jax.tree.leaves(mask(tree))
-    arrays, leaves = [], []
+    arrays, leaves, resumes = [], [], trains and saved is not None
     for (path, x), decay in zip(pairs, decays, strict=True):
         inner = jax.tree_util.keystr(path, simple=True, separator=".")
         full = f"{name}.{inner}" if inner else name
         arrays.append(x := _placed(full, x))
-        of_leaf = None
-        if trains and saved is not None:
-            of_leaf = next(saved, None)
+        of_leaf = next(saved, None) if saved is not None and trains else None
+        if resumes:
             _check_saved(full, x, of_leaf)
+        elif isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(f"{full} has a shape and no values. Pass an array, or `state`.")
         leaves.append(_make_leaf(full, x, bool(decay), trains, compact, of_leaf))
     block = Block(name, treedef, tuple(leaves), trains)
-    return block, block.weights() if trains and saved is not None else moved(arrays, HOST)
+    return block, block.weights() if resumes else moved(arrays, HOST)
 
 
-def _check_saved(path: str, x: jax.Array, saved: Mapping[str, Any] | None) -> None:
+def _check_saved(path: str, x: Any, saved: Mapping[str, Any] | None) -> None:
     """Refuses saved arrays that are not of the leaf `x`."""
     shape = None if saved is None else tuple(saved["master"].shape)
     if shape != x.shape:
@@ -173,35 +174,38 @@ def _check_saved(path: str, x: jax.Array, saved: Mapping[str, Any] | None) -> No
         )
 
 
-def _placed(path: str, x: Any) -> jax.Array:
+def _placed(path: str, x: Any) -> Any:
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         raise TypeError(
             f"{path} is {jnp.result_type(x).name}, but weights must be floats. Return other arrays "
             "from `first` in `shared`."
         )
-    return x if isinstance(x, jax.Array) else _pinned(np.asarray(x), jax.local_devices()[0])
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return x
+    return _pinned(np.asarray(x), jax.local_devices()[0])
 
 
-def _make_leaf(
-    path: str, x: jax.Array, decays: bool, trains: bool, compact: bool, saved: Any
-) -> Leaf:
-    shards = x.addressable_shards
-    by_index: dict[Any, list[int]] = {}
-    for position, shard in enumerate(shards):
-        by_index.setdefault(tuple(map(_bounds, shard.index, x.shape)), []).append(position)
+def _make_leaf(path: str, x: Any, decays: bool, trains: bool, compact: bool, saved: Any) -> Leaf:
+    devices = x.sharding.addressable_devices_indices_map(x.shape)
+    owners: dict[Any, Any] = {}  # the first device of all with each piece
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        owners.setdefault(_bounds(index, x.shape), device)
+    by_bounds: dict[Any, list[int]] = {}
+    for position, index in enumerate(devices.values()):
+        by_bounds.setdefault(_bounds(index, x.shape), []).append(position)
     pieces = []
-    for bounds, positions in by_index.items() if trains else ():
+    for bounds, positions in by_bounds.items() if trains else ():
         index = tuple(slice(*pair) for pair in bounds)
         flat = (1, 1, 1, math.prod(b - a for a, b in bounds))
         piece = Piece(
             index,
             tuple(positions),
-            any(shards[i].replica_id == 0 for i in positions),
+            owners[bounds].process_index == jax.process_index(),
             Masters.zeros(flat, x.dtype),
             *new_moments(flat, compact=compact),
         )
         if saved is None:
-            piece.master.write(np.asarray(shards[positions[0]].data))
+            piece.master.write(np.asarray(x.addressable_data(positions[0])))
         else:
             for name in ARRAYS:
                 getattr(piece, name).write(np.asarray(saved[name][index]))
@@ -211,14 +215,14 @@ def _make_leaf(
         shape=x.shape,
         dtype=np.dtype(x.dtype),
         sharding=x.sharding.with_memory_kind(HOST),
-        devices=tuple(shard.device for shard in shards),
+        devices=tuple(devices),
         decays=decays,
         pieces=tuple(pieces),
     )
 
 
-def _bounds(s: slice, size: int) -> tuple[int, int]:
-    return s.indices(size)[:2]
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
 def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Array:

@@ -61,10 +61,14 @@ class Dispatcher:
 
     def wait(self) -> None:
         """Waits for the last step's updates."""
-        if self._decision is not None:
-            self._host.result(self._decision)
+        self.wait_for_decision()
         for i in range(len(self._weights)):
             self.weights(i)
+
+    def wait_for_decision(self) -> None:
+        """Waits until it is known whether the last step counts."""
+        if self._decision is not None:
+            self._host.result(self._decision)
 
     def tree(self, i: int) -> Any:
         """Returns a block's weights in host memory, as the user's tree."""
@@ -72,8 +76,7 @@ class Dispatcher:
 
     def step(self, number: int, program: ModelProgram, batches: Sequence[Any]) -> jax.Array:
         """Dispatches a step, and returns its loss."""
-        if self._decision is not None:
-            self._host.result(self._decision)  # whether the last step counted
+        self.wait_for_decision()  # the rate depends on it
         self._number = number
         rate = self._rate(np.int32(self._host.counted))
         several, layers = len(batches) > 1, program.layers

@@ -70,7 +70,7 @@ class Trainer:
         max_skipped: The next call raises after this many consecutive skipped steps. None: never.
         compiler_options: For all programs, as in `jax.jit`.
         state: What `state` returned, or `EngineRestore` restored: resumes that run with the same
-            bits. `params` then give structure, shardings and frozen weights.
+            bits. `params` may then be `ShapeDtypeStruct`s with shardings, but for frozen weights.
         exit_if_stuck: As for `HostEngine`.
 
     Raises:
@@ -174,7 +174,7 @@ class Trainer:
             max_skipped=max_skipped,
             step=self.steps,
             counted=int(counts.get("counted", 0)),
-            shares=np.asarray(counts.get("shares", sizes / sizes.sum()), np.float32),
+            shares=np.asarray(counts.get("shares", sizes / max(sizes.sum(), 1)), np.float32),
         )
         self._dispatcher = Dispatcher(
             (first, layers, last),
@@ -200,6 +200,12 @@ class Trainer:
         )
 
     @property
+    def skipped(self) -> int:
+        """Returns the number of skipped steps; waits until it is known whether the last counts."""
+        self._dispatcher.wait_for_decision()
+        return self._host.skipped
+
+    @property
     def timeline(self) -> Timeline:
         """Returns the timeline of the last few steps, always recorded."""
         return self._host.recorder.timeline()
@@ -222,6 +228,8 @@ class Trainer:
         if not batches:
             raise TypeError("`step` needs a batch. Pass one, or several micro-batches.")
         self._check()
+        if not any(block.trains for block in self._blocks):
+            raise ValueError("`frozen` has all weights, so nothing is left to train.")
         program, *others = map(self._dispatcher.program, batches)
         if any(other is not program for other in others):
             raise ValueError("Micro-batches must have the same shapes and dtypes. Pad them.")
@@ -329,5 +337,3 @@ def _check_names(frozen: Collection[int | str], layers: int) -> None:
             f"`frozen` has {sorted(map(str, unknown))}, but the layers are 0 to {layers - 1}. Use "
             'these numbers, and "outer" for the outer weights.'
         )
-    if names <= set(frozen):
-        raise ValueError("`frozen` has all weights. Leave some to train.")
