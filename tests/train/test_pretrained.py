@@ -35,7 +35,7 @@ from tests.hf_models import (
 )
 from train.huggingface import saving
 from train.huggingface.loading import ModelError, load_weights, newly_drawn, read_folder
-from train.huggingface.saving import save_folder
+from train.huggingface.saving import dtype_of, save_folder
 from train.huggingface.tensors import transpose
 from train.model.attention import attention
 from train.model.blocks import Stacked, linear
@@ -220,7 +220,7 @@ def test_what_is_saved_loads_with_the_same_bits(tmp_path, name):
         again, _, loaded = load(tmp_path / "saved", **options)
         assert_same_bits(loaded, params)
         assert again.config == pretrained.config
-        assert again.raw["dtype"] == "float32"
+        assert again.raw["dtype"] == dtype_of(pretrained).name
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
