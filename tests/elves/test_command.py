@@ -103,7 +103,7 @@ def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
         ("model out --replace", "expected one path with --replace"),
         ("model out --bound small", "expected a number above 0, such as 2^-24"),
         ("model out --bound nan", "expected a finite number above 0"),
-        ("model out --threads 0", "`--threads`: expected at least 1"),
+        ("model out --threads 0", "`threads`: expected a finite number above 0"),
         ("model --check", "expected packed files in"),
         ("model out --restore --bound 2^-9", "expected --restore alone"),
         ("model out --base gone", "`base`: expected a folder"),

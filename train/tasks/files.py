@@ -48,10 +48,7 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         got = f"the file {data}" if data.exists() else f"nothing at {data}"
         raise DataError(f"`data`: expected a file {kinds}, or a folder of such, found {got}.")
     if ".arrow" in suffixes and (parts := tables.saved_parts(data)) is not None:
-        files = Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
-        if not files.train:
-            raise DataError(f"expected a part train in {data}, found {', '.join(parts) or 'none'}.")
-        return files
+        return Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
     parts = {path.name: [path] for path in _fitting(data, suffixes)}
     below = {
         folder.name: files
@@ -62,13 +59,10 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         names = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "no files"
         remedy = f" Pass --data {data / min(below)}" if below else ""
         raise DataError(f"`data`: expected files {kinds} in {data} itself, found {names}.{remedy}")
-    train, validation, notes = _sides(data, parts or below)
-    if not train:
-        beside = f"beside {', '.join(parts or below)} in {data}"
-        raise DataError(f"expected files train*{suffixes[0]} {beside}, found none.")
+    files = _sides(data, parts or below)
     if parts and below:
-        notes.append(f"{data}: left out the folders in it: {', '.join(below)}")
-    return Files(train, validation, notes)
+        files.notes.append(f"{data}: left out the folders in it: {', '.join(below)}")
+    return files
 
 
 def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -93,6 +87,8 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
     if of_side["test"]:
         notes.append(f"{data}: left out the test data {', '.join(of_side['test'])}")
     train = of_side["train"] or unnamed
+    if not train:
+        raise DataError(f"expected train* in {data}, found {', '.join(parts) or 'nothing'}.")
     return Files(
         [file for name in train for file in parts[name]],
         [file for name in of_side["validation"] for file in parts[name]],
@@ -105,9 +101,7 @@ def _side_of(name: str) -> str | None:
 
     `train-00000-of-00002` and `chat_train` name one, `trains` and `how-to-train-a-dog` do not.
     """
-    words = [
-        word for word in re.split(r"[-_. \d]+", _SHARD.sub("", Path(name).stem.lower())) if word
-    ]
+    words = re.findall(r"[^-_. \d]+", _SHARD.sub("", Path(name).stem.lower()))
     sides = {
         side
         for word in (words[:1] + words[-1:])
