@@ -38,8 +38,6 @@ from zenflow_jax._spec.rules import UnfitRunError
 LOW = {"weight": jnp.ones((6, 3), jnp.bfloat16)}
 GIB = 2**30
 
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
 
 def init(params, **options):
     return make(**options).init(params)

@@ -23,7 +23,7 @@ TOLERANCE = 0.03
 FETCHED_BY_KERNELS = ("hosted", "hosted, fsdp=4", "script, hosted")
 REFUSES = jax.__version_info__ < (0, 11, 1)
 
-pytestmark = pytest.mark.usefixtures("as_scripts_run", "annotations_are_not_checked")
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 
 def check(name, compiled):
