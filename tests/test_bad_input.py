@@ -48,8 +48,6 @@ def placed_shape(x):
 
 GIB = 2**30
 
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
 
 def init(params, **options):
     return make(**options).init(params)
