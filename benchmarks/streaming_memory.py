@@ -45,7 +45,7 @@ def peak_bytes() -> int:
 
 
 def save(runner: Runner) -> None:
-    """Parameters, the optimizer's state without blank mail, and the engine's; waits for it."""
+    """Saves parameters, optimizer state without placeholder mail, and engine state; waits."""
     state = runner.state._replace(mail=None, step_scalars=None)
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(use_compression=False),

@@ -16,7 +16,7 @@ DEVICE = jax.devices()[0]
 SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
 PARAMS = jax.device_put({"bias": jnp.zeros(3), "weight": jnp.ones((6, 3))}, DEVICE)
 SQUARE = {"bias": jnp.zeros(3), "weight": jnp.ones((3, 6))}
-NO_STATE, TWO_STATES = "one ZenFlowState in it, got 0", "one ZenFlowState in it, got 2"
+NO_STATE, TWO_STATES = "has 0 ZenFlowStates in it", "has 2 ZenFlowStates in it"
 
 
 def make(learning_rate: Any = 1e-2, **options: Any) -> Any:

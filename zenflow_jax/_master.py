@@ -90,9 +90,9 @@ def iter_master_params(
         engine._check_open()
         if moment() != begun:
             raise RuntimeError(
-                f"expected the masters of step {step}, got to step {engine.stats.steps} "
-                "or to other parameters before all of them were asked for. Make no step, call "
-                "no `flush`, and go through those of one tree of parameters at a time."
+                f"Parameters changed while the masters of step {step} were read (now step "
+                f"{engine.stats.steps}). Read all masters before the next step, `flush` or "
+                "`iter_master_params`."
             )
         return engine._updates.masters(number, leaf)
 
@@ -113,9 +113,9 @@ def iter_master_params(
 
 @jax.jit
 def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
-    """One leaf's masters: `host` on deferred channels; elsewhere the device's, or the parameter.
+    """Returns a leaf's masters: `host` on deferred channels, else the device's or the parameter.
 
-    A deferred channel's master counts where the parameter is its cast.
+    A deferred channel's master is used where the parameter is its cast.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     if leaf.channels is None:

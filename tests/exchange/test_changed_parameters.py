@@ -20,7 +20,7 @@ WINDOWS = {"update_interval": 2, "select_interval": 4}
 SETTINGS = Settings(topk_ratio=0.3, weight_decay=0.1, provisional_share=None, **WINDOWS)
 TOGETHER = dataclasses.replace(SETTINGS, rolling=False)
 MOVING = dataclasses.replace(SETTINGS, provisional_share=0.5)
-REFUSED = "nothing but zenflow changes, got other values of"
+REFUSED = "Something other than zenflow changed"
 
 
 def clip(params):
@@ -142,7 +142,7 @@ def train(behind=(), params=PARAMS, between=lambda t, params: params, check="sam
     ids=["frozen", "decay", "moving decay", "shorter steps in low precision"],
 )
 def test_what_acts_behind_zenflow_is_refused(behind, options):
-    with pytest.raises(RuntimeError, match=f"{REFUSED}.*Let zenflow be the last of its chain"):
+    with pytest.raises(RuntimeError, match=f"{REFUSED}.*Put zenflow last in its chain"):
         train([behind], **options)
 
 

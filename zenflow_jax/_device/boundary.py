@@ -68,7 +68,7 @@ def merge(
     leaf in host memory is None, and so is its upload.
     """
 
-    def one(
+    def merge_leaf(
         shard: Shard, weight: Array | None, upload: Any, during: Array, after: Array
     ) -> Array | None:
         if weight is None:
@@ -81,7 +81,7 @@ def merge(
     uploads = {True: iter(donated), False: iter(kept)}
     widths = channel_widths(specs)
     new = each_leaf(
-        one,
+        merge_leaf,
         specs,
         lambda lay: [lay.block, lay.part, lay.each_device, lay.each_device],
         lambda lay: lay.block,
@@ -122,7 +122,7 @@ def choose(
 ) -> tuple[Arrays, Array, Arrays, Arrays]:
     """Returns the channels to select, also as rows, the current masters, and zero scores."""
 
-    def one(
+    def choose_in_leaf(
         shard: Shard, weight: Any, scores: Array, channels: Array, master: Array | None
     ) -> tuple[Array, Array, Array]:
         chosen = shard.to_global(top_channels(scores, shard.part.k))
@@ -131,7 +131,7 @@ def choose(
         return chosen, master, jnp.zeros_like(scores)
 
     made = each_leaf(
-        one,
+        choose_in_leaf,
         specs,
         lambda lay: [lay.block, lay.channels, lay.channels, lay.part],
         lambda lay: (lay.channels, lay.part, lay.channels),
@@ -148,13 +148,13 @@ def choose(
 def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
     """Returns the parameters, with the masters' casts on the selected channels."""
 
-    def one(shard: Shard, weight: Array, master: Array, channels: Array) -> Array:
+    def enter_leaf(shard: Shard, weight: Array, master: Array, channels: Array) -> Array:
         place = positions(shard.to_local(channels), shard.block.n)
         new = gather_to_channels(shard.gather(master.astype(shard.block.dtype)), place, shard.block)
         return jnp.where(broadcast_channels(place >= 0, shard.block), new, weight)
 
     new = each_leaf(
-        one,
+        enter_leaf,
         specs,
         lambda lay: [lay.block, lay.part, lay.channels],
         lambda lay: lay.block,

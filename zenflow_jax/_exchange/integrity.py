@@ -251,10 +251,9 @@ def _count_selected(
 
 def _message(step: int, names: Sequence[str]) -> str:
     return (
-        "expected parameters that nothing but zenflow changes, got other values of "
-        f"{first_names(names)} after step {step}. Give each step the parameters that the last "
-        "`exchange` or `flush` returned, and apply updates by `optax.apply_updates`. Let zenflow "
-        "be the last of its chain, with a rate that something else decides in `learning_rate`, by "
-        "`optax.inject_hyperparams`. To change weights in mid-run call `flush`, and go on with a "
-        "new `tx.init(params)` and a new engine. This engine takes no more steps."
+        f"Something other than zenflow changed {first_names(names)} in or after step {step}, and "
+        "this engine takes no more steps. Pass each step the parameters that the last `exchange` "
+        "or `flush` returned, and apply updates with `optax.apply_updates`. Put zenflow last in "
+        "its chain; set a variable rate by `learning_rate` and `optax.inject_hyperparams`. To "
+        "change weights in mid-run, call `flush`, `tx.init(params)` and make a new engine."
     )

@@ -132,10 +132,10 @@ class Progress:
         """Warns of gradients that are lost if the engine closes now."""
         if steps := max((self.open_steps[i] for i in self._by_updates_alone), default=0):
             _logger.warning(
-                "the parameters lack the gradients of up to %d steps, whose windows are open when "
-                "the engine closes: with `provisional_share=None`, and in layers in host memory, "
-                "no provisional steps stand in for them. Let the run end where all windows close: "
-                "with `rolling=False`, after a multiple of `update_interval` steps.",
+                "The parameters lack the gradients of up to %d steps, because the engine closes "
+                "with open windows: with `provisional_share=None`, and in layers in host memory, "
+                "there are no provisional steps. End the run where all windows close: with "
+                "`rolling=False`, after a multiple of `update_interval` steps.",
                 steps,
             )
 
