@@ -165,30 +165,30 @@ def read_header(path: Path) -> tuple[Header, int]:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= _LONGEST:
-                raise ValueError(f"a header of {length} bytes")
+                raise ValueError(f"it would have {length} bytes")
             raw = file.read(length)
             size = file.seek(0, 2)
         outer = json.loads(raw)["__metadata__"]
         if zlib.crc32(outer["elves"].encode()) != int(outer["elves_crc32"], 16):
-            raise ValueError("a description with another checksum")
+            raise ValueError("its description does not match the checksum")
         description = json.loads(outer["elves"])
         if description["version"] != VERSION:
             raise ElvesError(
-                f"expected a packed file of version {VERSION}, got {path} of version "
-                f"{description['version']}. Read it with the program that wrote it, or a newer one."
+                f"{path} has version {description['version']}, but this program reads version "
+                f"{VERSION}. Read it with the program that wrote it, or a newer one."
             )
         header = _header(description)
         if encoded(header, 8 + length) != len(raw).to_bytes(8, "little") + raw:
-            raise ValueError("one that was changed")
+            raise ValueError("it was changed")
         end = 8 + length + sum(t.packed_bytes for t in header.tensors.values())
         if size != end:
-            raise ValueError(f"a file of {size} bytes instead of {end}")
+            raise ValueError(f"the file has {size} bytes instead of {end}")
     except OSError as error:
-        raise ElvesError(f"expected a packed file {path}, got {error.strerror}.") from error
+        raise ElvesError(f"The packed file {path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise ElvesError(
-            f"expected the header of {path} as it was written, got {str(error)[:200]}. Nothing of "
-            f"the file was read. {REMEDY}"
+            f"The header of {path} is damaged: {str(error)[:200]}. Nothing of the file was read. "
+            f"{REMEDY}"
         ) from error
     return header, 8 + length
 
@@ -196,18 +196,18 @@ def read_header(path: Path) -> tuple[Header, int]:
 def _header(fields: Mapping[str, Any]) -> Header:
     """Parses and checks the description. Raises ValueError, or the errors of wrong types."""
     if fields["block_bytes"] != BLOCK or fields["kind"] not in (SAFETENSORS, BYTES):
-        raise ValueError(f"blocks of {fields['block_bytes']} bytes of the kind {fields['kind']}")
+        raise ValueError(f"kind {fields['kind']} with {fields['block_bytes']}-byte blocks")
     head = base64.b64decode(fields["head"], validate=True)
     reader = zlib.decompressobj()
     head_bytes = len(reader.decompress(head, _LONGEST_HEAD))
     if head and not reader.eof:
-        raise ValueError("a head that is too long")
+        raise ValueError("its copied head is too long")
     tensors = {name: _tensor(name, fields) for name, fields in fields["tensors"].items()}
     size = _count(fields["bytes"])
     if size != head_bytes + sum(t.bytes for t in tensors.values()):
-        raise ValueError(f"{size} bytes, which its tensors do not have")
+        raise ValueError(f"its tensors do not have {size} bytes")
     if not isinstance(fields["base"], str | None):
-        raise ValueError(f"the base {fields['base']}")
+        raise ValueError(f"the base is {fields['base']}")
     return Header(fields["kind"], head, size, _count(fields["crc32"]), fields["base"], tensors)
 
 
@@ -215,29 +215,29 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
     shape = tuple(_count(n) for n in fields["shape"])
     size, dtype, codec = _count(fields["bytes"]), fields["dtype"], fields["codec"]
     if codec not in (*CODECS, DUPLICATE) or not isinstance(dtype, str):
-        raise ValueError(f"`{name}` of {dtype} in {codec}")
+        raise ValueError(f"`{name}` has the dtype {dtype} and codec {codec}")
     if dtype in WIDTHS and math.prod(shape) * WIDTHS[dtype] != size:
-        raise ValueError(f"`{name}`, {dtype} of the shape {shape}, in {size} bytes")
+        raise ValueError(f"`{name}`, {dtype} {shape}, cannot have {size} bytes")
     of = None
     if fields["of"] is not None:
         of = Of(*fields["of"])
         if of.where not in ("file", "folder", "base") or not isinstance(of.file + of.tensor, str):
-            raise ValueError(f"`{name}` of {fields['of']}")
+            raise ValueError(f"`{name}` refers to {fields['of']}")
         _count(of.crc32)
     blocks = tuple(_count(n) for n in fields["blocks"])
     # Bounds the restored size by the file's size: no small file can request much memory.
     expected = 0 if codec == DUPLICATE else -(-size // BLOCK)
     if len(blocks) != expected or (codec == DUPLICATE and of is None):
-        raise ValueError(f"`{name}` with {len(blocks)} blocks instead of {expected}")
+        raise ValueError(f"`{name}` has {len(blocks)} blocks instead of {expected}")
     if not all(HEAD < n <= BLOCK + HEAD for n in blocks):
-        raise ValueError(f"`{name}` with a block of an impossible size")
+        raise ValueError(f"`{name}` has a block of impossible size")
     bound, error, checksum = fields["bound"], fields["error"], _count(fields["crc32"])
     if not (bound is None or (type(bound) is float and bound > 0)) or type(error) is not float:
-        raise ValueError(f"`{name}` with the bound {bound} and the error {error}")
+        raise ValueError(f"`{name}` has the bound {bound} and error {error}")
     return Tensor(name, dtype, shape, size, codec, bound, error, checksum, of, blocks)
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} instead of an integer")
+        raise ValueError(f"{value!r} is no valid integer")
     return value

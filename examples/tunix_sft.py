@@ -62,13 +62,11 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
     size = options.batch_size
     if len(training) < size or not validation:
         raise SystemExit(
-            f"expected at least {size} records to train and one to validate, got {len(training)} "
-            f"and {len(validation)}; pass more, or a smaller --batch-size"
+            f"{len(training)} records to train and {len(validation)} to validate are too few: pass "
+            f"at least {size} and one, or a smaller --batch-size"
         )
     if size % jax.device_count():
-        raise SystemExit(
-            f"expected a --batch-size that {jax.device_count()} devices can divide, got {size}"
-        )
+        raise SystemExit(f"{jax.device_count()} devices cannot divide --batch-size {size}")
     starts = range(0, len(validation), size)
     evaluation = [padded(validation[i : i + size], options.length, size) for i in starts]
 
@@ -239,12 +237,12 @@ def make_model(folder: Path | None, vocabulary: int, mesh: Any, dtype: str) -> q
 
 
 def shape_of(folder: Path) -> dict[str, Any]:
-    """The arguments of Tunix's configuration, by a Hugging Face config.json."""
+    """Returns the arguments of Tunix's configuration, from a Hugging Face config.json."""
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") != "qwen3":
         raise SystemExit(
-            f"expected the folder of a Qwen3 (model_type qwen3), got {config.get('model_type')} in "
-            f"{folder}; for other models change `make_model` to another of `tunix.models`"
+            f"{folder} has the model_type {config.get('model_type')}, not qwen3. For other models, "
+            "change `make_model` to use another of `tunix.models`."
         )
     rope = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     return {

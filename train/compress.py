@@ -111,17 +111,17 @@ def _check(command: Command) -> None:
     packing = [f"--{name}" for name in ("bound", "replace") if getattr(command, name)]
     if len(verbs) > 1 or (verbs and packing):
         others = [f"--{name}" for name in verbs[1:]] + packing
-        raise ElvesError(f"expected {verb} alone, got {' and '.join(others)} as well.")
+        raise ElvesError(f"{verb} excludes {' and '.join(others)}.")
     if verb in ("", "--restore") and command.target is None:
-        raise ElvesError("expected a second path, of what is to be made, got none.")
+        raise ElvesError("The target is missing. Name a second path.")
     if verb not in ("", "--restore") and command.target is not None:
-        raise ElvesError(f"expected one path with {verb}, got a second one, {command.target}.")
+        raise ElvesError(f"{verb} takes one path. Leave out {command.target}.")
     if command.threads is not None and command.threads < 1:
-        raise ElvesError(f"`--threads`: expected at least 1, got {command.threads}.")
+        raise ElvesError(f"`--threads`: must be at least 1, but is {command.threads}.")
     if not verbs and (command.source / CHECKSUMS).is_file():
         raise ElvesError(
-            f"expected a model, got the checkpoint {command.source}, which no run could read when "
-            f"it is packed. Export its weights ({command_of('finetune')} --export), and pack these."
+            f"{command.source} is a checkpoint, which no run could read when packed. Export its "
+            f"weights ({command_of('finetune')} --export), and pack these."
         )
 
 
@@ -132,7 +132,7 @@ def _number(text: str) -> float:
         return float(power[1]) ** int(power[2]) if power else float(text)
     except (ValueError, OverflowError) as error:
         raise ElvesError(
-            f"`--bound`: expected a number above 0, such as 2^-24 or 6e-8, got {text}."
+            f"`--bound`: must be a number above 0, such as 2^-24 or 6e-8, but is {text}."
         ) from error
 
 

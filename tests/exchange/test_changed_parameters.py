@@ -75,7 +75,7 @@ def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(
     with Training(FIRST, settings) as run:
         run.go(8)  # the next step is compared
         run.params = change(run.params)
-        with pytest.raises(RuntimeError, match=f"{REFUSED} {words} after step 9"):
+        with pytest.raises(RuntimeError, match=f"{REFUSED} {words} in or after step 9"):
             end(run)
         # And nothing goes on by accident.
         for call in (run.exchange, run.flush, run.engine.state):
@@ -159,7 +159,7 @@ def test_one_number_that_was_changed_is_refused_where_all_are_compared(name, pla
     def set_one(t, params):
         return params | {name: params[name].at[place].multiply(1.02)} if t == 13 else params
 
-    with pytest.raises(RuntimeError, match=f"{REFUSED} .'{name}'. after step 15"):
+    with pytest.raises(RuntimeError, match=f"{REFUSED} .'{name}'. in or after step 15"):
         train(between=set_one, check="all", **options)
 
 

@@ -55,8 +55,8 @@ def test_a_run_and_all_its_weights_have_the_bits_of_one_whose_layers_are_on_the_
     for run, other in (runs, runs[::-1]):
         assert finetune.main([config, "--run", run.name, "--stream", other.name, "--steps=13"]) == 2
         message = capsys.readouterr().err
-        assert f"`stream`: expected {run.name}, as in the run" in message
-        assert f"got {other.name}. Pass --stream {run.name}" in message
+        assert f"`stream`: is {other.name}, but was {run.name} in the run" in message
+        assert f"Pass --stream {run.name}" in message
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_the_plan_has_the_weights_in_host_memory(monkeypatch):
 
 def test_what_cannot_be_trained_from_host_memory_is_refused_by_name():
     for name, value in (("optimizer", "adamw"), ("scan_layers", False)):
-        with pytest.raises(SettingsError, match=f"`{name}`: expected .* as stream is 'weights'"):
+        with pytest.raises(SettingsError, match=f"`{name}`: must be .* as stream is 'weights'"):
             Settings(**IN_HOST_MEMORY | {name: value})
     sources = read(**TINY | {"layers": 16}, **IN_HOST_MEMORY, staleness=2, update_interval=16)
     with pytest.raises(SettingsError, match="got staleness=2"):

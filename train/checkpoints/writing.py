@@ -239,7 +239,7 @@ class Checkpoints(SavedCheckpoints):
             if isinstance(error, ValueError) and not re.search(r"(?i)\bos[ _]error", str(error)):
                 raise
             self._failed = (
-                f"expected to write checkpoint {self._writing} to {self._folder}, got: "
+                f"checkpoint {self._writing} cannot be written to {self._folder}: "
                 f"{_shorten(error)}. Free disk space or fix the permissions; older "
                 "checkpoints are unchanged."
             )

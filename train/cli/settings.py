@@ -277,10 +277,10 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         for name, value in vars(self).items():
             # Bytes of a command line that are not UTF-8 become surrogates.
             is_text = not isinstance(value, str) or not re.search(r"[\ud800-\udfff]", value)
-            self._check(name, is_text, "text in UTF-8, as settings.toml keeps it")
+            self._check(name, is_text, "UTF-8 text, as settings.toml stores it")
         self._check("seed", self.seed < 2**32, "a number below 2**32")
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
-        wanted = "a share above 0 and below 1, such as 0.001, as every run validates (1 only with "
+        wanted = "a share above 0 and below 1, such as 0.001: every run validates (1 only with "
         self._check("validation_share", is_share, wanted + "--steps 0)")
         for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
@@ -310,7 +310,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         values = getattr(self, share), getattr(self, count)
         if values[0] is not None and values[1]:
             raise SettingsError(
-                f"`{share}`: expected it or `{count}`, got both: {values[0]} and {values[1]}."
+                f"`{share}`: excludes `{count}`, but they are {values[0]} and {values[1]}."
             )
 
     def check_task(self) -> None:
@@ -320,7 +320,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         """
         own = self.task == "standard_library"
         for name in ("model", "data"):
-            wanted = f"none for {self.task}" if own else f"a path, for {self.task}"
+            wanted = f"left out for {self.task}" if own else f"a path for {self.task}"
             self._check(name, own == (getattr(self, name) is None), wanted)
         for setting in fields(self):
             tasks = setting.metadata["tasks"]
@@ -345,7 +345,7 @@ def may_stream(settings: StepSettings) -> bool:
 def bad_value(name: str, expected: str, got: object) -> str:
     got = repr(got) if got == "" else got
     remedy = f"Change it in the config or pass {flag_of(name)}."
-    return f"`{name}`: expected {expected}, got {got}. {remedy}"
+    return f"`{name}`: must be {expected}, but is {got}. {remedy}"
 
 
 def flag_of(name: str) -> str:

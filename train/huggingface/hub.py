@@ -25,8 +25,8 @@ def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     folder, name = Path(model), str(model)
     if (below := folder / MODEL_FOLDER).is_dir() and not (folder / CONFIG).exists():
         raise ModelError(
-            f"`model`: expected a folder with a {CONFIG}, got {folder}, a run whose model is in a "
-            f"folder below. Pass --model {below}"
+            f"`model`: {folder} has no {CONFIG}, because it is a run's folder. Pass its model: "
+            f"--model {below}"
         )
     # A misspelled name of a local folder is not looked up on the Hub.
     if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -39,7 +39,7 @@ def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     except (OSError, ValueError) as error:  # the Hub's errors and network errors
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"`model`: {name} is no folder, and the Hub does not give it: {reason} "
+            f"`model`: {name} is no folder, and not available from the Hub: {reason} "
             f"({type(error).__name__}). Check the name and the network, log in with `hf auth "
             f"login` for a gated model, or copy a folder that `hf download {name} --local-dir DIR` "
             "has made elsewhere."

@@ -144,7 +144,7 @@ def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
         name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
         if name in named:
             raise ModelError(
-                f"expected one tensor for `{name}` in {folder}, got `{named[name].name}` in "
+                f"{folder} has two tensors for `{name}`: `{named[name].name}` in "
                 f"{named[name].file.name} and `{tensor.name}` in {tensor.file.name}. Remove one."
             )
         named[name] = tensor
@@ -229,7 +229,7 @@ def _read_header(path: Path) -> list[Tensor]:
     except (OSError, SafetensorError) as error:
         size = f"{path.stat().st_size} bytes" if path.exists() else "none"
         raise ModelError(
-            f"cannot read the safetensors file {path}, of {size} ({error}). Copy the file again."
+            f"the safetensors file {path}, of {size}, is damaged ({error}). Copy the file again."
         ) from error
 
 
@@ -239,39 +239,35 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
     files = read_object(index, ModelError).get("weight_map")
     if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
         raise ModelError(
-            f"`weight_map` in {index}: expected the name of a file for each tensor, got others."
+            f"`weight_map` in {index}: must have a file's name for each tensor, but has others."
         )
     tensors = []
     for file in sorted(set(files.values())):
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise ModelError(
-                f"`weight_map` in {index}: expected names of files in that folder, got {file!r}."
+                f"`weight_map` in {index}: must name files in that folder, but has {file!r}."
             )
         if not (folder / file).exists():
-            raise ModelError(
-                f"expected the file {folder / file}, which {index.name} names, got none."
-            )
+            raise ModelError(f"the file {folder / file}, which {index.name} names, is missing.")
         held = _read_header(folder / file)
         lost = {name for name, its in files.items() if its == file} - {t.name for t in held}
         if lost:
-            raise ModelError(
-                f"expected {first_of(lost)} in {folder / file}, as {index.name} says, got none."
-            )
+            raise ModelError(f"{folder / file} lacks {first_of(lost)}, which {index.name} lists.")
         tensors += [tensor for tensor in held if tensor.name in files]
     return tensors
 
 
 def _no_safetensors(folder: Path) -> ModelError:
-    expected = f"expected {SINGLE} or {INDEX} in {folder}, got"
+    problem = f"{folder} has no {SINGLE} or {INDEX}, but"
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
     if not pickles:
         others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
-        return ModelError(f"{expected} {others or 'neither'}.")
+        return ModelError(f"{problem} {others or 'nothing similar'}.")
     # The class decides which head is kept.
     name = (read_object(folder / CONFIG, ModelError).get("architectures") or ["AutoModel"])[0]
     return ModelError(
-        f"{expected} {pickles[0]}: a pickle, which can run any program when it is read. Convert it "
-        f"with torch and transformers' {name}: from_pretrained, save_pretrained."
+        f"{problem} {pickles[0]}: a pickle, which can run any program when read. Convert it with "
+        f"torch and transformers' {name}: from_pretrained, save_pretrained."
     )
 
 

@@ -91,7 +91,7 @@ class _Skips:
     def fail(self) -> NoReturn:
         first = self.known - self.in_a_row + 1
         raise NotFiniteError(
-            f"steps {first} to {self.known} were skipped, as their gradients are not finite. "
+            f"steps {first} to {self.known} were skipped: their gradients are not finite. "
             f"{self._remedy}"
         )
 
@@ -254,7 +254,7 @@ def check_finite(figures: Mapping[str, float], remedy: str) -> None:
     """Raises `NotFiniteError` if the validation before the first step is not finite."""
     for name, value in figures.items():
         if not math.isfinite(value):
-            raise NotFiniteError(f"expected a finite validation {name}, got {value}. {remedy}")
+            raise NotFiniteError(f"the validation {name} is {value}. {remedy}")
 
 
 def causes_of_infinity(model: str | None, dtype: str, learning_rate: float) -> str:

@@ -139,8 +139,8 @@ def plan_run(
     """Plans a run, which has the values of its DeepSpeed config, for the machine of `options`."""
     if (settings.model is None) != (settings.task == "standard_library"):
         raise SettingsError(
-            "`model`: expected a folder with a config.json, or none with the task standard_library,"
-            f" got {settings.model or 'none'} with {settings.task}."
+            "`model`: must be a folder with a config.json, or left out for standard_library, but "
+            f"is {settings.model or 'none'} for {settings.task}."
         )
     planner = _Planner(settings, options)
     if planner.origin is not None:
@@ -262,8 +262,8 @@ def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
     devices = jax.devices("cpu")
     if count > len(devices):
         raise SettingsError(
-            f"`--plan`: expected {count} devices of the CPU to lay the model out on, for --mesh "
-            f"{text}, got {len(devices)}. Set JAX_NUM_CPU_DEVICES={count} in the environment."
+            f"`--plan`: --mesh {text} needs {count} CPU devices, but there are {len(devices)}. Set "
+            f"JAX_NUM_CPU_DEVICES={count} in the environment."
         )
     return mesh_over(sizes, devices[:count])
 

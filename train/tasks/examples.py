@@ -59,7 +59,7 @@ class Examples:
     def split(self, data: Path, *, validation_share: float, seed: int) -> list[Examples]:
         """Returns the examples of `data` that train, and those that validate."""
         if len(self) < 2 and validation_share < 1:
-            raise DataError(f"expected at least two examples in {data}, got {len(self)}.")
+            raise DataError(f"{data} needs at least two examples, but has {len(self)}.")
         sides = []
         for side in self._drawn(validation_share=validation_share, seed=seed):
             sides.append(copy.copy(self))
@@ -126,8 +126,8 @@ def check_room(tokenizer: Tokenizer, sequence_length: int, *, pair: bool) -> Non
     """Raises a DataError if an example would have no room beside special tokens."""
     special = tokenizer.tokens.num_special_tokens_to_add(pair)
     if sequence_length <= special:
-        wanted = f"more than {special}, the special tokens of an example"
-        raise DataError(f"`sequence_length`: expected {wanted}, got {sequence_length}.")
+        least = f"more than {special}, the number of an example's special tokens"
+        raise DataError(f"`sequence_length`: must be {least}, but is {sequence_length}.")
 
 
 def task_of(
@@ -178,7 +178,7 @@ def describe_example(
         weights = example.get("weights", np.ones(len(tokens) - 1))
         stop = source.lengths[0] + 1 if isinstance(source, Padded) else len(tokens)
         text = _marked(tokens[:stop], np.append(0, weights)[:stop], tokenizer)
-    return (f"an example, what is learned in ⟦⟧: {text!r}",)
+    return (f"an example, with learned text in ⟦⟧: {text!r}",)
 
 
 def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer) -> str:

@@ -65,8 +65,8 @@ def split_files(
     shuffled, ends = shuffled[:taken], ends[:taken]
     if len(shuffled) < 2:
         raise DataError(
-            f"expected text of at least two files, got {len(shuffled)} of the {len(files)} below "
-            f"{root} within {max_bytes} bytes. Raise `corpus_megabytes`."
+            f"{len(shuffled)} of {len(files)} files below {root}, in {max_bytes} bytes, are too "
+            "little text. Raise `corpus_megabytes`."
         )
     border = int(np.searchsorted(ends, validation_share * ends[-1])) + 1
     border = min(border, len(shuffled) - 1)
@@ -80,7 +80,7 @@ def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:
         raise DataError(
-            f"expected text for at least one window of {sequence_length} bytes, got {len(text)} "
-            "bytes. Raise `corpus_megabytes`."
+            f"{len(text)} bytes of text fill no window of {sequence_length} bytes. Raise "
+            "`corpus_megabytes`."
         )
     return Windows(as_one(text), sequence_length)
