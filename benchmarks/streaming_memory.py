@@ -40,7 +40,7 @@ WAYS = (
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever had in RAM."""
+    """Returns this process's peak memory in RAM."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -59,7 +59,7 @@ def save(runner: Runner) -> None:
 
 
 def measured(way: str, args: argparse.Namespace) -> Sequence[int]:
-    """Parameters; bytes of the process in training and with a save, of host and device by plan."""
+    """Returns parameters; bytes of the process in training and saving; planned host and device."""
     config, batch, length = MODELS[args.model]
     model = make_model(config, scan_layers=True, remat=True)
     shape = (STEPS, batch, length + 1)

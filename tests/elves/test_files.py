@@ -142,7 +142,7 @@ def test_a_file_that_is_cut_off_is_refused_and_nothing_is_restored(packed, tmp_p
     path = tmp_path / "x.safetensors"
     for left in (5, len(data) // 3, len(data) - 1):
         path.write_bytes(data[:left])
-        with pytest.raises(elves.ElvesError, match="The header of .* is damaged|cannot be read"):
+        with pytest.raises(elves.ElvesError, match="The header .* is damaged|has no packed"):
             restore_path(path, tmp_path / "back.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 

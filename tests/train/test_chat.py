@@ -303,7 +303,7 @@ def test_what_ends_a_turn_ends_what_is_generated(tmp_path, tokenizer):
         generate.read_prompt(dataclasses.replace(options, format="text"), tokenizer)
     skips = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|end|>{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(skips)
-    with pytest.raises(SettingsError, match=r"`format`: .*writes `content` of message 1 \(role 's"):
+    with pytest.raises(SettingsError, match=r"`format`: .*skips `content` of message 1 \(role 's"):
         generate.read_prompt(options, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No.') }}")
     with pytest.raises(SettingsError, match="`format`: .*No.*--format text"):

@@ -142,7 +142,7 @@ def test_each_class_is_on_both_sides_of_a_split_and_the_rare_are_said(tmp_path, 
         counts = [np.bincount([s[i]["label"] for i in range(len(s))]).tolist() for s in sides]
         assert counts == [[15, 1, 1], [3, 0, 1]]
     assert task.overview[0].endswith("'once' 1 (4.8%), 'spam' 2 (9.5%), 'ham' 18 (85.7%)")
-    assert "accuracy is 0.857 where every text counts as 'ham'; --best macro" in task.overview[1]
+    assert "accuracy is 0.857 if every text counts as 'ham'; with --best macro" in task.overview[1]
 
 
 def test_the_classes_of_the_models_head_are_kept_where_they_are_those_of_the_file(tmp_path, bert):
@@ -197,7 +197,7 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, bert):
     assert task.overview[0] == (
         "3 classes, with their examples: 'Kind' 1 (20.0%), 'kind' 2 (40.0%), 'unkind' 2 (40.0%)"
     )
-    with pytest.raises(DataError, match="3 of 4 rows without: 2, 3, 4. Pass --text-col"):
+    with pytest.raises(DataError, match="3 of 4 rows have no text .*: 2, 3, 4. Pass --text-col"):
         make(write(tmp_path / "a.csv", "text,label\n,a\n,b\n,a\ngood,b\n"), bert)
 
 
@@ -205,7 +205,7 @@ GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
 
 
 def test_labels_that_were_not_trained_on_one_example_and_no_room_are_refused(tmp_path, bert):
-    with pytest.raises(DataError, match="at least two examples"):
+    with pytest.raises(DataError, match="needs at least two examples"):
         make(write(tmp_path / "a.csv", "text,label\ngood,a\n"), bert, known=("a", "b"))
     with pytest.raises(DataError, match="`sequence_length`: must be more than 2"):
         make(tmp_path, bert, length=2)

@@ -90,7 +90,7 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
     expect("the file .*state.json cannot be read")
     (tmp_path / "one" / "state.json").unlink()
     with pytest.raises(
-        DataError, match=r"no state\.json: a part of its cache.*save_to_disk\(DIR\)"
+        DataError, match=r"the cache of .* without state\.json.*save_to_disk\(DIR\)"
     ):
         find_files(tmp_path / "one", language.SUFFIXES)
 

@@ -70,7 +70,7 @@ def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]],
     if MESSAGES not in record:
         names = ", ".join(map(repr, record)) or "none"
         remedy = fields.conversation_remedy(record)
-        raise DataError(f"{where}: the field {MESSAGES!r} is missing among {names}. {remedy}.")
+        raise DataError(f"{where}: the field {MESSAGES!r} is missing (fields: {names}). {remedy}.")
     messages = record[MESSAGES]
     if not isinstance(messages, list) or not messages:
         got = shorten(repr(messages))

@@ -121,7 +121,7 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
     for name in misnamed + lacking:
         names = ", ".join(map(repr, record)) or "none"
         remedy = alpaca_remedy(record)
-        raise DataError(f"{where}: the field {name!r} is missing among {names}. {remedy}.")
+        raise DataError(f"{where}: the field {name!r} is missing (fields: {names}). {remedy}.")
 
 
 def alpaca_remedy(record: Mapping[str, Any]) -> str:

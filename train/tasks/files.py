@@ -179,7 +179,7 @@ def text_field(
     """Returns the text in a field of a record; `DataError`, with the `remedy`, if there is none."""
     if field not in record:
         names = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{where}: the field {field!r} is missing among {names}. {remedy}.")
+        raise DataError(f"{where}: the field {field!r} is missing (fields: {names}). {remedy}.")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
