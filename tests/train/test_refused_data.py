@@ -81,7 +81,7 @@ FILES = {
         (
             "a.jsonl",
             records(PLAIN | {"images": ["a.jpg"]}),
-            r"'images' .* not supported.* only text",
+            r"'images' .* supported.* only text",
         ),
         ("a.jsonl", told(), r"the field 'instruction' is missing .* use --task chat"),
     ],
