@@ -120,7 +120,7 @@ def test_a_clamped_index_is_not_the_walk_behind_the_array():
     text = PROGRAM.replace('"n":"3"', '"n":"4"')
     config = ', backend_config={"dynamic_slice_config":{"byte_offset":"256","byte_stride":"256"}}'
     found = host_access.traffic(text.format(index="%pair#0", walk=config))
-    assert "index says [1, 2, 3, 3], the walk [1, 2, 3, 4]" in found.wrong[0]
+    assert "index is [1, 2, 3, 3], the walk [1, 2, 3, 4]" in found.wrong[0]
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,8 @@ def change_checksums(checkpoint: Path, change) -> None:
 
 
 DAMAGES = {
-    "a bit of the arrays": (lambda c: flip_a_bit(largest_file(c / "state")), "has other bytes"),
-    "arrays cut off": (lambda c: without_end(largest_file(c / "state")), "has other bytes"),
+    "a bit of the arrays": (lambda c: flip_a_bit(largest_file(c / "state")), "does not match"),
+    "arrays cut off": (lambda c: without_end(largest_file(c / "state")), "does not match"),
     "no state": (lambda c: shutil.rmtree(c / "state"), "is missing"),
     "no checksums": (lambda c: (c / "checksums.json").unlink(), "checksums.json is missing"),
     "half the checksums": (lambda c: without_end(c / "checksums.json"), "cannot be read"),

@@ -184,7 +184,7 @@ def test_the_class_of_each_text_is_that_of_the_text_alone(tmp_path, capsys, monk
     assert "`system`: a model that classifies has no such option. Leave out Be brief" in refused
     for task in ("rte", task_name({"task": "classification", "second_text_column": "b"})):
         change_config(folder, zenflow_task=task)
-        assert f"trained on pairs ({task})" in run(capsys, "--model", folder, "a cat")[2]
+        assert f"trained on pairs of texts ({task})" in run(capsys, "--model", folder, "a cat")[2]
 
 
 def test_folders_without_a_head_or_a_tokenizer_are_refused(tmp_path, capsys):
@@ -198,4 +198,4 @@ def test_folders_without_a_head_or_a_tokenizer_are_refused(tmp_path, capsys):
     assert "(bert) has no head that classifies" in refusal(encoder)
     assert "tokenizer.json" in refusal(FIXTURES / "llama2")
     (tmp_path / "model").mkdir()
-    assert f"Pass --model {tmp_path / 'model'}" in refusal(tmp_path)
+    assert f"--model {tmp_path / 'model'}" in refusal(tmp_path)

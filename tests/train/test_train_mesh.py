@@ -60,7 +60,7 @@ def test_the_batch_is_split_over_data_and_fsdp():
     both = abstract_mesh(data=2, fsdp=2, tensor=2)
     assert sharding.batch_sharding(both, 4).spec == PartitionSpec(("data", "fsdp"))
     assert sharding.batch_sharding(abstract_mesh(tensor=8), 4).spec == PartitionSpec(())
-    expected = "`batch_size`: expected a multiple of 6, .*data and fsdp .*got 8.*--batch-size 12"
+    expected = "`batch_size`: must be a multiple of 6, .*data and fsdp .*is 8.*--batch-size 12"
     with pytest.raises(SettingsError, match=expected):
         sharding.batch_sharding(abstract_mesh(data=2, fsdp=3, tensor=2), 8)
 
