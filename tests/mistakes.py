@@ -1,4 +1,4 @@
-"""Two leaves, and what wrong calls of `zenflow` and of engines are made of."""
+"""Two leaves and their states, for wrong calls of `zenflow` and of engines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ def assert_told(call: Callable[[], Any], exception: Any, word: str) -> None:
 
 
 def nnx_model() -> nnx.Module:
-    """A model whose parameters are `PARAMS`."""
+    """Returns a model whose parameters are `PARAMS`."""
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     model.weight = nnx.Param(PARAMS["weight"])
     del model.kernel
