@@ -307,11 +307,11 @@ def many_devices(shape: Shape, devices: int) -> None:
     for sizes in ({"data": devices}, {"fsdp": devices}, {"data": 2, "fsdp": devices // 2}):
         mesh = planning.described_mesh("h200", sizes)
         print(", ".join(f"{name}={size}" for name, size in sizes.items()))
-        ours = zenflow_step(shape, mesh, 1.0)
+        zenflow = zenflow_step(shape, mesh, 1.0)
         reports = {
             "optax.adamw, float32 master": partial(compile_step, adamw_step(shape, mesh, 1.0)),
-            "zenflow(max_grad_norm=1)": partial(compile_step, ours),
-            "  merge, a step": partial(compile_merge, ours),
+            "zenflow(max_grad_norm=1)": partial(compile_step, zenflow),
+            "  merge, a step": partial(compile_merge, zenflow),
         }
         hosted = zenflow_step(shape, mesh, 1.0, hosted=True, update_interval=1)
         reports["layers in host memory"] = partial(compile_step, hosted)

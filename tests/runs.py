@@ -144,8 +144,8 @@ def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> di
     rng = np.random.default_rng((seed, step))
     values = {x.name: rng.normal(size=x.shape) * np.exp(rng.normal(size=x.shape)) for x in leaves}
     if bad:
-        # By step another leaf, resident or offloaded, and another value: the last is finite, but its
-        # square is not.
+        # Steps differ in the leaf, resident or offloaded, and in the value; the last is finite, but
+        # its square is not.
         names = [x.name for x in leaves if x.shape and 0 not in x.shape]
         flat = values[names[step % len(names)]].flat
         flat[step % len(flat)] = [np.nan, np.inf, 3e38][step % 3]

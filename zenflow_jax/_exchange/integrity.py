@@ -147,7 +147,7 @@ class _Rows(NamedTuple):
     """Some values of a parameter, on each device."""
 
     selected: Array | None  # from selected channels or a resident leaf; at least one axis
-    others: Array | None  # from all channels; None for a resident leaf
+    samples: Array | None  # from all channels; None for a resident leaf
 
 
 @partial(jax.jit, static_argnames="extent")
@@ -185,15 +185,15 @@ def _compare(
         if rows.selected is not None:
             assert after.selected is not None
             wrong += _count_selected(shard, rows.selected, after.selected, leaf, of_step, extent)
-        if rows.others is not None:
-            assert after.others is not None
+        if rows.samples is not None:
+            assert after.samples is not None
             length = jnp.zeros((), jnp.float32)
             if extent.schedule.provisional_share is not None:
                 rate, counts = of_step.learning_rate, jnp.ones((), bool)
                 length = extent.schedule.provisional_step(step, rate, counts)
             deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
             deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
-            stray = _strays(rows.others, after.others, length) & extent.sample(deferred)
+            stray = _strays(rows.samples, after.samples, length) & extent.sample(deferred)
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
 

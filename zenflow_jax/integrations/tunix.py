@@ -86,7 +86,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         engine_options: Mapping[str, Any] | None = None,
     ):
         _check_new(trainer)
-        self._others = _as_list(trainer.training_hooks if hooks is None else hooks)
+        self._user_hooks = _as_list(trainer.training_hooks if hooks is None else hooks)
         check_one_of("evaluate", evaluate, get_args(Evaluate))
         self._trainer = trainer
         self._evaluate = evaluate
@@ -151,16 +151,16 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     def on_train_start(self, train_ctx: Any) -> None:
         """Makes the engine."""
         self._start(train_ctx)
-        self._tell_others("on_train_start", train_ctx)
+        self._call_user_hooks("on_train_start", train_ctx)
 
     def on_train_step_start(self, train_ctx: Any) -> None:
         """Exchanges, in case another manager than `CheckpointManager` saves."""
         self._check_trainer(train_ctx)
         self.exchange()
-        self._tell_others("on_train_step_start", train_ctx)
+        self._call_user_hooks("on_train_step_start", train_ctx)
 
     def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float) -> None:
-        self._tell_others("on_train_step_end", train_ctx, train_step, train_loss)
+        self._call_user_hooks("on_train_step_end", train_ctx, train_step, train_loss)
 
     def on_eval_step_start(self, train_ctx: Any) -> None:
         """Flushes before each evaluation's first step, if `evaluate` says so."""
@@ -170,10 +170,10 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             self.exchange()
             if self._evaluate == "flush":
                 self.flush()
-        self._tell_others("on_eval_step_start", train_ctx)
+        self._call_user_hooks("on_eval_step_start", train_ctx)
 
     def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:
-        self._tell_others("on_eval_step_end", train_ctx, eval_loss)
+        self._call_user_hooks("on_eval_step_end", train_ctx, eval_loss)
         self._evaluating = False
 
     def on_train_end(self, train_ctx: Any) -> None:
@@ -181,10 +181,10 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self.exchange()
         if not self._trainer.is_managed_externally:
             self.flush()
-        self._tell_others("on_train_end", train_ctx)
+        self._call_user_hooks("on_train_end", train_ctx)
 
-    def _tell_others(self, event: str, *args: Any) -> None:
-        for hook in self._others:
+    def _call_user_hooks(self, event: str, *args: Any) -> None:
+        for hook in self._user_hooks:
             getattr(hook, event)(*args)
 
     def _start(self, trainer: Any) -> None:
