@@ -40,7 +40,7 @@ def _run(script: str) -> int:
         if error.name is None or error.name.partition(".")[0] in ("train", "elves", "zenflow_jax"):
             raise
         sys.stderr.write(
-            f"error: This command needs the module {error.name}, which is not installed. Install "
+            f"error: this command needs the module {error.name}, which is not installed. Install "
             'it: pip install "zenflow_jax[train]"\n'
         )
         return 2

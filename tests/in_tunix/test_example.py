@@ -36,7 +36,7 @@ def test_a_small_model_learns_and_the_same_command_goes_on(tmp_path, capsys):
     assert "after step 4  validation loss" in out
     tunix_sft.main([*command, "--steps", "6"])
     out = capsys.readouterr().out
-    assert "goes on from the checkpoint of step 4" in out
+    assert "resuming from the checkpoint of step 4" in out
     assert sorted(losses(out)) == [5, 6]
 
 
