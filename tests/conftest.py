@@ -95,7 +95,7 @@ def annotations_are_not_checked():
 @pytest.fixture
 def no_picture(monkeypatch):
     """Stops scripts in this process from drawing losses, a quarter of a short run's time."""
-    monkeypatch.setattr("train.run.loop.write_picture", lambda *_, **__: None)
+    monkeypatch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from tests import comparisons
-from tests.comparisons import KERNELS, SEEDS, WARM, seeded
+from tests.comparisons import SEEDS, WARM, seeded
 from tests.runs import FIRST, SCANNED, SECOND, THIRD, Plan, Settings, Training
 from zenflow_jax import AutoSelect
 
@@ -117,20 +117,14 @@ def test_an_engine_equals_the_reference(name, seed):
 
 
 @pytest.mark.slow
-def test_compact_moments_are_those_of_the_reference_that_rounds_them_with_either_kernel():
-    leaves, options, _ = AGREEMENTS["all windows at once, two of four steps stale"]
+def test_compact_moments_are_those_of_the_reference_that_rounds_them():
+    leaves, options, plan = AGREEMENTS["all windows at once, two of four steps stale"]
     options = Settings(**COMMON | options)
-    # Each window has two gradients that count, as in `test_moments.py`: Numba takes seconds for
-    # each number of them. After the second one channels are selected anew.
-    plan = Plan(19, bad=(1, 2, 3, 4, 5, 6, 8, 10, 13, 15, 16, 18, 19))
-    expected, slow = comparisons.reference(leaves, options, plan, host_state="compact")
+    expected, _ = comparisons.reference(leaves, options, plan, host_state="compact")
     exact, _ = comparisons.reference(leaves, options, plan)
     with pytest.raises(AssertionError, match="numbers differ"):
         comparisons.assert_agree_where_rounded(exact, expected)
-    assert expected.selected[12]["rows"].tolist() != expected.selected[11]["rows"].tolist()
-    histories = []
-    for kernel in KERNELS:
-        with Training(leaves, options, host_kernel=kernel, host_state="compact") as training:
-            histories.append(training.history(plan))
-        comparisons.assert_agree_where_rounded(histories[-1], expected)
-    comparisons.assert_same_bits(*histories)
+    selected = [chosen["rows"].tolist() for chosen in expected.selected]
+    assert len(set(map(tuple, selected))) > 1
+    with Training(leaves, options, host_kernel="numpy", host_state="compact") as training:
+        comparisons.assert_agree_where_rounded(training.history(plan), expected)

@@ -153,6 +153,7 @@ def installed(wheel, tmp_path_factory):
 
 
 TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24 --no-progress"
+TINY += " --host-kernel numpy"  # a new install would compile Numba's
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@
 
 Each has `run(stage)` and runs in a separate process (`__main__.py`), the only one with jax on the
 GPU. It records each result at once (`notes.py`), so that neither an abort nor the time limit loses
-earlier results. `sizes.py` chooses the stages' models and peers; `programs.py` compiles each of
-their steps without a GPU. `machine.py` inspects a machine without jax, `report.py` turns notes into
-the report.
+earlier results. `sizes.py` chooses the stages' models and peers, `programs.py` compiles their steps
+without a GPU, `report.py` turns the notes into a report.
 """

@@ -1,10 +1,11 @@
 """A stage's device, and its allocator's statistics."""
 
+import resource
+
 import jax
 
-from benchmarks.gpu_stages import machine
-from benchmarks.gpu_stages.machine import NoGPU
 from benchmarks.gpu_stages.notes import Stage
+from benchmarks.machine import NoGPU
 
 
 def require_gpu(stage: Stage) -> jax.Device:
@@ -45,4 +46,4 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 def host_peak_bytes() -> int:
     """Returns this process's peak memory in RAM, pinned memory included."""
-    return machine.status_bytes("VmHWM")
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -10,28 +10,31 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import on_gpu
-from benchmarks.gpu_stages import checks, machine, programs, sizes, ways
+from benchmarks import machine, on_gpu
+from benchmarks.gpu_stages import checks, programs, sizes, ways
 from benchmarks.gpu_stages.sizes import Machine
 from benchmarks.on_gpu import PICTURE, STAGES
 from benchmarks.step_time_model import make_model
 from tests.failing_stages import failing
 
+# The most of them: `ways` and `correct` train as the other two do, and as tests of the library.
+REHEARSED = [stage for stage in STAGES if stage.name in ("facts", "step_time", "headline")]
+
 
 @pytest.mark.slow
-def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
+def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rehearsal")
     # Stages count what they compile, so nobody else may have compiled it.
     cache = tmp_path_factory.mktemp("compiled")
     outcomes = on_gpu.run(
-        STAGES, folder, seconds=2000, rehearse=True, command="a test", cache=cache
+        REHEARSED, folder, seconds=2000, rehearse=True, command="a test", cache=cache
     )
     text = (folder / "report.md").read_text(encoding="utf-8")
     log = (folder / "log.txt").read_text(encoding="utf-8")
-    assert [outcome.ended for outcome in outcomes] == ["done"] * len(STAGES), text + log
+    assert [outcome.ended for outcome in outcomes] == ["done"] * 3, text + log
     assert "A rehearsal on a CPU" in text
     data = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    facts, correct, of_ways, times, headline = data["stages"]
+    facts, times, headline = data["stages"]
 
     # Copies by way of pinned memory, and beside it; no CPU maps memory.
     assert list(facts["crossings"]) == ["1 MiB", "4 MiB"]
@@ -39,12 +42,7 @@ def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
         assert "DmaMap" in rates["NumPy, mapped"][0]
         assert float(rates["NumPy, pageable"][0]) > 0
     assert all(copy["together_s"] > 0 for copy in facts["beside"].values())
-    assert facts["matmul_tflop_s"] > 0
     assert set(facts["host_gb_s"]) == {"1", str(machine.cores())}
-
-    assert correct["rows"] == dict.fromkeys(checks.questions(rehearse=True), "pass")
-
-    assert [row[-1] for row in of_ways["ways"]] == ["the same bits"] * 3
 
     parts = sizes.step_time(Machine(0, 0), rehearse=True)
     assert {title: set(peers) for title, peers in times["parts"].items()} == {
@@ -56,12 +54,24 @@ def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
     assert (folder / PICTURE).stat().st_size > 0
 
     assert len(headline["losses"]) == len(headline["step_s"]) == 8
-    assert len(headline["gradients_off"]) > 0
-    assert max(headline["gradients_off"].values()) < 1e-3  # on a CPU
+    assert 0 < max(headline["gradients_off"].values()) < 1e-3  # on a CPU
     assert 0 < min(headline["losses"]) <= max(headline["losses"]) < 2 * np.log(256)
-    assert headline["host_peak_bytes"] > 0
     assert headline["adamw_fits"]  # a CPU refuses nothing
     assert "25,696 parameters, trained" in text
+
+
+@pytest.mark.slow
+def test_questions_are_answered_from_a_number_on_and_a_failure_stops_none(tmp_path, monkeypatch):
+    def fails(_):
+        raise AssertionError("3 of 4 differ")
+
+    last = list(checks.questions(rehearse=True))[-1]
+    monkeypatch.setattr(checks, "QUESTIONS", {"a": print, "b": fails, last: checks.QUESTIONS[last]})
+    checks.answer(tmp_path / "rows", 1, rehearse=True)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text("utf-8").splitlines()]
+    assert [row.get("verdict") for row in rows] == [
+        *(None, "FAILED, AssertionError: 3 of 4 differ", None, "pass")
+    ]
 
 
 def test_the_client_that_maps_memory_is_the_one_that_was_read():

@@ -22,7 +22,7 @@ from tests.resuming import (
     saved,
     without_tokens,
 )
-from tests.runs import FIRST, ONE, SCANNED, SECOND, THIRD, Training
+from tests.runs import FIRST, ONE, SCANNED, SECOND, Training
 from zenflow_jax import AutoSelect, AutoWindow, HostEngine
 from zenflow_jax._exchange import updates
 from zenflow_jax._spec.rules import UnfitRunError
@@ -32,14 +32,12 @@ ROUNDED = 0.01
 ADAPTIVE = {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect(0.6, 3)}
 
 
+SUMMED = {"rolling": False, "send_gradients": "per_window", "staleness": 3}
 RUNS = {
-    "in turn": (FIRST, {}, {}),
-    "together": (SECOND, {"rolling": False}, {}),
-    "at once": (THIRD, {"staleness": 0}, {}),
-    "adaptive": (FIRST, ADAPTIVE, {}),
-    "added up on the device": (SECOND, {"send_gradients": "per_window", "staleness": 3}, {}),
+    "in turn, in 8 bits": (FIRST, {}, {"host_state": "compact"}),
+    "together, added up on the device": (SECOND, SUMMED, {}),
     "stacks in ranges": (SCANNED, {"staleness": 2}, {}),
-    "in 8 bits": (FIRST, {}, {"host_state": "compact"}),
+    "adaptive": (FIRST, ADAPTIVE, {}),
 }
 
 

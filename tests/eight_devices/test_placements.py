@@ -22,19 +22,10 @@ EVERY = Settings(
     topk_ratio=0.2, update_interval=1, select_interval=3, staleness=0, weight_decay=0.1
 )
 
-# Placements on either kind of axes. Each is compiled anew in two seconds: so all other
-# runs, those of `test_elastic.py` too, are on some of them.
-WHERE = [
-    ("data", "replicated", AUTO),
-    ("two", "channels", EXPLICIT),
-    ("three", "both", AUTO),
-    ("three", "stacks", AUTO),
-]
-
 
 def leaves_of(where):
-    """All leaves where they are placed in most ways."""
-    return MORE_LEAVES if where in (("three", "both", AUTO), ("three", "stacks", AUTO)) else LEAVES
+    """Returns all leaves for a mesh of three axes, which places them in most ways."""
+    return MORE_LEAVES if where[0] == "three" else LEAVES
 
 
 @contextlib.contextmanager
@@ -68,13 +59,16 @@ def traced_once(training, *, donate=True):
     assert times_compiled(step) <= 2
 
 
+# Each placement is compiled anew in two seconds: so all other runs, those of `test_elastic.py` too,
+# are on some of these.
 @pytest.mark.parametrize(
     ("where", "more"),
     [
-        *[(x, {}) for x in WHERE],
+        (("data", "replicated", AUTO), {}),
+        (("two", "channels", EXPLICIT), {}),
         (("three", "both", EXPLICIT), {"in_context": False, "send_gradients": "per_window"}),
         (("three", "channels", AUTO), {"partition": False, "donate": False, "threads": 2}),
-        (("three", "others", AUTO), {"send_gradients": "after_step", "prefetch_bytes": 0}),
+        (("three", "stacks", AUTO), {"send_gradients": "after_step", "prefetch_bytes": 0}),
     ],
     ids=str,
 )
@@ -84,16 +78,8 @@ def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, more):
             assert_agrees(training, PLAN)
 
 
-@pytest.mark.parametrize(
-    ("where", "more"),
-    [
-        (("three", "replicated", AUTO), {}),
-        (("three", "both", AUTO), {}),
-    ],
-    ids=str,
-)
-def test_stacks_in_ranges_equal_the_reference(where, more):
-    with started(where, STALE, leaves=IN_RANGES, **more) as training:
+def test_stacks_in_ranges_equal_the_reference():
+    with started(("three", "both", AUTO), STALE, leaves=IN_RANGES) as training:
         assert [len(leaf.spec.groups) for leaf in training.state.leaves] == [1, 3]
         assert len(assert_agrees(training, PLAN).turns) == 4
 
@@ -112,9 +98,8 @@ def test_adaptive_schedules_decide_as_the_reference_does():
 
 
 # How arrays are placed is held to the reference above; here to a second, trusted one.
-@pytest.mark.parametrize("where", [("two", "channels", EXPLICIT), ("three", "both", AUTO)], ids=str)
-def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh(where):
-    with started(where, EVERY) as training:
+def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh():
+    with started(("three", "both", AUTO), EVERY) as training:
         ours = [values for _, values in training.follow(Plan(8))]
         theirs = comparisons.adamw(LEAVES, None, EVERY.weight_decay, 8, 0, training.shardings)
         comparisons.assert_close(ours, theirs)
@@ -178,14 +163,12 @@ def test_parameters_that_something_else_changes_are_refused(where, leaf, check):
             run.go(6)
 
 
-@pytest.mark.parametrize(("kind", "moved"), [(AUTO, "state"), (EXPLICIT, "parameters")], ids=str)
-def test_one_device_is_a_mesh_of_one(kind, moved):
-    mesh = meshes.make_mesh("one", kind)
+def test_one_device_is_a_mesh_of_one():
+    mesh = meshes.make_mesh("one", EXPLICIT)
     with Training(LEAVES, STALE, donate=True) as expected:
         shardings = dict.fromkeys(expected.params, NamedSharding(mesh, PartitionSpec()))
-        ours, theirs = (runs.place(runs.initial_values(LEAVES), x) for x in (shardings, None))
-        params, state = (theirs, ours) if moved == "state" else (ours, theirs)
-        state = expected.tx.init(state)
+        params = runs.place(runs.initial_values(LEAVES), shardings)
+        state = expected.tx.init(runs.initial(LEAVES))
         with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
             for t in range(1, 10):
                 g = jax.tree.map(jax.numpy.asarray, runs.gradients(LEAVES, t))

@@ -9,11 +9,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.comparisons import assert_same_bits
 from tests.hf_models import FIXTURES, assert_close, expected_of, make, outputs
+from tests.train.scripts import TINY_MESH, read
 from train.distributed.sharding import batch_sharding, make_mesh, weight_shardings
 from train.huggingface.loading import load_weights, read_folder
 from train.huggingface.saving import save_folder
 from train.huggingface.tensors import Reader
 from train.model import cross_entropy
+from train.run import setup
 
 ATOL = 1e-6  # float32 gradients below 1, summed over devices and parts in another order
 
@@ -69,12 +71,8 @@ def test_only_the_parts_that_devices_hold_are_read(monkeypatch):
     assert np.asarray(gate.addressable_shards[0].data).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("name", "axes"),
-    [("qwen2", "data=2,fsdp=4"), ("llama3", "fsdp=4,tensor=2")],
-)
-def test_losses_by_parts_of_the_vocabulary_are_those_of_all_logits(monkeypatch, name, axes):
-    pretrained, divided = read_folder(FIXTURES / name), make_mesh(axes)
+def test_losses_by_parts_of_the_vocabulary_are_those_of_all_logits(monkeypatch):
+    pretrained, divided = read_folder(FIXTURES / "qwen2"), mesh()
     tokens = np.random.default_rng(0).integers(0, 48, (8, 9))
 
     def loss_and_gradients(placing, shardings):
@@ -93,3 +91,14 @@ def test_losses_by_parts_of_the_vocabulary_are_those_of_all_logits(monkeypatch, 
     by_parts = loss_and_gradients(batch_sharding(divided, 8), weight_shardings(divided, shapes))
     for one, other in zip(*map(jax.tree.leaves, (by_parts, expected)), strict=True):
         np.testing.assert_allclose(one, other, atol=ATOL)
+
+
+@pytest.mark.usefixtures("as_scripts_run")
+def test_weights_are_drawn_alike_on_a_mesh():
+    sources = read(**TINY_MESH, mesh="data=2,fsdp=2,tensor=2")
+    alone, placed = (
+        setup.make_model(sources._replace(mesh=x)).params for x in (None, sources.mesh)
+    )
+    assert_same_bits(alone, placed)
+    kernel = placed["blocks"][0]["gate"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (8, 12)

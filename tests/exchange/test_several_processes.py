@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import gc
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,10 @@ PLAN = Plan(10, bad=(6,), flush_at=(8,))
 
 def work(me: int, port: int, count: int, *calls: Any) -> None:
     """One of the processes: meets the others and calls functions below, one after the other."""
-    if count > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
     for function, *args in calls:
-        sys.stdout.write(f"{function}\n")  # of one that fails the last that is heard
+        print(function, flush=True)  # noqa: T201 - of one that fails the last that is heard
         globals()[function](me, count, *args)
 
 
@@ -139,7 +138,7 @@ def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:
 
 
 def fail(me: int, count: int, failing: int) -> None:
-    """The worker of one fails, the others wait for it."""
+    """Raises in all processes when the worker of one, which has JAX's service, fails."""
     _engine.PeerMonitor = functools.partial(_engine.PeerMonitor, poll_s=0.2, grace_s=2.0)
 
     def explode():
@@ -153,27 +152,16 @@ def fail(me: int, count: int, failing: int) -> None:
             training.go(1000)
 
 
-def run(count: int, devices: int, *calls: Any, code: int | None = 0) -> list[str]:
-    return processes.run_together(HERE, "work", count, devices, *calls, code=code)
-
-
 # In the same processes, because to start and to meet takes longer than most of it.
 @pytest.mark.slow
-def test_two_processes_equal_the_reference_and_go_on_from_checkpoints_of_other_numbers(tmp_path):
+def test_two_processes_equal_the_reference_resume_on_other_numbers_and_fail_together(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     # Each time with an update on its way, and a step in an open window.
-    run(1, 4, ("pass_on", "", 5, first))
-    run(
-        2,
-        2,
-        ("train", "summed", "adaptive"),
-        ("share",),
-        ("pass_on", first, 9, second),
-    )
-    run(1, 1, ("pass_on", second, 13, ""))
-
-
-@pytest.mark.slow
-def test_a_worker_that_fails_ends_all_processes_with_its_message():
-    for output in run(2, 2, ("fail", 0), code=None):  # 0 has JAX's service
-        assert "the memory is gone" in output, output[-5000:]
+    pass_on(0, 1, "", 5, first)
+    calls = ("train", "summed", "adaptive"), ("share",), ("pass_on", first, 9, second), ("fail", 0)
+    outputs = processes.run_together(HERE, "work", 2, 2, *calls, code=None)
+    pass_on(0, 1, second, 13, "")
+    for output in outputs:
+        begun = re.findall(r"^(?:train|share|pass_on|fail)$", output, re.MULTILINE)
+        assert begun == ["train", "share", "pass_on", "fail"], output[-5000:]
+        assert "the memory is gone" in output.partition("\nfail\n")[2], output[-5000:]

@@ -19,7 +19,6 @@ SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
 @pytest.mark.parametrize(
     ("sending", "rolling", "host_state"),
     [
-        ("during_step", True, "float32"),
         ("during_step", False, "compact"),
         ("after_step", True, "float32"),
         ("per_window", True, "compact"),
@@ -43,11 +42,8 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
     ("changes", "prefetch_bytes", "prefetched"),
     [
         ({}, None, None),
-        ({"staleness": 2}, None, None),
-        ({"rolling": False}, None, None),
         # Of leaves of 128, 144, 160 and more bytes.
         ({"rolling": False}, 300, 128 + 144),
-        ({}, 300, None),
         ({"staleness": 2}, 0, 0),
     ],
     ids=str,

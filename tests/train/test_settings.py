@@ -1,6 +1,5 @@
 """Settings of a run: what a file and the command line say, and what is refused."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def config_file(folder: Path, text: str) -> Path:
         ("steps = 30.0", r"--steps: must be None or INT, but is '30\.0'"),
         ("steps = true", "--steps: expected one argument"),
         ("steps = -1", "`steps`: must be a finite number of at least 0"),
-        ("progress = 1", "--progress: ignored explicit argument '1'"),
+        ("progress = 1", "--progress/--no-progress: ignored explicit argument '1'"),
         ("[steps]\nmany = 3", "`steps`: must be a single value, but is .*many"),
         ('data = ["a", "b"]', "`data`: must be a single value"),
         ('optimizer = "adam"', "--optimizer: must be zenflow.adamw.offload, but is 'adam'"),
@@ -111,13 +110,13 @@ def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, mon
         (["--timeline", "none/x.png"], "`--timeline`: must be a file ending in"),
         (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: needs steps with host"),
         (["--text-column", "body"], "`text_column`: must be text, as standard_library does not"),
-        (["--corpus-megabytes", "1e-6"], "are too little text. Raise"),
+        (["--corpus-megabytes", "1e-6"], "fill no window of"),
         (["--sequence-length", "10000000"], "fill no window of 10000000"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must lie in [0, 1]"),
         (["--select-interval", "0"], "select_interval"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
-        (["--task", "language", "--plan"], "`model`: must be a folder with a config.json"),
+        (["--task", "language", "--plan"], "`model`: must be a path for language"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -134,22 +133,6 @@ def test_a_mistake_ends_the_command_with_one_line_code_2_and_no_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
 
 
-def test_the_help_has_groups_names_every_setting_and_fits_150_lines(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit):
-        finetune.main(["--help"])
-    text = capsys.readouterr().out
-    assert text.count("\n") < 150
-    assert "None" not in text
-    groups = [line.partition(":")[0] for line in text.splitlines() if re.match(r"\w.*:$", line)]
-    assert [group.split()[0].rstrip(",") for group in groups] == [
-        *("options", "Data", "Model", "Training", "Adam", "zenflow", "Host", "Output"),
-        *("Start", "Planning", "Several"),
-    ]
-    for field in dataclasses.fields(Settings):
-        assert f"--{field.name.replace('_', '-')}" in text
-
-
 def test_the_version_and_the_help_of_a_plan_need_no_config(capsys, monkeypatch):
     for command, shown in (
         ("zenflow-finetune --version", f"zenflow_jax {zenflow_jax.__version__}\n"),
@@ -164,29 +147,23 @@ def test_the_version_and_the_help_of_a_plan_need_no_config(capsys, monkeypatch):
         assert shown in capsys.readouterr().out
 
 
-def test_a_whole_number_becomes_a_float_and_a_byte_order_mark_is_no_text(tmp_path):
-    path = tmp_path / "windows.toml"
-    path.write_text("weight_decay = 1\nmax_grad_norm = 2", encoding="utf-8-sig")
-    settings = load_settings(path)
-    assert isinstance(settings.weight_decay, float)
-    assert isinstance(settings.max_grad_norm, float)
-
-
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
-    text = 'steps = 30\nlearning_rate = 0.5\nmax_grad_norm = 1.0\nselect_interval = "auto"'
-    path = config_file(tmp_path, text)
+    text = 'steps = 30\nlearning_rate = 0.5\nweight_decay = 1\nselect_interval = "auto"'
+    path = config_file(tmp_path, "\ufeff" + text)  # a byte order mark is no text
     arguments = [str(path), "--learning-rate", "1e-2", "--max-grad-norm", "None", "--no-rolling"]
     arguments += ["--update-interval", "auto", "--mesh", "tensor=8"]
     command = read_command_line(arguments, program="train")
     assert command.settings == Settings(
         steps=30,
         learning_rate=1e-2,
+        weight_decay=1.0,
         max_grad_norm=None,
         rolling=False,
         select_interval="auto",
         update_interval="auto",
         mesh="tensor=8",
     )
+    assert isinstance(command.settings.weight_decay, float)
 
 
 def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
@@ -199,8 +176,6 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
     ):
         settings = Settings(**changed)
         assert load_settings(config_file(tmp_path, to_toml(vars(settings)))) == settings
-    with pytest.raises(SettingsError, match=r"`data`: must be UTF-8 text.*--data"):
-        Settings(data="caf\udce9")
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,10 @@ from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, TOLERANCE, load
 from tests.train.scripts import small_model
 from train.cli.settings import Settings, SettingsError
-from train.distributed import host_memory
 from train.distributed.sharding import committed
 from train.run import models
 from train.run.optimizers import make_optimizer, skip_if_not_finite, skipped_steps
-from train.run.step import make_train_step, make_validate, of_labels, of_tokens
+from train.run.step import make_judge, make_train_step, make_validate, of_labels, of_tokens
 from train.tasks import Task, language
 from train.tasks.batches import ROWS, Batches, Sample
 
@@ -110,25 +109,20 @@ def answers_of(tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers_only", [False, True], ids=["all tokens", "answers"])
-def test_micro_batches_make_the_step_of_the_whole_batch(answers_only):
+def test_micro_batches_make_the_step_of_the_whole_batch():
     graphdef, params = tiny_model()
     tokens = np.random.default_rng(0).integers(0, 256, (8, 9), dtype=np.uint8)
-    batch = {"tokens": tokens} | ({"weights": answers_of(tokens)} if answers_only else {})
+    batch = {"tokens": tokens, "weights": answers_of(tokens)}
     tx = skip_if_not_finite(optax.sgd(1.0))
 
     def after_one_step(parts):
         train_step = make_train_step(graphdef, tx, of_tokens, micro_batches=parts)
         return train_step(jax.tree.map(jnp.copy, params), tx.init(params), batch)[::2]
 
-    whole, *others = (after_one_step(parts) for parts in (1, 2, 8))
+    whole, in_parts = (after_one_step(parts) for parts in (1, 4))
     assert not np.allclose(whole[0]["head"]["kernel"], params["head"]["kernel"])
-    for other in others:
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=F32_RTOL, atol=F32_ATOL),
-            whole,
-            other,
-        )
+    for one, other in zip(*map(jax.tree.leaves, (whole, in_parts)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=F32_RTOL, atol=F32_ATOL)
 
 
 def test_skipped_steps_leave_the_learning_rate_of_both_optimizers_where_it_was():
@@ -178,10 +172,10 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
 
 
 @pytest.mark.slow
-def test_the_loss_of_weights_in_host_memory_is_that_of_weights_on_the_device():
+def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole():
     tokens = np.arange(0, 54, 3).reshape(2, 9)
 
-    def losses(place, **options):
+    def losses(**options):
         """Returns the program of loss and gradients, and its parameters."""
         _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True, **options)
 
@@ -190,11 +184,11 @@ def test_the_loss_of_weights_in_host_memory_is_that_of_weights_on_the_device():
         def mean(params, tokens):
             return of_tokens(nnx.merge(graphdef, params), {"tokens": tokens}).losses.mean()
 
-        return mean, jax.jit(place)(params)
+        return mean, params
 
-    whole, params = losses(lambda params: params)
+    whole, params = losses()
     expected, gradients = whole(params, tokens)
-    by_parts, params = losses(host_memory.put, parts=2)  # of 31 words each
+    by_parts, params = losses(parts=2)  # of 31 words each
     value, ours = by_parts(params, tokens)
     np.testing.assert_allclose(value, expected, rtol=F32_RTOL)
     ours["embed"]["embedding"] = np.concatenate(ours["embed"]["embedding"])
@@ -206,20 +200,15 @@ def test_the_loss_of_weights_in_host_memory_is_that_of_weights_on_the_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "more"), [("qwen3", {"parts": 2}), ("bert", {})])
-def test_a_step_whose_layers_stream_is_the_one_whose_layers_do_not(name, more):
-    _, graphdef, params = load(FIXTURES / name, scan_layers=True, remat=True, **more)
+def test_a_step_whose_layers_stream_is_the_one_whose_layers_do_not():
+    _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True, remat=True, parts=2)
     tx = make_optimizer(Settings(scan_layers=True, stream="gradients", max_grad_norm=0.1, steps=10))
     rows = np.arange(18).reshape(2, 9) % 50
-    batch, per_example = {"tokens": rows}, of_tokens
-    if name == "bert":
-        batch |= {"types": rows * 0, "mask": rows >= 0, "label": rows[:, 0] % 2}
-        per_example = of_labels
 
     def after_one_step(stream):
         state = committed(tx.init(committed(params)))
-        step = make_train_step(graphdef, tx, per_example, stream=stream)
-        return step(committed(jax.tree.map(jnp.copy, params)), state, batch)
+        step = make_train_step(graphdef, tx, of_tokens, stream=stream)
+        return step(committed(jax.tree.map(jnp.copy, params)), state, {"tokens": rows})
 
     for one, other in zip(*map(jax.tree.leaves, map(after_one_step, (True, False))), strict=True):
         np.testing.assert_allclose(one, other, rtol=F32_RTOL, atol=F32_ATOL)
@@ -310,7 +299,7 @@ def test_a_validation_judges_every_example_once_in_each_set_of_data():
     )
     graphdef, params = nnx.split(Biased())
     samples = {name: Sample(s, batch_size=2, seed=0) for name, s in sets.items()}
-    figures = make_validate(graphdef, of_labels, task, samples)(nnx.as_pure(params))
+    figures = make_validate(make_judge(graphdef, of_labels), task, samples)(nnx.as_pure(params))
     # The cross-entropy of two logits that are 2 x apart is log(1 + exp(-2 x)).
     matched = np.log1p(np.exp(-2 * np.array([2.0, 1.0, -3.0]))).mean()
     expected = {

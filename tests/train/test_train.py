@@ -180,7 +180,8 @@ def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
     def start(run, losses, *options):
         figures = ({"loss": loss} for loss in losses)
         monkeypatch.setattr(setup, "make_validate", lambda *_: lambda _: next(figures))
-        config = tiny_command(tmp_path, steps=18, save_every=3, keep_best=True)
+        settings = {"steps": 18, "save_every": 3, "keep_best": True}
+        config = tiny_command(tmp_path, rolling=False, **settings)
         return finetune.main([*config, "--run", run, *options])
 
     folder, losses = tmp_path / "runs" / "early", [5.0, 4.0, 1.0, 2.0, 3.0]
@@ -206,7 +207,7 @@ def test_a_run_that_stops_early_keeps_the_best_of_all_validations(tmp_path, monk
     figures = ({"loss": loss} for loss in [5.0, 1.0, 2.0, 3.0, 3.5])
     monkeypatch.setattr(setup, "make_validate", lambda *_: lambda _: next(figures))
     saves = {"save_every": 100, "keep": 1, "keep_best": True}
-    config = tiny_command(tmp_path, evaluate_every=2, log_every=2, **saves)
+    config = tiny_command(tmp_path, optimizer="adamw", evaluate_every=2, log_every=2, **saves)
     options = ["--steps", "20", "--early-stopping-patience", "2", "--run", "a"]
     assert finetune.main([*config, *options]) == 0
     shown = re.findall(r"(?m)^(?:step +|validation after )(\d+)", capsys.readouterr().out)

@@ -136,18 +136,13 @@ def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
 def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
     """Refuses wrappers around the state whose branches jax could not trace."""
     around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
-    hosted = any(leaf.spec.hosted for leaf in state.leaves)
-    if around and (hosted or state.send_gradients == SendGradients.AFTER_STEP):
+    if around and state.send_gradients == SendGradients.AFTER_STEP:
         wrapper = type(around[0]).__name__.removesuffix("State")
-        where = "layers in host memory"
-        remedy = "Take whole batches"
-        if not hosted:
-            where = 'send_gradients="after_step"'
-            remedy = "Sum micro-batches inside the step, or leave out `send_gradients`"
         raise ValueError(
-            f"`optax.{wrapper}` does not work with {where}: both branches of its condition must "
-            "return the same shapes, but a step returns mail of another shape than it gets. "
-            f"{remedy}; steps whose gradients are not finite are skipped anyway."
+            f'`optax.{wrapper}` does not work with send_gradients="after_step": both branches of '
+            "its condition must return the same shapes, but a step returns mail of another shape "
+            "than it gets. Sum micro-batches inside the step, or leave out `send_gradients`; steps "
+            "whose gradients are not finite are skipped anyway."
         )
 
 

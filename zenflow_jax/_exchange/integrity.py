@@ -72,7 +72,7 @@ class Integrity:
         self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
         self._specs = [leaf.spec for leaf in state.leaves]
         self._extent = _Extent(state.schedule, everything)
-        compared = [i for i, s in enumerate(self._specs) if 0 not in s.shape and not s.hosted]
+        compared = [i for i, spec in enumerate(self._specs) if 0 not in spec.shape]
         gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_COMPARISON)
         # Each comparison has leaves from all over the tree.
         self._batches = [compared[start::gap] for start in range(gap)]
@@ -87,14 +87,15 @@ class Integrity:
             values = jax.device_get(counts)  # every device has all counts
             changed = [name for name, count in zip(names, values, strict=True) if count]
             if changed:
-                self._error = _message(step, changed)
+                self._error = (
+                    f"Something other than zenflow changed {first_names(changed)} in or after step "
+                    f"{step}, and this engine takes no more steps. Pass each step the parameters "
+                    "that the last `exchange` or `flush` returned, and apply updates with "
+                    "`optax.apply_updates`. Put zenflow last in its chain; set a variable rate by "
+                    "`learning_rate` and `optax.inject_hyperparams`. To change weights in mid-run, "
+                    "call `flush`, `tx.init(params)` and make a new engine."
+                )
         if self._error:
-            raise RuntimeError(self._error)
-
-    def refuse(self, names: Sequence[str]) -> None:
-        """Raises if `names` is not empty: parameters that the last step itself changed."""
-        if names:
-            self._error = _message(self._step + 1, names)
             raise RuntimeError(self._error)
 
     def step_made(
@@ -247,13 +248,3 @@ def _count_selected(
         expected, slack = old + change, _OF_STEP * (jnp.abs(change) + 2 * decay)
     slack = slack + _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new))
     return jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)
-
-
-def _message(step: int, names: Sequence[str]) -> str:
-    return (
-        f"Something other than zenflow changed {first_names(names)} in or after step {step}, and "
-        "this engine takes no more steps. Pass each step the parameters that the last `exchange` "
-        "or `flush` returned, and apply updates with `optax.apply_updates`. Put zenflow last in "
-        "its chain; set a variable rate by `learning_rate` and `optax.inject_hyperparams`. To "
-        "change weights in mid-run, call `flush`, `tx.init(params)` and make a new engine."
-    )
