@@ -212,11 +212,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
                 ValueError,
                 "`copy_bytes` must be at least 0, got -1",
             ),
-            (
-                lambda: save(training, "gs://bucket/9"),
-                ValueError,
-                "gs://.* is not on a file s",
-            ),
+            (lambda: save(training, "gs://bucket/9"), ValueError, "gs://.* is not on a file s"),
         ):
             with pytest.raises(error, match=words):
                 call()

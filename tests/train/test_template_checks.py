@@ -51,12 +51,7 @@ def test_templates_that_write_all_are_taken():
 @pytest.mark.parametrize(
     ("template", "messages", "tools", "match"),
     [
-        (
-            TWO_ROLES,
-            said("human"),
-            None,
-            r"here skips .* 1 \(role 'human'\)\. .* 'human' to 'user'",
-        ),
+        (TWO_ROLES, said("human"), None, r"skips .* 1 \(role 'human'\)\. .* 'human' to 'user'"),
         (TWO_ROLES, said("User"), None, r"`content` of message 1 .* 'User' to 'user'"),
         (TWO_ROLES, said("developer"), None, "'developer' to 'system'"),
         (TWO_ROLES, said("critic"), None, r"message 1 \(role 'critic'\)\. .* --chat-template, or"),
