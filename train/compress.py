@@ -98,16 +98,16 @@ def _check(command: Command) -> None:
     names = ("restore", "check", "replace", "bound")
     flags = [f"--{name}" for name in names if getattr(command, name)]
     if len(flags) > 1 and flags != ["--replace", "--bound"]:
-        raise ElvesError(f"expected {flags[0]} alone, got {' and '.join(flags[1:])} as well.")
+        raise ElvesError(f"{flags[0]} excludes {' and '.join(flags[1:])}.")
     in_place = command.check or command.replace
     if in_place and command.target is not None:
-        raise ElvesError(f"expected one path with {flags[0]}, got a second one, {command.target}.")
+        raise ElvesError(f"{flags[0]} takes one path. Leave out {command.target}.")
     if not in_place and command.target is None:
-        raise ElvesError("expected a second path, of what is to be made, got none.")
+        raise ElvesError("The target is missing. Name a second path.")
     if not (command.restore or command.check) and (command.source / CHECKSUMS).is_file():
         raise ElvesError(
-            f"expected a model, got the checkpoint {command.source}, which no run could read when "
-            f"it is packed. Export its weights ({command_of('finetune')} --export), and pack these."
+            f"{command.source} is a checkpoint, which no run could read when packed. Export its "
+            f"weights ({command_of('finetune')} --export), and pack these."
         )
 
 
@@ -118,7 +118,7 @@ def _number(text: str) -> float:
         return float(power[1]) ** int(power[2]) if power else float(text)
     except (ValueError, OverflowError) as error:
         raise ElvesError(
-            f"`--bound`: expected a number above 0, such as 2^-24 or 6e-8, got {text}."
+            f"`--bound`: must be a number above 0, such as 2^-24 or 6e-8, but is {text}."
         ) from error
 
 

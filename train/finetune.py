@@ -74,8 +74,8 @@ def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -
     job, opt_state = prepare(sources, stop.check)
     folder = make_run_folder(job.settings, fresh=start.fresh)
     peers.restart = (
-        f"Start all of them again with --run {folder.name}: the run is resumed from its last "
-        "checkpoint, if it has one."
+        f"Restart all processes with --run {folder.name}: the run resumes from its last "
+        "checkpoint, if any."
     )
     for line in job.notes:
         say(line)
@@ -98,9 +98,9 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     These are the validated weights: without the updates that were pending then.
     """
     if settings.run is None:
-        raise SettingsError("`--export`: expected the name of a run (--run), got none.")
+        raise SettingsError("`--export`: needs the name of a run. Pass --run.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"`--export`: expected a new or an empty folder, got {target}.")
+        raise SettingsError(f"`--export`: {target} is not new or empty. Name another folder.")
     target = target.absolute()  # since "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
@@ -122,7 +122,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     step = checkpoints.find(checkpoint, rival=rival)
     if step is None:
         _copy(end, target)
-        say(f"{target} has the model of {folder}, of step {summary['steps']}, which did best")
+        say(f"{target} has the best model of {folder}, from step {summary['steps']}")
         return
     config = models.config_of(origin, settings)
     build = models.builder(config, settings, labels=len(labels))
@@ -150,7 +150,7 @@ def _copy(model: Path, target: Path) -> None:
             else:
                 shutil.copyfile(model, part / model.name)
     except OSError as error:
-        raise CheckpointError(f"expected to copy {model} to {target}, got: {error}.") from error
+        raise CheckpointError(f"{model} cannot be copied to {target}: {error}.") from error
 
 
 def show_plan(
@@ -202,9 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in CANNOT_WRITE or command is None:
             raise
         message = (
-            f"expected to write the run's files to {command.settings.output_dir}, got: {error}. "
-            "Free disk space or fix the permissions, and start it again with --run: it is "
-            "resumed from its last checkpoint, if it has one."
+            f"the run's files cannot be written to {command.settings.output_dir}: {error}. Free "
+            "disk space or fix the permissions, and start again with --run, which resumes from "
+            "the last checkpoint, if any."
         )
     sys.stderr.write(f"error: {message}\n")
     return 2

@@ -72,7 +72,7 @@ class Options:
 
     def __post_init__(self):
         if self.top_p is not None and self.top_p > 1:
-            raise SettingsError(f"`top_p`: expected a share of at most 1, got {self.top_p}.")
+            raise SettingsError(f"`top_p`: must be a share of at most 1, but is {self.top_p}.")
 
     @property
     def sampling(self) -> Sampling:
@@ -105,8 +105,8 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     room = origin.config.positions - len(prompt.tokens)
     if room < 1 or not prompt.tokens:
         raise SettingsError(
-            f"`prompt`: expected one token at least and at most {origin.config.positions - 1}, for "
-            f"which the model in {folder} has positions, got {len(prompt.tokens)}."
+            f"`prompt`: must have 1 to {origin.config.positions - 1} tokens, for the positions of "
+            f"the model in {folder}, but has {len(prompt.tokens)}."
         )
     say(f"{len(prompt.tokens)} tokens of prompt, {prompt.description}")
     graphdef, params = _load(origin, options.dtype)
@@ -150,8 +150,8 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
         return _chat_prompt(options, tokenizer, because)
     if options.system is not None:
         raise SettingsError(
-            f"`system`: expected none with --format {form}, got {options.system!r}. Pass --format "
-            "chat for a model with a chat template."
+            f"`system`: --format {form} has no system message. Leave out {options.system!r}, or "
+            "pass --format chat for a model with a chat template."
         )
     text, form_of_prompt = options.prompt, "as it is"
     if form == "alpaca":

@@ -38,7 +38,7 @@ def test_layers_do_not_stream_inside_shard_map():
     def loss_of(params, *batch):
         return jax.shard_map(loss, mesh=mesh, **specs)(streaming.stream(params, state), *batch)
 
-    with pytest.raises(ValueError, match=r"`streaming.scan_layers` outside of `jax.shard_map`"):
+    with pytest.raises(ValueError, match=r"`streaming.scan_layers` is called inside `jax"):
         loss_of(params, *next(batches(1, "float32")))
 
 

@@ -174,7 +174,7 @@ def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, sh
 @pytest.mark.parametrize("wrong", [-1, 23])
 def test_channels_that_a_leaf_does_not_have_are_refused(kernel, wrong):
     state = new_state(SHAPES["leading"])
-    with pytest.raises(ValueError, match=f"from 0 to 22, got .*{wrong}"):
+    with pytest.raises(ValueError, match=f"Channels .*{wrong}.* 0 to 22"):
         HostAdam(kernel, 1).take([state.masters], np.sort(np.int32([[3, wrong]])))
 
 

@@ -38,17 +38,17 @@ class Launch:
             return
         if None in values.values():
             every = ", ".join(f"--{name}" for name in values)
-            raise SettingsError(f"expected {every} together, got {named} alone.")
+            raise SettingsError(f"{named} is not enough. Pass {every} together.")
         host, _, port = self.coordinator.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise SettingsError(
-                f"`--coordinator`: expected HOST:PORT, got {self.coordinator}. Name the machine of "
-                "process 0 and a free port, such as 10.0.0.1:29500."
+                f"`--coordinator`: must be HOST:PORT, but is {self.coordinator}. Name the machine "
+                "of process 0 and a free port, such as 10.0.0.1:29500."
             )
         if not 0 <= self.process < self.processes:
             raise SettingsError(
-                f"`--process`: expected a number from 0 to one below --processes, got "
-                f"{self.process} with --processes {self.processes}."
+                f"`--process`: must be at least 0 and below --processes {self.processes}, but is "
+                f"{self.process}."
             )
 
 
@@ -71,7 +71,7 @@ class Start:
             path, endings = Path(self.timeline), (".png", ".svg", ".pdf", ".json")
             if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
                 raise SettingsError(
-                    f"`--timeline`: expected a file that ends in {', '.join(endings)}, got {path}."
+                    f"`--timeline`: must be a file ending in {', '.join(endings)}, but is {path}."
                 )
 
 
@@ -123,7 +123,7 @@ def load_settings(path: str | Path) -> Settings:
                 f"{PROGRAM} --help"
             )
         if not isinstance(value, str | int | float):
-            raise SettingsError(f"{path}: `{key}`: expected a single value, got {value}.")
+            raise SettingsError(f"{path}: `{key}`: must be a single value, but is {value}.")
         words.append("=".join(option_words(key, value)))
     try:
         return read_arguments(Settings, words, program=PROGRAM)
@@ -139,8 +139,8 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
         config, overrides, settings = f"({' | '.join(shipped())} | FILE.toml)", alone, Settings()
     else:
         raise SettingsError(
-            f"expected a config file as the first argument, by its path or name, got "
-            f"{argv[0] if argv else 'nothing'}. For example: {program} quickstart. All names "
+            f"the first argument must be a config file's path or name, but is "
+            f"{argv[0] if argv else 'missing'}. For example: {program} quickstart. All names "
             f"are {', '.join(shipped())}."
         )
     default = Command(settings=settings)
@@ -168,9 +168,9 @@ def _check_place(config: Path, output_dir: str, run: str | None) -> None:
         return
     if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
         raise SettingsError(
-            f"`--run`: expected the folder of {config} in {Path(output_dir).absolute()}, found "
-            "none. Paths in the settings of a run are relative to the folder where it was "
-            "started: start it there again."
+            f"`--run`: the folder of {config} is not in {Path(output_dir).absolute()}. Paths in "
+            "a run's settings are relative to the folder where it was started: start it there "
+            "again."
         )
 
 
@@ -180,7 +180,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         near = did_you_mean(path.stem, [file.stem for file in path.parent.glob("*.toml")])
         raise SettingsError(
-            f"{path}: expected a config file, got: {error.strerror}.{near} (Those that come with "
+            f"{path}: the config file cannot be read: {error.strerror}.{near} (Configs in "
             f"zenflow_jax have names: {', '.join(shipped())}.)"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -95,11 +95,11 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderCo
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise ModelError(
-            f"`model_type` in {path}: expected one of {', '.join(ARCHITECTURES)}, got {kind!r}."
+            f"`model_type` in {path}: must be one of {', '.join(ARCHITECTURES)}, but is {kind!r}."
         )
     keys = _Keys(path, raw)
     for key, value in FIXED[ARCHITECTURES[kind]].items():
-        keys.check(key, raw.get(key) in (None, value), f"{value!r}, as the models here have it")
+        keys.check(key, raw.get(key) in (None, value), f"{value!r} for the models here")
     sizes = {name: keys.count(key) for name, key in SIZES.items()}
     if ARCHITECTURES[kind] == "decoder":
         return _decoder(keys, kind, **sizes)
@@ -203,8 +203,8 @@ class _Keys:
             raise self.error(key, expected)
 
     def error(self, key: str, expected: str) -> ModelError:
-        got = repr(self.raw[key]) if key in self.raw else "nothing"
-        return ModelError(f"`{self.prefix}{key}` in {self.path}: expected {expected}, got {got}.")
+        got = repr(self.raw[key]) if key in self.raw else "missing"
+        return ModelError(f"`{self.prefix}{key}` in {self.path}: must be {expected}, but is {got}.")
 
     def _read(self, key: str, default: Any, expected: str, *kinds: type) -> Any:
         value = default if self.raw.get(key) is None else self.raw[key]

@@ -77,8 +77,8 @@ def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.n
             write()
     except OSError as error:
         raise ModelError(
-            f"expected to write the model to {path}, got: {error}. Free disk space or fix the "
-            "permissions, and start the run again: it is resumed from its last checkpoint."
+            f"the model cannot be written to {path}: {error}. Free disk space or fix the "
+            "permissions, and start the run again: it resumes from its last checkpoint."
         ) from error
     finally:
         # All processes must gather: otherwise they would wait for a process that has failed.
@@ -193,13 +193,13 @@ def _check_replaceable(path: Path, origin: Path) -> None:
     """Refuses to replace a folder that is not a model's, or the original of the model."""
     if path.resolve() == origin.resolve():
         raise ModelError(
-            f"expected another folder than {origin}, from which the model was read, got that one."
+            f"{origin} is the folder from which the model was read. Name another folder."
         )
     names = {file.name for file in path.iterdir()} if path.exists() else set()
     others = names - {*COPIED, CONFIG, SINGLE, INDEX}
     others = [x for x in others if not re.fullmatch(r"model-.*\.safetensors", x)]
     if others:
         raise ModelError(
-            f"expected a new folder or one with nothing but a model to write to, got {path}, which "
-            f"holds {', '.join(sorted(others)[:3])}."
+            f"{path} has files other than a model: {', '.join(sorted(others)[:3])}. Name a new "
+            "folder."
         )

@@ -221,7 +221,7 @@ def _read_header(path: Path) -> list[Tensor]:
     except (OSError, SafetensorError) as error:
         size = f"{path.stat().st_size} bytes" if path.exists() else "none"
         raise ModelError(
-            f"cannot read the safetensors file {path}, of {size} ({error}). Copy the file again."
+            f"the safetensors file {path}, of {size}, is damaged ({error}). Copy the file again."
         ) from error
 
 
@@ -230,7 +230,7 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
         raise _no_safetensors(folder)
     files = read_object(index, ModelError).get("weight_map")
     if not isinstance(files, dict):
-        raise ModelError(f"`weight_map` in {index}: expected an object, got {files!r}.")
+        raise ModelError(f"`weight_map` in {index}: must be an object, but is {files!r}.")
     tensors = []
     for file in sorted(set(files.values())):
         tensors += [tensor for tensor in _read_header(folder / file) if tensor.name in files]
@@ -238,16 +238,16 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
 
 
 def _no_safetensors(folder: Path) -> ModelError:
-    expected = f"expected {SINGLE} or {INDEX} in {folder}, got"
+    problem = f"{folder} has no {SINGLE} or {INDEX}, but"
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
     if not pickles:
         others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
-        return ModelError(f"{expected} {others or 'neither'}.")
+        return ModelError(f"{problem} {others or 'nothing similar'}.")
     # The class decides which head is kept.
     name = (read_object(folder / CONFIG, ModelError).get("architectures") or ["AutoModel"])[0]
     return ModelError(
-        f"{expected} {pickles[0]}: a pickle, which can run any program when it is read. Convert it "
-        f"with torch and transformers' {name}: from_pretrained, save_pretrained."
+        f"{problem} {pickles[0]}: a pickle, which can run any program when read. Convert it with "
+        f"torch and transformers' {name}: from_pretrained, save_pretrained."
     )
 
 

@@ -237,7 +237,7 @@ def check_finite(figures: Mapping[str, float], remedy: str) -> None:
     """Raises `NotFiniteError` if the validation before the first step is not finite."""
     for name, value in figures.items():
         if not math.isfinite(value):
-            raise NotFiniteError(f"expected a finite validation {name}, got {value}. {remedy}")
+            raise NotFiniteError(f"the validation {name} is {value}. {remedy}")
 
 
 def causes_of_infinity(run: StepSettings) -> str:

@@ -115,7 +115,7 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
             write(timeline, path)
             line = f"timeline of the last steps: {path}"
         except OSError as error:
-            line = f"expected to write the timeline to {path}, got: {error}"
+            line = f"the timeline cannot be written to {path}: {error}"
         console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -29,7 +29,7 @@ def check_reporter(kind: str) -> None:
             importlib.import_module(PACKAGES[kind])
     except ImportError as error:
         raise SettingsError(
-            f"`report_to`: expected an installed package, got none for {kind} ({error}): "
+            f"`report_to`: the package for {kind} is not installed ({error}). Install it: "
             f'pip install "{PACKAGES[kind]}".'
         ) from error
 

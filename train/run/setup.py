@@ -85,7 +85,7 @@ def read(
     settings, deepspeed = optimizers.with_deepspeed(original := settings, batch_parts(mesh))
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
-            "`--timeline`: expected a training with work on the host (zenflow or offload), got "
+            "`--timeline`: needs steps with host work (zenflow or offload), but the run has "
             f"{settings.optimizer} with steps {settings.steps}."
         )
     if settings.steps == 0:
@@ -271,7 +271,7 @@ def _check_evaluation(run: str | None, model: str | None, output_dir: str) -> No
     trained = Path(output_dir) / str(run) / models.FOLDER
     if run is not None and (model is None or Path(model).resolve() != trained.resolve()):
         raise SettingsError(
-            f"`steps`: expected some for the run {run}, got 0, which shows the figures of "
-            f"{model or 'a model that is not trained'}. For those of what the run has trained pass "
-            f"--model {trained}; for those of that model pass --run None."
+            f"`steps`: 0 with the run {run} would only show metrics of "
+            f"{model or 'an untrained model'}. For the model that the run has trained, pass "
+            f"--model {trained}; for that model, pass --run None."
         )

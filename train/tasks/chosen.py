@@ -24,14 +24,14 @@ def make_test(
     """Returns the task with the examples of `test_data` for validation, and none to train on."""
     file = Path(settings.test_data)
     if not file.is_file():
-        raise SettingsError(f"`test_data`: expected a file, got {file}, which is not a file.")
+        raise SettingsError(f"`test_data`: {file} is not a file. Name a file.")
     # Without steps, all examples may validate.
     whole = dataclasses.replace(settings, data=str(file), validation_share=1.0, steps=0)
     test = make_task(whole, origin, say, known=task.labels)
     if test.labels != task.labels:
         raise SettingsError(
-            f"`test_data`: expected the labels to train on, {', '.join(task.labels)}, got "
-            f"{', '.join(test.labels)} in {file}."
+            f"`test_data`: {file} has the labels {', '.join(test.labels)}, but the training data "
+            f"{', '.join(task.labels)}. Use the same labels."
         )
     return test
 
@@ -54,8 +54,8 @@ def make_task(
     kind = "decoder" if task in OF_DECODERS else "encoder"
     if origin.architecture != kind:
         raise SettingsError(
-            f"`model`: expected {KINDS[kind]}, as the task {task} needs, got "
-            f"{KINDS[origin.architecture]} in {origin.folder}. Name another --model or --task."
+            f"`model`: the task {task} needs {KINDS[kind]}, but {origin.folder} is "
+            f"{KINDS[origin.architecture]}. Name another --model or --task."
         )
     check_length(settings.sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
@@ -115,7 +115,6 @@ def check_length(sequence_length: int, origin: Pretrained) -> None:
     longest = origin.config.positions
     if sequence_length > longest:
         raise SettingsError(
-            f"`sequence_length`: expected at most {longest}, for which the model in "
-            f"{origin.folder} has positions, got {sequence_length}. Pass "
-            f"--sequence-length {longest}."
+            f"`sequence_length`: {sequence_length} exceeds the {longest} positions of the model in "
+            f"{origin.folder}. Pass --sequence-length {longest}."
         )

@@ -71,7 +71,7 @@ def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:
         raise DataError(
-            f"expected text for at least one window of {sequence_length} bytes, got {len(text)} "
-            "bytes. Raise `corpus_megabytes`."
+            f"{len(text)} bytes of text fill no window of {sequence_length} bytes. Raise "
+            "`corpus_megabytes`."
         )
     return Windows(as_one(text), sequence_length)

@@ -69,8 +69,8 @@ def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
         return {"": _files_of(folder)}
     if (folder / INFO).is_file() and any(folder.glob("*.arrow")):
         raise DataError(
-            f"expected a folder that `save_to_disk` of `datasets` has written, got {folder} with "
-            f"no {STATE}: a part of its cache. Save it: dataset.save_to_disk(DIR)."
+            f"{folder} is in the cache of `datasets`, without {STATE}. Save the data and pass that "
+            "folder: dataset.save_to_disk(DIR)."
         )
     return None
 
@@ -88,7 +88,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            f"expected pyarrow, which reads {path.name}, got none ({error}). Install it: pip "
+            f"reading {path.name} needs pyarrow, which is not installed ({error}). Install it: pip "
             "install pyarrow"
         ) from error
     try:
@@ -108,6 +108,6 @@ def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
     except (pyarrow.ArrowException, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise DataError(
-            f"{path}: expected a table, got {size} bytes that pyarrow cannot read ({error}). A "
-            "repository that was cloned without git-lfs has pointers only."
+            f"{path}: pyarrow cannot read a table from its {size} bytes ({error}). A repository "
+            "cloned without git-lfs has only pointers."
         ) from error
