@@ -1,7 +1,7 @@
-"""Reads the text of a compiled program: its computations, and the instructions of each.
+"""Reads a compiled program's text: its computations, and their instructions.
 
-XLA prints a scheduled module, so the order of a computation's instructions is that of execution.
-The text is what `compiled.as_text()` returns with jax 0.10.2 to 0.11.2.
+XLA prints a scheduled module, so a computation's instructions are in the order of execution. The
+text comes from `compiled.as_text()` with jax 0.10.2 to 0.11.2.
 """
 
 import math
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: What XLA's text says of an array in host memory.
+#: XLA's mark of an array in host memory.
 HOST = "S(5)"
 
 
@@ -17,16 +17,16 @@ class Instruction(NamedTuple):
     """One line of a computation."""
 
     name: str
-    shape: str  # as printed: "bf16[4,8]{1,0:S(5)}", or a tuple of such in parentheses
+    shape: str  # as printed: "bf16[4,8]{1,0:S(5)}", or a tuple of shapes in parentheses
     opcode: str
     operands: tuple[str, ...]  # names; "name#1" is an element of a tuple (jax 0.11)
     argument: str  # the text in the parentheses: a parameter's number, a constant's value
-    attributes: str  # the text behind the parentheses
+    attributes: str  # the text after the parentheses
     root: bool
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it runs."""
+        """Returns the names of the computations that it runs."""
         return [name for found in _CALLED.finditer(self.attributes) for name in _names(found[1])]
 
 
@@ -40,9 +40,9 @@ class Program(NamedTuple):
     entry: str
 
     def executed(self) -> Iterator[tuple[str, Computation]]:
-        """Yields the entry, and the computations that run as part of it or of its loops.
+        """Yields the entry, and the computations that run as part of it or its loops.
 
-        The inside of a fusion is none of them: the fusion is one operation.
+        A fusion is one operation, so its inside is not among them.
         """
         waiting, known = [self.entry], {self.entry}
         while waiting:
@@ -55,7 +55,7 @@ class Program(NamedTuple):
                     known |= new
 
     def shape_of(self, computation: str, operand: str) -> str:
-        """Returns the shape of an operand, also of an element of a tuple."""
+        """Returns the shape of an operand, or of a tuple's element."""
         name, _, element = operand.partition("#")
         shape = self.computations[computation][name].shape
         return elements(shape)[int(element)] if element else shape
@@ -101,7 +101,7 @@ def nbytes(shape: str) -> int:
 def dimensions(shape: str) -> list[int]:
     found = _ARRAY.match(shape)
     if found is None:
-        raise ValueError(f"{shape} is no array. Pass the shape of one, such as f32[2,3].")
+        raise ValueError(f"{shape} is no array. Pass an array's shape, such as f32[2,3].")
     return [int(n) for n in found["dims"].split(",") if n]
 
 
@@ -139,7 +139,7 @@ def _instruction(name: str, rest: str, root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the place of the parenthesis that closes the one at `start`."""
+    """Returns the position of the parenthesis that closes the one at `start`."""
     depth = 0
     for found in _BRACKET.finditer(text, start):
         depth += 1 if found[0] in "([{" else -1

@@ -35,12 +35,12 @@ WAYS = (
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever had in RAM."""
+    """Returns this process's peak memory in RAM."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def save(runner: Runner) -> None:
-    """Parameters, the optimizer's state without blank mail, and the engine's; waits for it."""
+    """Saves parameters, optimizer state without placeholder mail, and engine state; waits."""
     state = runner.state._replace(mail=None, step_scalars=None)
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(use_compression=False),
@@ -54,7 +54,7 @@ def save(runner: Runner) -> None:
 
 
 def measured(way: str, args: argparse.Namespace) -> Sequence[int]:
-    """Parameters; bytes of the process in training and with a save, of host and device by plan."""
+    """Returns parameters; bytes of the process in training and saving; planned host and device."""
     config, batch, length = MODELS[args.model]
     model = make_model(config, scan_layers=True, remat=True)
     shape = (STEPS, batch, length + 1)

@@ -179,4 +179,4 @@ def test_a_job_that_meets_its_time_limit_goes_on_and_ends_with_the_bits_of_one_t
 def test_a_job_that_fails_is_not_requeued(slurm, tmp_path):
     job = Job(slurm, tmp_path, "--time=10", steps=-1)
     wait_for(lambda: job.is_in("FAILED"), 60)
-    assert job.output().count("`steps`: expected a finite number") == 2
+    assert job.output().count("`steps`: must be a finite number") == 2

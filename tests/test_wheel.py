@@ -193,7 +193,7 @@ def test_a_command_without_its_packages_says_how_to_install_them():
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, **AS_TEXT)
     assert run.returncode == 2
-    assert run.stderr.startswith("error: no module rich")
+    assert run.stderr.startswith("error: this command needs the module rich")
     assert run.stderr.endswith('pip install "zenflow_jax[train]"\n')
 
 

@@ -59,7 +59,7 @@ def _without_offload(factory: _Factory) -> _Factory:
     def checked(*args: Any, **options: Any) -> Any:
         if "offload" in options:
             raise TypeError(
-                "`offload` is no argument any more: deferred channels are always with a "
+                "`offload` is no longer an argument: deferred channels are always with a "
                 "`HostEngine`. Leave it out. For `offload=False` use version 0.2."
             )
         return factory(*args, **options)
@@ -328,6 +328,6 @@ def _scalar(x: Any) -> Any:
 def _raise_if_lost(lost: jax.Array) -> None:
     if not isinstance(lost, Tracer) and bool(lost):
         raise RuntimeError(
-            "expected `params, opt_state = engine.exchange(params, opt_state)` between two calls "
-            "of `update`, got none: the last step's mail is lost."
+            "`update` was called twice without an exchange, so the last step's mail is lost. Call "
+            "`params, opt_state = engine.exchange(params, opt_state)` after each `update`."
         )

@@ -163,7 +163,7 @@ def test_without_a_gpu_it_says_so_once_and_runs_nothing_else(tmp_path, monkeypat
     outcomes = on_gpu.run(
         failing("asks_for_a_gpu", "ends_well"), tmp_path, seconds=100, rehearse=False, command=""
     )
-    assert "expected a GPU, got jax" in outcomes[0].ended
+    assert "no GPU: jax" in outcomes[0].ended
     assert outcomes[1].ended == "not run: there is no GPU"
 
 
@@ -172,4 +172,4 @@ def test_a_report_goes_to_no_folder_with_other_files(tmp_path, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["on_gpu", "--rehearse", "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         on_gpu.main()
-    assert "expected --out with a new folder or one of a report" in capsys.readouterr().err
+    assert "is not empty and has no report" in capsys.readouterr().err

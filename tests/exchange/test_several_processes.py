@@ -104,7 +104,7 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
 def check_disagreement(training: Training, me: int, count: int) -> None:
     """A state of another run in the last process is refused by all of them."""
     token = plus({"": training.state.token}, int(me == count - 1))[""]
-    with pytest.raises(ValueError, match="the same state in every process"):
+    with pytest.raises(ValueError, match="the same checkpoint in every process"):
         zenflow_jax.HostEngine(training.params, training.state._replace(token=token))
 
 
@@ -112,7 +112,7 @@ def check_refusal(training: Training, me: int, count: int) -> None:
     """A checkpoint that the last process cannot go on with is refused by all of them."""
     last = me == count - 1
     params = plus(training.params, int(last))
-    words = r"got other values of \['bias'\], " if last else f"process {count - 1} has refused"
+    words = r"has other values in \['bias'\] " if last else f"Process {count - 1} refused"
     with pytest.raises(ValueError, match=words):
         zenflow_jax.HostEngine(params, training.state, engine_state=training.engine.state())
     tokens = multihost_utils.process_allgather(np.int32(training.engine._tokens.number))

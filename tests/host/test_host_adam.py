@@ -112,7 +112,6 @@ def test_first_steps_of_all_channels_equal_optax_adamw_and_the_formula(kernel, s
         np.testing.assert_allclose(state.masters.values, moved, **NEARLY_EXACT)
 
 
-@pytest.mark.usefixtures("annotations_are_not_checked")  # of each tile
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     ("gradient_dtype", "dtype", "count"),
@@ -175,7 +174,7 @@ def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, sh
 @pytest.mark.parametrize("wrong", [-1, 23])
 def test_channels_that_a_leaf_does_not_have_are_refused(kernel, wrong):
     state = new_state(SHAPES["leading"])
-    with pytest.raises(ValueError, match=f"from 0 to 22, got .*{wrong}"):
+    with pytest.raises(ValueError, match=f"Channels .*{wrong}.* 0 to 22"):
         HostAdam(kernel, 1).take([state.masters], np.sort(np.int32([[3, wrong]])))
 
 

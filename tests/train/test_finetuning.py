@@ -88,7 +88,7 @@ def test_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsys):
     for file in data.iterdir():
         file.write_text(file.read_text().replace("is", "was"))
     assert finetune.main([config, "--run", cut.name, "--steps", "99"]) == 2
-    assert "got other data" in capsys.readouterr().err
+    assert "the data differs" in capsys.readouterr().err
     assert read_folder(whole / "model").config == read_folder(origin).config
     assert (whole / "model" / "tokenizer.json").is_file()
 
@@ -98,19 +98,19 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
     lion = deepspeed_config(tmp_path, optimizer={"type": "Lion"})
     folder = write_model(tmp_path / "origin", "bert")
     for changed, expected in (
-        ({"model": None}, "`model`: expected a path, for sst2, got None"),
-        ({"data": None}, "`data`: expected a path, for sst2, got None"),
-        ({"task": "standard_library"}, "`model`: expected none for standard_library"),
-        ({"task": "language"}, "expected a decoder, such as a Llama or Qwen, as the task language"),
+        ({"model": None}, "`model`: must be a path for sst2, but is None"),
+        ({"data": None}, "`data`: must be a path for sst2, but is None"),
+        ({"task": "standard_library"}, "`model`: must be left out for standard_library"),
+        ({"task": "language"}, "the task language needs a decoder, such as a Llama or Qwen, but"),
         ({"model": "nowhere"}, "nowhere"),
         ({"data": "nowhere"}, "nowhere"),
-        ({"micro_batches": 3}, "`micro_batches`: expected a number that divides batch_size, 4"),
-        ({"sequence_length": 600}, "`sequence_length`: expected at most 20, for which the model"),
+        ({"micro_batches": 3}, "`micro_batches`: must be a number that divides batch_size, 4"),
+        ({"sequence_length": 600}, "`sequence_length`: 600 exceeds the 20 positions of the model"),
         ({"deepspeed": lion}, "`deepspeed`: "),
         # What only a training has.
         ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; for those of that"),
-        ({"steps": 0, "validation_share": 1.5}, "expected a share above 0 and below 1"),
-        ({"validation_share": 1.0}, "expected a share above 0 and below 1"),
+        ({"steps": 0, "validation_share": 1.5}, "must be a share above 0 and below 1"),
+        ({"validation_share": 1.0}, "must be a share above 0 and below 1"),
     ):
         settings = {"model": str(folder), "steps": 2} | glue(tmp_path) | changed
         settings = {name: value for name, value in settings.items() if value is not None}
@@ -255,7 +255,7 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     assert everything(tmp_path) == before
     untrained = shown(text)
     assert "on 3 examples of validation" in text
-    assert "an example, what is learned in ⟦⟧" in text
+    assert "an example, with learned text in ⟦⟧" in text
     assert finetune.main([config, "--steps", "0", "--validation-share", "1"]) == 0
     assert "on 24 examples of validation" in capsys.readouterr().out
 
@@ -309,4 +309,4 @@ def test_figures_that_are_not_finite_are_an_error(tmp_path, capsys):
     settings = {"task": "classification", "data": str(tmp_path / "a.csv")}
     config = write_config(tmp_path, model=str(origin), sequence_length=8, steps=0, **settings)
     assert finetune.main([config]) == 2
-    assert "expected a finite validation loss, got nan" in capsys.readouterr().err
+    assert "the validation loss is nan" in capsys.readouterr().err

@@ -92,5 +92,5 @@ def test_tensorboard_gets_figures_by_step_and_forgets_those_that_are_written_aga
 def test_a_package_that_is_not_there_is_named_before_the_run(monkeypatch):
     check_reporter("none")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SettingsError, match='got none for wandb .*pip install "wandb"'):
+    with pytest.raises(SettingsError, match='for wandb is not installed .*pip install "wandb"'):
         check_reporter("wandb")

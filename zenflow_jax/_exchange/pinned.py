@@ -20,7 +20,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients, UnfitRunError
 from zenflow_jax._spec.schedule import Schedule
 
-#: The most mails that may be unread: so far may Python run ahead of the device. With "per_window"
+#: The most unread mails, which limits how far Python runs ahead of the device. With "per_window"
 #: `Mailbox.send` has another limit.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
@@ -39,10 +39,10 @@ def buffers(state: ZenFlowState) -> float:
                 of_groups[part.group] += share * part.shape[0] / spec.shape[0]
         # Sums for windows that are being updated, and for those that close next.
         return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
-    written, blank = int(state.send_gradients.in_step), 0.0
+    written, placeholders = int(state.send_gradients.in_step), 0.0
     if written:  # the state's placeholder mail has full size
         shapes = {(spec.shape, spec.mail_dtype): x for spec, x in zip(specs, shares, strict=True)}
-        blank = sum(shapes.values())
+        placeholders = sum(shapes.values())
     unread = IN_FLIGHT[state.send_gradients]
     # An update that must arrive at the next step keeps Python from running ahead: one mail is in
     # flight, or is being written.
@@ -52,7 +52,7 @@ def buffers(state: ZenFlowState) -> float:
     most = min(MAILS_KEPT, kept) + unread + written
     if state.schedule.groups == 1:
         most = min(most, kept)  # includes unread mail and mail being written
-    return float(most + blank)
+    return float(most + placeholders)
 
 
 def most_kept(state: ZenFlowState) -> float:
@@ -119,18 +119,18 @@ def check_pinned(
         limit = int(limit_gib) if limit_gib else 64
     except ValueError:
         raise UnfitRunError(
-            "expected a whole number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
-            f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is {limit_gib!r}. Set the environment variable to "
+            "a whole number of GiB, or unset it for 64."
         ) from None
     needed = (mail_bytes * mails + selected_bytes) / 2**30
     if needed > limit:
         raise UnfitRunError(
-            f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB and a hand-over "
-            f"of {selected_bytes / 2**30:.1f} GiB in the pinned host memory of one GPU, got a "
-            f"limit of {limit} GiB. Set the environment variable "
+            f"One GPU's pinned host memory is too small: the limit is {limit} GiB, but {mails:.3g} "
+            f"mails of {mail_bytes / 2**30:.1f} GiB and a hand-over of "
+            f"{selected_bytes / 2**30:.1f} GiB must fit. Set the environment variable "
             # jax's pool grows by ever larger regions, and returns none.
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts: the "
-            "need and a quarter, because free memory lies in several regions."
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts; "
+            "that includes a quarter more, for fragmentation."
         )
 
 
