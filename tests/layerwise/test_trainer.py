@@ -383,7 +383,7 @@ def test_the_device_has_two_layers_weights_at_a_time(monkeypatch):
         ({"frozen": [4]}, ValueError, "the layers are 0 to 3"),
         ({"updates": "late"}, ValueError, "during_backward"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
-        ({"params": {"outer": {}, "layers": [np.arange(3)]}}, TypeError, "layers.0 is int64, but"),
+        ({"params": {"outer": {}, "layers": [np.arange(3)]}}, TypeError, "layers.0 is int.., but"),
         ({"params": {"layers": []}}, TypeError, '"outer" and "layers"'),
     ],
 )
