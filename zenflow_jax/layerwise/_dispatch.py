@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,7 +36,7 @@ class Dispatcher:
         rate: Callable[[Any], Any],
         *,
         inputs_to_host: bool,
-        options: Mapping[str, Any] | None,
+        options: dict[str, Any] | None,
     ):
         self._functions, self._blocks = functions, blocks
         self._trains = [block.trains for block in blocks]
@@ -107,7 +107,7 @@ class Dispatcher:
         for i in reversed(range(max(lowest - 1, 0), len(layers))):
             below = self._fetch(i) if i > max(lowest - 1, 0) else None
             taken = moved(inputs.pop(), "device") if self._inputs_to_host else inputs.pop()
-            total = squares = None
+            total = squares = x = None
             for j, x in enumerate(taken):
                 is_last = j == len(taken) - 1
                 run = layers[i].backward[is_last]

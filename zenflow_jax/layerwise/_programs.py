@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Options = Mapping[str, Any] | None
+Options = dict[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Trainer:
         host_kernel: str = "numba",
         threads: int | None = None,
         max_skipped: int | None = None,
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: dict[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
         exit_if_stuck: bool = True,
     ):
