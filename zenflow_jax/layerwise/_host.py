@@ -132,7 +132,7 @@ class Host:
             return
         self.counted, self._in_a_row = self.counted + 1, 0
         self._now = self._scalars._replace(learning_rate=float(np.asarray(rate)))
-        self._factor = 1.0 if self.at_once else self._factor_of(total)
+        self._factor = 1.0 if self.at_once else self._factor_of(np.float32(total))
 
     def _update(
         self, i: int, step: int, old: list[Any], gradient: list[Any], squares: jax.Array
