@@ -216,7 +216,7 @@ def test_a_head_is_kept_if_its_labels_are_those_of_the_task(tmp_path):
     ):
         config["id2label"] = dict(enumerate(names))
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        model = setup.make_model(scripts.read(**settings))
+        model, *_ = setup.make_model(scripts.read(**settings))
         assert bool(np.all(model.params["classifier"]["kernel"] == 1)) == kept
         assert bool(model.drawn) != kept
 

@@ -211,7 +211,7 @@ def test_a_run_that_stops_early_keeps_the_best_of_all_validations(tmp_path, monk
     options = ["--steps", "20", "--early-stopping-patience", "2", "--run", "a"]
     assert finetune.main([*config, *options]) == 0
     shown = re.findall(r"(?m)^(?:step +|validation after )(\d+)", capsys.readouterr().out)
-    assert "".join(shown) == "0112244666"  # lines of steps and validations, in order
+    assert "".join(shown) == "011224466"  # lines of steps and validations, in order
     ended = summary(tmp_path / "runs" / "a")
     assert (ended["steps"], ended["best_step"]) == (6, 2)
     assert_weights_of_checkpoint(tmp_path / "runs" / "a", 2, tmp_path / "runs" / "a")
