@@ -29,7 +29,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from benchmarks.program_report import COLUMNS, Report, report
-from train.distributed import host_memory as host_memory
 from train.model import vocabulary
 from train.model.attention import attention
 from train.model.cross_entropy import token_losses
@@ -139,7 +138,6 @@ class Program(NamedTuple):
     step: Callable[..., Any]
     init: Callable[[Any], Any]
     scanned: bool = False
-    hosted: bool = False  # all matrices are in host memory
     in_parts: bool = False  # embedding and head, which stream, too
 
 
@@ -170,7 +168,6 @@ def zenflow_step(
     front: bool = False,
     scanned: bool = False,
     streamed: bool = False,
-    hosted: bool = False,
     partition: bool = True,
     **options: Any,
 ) -> Program:
@@ -186,22 +183,14 @@ def zenflow_step(
         tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        # A described device takes no arguments in host memory: it is as if they were there.
-        params = host_memory.put(params) if hosted else params
-        weights = streaming.stream(params, opt_state) if streamed or hosted else params
+        weights = streaming.stream(params, opt_state) if streamed else params
         value, gradients = jax.value_and_grad(partial(loss, shape, mesh))(weights, tokens)
         updates, opt_state = tx.update(gradients, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return (host_memory.on_device(params) if hosted else params), opt_state, value
+        return optax.apply_updates(params, updates), opt_state, value
 
     # On one device of a mesh as on a device without one: no placement to think about.
     init = tx.init if mesh.size > 1 else partial(jax.eval_shape, tx.init)
-    if hosted and mesh.size == 1:
-        init = partial(jax.eval_shape, lambda params: tx.init(host_memory.put(params)))
-    elif hosted:
-        init = lambda params: tx.init(host_memory.put_shapes(params))  # noqa: E731
-    streams = streamed or hosted
-    return Program(step, init, scanned or streams, hosted, streams)
+    return Program(step, init, scanned or streamed, streamed)
 
 
 def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any]:
@@ -228,15 +217,10 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     # Left to the compiler, what replicated arguments become need not be replicated.
     kept = None
     if mesh.size > 1:
-        on_device = host_memory.on_device(params) if program.hosted else params
-        kept = jax.tree.map(lambda x: x.sharding, on_device)
+        kept = jax.tree.map(lambda x: x.sharding, params)
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
-    program_report = report(step.lower(params, state, tokens).compile(), params)
-    if program.hosted:
-        peak = program_report.peak_bytes - host_memory.nbytes(params)
-        program_report = program_report._replace(peak_bytes=peak)
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
-    return program_report._replace(
+    return report(step.lower(params, state, tokens).compile(), params)._replace(
         engine_bytes=sum(x.uploads + x.under_way for x in map(needs_of, states))
     )
 
@@ -282,8 +266,6 @@ def one_device(shape: Shape) -> None:
         "zenflow behind clip_by_global_norm": clipped(front=True),
         "zenflow(max_grad_norm=1), scanned": clipped(scanned=True),
         "the same, streamed": clipped(streamed=True),
-        "the same, weights in host memory": clipped(hosted=True),
-        "the same, windows of one step": clipped(hosted=True, update_interval=1),
         "scanned, after_step": clipped(scanned=True, send_gradients="after_step"),
         "the same, per_window": clipped(scanned=True, send_gradients="per_window"),
     }
@@ -314,8 +296,6 @@ def many_devices(shape: Shape, devices: int) -> None:
             "zenflow(max_grad_norm=1)": partial(compile_step, ours),
             "  merge, a step": partial(compile_merge, ours),
         }
-        hosted = zenflow_step(shape, mesh, 1.0, hosted=True, update_interval=1)
-        reports["layers in host memory"] = partial(compile_step, hosted)
         if "data" in sizes:
             whole = zenflow_step(shape, mesh, 1.0, partition=False)
             reports["zenflow, partition_replicated=False"] = partial(compile_step, whole)

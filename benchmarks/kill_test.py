@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizer", choices=["zenflow", "adamw"], default="zenflow")
-    parser.add_argument("--stream", choices=["none", "gradients", "weights"], default="none")
+    parser.add_argument("--stream", choices=["none", "gradients"], default="none")
     options = parser.parse_args()
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

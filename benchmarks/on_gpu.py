@@ -31,7 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu_stages import machine, report
+from benchmarks import machine
+from benchmarks.gpu_stages import report
 from benchmarks.gpu_stages.__main__ import NO_GPU
 from benchmarks.gpu_stages.notes import Notes, notes_path
 from benchmarks.gpu_stages.report import Outcome
@@ -136,13 +137,15 @@ def run(
 
 
 _PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+#: Share of host memory that jax may pin. Everything else that an engine keeps is pageable.
+_PINNED_SHARE = 0.75
 
 
 def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
     """Of the stages' processes."""
     changed = {
         # Read when jax starts its backend.
-        _PINNED: str(machine.pinned_limit_gib(machine.host_bytes())),
+        _PINNED: str(max(1, int(_PINNED_SHARE * machine.host_bytes() / 2**30))),
         # The allocator's share; its default, 0.75, is too little for the headline. What is left is
         # for CUDA itself, its libraries and the code.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
@@ -274,10 +277,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "report.json").exists():
         parser.error(f"expected --out with a new folder or one of a report, got {args.out}")
-    absent = machine.missing(machine.NEEDED)
-    if absent:
-        packages = " ".join(machine.NEEDED[name] for name in absent)
-        sys.exit(f"expected what the stages import, got no {packages}: pip install {packages}")
     stages = [stage for stage in STAGES if stage.name in args.only]
     with _ends_on_signals():
         outcomes = run(

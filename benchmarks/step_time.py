@@ -14,8 +14,7 @@ The peers train the same model on the same batches, with bf16 weights and float3
   those of one of the 4, so they compare with `zenflow-s4`, which does not do without the 4 updates;
 * `zenflow-sS-rR`: windows of S steps, with overlap, ratio R; `-exchange` with gradients that leave
   while the next step runs, `-device` with a window's gradients summed on the device, `-streamed`
-  with those of scanned layers leaving inside the backward scan, `-hosted` with the layers' weights
-  in host memory too, `-compact` with the host's moments in 8 bits.
+  with those of scanned layers leaving inside the backward scan.
 
 DeepSpeed is not among them: it needs torch with CUDA and a CUDA compiler.
 
@@ -40,7 +39,6 @@ import argparse
 import fnmatch
 import json
 import random
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -228,7 +226,7 @@ def main() -> None:
     preset = MODELS[args.model]
     length = args.length or preset.length
     peers = [p for p in PEERS.values() if any(fnmatch.fnmatch(p.name, x) for x in args.peers)]
-    peers = [p for p in peers if args.scan_layers or not re.search("-streamed|-hosted", p.name)]
+    peers = [p for p in peers if args.scan_layers or "-streamed" not in p.name]
     if not peers:
         parser.error(f"--peers {args.peers} names none of {', '.join(PEERS)}")
     for peer in peers:

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train.distributed.sharding import committed
 from train.model.decoder import Decoder, DecoderConfig
+from train.run import models
 
 
 class Preset(NamedTuple):
@@ -25,13 +27,6 @@ def llama(length: int, **sizes: int) -> DecoderConfig:
         **({"vocabulary": 32000} | sizes),
         head_width=sizes["width"] // sizes["heads"],
         positions=length,
-        norm_eps=1e-5,
-        rope_base=10000.0,
-        rope_scaling=None,
-        qkv_bias=False,
-        qk_norm=False,
-        tied=False,
-        window=None,
     )
 
 
@@ -64,23 +59,11 @@ class Model(NamedTuple):
 def make_model(config: DecoderConfig, *, scan_layers: bool, remat: bool) -> Model:
     """A decoder whose matrices are kept and multiplied in bf16, and its norms in float32."""
 
+    options = {"weight_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16, "remat": remat}
+
     def split() -> tuple[nnx.GraphDef, Any]:
-        model = Decoder(
-            config,
-            weight_dtype=jnp.bfloat16,
-            compute_dtype=jnp.bfloat16,
-            scan_layers=scan_layers,
-            remat=remat,
-            rngs=nnx.Rngs(0),
-        )
-        graphdef, params = nnx.split(model)
-        return graphdef, nnx.as_pure(params)
+        return models.split(Decoder(config, scan_layers=scan_layers, rngs=nnx.Rngs(0), **options))
 
     graphdef, shapes = jax.eval_shape(split)
     # Drawn without jit: so no more than one leaf is there in float32 at a time.
     return Model(graphdef, shapes, lambda: committed(split()[1]))
-
-
-def committed(tree: Any) -> Any:
-    """Bound to the place where it is, as what a step returns; else the next one compiles again."""
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)

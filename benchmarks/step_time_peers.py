@@ -20,8 +20,6 @@ from flax import nnx
 
 import zenflow_jax
 from benchmarks.step_time_model import Model, committed
-from train.distributed import host_memory
-from train.run.step import FETCHES
 from zenflow_jax import streaming
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.01, 1.0
@@ -36,8 +34,6 @@ class Optimizer(NamedTuple):
     abstract: Callable[[Any], Any]  # what `init` gives, as shapes
     # Of parameters and state, what the loss is computed and differentiated with.
     weights: Callable[[Any, Any], Any] = lambda params, state: params
-    place: Callable[[Any], Any] = lambda params: params  # puts parameters where they belong
-    compiler_options: Any = None
 
 
 class Mixed(NamedTuple):
@@ -113,18 +109,8 @@ def _move(space: jax.memory.Space, x: jax.Array) -> jax.Array:
     return jax.device_put(x, space) if is_parked(x) else x
 
 
-def zenflow(
-    *,
-    stream: bool = False,
-    in_host_memory: bool = False,
-    compiler_options: Any = None,
-    **options: Any,
-) -> Optimizer:
-    """With `stream` scanned layers send their gradients inside the backward scan.
-
-    They may be in host memory, which `Optimizer.place` sees to; `compiler_options` are then others
-    than the script's.
-    """
+def zenflow(*, stream: bool = False, **options: Any) -> Optimizer:
+    """With `stream` scanned layers send their gradients inside the backward scan."""
     tx = zenflow_jax.zenflow(
         LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
@@ -139,12 +125,6 @@ def zenflow(
         return optax.apply_updates(params, updates), state
 
     optimizer = Optimizer(tx.init, apply, partial(jax.eval_shape, tx.init))
-    if in_host_memory:
-        usual = FETCHES if jax.default_backend() == "gpu" else None
-        optimizer = optimizer._replace(
-            place=lambda params: committed(host_memory.put(params)),
-            compiler_options=compiler_options or usual,
-        )
     return optimizer._replace(weights=streaming.stream) if stream else optimizer
 
 
@@ -157,7 +137,6 @@ class Peer(NamedTuple):
     offloads: bool = False  # needs a `HostEngine`
     micro_batches: int = 1  # steps in a call
     interval: int = 1  # calls in a window
-    host_state: str = "float32"  # of the engine
 
     @property
     def window(self) -> int:
@@ -179,9 +158,6 @@ _OFFLOAD = partial(
     select_interval=2**30,  # there is nothing to select
 )
 
-_HOSTED = zenflow_peer(1, 0.05, "-hosted", stream=True, in_host_memory=True)
-_WAITING = zenflow_peer(1, 0.05, "-hosted-waits", stream=True, in_host_memory=True, staleness=0)
-
 #: By the device memory they take, the least first; `step_time.py` says what for.
 PEERS = {
     peer.name: peer
@@ -190,10 +166,6 @@ PEERS = {
         *(zenflow_peer(interval, 0.05) for interval in (1, 2, 4, 8, 16)),
         zenflow_peer(4, 0.1),
         zenflow_peer(4, 0.05, "-streamed", stream=True),
-        _HOSTED,
-        _HOSTED._replace(name=f"{_HOSTED.name}-compact", host_state="compact"),
-        _WAITING,
-        _WAITING._replace(name=f"{_WAITING.name}-compact", host_state="compact"),
         zenflow_peer(4, 0.05, "-exchange", send_gradients="after_step"),
         zenflow_peer(4, 0.05, "-device", send_gradients="per_window"),
         zenflow_peer(16, 0.05, "-device", send_gradients="per_window"),
@@ -251,12 +223,7 @@ def make_step(
         return params, state, loss
 
     out_shardings = placement and (*placement, None)
-    return jax.jit(
-        step,
-        donate_argnums=(0, 1),
-        out_shardings=out_shardings,
-        compiler_options=optimizer.compiler_options,
-    )
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out_shardings)
 
 
 class Runner:
@@ -303,12 +270,10 @@ class Runner:
 
     def set_up(self) -> None:
         """The state before the first step, the same every time."""
-        self.params = self._optimizer.place(self._model.draw())
+        self.params = self._model.draw()
         self.state = self._optimizer.init(self.params)
         if self.peer.offloads:
-            self.engine = zenflow_jax.HostEngine(
-                self.params, self.state, host_state=self.peer.host_state, **self._engine_options
-            )
+            self.engine = zenflow_jax.HostEngine(self.params, self.state, **self._engine_options)
         if self._step is None:
             # `zenflow` sees to its own arrays in host memory.
             placement = jax.tree.map(lambda x: x.sharding, (self.params, self.state))

@@ -1,12 +1,9 @@
 """The figures of `step_time.py`: what they are made from, as a table, a plot and JSON."""
 
 import dataclasses
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-import zenflow_jax
+from benchmarks import machine
 
 #: The peer whose steps are as fast as they can be.
 LIMIT = "adamw"
@@ -150,32 +147,10 @@ def to_json(comparisons: Sequence[Comparison], options: dict[str, Any]) -> dict[
     return {
         "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
         "options": options,
-        "machine": machine(),
-        "versions": versions(),
+        "device": jax.devices()[0].device_kind,
+        "machine": machine.summary(),
         "comparisons": [
             {**dataclasses.asdict(c), "tokens": c.tokens, "figures": figures(c)}
             for c in comparisons
         ],
-    }
-
-
-def machine() -> dict[str, Any]:
-    device = jax.devices()[0]
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = {x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")}
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "cpu": ", ".join(sorted(names)) or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
-    }
-
-
-def versions() -> dict[str, str]:
-    packages = ("jax", "jaxlib", "optax", "flax", "numpy", "numba")
-    return {
-        "python": platform.python_version(),
-        "zenflow_jax": zenflow_jax.__version__,
-        **{name: metadata.version(name) for name in packages},
     }

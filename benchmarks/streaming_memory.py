@@ -1,4 +1,4 @@
-"""How much memory does a run take whose layers stream, or lie in host memory? Beside its plan.
+"""How much memory does a run take whose layers stream? Beside its plan.
 
     python -m benchmarks.streaming_memory
 
@@ -31,11 +31,6 @@ STEPS = 12
 WAYS = (
     "zenflow-s4-r0.05",
     "zenflow-s4-r0.05-streamed",
-    "zenflow-s1-r0.05",
-    "zenflow-s1-r0.05-hosted",
-    "zenflow-s1-r0.05-hosted-compact",
-    "zenflow-s1-r0.05-hosted-waits",
-    "zenflow-s1-r0.05-hosted-waits-compact",
 )
 
 
@@ -76,7 +71,7 @@ def measured(way: str, args: argparse.Namespace) -> Sequence[int]:
     runner.take_down()
     runner.set_up()
     arguments = runner.params, runner.state, runner._batches[0]
-    plan = planning.plan(runner._step, *arguments, host_state=PEERS[way].host_state)
+    plan = planning.plan(runner._step, *arguments)
     program = runner._step.lower(*arguments).compile().memory_analysis()
     runner.take_down()
     device = plan.device_bytes + program.temp_size_in_bytes

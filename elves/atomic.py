@@ -27,12 +27,16 @@ def atomic_path(path: Path, *, folder: bool = False) -> Iterator[Path]:
     """
     path = path.absolute()
     remove_leftovers(path)
-    with _part_of(path, folder) as part:
+    part, lock = _locked_part(path, folder)
+    try:
         yield part
         if part.exists():
             sync_all(part)
             part.replace(path)
             _sync(path.parent)
+    finally:
+        _remove(part)
+        os.close(lock)
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -76,16 +80,6 @@ def is_partial(path: Path) -> bool:
 def finished(path: Path) -> Path:
     """Returns the final path of a temporary path, or of a path inside it; others unchanged."""
     return Path(*(m[1] if (m := _NAME.fullmatch(name)) else name for name in path.parts))
-
-
-@contextmanager
-def _part_of(path: Path, folder: bool) -> Iterator[Path]:
-    part, file = _locked_part(path, folder)
-    try:
-        yield part
-    finally:
-        _remove(part)
-        os.close(file)
 
 
 def _locked_part(path: Path, folder: bool) -> tuple[Path, int]:

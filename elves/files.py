@@ -89,12 +89,6 @@ class TensorFile:
         return checksum
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Returns a whole tensor.
-
-        Raises:
-            KeyError: If there is no tensor of that name.
-            ElvesError: If it is damaged, or NumPy lacks its dtype.
-        """
         return self.get_slice(name)[()]
 
     def get_slice(self, name: str) -> Slice:
@@ -136,11 +130,7 @@ class Slice:
 
 
 class PlainFile(TensorFile):
-    """A plain safetensors file.
-
-    Raises:
-        ElvesError: If it is not one, or not complete.
-    """
+    """A plain safetensors file; `ElvesError` if it is not one, or not complete."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -181,11 +171,7 @@ class PlainFile(TensorFile):
 
 
 class PackedFile(TensorFile):
-    """A packed file.
-
-    Args:
-        base: The folder of its base; None for the original path.
-    """
+    """A packed file; `base` is the folder of its base, None for the original path."""
 
     def __init__(self, path: Path, *, base: Path | None = None, threads: int = 1):
         self.header, at = read_header(path)
@@ -234,11 +220,7 @@ class PackedFile(TensorFile):
         return out[begin - first : end - first]
 
     def whole(self) -> Iterator[bytes | np.ndarray]:
-        """Yields the original file in pieces of some blocks; compares all checksums.
-
-        Raises:
-            ElvesError: If it is damaged, or its base is missing or wrong.
-        """
+        """Yields the original file in pieces of some blocks; compares all checksums."""
         head = self.header.unpacked_head()
         whole = zlib.crc32(head)
         yield head
@@ -318,11 +300,7 @@ class PackedFile(TensorFile):
 
 
 def open_tensors(path: Path, *, base: Path | None = None, threads: int = 1) -> TensorFile:
-    """Opens a file of tensors, plain or packed; arguments as for `PackedFile`.
-
-    Raises:
-        ElvesError: If the file cannot be read.
-    """
+    """Opens a file of tensors, plain or packed; arguments as for `PackedFile`."""
     if is_packed(path):
         return PackedFile(path, base=base, threads=threads)
     return PlainFile(path)

@@ -23,6 +23,8 @@ SAFE = ".safetensors"
 _SUFFIX = ".elves.safetensors"
 # An optimizer state, by its names here, in optax and in torch.
 _STATE = re.compile(r"(^|[./_])(mu|nu|exp_avg|exp_avg_sq|opt_state|optimizer|moments?)([./@_]|$)")
+# Dtypes of a tensor and its base.
+_COMPARABLE = (("F32", "F32"), ("BF16", "BF16"), ("F16", "F16"), ("BF16", "F32"))
 # Prefix of a model's tensors inside another model.
 _PREFIX = re.compile(r"^(model|bert)\.")
 
@@ -102,15 +104,13 @@ def pack_path(
 def restore_path(source: Path, target: Path, *, base: Path | None = None, threads: int = 1) -> int:
     """Restores a packed file or folder; returns the number of packed files.
 
-    Args:
-        target: New; it appears when it is complete.
-        base: The folder of the base; None for the original path.
-
-    Raises:
-        ElvesError: If a file is damaged, or none is packed. Nothing is left then.
-        OSError: If writing fails. Nothing is left then.
+    The `target` is new, and appears when it is complete. `base` is the folder of the base; None for
+    the original path. If a file is damaged, or none is packed, nothing is left.
     """
-    headers = {result.path: result.header for result in results(source)}
+    files = _files(source).items()
+    headers = {name: read_header(path)[0] if is_packed(path) else None for name, path in files}
+    if not any(headers.values()):
+        raise _none_packed(source)
     _expect_new(source, target)
     if not source.is_dir():
         _restore_file(source, target, base, threads)
@@ -136,11 +136,7 @@ def _restore_file(path: Path, target: Path, base: Path | None, threads: int) -> 
 
 
 def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> tuple[int, int]:
-    """Decodes all packed files; returns their number and their bytes.
-
-    Raises:
-        ElvesError: If something is damaged, or nothing is packed.
-    """
+    """Decodes all packed files; returns their number and their bytes."""
     sizes = []
     for path in _files(source).values():
         if is_packed(path):
@@ -151,22 +147,6 @@ def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> t
     if not sizes:
         raise _none_packed(source)
     return len(sizes), sum(sizes)
-
-
-def results(source: Path) -> list[Result]:
-    """Lists the files of a packed file or folder, with their headers and sizes.
-
-    Raises:
-        ElvesError: If there is none, or a header is damaged.
-    """
-    files = []
-    for name, path in _files(source).items():
-        size = path.stat().st_size
-        header = read_header(path)[0] if is_packed(path) else None
-        files.append(Result(name, header, header.bytes if header else size, size))
-    if not any(file.header for file in files):
-        raise _none_packed(source)
-    return files
 
 
 class _Bases:
@@ -186,17 +166,13 @@ class _Bases:
 
     def near(self, name: str, info: Info) -> Near | None:
         near = self._by_name.get(_PREFIX.sub("", name))
-        if near is None or not _comparable(info, near.file.tensors[near.tensor]):
+        other = near and near.file.tensors[near.tensor]
+        if other is None or not info.bytes or info.shape != other.shape:
+            return None
+        if (info.dtype, other.dtype) not in _COMPARABLE:
             return None
         self.matches += 1
         return near
-
-
-def _comparable(info: Info, other: Info) -> bool:
-    if not info.bytes or info.shape != other.shape:
-        return False
-    same = info.dtype == other.dtype and info.dtype in ("F32", "BF16", "F16")
-    return same or (info.dtype, other.dtype) == ("BF16", "F32")
 
 
 def _pieces(file: PlainFile, bases: _Bases | None) -> list[Piece]:

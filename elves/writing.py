@@ -97,12 +97,8 @@ def _duplicates(pieces: Sequence[Piece]) -> dict[str, str]:
     return equal
 
 
-def smallest_rms(pieces: Sequence[Piece]) -> tuple[float, str] | None:
-    """Returns the smallest root mean square of a float32 tensor, and its name.
-
-    A larger bound would erase that tensor. Returns None if a bound would have no effect: without
-    float32 tensors of differing numbers.
-    """
+def check_bound(path: Path, pieces: Sequence[Piece], bound: float) -> None:
+    """Refuses a bound above the root mean square of a tensor, which it would erase."""
     every: list[tuple[float, str]] = []
     for piece in pieces:
         total, count, varies = 0.0, 0, False
@@ -114,21 +110,13 @@ def smallest_rms(pieces: Sequence[Piece]) -> tuple[float, str] | None:
             varies = varies or bool((block.reshape(-1, 4) != piece.data[:4]).any())
         if total > 0 and varies:
             every.append((math.sqrt(total / count), piece.name))
-    return min(every, default=None)
-
-
-def check_bound(path: Path, pieces: Sequence[Piece], bound: float | None) -> None:
-    """Refuses a bound that would erase a tensor.
-
-    Raises:
-        ElvesError: If it is above the root mean square of a tensor.
-    """
-    smallest = smallest_rms(pieces) if bound is not None else None
-    if smallest is not None and bound > smallest[0]:
+    # Without float32 tensors of differing numbers, a bound has no effect.
+    rms, name = min(every, default=(math.inf, ""))
+    if bound > rms:
         raise ElvesError(
-            f"the tensor `{smallest[1]}` in {path}: expected a bound of at most its root mean "
-            f"square, {smallest[0]:.3g}, got {bound:.3g}. The largest sensible one for this file "
-            f"is 2^{math.floor(math.log2(smallest[0]))}."
+            f"the tensor `{name}` in {path}: expected a bound of at most its root mean "
+            f"square, {rms:.3g}, got {bound:.3g}. The largest sensible one for this file "
+            f"is 2^{math.floor(math.log2(rms))}."
         )
 
 
@@ -147,12 +135,7 @@ def pack(
         pieces: Everything after `head`, in order.
         base: The folder of the pieces' `near` tensors.
         only_smaller: Whether to write nothing, and return None, if it would not be smaller.
-
-    Raises:
-        ElvesError: If the bound is too large.
-        OSError: If writing fails. Nothing is left then.
     """
-    check_bound(path, pieces, options.bound)
     equal = _duplicates(pieces)
     planned = {p.name: _planned(p, options, equal.get(p.name)) for p in pieces}
     assert len(planned) == len(pieces)
@@ -198,12 +181,7 @@ def save(
 ) -> None:
     """Writes arrays as a packed file, which restores to a safetensors file.
 
-    Args:
-        bound: The largest error of a float32; None for none at all.
-
-    Raises:
-        ElvesError: If the bound is invalid, or safetensors lacks the dtype of an array.
-        OSError: If writing fails. Nothing is left then.
+    `bound` is the largest error of a float32; None for none at all.
     """
     names = {dtype: name for name, dtype in NUMPY.items()}
     pieces = []
@@ -215,19 +193,21 @@ def save(
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         pieces.append(Piece(name, names[x.dtype], tuple(x.shape), data))
     head = encode_header((p.name, p.dtype, p.shape, p.data.size) for p in pieces)
-    pack(Path(path), pieces, Options(bound=bound, threads=threads), head=head)
+    options = Options(bound=bound, threads=threads)
+    if bound is not None:
+        check_bound(Path(path), pieces, bound)
+    pack(Path(path), pieces, options, head=head)
 
 
 def _planned(piece: Piece, options: Options, equal: str | None) -> Tensor:
-    bound = float(options.bound) if options.bound and piece.dtype == "F32" else None
-    codec, of, near = CODECS[0], None, piece.near
+    name, dtype, shape, data, near = piece
+    bound = float(options.bound) if options.bound and dtype == "F32" else None
+    codec, of = CODECS[0], None
     if equal is not None:
         codec, of = DUPLICATE, Of("file", "", equal, 0)
     elif near is not None:
         of = Of("base", near.path, near.tensor, near.file.checksum(near.tensor))
-    return Tensor(
-        piece.name, piece.dtype, piece.shape, piece.data.size, codec, bound, 0.0, 0, of, ()
-    )
+    return Tensor(name, dtype, shape, data.size, codec, bound, 0.0, 0, of, ())
 
 
 def _write(file: Any, piece: Piece, t: Tensor, encoder: _Encoder) -> Tensor:

@@ -92,7 +92,7 @@ def as_scripts_run():
 @pytest.fixture
 def no_picture(monkeypatch):
     """Runs of the script in this process do not draw their losses, a quarter of a short run."""
-    monkeypatch.setattr("train.run.loop.write_picture", lambda *_, **__: None)
+    monkeypatch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
 
 
 # The annotations of the library are checked in its examples and in these tests alone: checks take a

@@ -17,6 +17,7 @@ SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
 PARAMS = jax.device_put({"bias": jnp.zeros(3), "weight": jnp.ones((6, 3))}, DEVICE)
 SQUARE = {"bias": jnp.zeros(3), "weight": jnp.ones((3, 6))}
 NO_STATE, TWO_STATES = "one ZenFlowState in it, got 0", "one ZenFlowState in it, got 2"
+IN_HOST_MEMORY = "Parameter ['weight'] is in host memory (pinned_host). Put it on a device;"
 
 
 def make(learning_rate: Any = 1e-2, **options: Any) -> Any:
@@ -43,6 +44,11 @@ def nnx_model() -> nnx.Module:
 
 def nnx_optimizer(tx: Any) -> nnx.Optimizer:
     return nnx.Optimizer(nnx_model(), tx, wrt=nnx.Param)
+
+
+def with_weight_in_host_memory(params: Any) -> Any:
+    place = jax.sharding.SingleDeviceSharding(DEVICE, memory_kind="pinned_host")
+    return {**params, "weight": jax.device_put(params["weight"], place)}
 
 
 def numpy_of(tree: Any) -> Any:

@@ -79,8 +79,6 @@ class Reference:
         shards: Into how many equal pieces each leaf's channel axis is cut, each of which selects
             on its own; None is one for every leaf.
         host_state: "compact" rounds moments of deferred channels to 8 bits.
-        hosted: Which leaves are parameters in host memory, which make no provisional steps; None
-            is none of them.
 
     Attributes:
         step_count: Steps so far, skipped ones included.
@@ -102,7 +100,6 @@ class Reference:
         decay: Sequence[bool] | None = None,
         shards: Sequence[int] | None = None,
         host_state: str = "float32",
-        hosted: Sequence[bool] | None = None,
     ):
         self._settings = settings
         self._compact = host_state == "compact"
@@ -115,9 +112,6 @@ class Reference:
             )
             for param, axis, decays, pieces in zip(params, channel_axes, decay, shards, strict=True)
         ]
-
-        still = [False] * len(params) if hosted is None else hosted
-        self._hosted = [leaf for leaf, x in zip(self._leaves, still, strict=True) if x]
         self.step_count = 0
         self.skipped = 0
         self.windows = 0
@@ -173,10 +167,8 @@ class Reference:
         Open windows stay open.
         """
         for turn in self.turns:
-            loses_nothing = not self._settings.provisional_share or not turn.open_steps
-            for leaf, channel in turn.channels:
-                if channel.waiting and (loses_nothing or self._is_hosted(leaf)):
-                    leaf.publish(channel)
+            if not self._settings.provisional_share or not turn.open_steps:
+                turn.merge()
         return self.params
 
     @property
@@ -219,16 +211,13 @@ class Reference:
     def _move_provisionally(self, leaf: Leaf, channel: Channel, g: Any) -> None:
         s = self._settings
         waits_for_nothing = s.update_interval == 1 and self._staleness == 0
-        if not s.provisional_share or waits_for_nothing or self._is_hosted(leaf):
+        if not s.provisional_share or waits_for_nothing:
             return
         if self.step_count <= max(s.full_warm_up_rounds, 1):
             return
         length = np.float32(s.provisional_share) * self._last_lr
         new = leaf.param[channel.where].astype(np.float32) - length * np.sign(g)
         leaf.param[channel.where] = new.astype(leaf.param.dtype)
-
-    def _is_hosted(self, leaf: Leaf) -> bool:
-        return any(leaf is x for x in self._hosted)
 
     def _exchange(self, t: int) -> bool:
         """Does all that follows step `t`; whether any window closes there."""

@@ -17,6 +17,7 @@ from flax import nnx
 import zenflow_jax
 from tests.mistakes import (
     DEVICE,
+    IN_HOST_MEMORY,
     NO_STATE,
     PARAMS,
     SQUARE,
@@ -30,12 +31,21 @@ from tests.mistakes import (
     numpy_of,
     shapes_of,
     step,
+    with_weight_in_host_memory,
 )
 from zenflow_jax import STATIC_ARGS, AutoSelect, AutoWindow, HostEngine, zenflow
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._spec.rules import UnfitRunError
+from zenflow_jax.attach import attach
 
 LOW = {"weight": jnp.ones((6, 3), jnp.bfloat16)}
+ON_HOST = with_weight_in_host_memory(PARAMS)
+
+
+def placed_shape(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
 GIB = 2**30
 
 
@@ -236,6 +246,9 @@ WRONG_PARAMS = [
     (lambda: init(PARAMS, mask={"kernel": True}), ValueError, "`mask`"),
     (lambda: init(PARAMS, mask={"bias": 1, "weight": {"kernel": 1}}), ValueError, "`mask`"),
     (lambda: init(PARAMS, mask=lambda params: [True]), ValueError, "`mask`"),
+    (lambda: init(ON_HOST), ValueError, IN_HOST_MEMORY),
+    (lambda: jax.jit(TX.init)(ON_HOST), ValueError, IN_HOST_MEMORY),
+    (lambda: init(jax.tree.map(placed_shape, ON_HOST)), ValueError, IN_HOST_MEMORY),
 ]
 
 
@@ -328,6 +341,8 @@ NO_ENGINE = [
     (lambda: engine(state=step(PARAMS, STATE)[1]), ValueError, "after 1 steps"),
     (lambda: engine({"kernel": PARAMS["weight"]}), ValueError, "got 1 leaves"),
     (lambda: engine(SQUARE), ValueError, "got float32 (3, 6)"),
+    (lambda: engine(ON_HOST), ValueError, IN_HOST_MEMORY),
+    (lambda: attach(step)(ON_HOST, STATE), ValueError, IN_HOST_MEMORY),
     (lambda: engine(of_dtype(jnp.float16)), ValueError, "got float16 (6, 3)"),
     (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", None), UnfitRunError, "LIMIT_GB=95"),
     (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", "64"), ValueError, "LIMIT_GB=95"),

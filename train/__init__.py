@@ -1,9 +1,9 @@
 """Scripts that train models with zenflow_jax, and the models they train.
 
 Each script is a module with a `main`, is read from top to bottom, and uses the public names of the
-library. `distributed/host_memory.py`, `plan/planning.py` and `checkpoints/reading.py` also read
-fields of the state's leaves, and change with them. Nothing in the library imports this package;
-`zenflow_jax/_commands.py` starts its scripts as console commands.
+library. `plan/planning.py` and `checkpoints/reading.py` also read fields of the state's leaves, and
+change with them. Nothing in the library imports this package; `zenflow_jax/_commands.py` starts its
+scripts as console commands.
 """
 
 import sys

@@ -55,12 +55,7 @@ class Command:
 
 
 def run(command: Command) -> None:
-    """Executes the command, and prints the result.
-
-    Raises:
-        ElvesError: If the command cannot be executed.
-        OSError: If a file cannot be read or written.
-    """
+    """Executes the command, and prints the result; raises `ElvesError` or `OSError`."""
     _check(command)
     threads = command.threads or len(os.sched_getaffinity(0))
     begin = time.perf_counter()

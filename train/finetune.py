@@ -80,7 +80,7 @@ def train(
         return
     job, opt_state = prepare(sources, stop.check)
     folder = make_run_folder(
-        job.output.output_dir, job.output.run, label=job.training.optimizer, fresh=fresh
+        job.settings.output_dir, job.settings.run, label=job.settings.optimizer, fresh=fresh
     )
     peers.restart = (
         f"Start all of them again with --run {folder.name}: the run is resumed from its last "

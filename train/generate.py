@@ -80,23 +80,11 @@ class Options:
         None, "Dtype of weights and products. Default: the folder's."
     )
 
-    def check_of_classifier(self) -> None:
-        """Refuses options that a classifier ignores."""
-        for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            if spec.name not in ("prompt", "model", "dtype") and value != spec.default:
-                raise SettingsError(
-                    f"`{spec.name}`: expected none for a model that classifies, got {value}. It is "
-                    "an option of models that continue a prompt."
-                )
-
     def check(self) -> None:
         for name, expected in out_of_bounds(self):
             raise SettingsError(f"`{name}`: expected {expected}, got {getattr(self, name)}.")
         if self.top_p is not None and self.top_p > 1:
             raise SettingsError(f"`top_p`: expected a share of at most 1, got {self.top_p}.")
-        if self.seed >= 2**32:
-            raise SettingsError(f"`seed`: expected a number below 2**32, got {self.seed}.")
 
     @property
     def sampling(self) -> Sampling:
@@ -121,7 +109,6 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
     if origin.architecture == "encoder":
         check_classifier(origin)
-        options.check_of_classifier()
         lines = sys.stdin if options.prompt == "-" else [options.prompt]
         texts = [line.rstrip("\n") for line in lines]  # str.splitlines also ends a line at U+2028
         for name, share in classify_texts(origin, *_load(origin, options.dtype), tokenizer, texts):
@@ -168,7 +155,10 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
     folder = Path(options.model)
     form, because = options.format, ""
     if form == "auto":
-        form, because = _format_of(folder)
+        task = read_object(folder / CONFIG, ModelError).get(TASK)
+        form, because = "text", "" if task else "; --format chat puts it into the chat template"
+        if task in ("alpaca", "chat"):
+            form, because = task, f", as the run was trained ({task})"
     if form == "chat":
         return _chat_prompt(options, tokenizer, because)
     if options.system is not None:
@@ -216,14 +206,6 @@ def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
 
     graphdef, shapes = jax.eval_shape(lambda: models.split(build()))
     return graphdef, loading.load_weights(origin, shapes)
-
-
-def _format_of(folder: Path) -> tuple[str, str]:
-    """Returns the prompt format of the folder's run, and the reason."""
-    task = read_object(folder / CONFIG, ModelError).get(TASK)
-    if task in ("alpaca", "chat"):
-        return task, f", as the run was trained ({task})"
-    return "text", "" if task else "; --format chat puts it into the chat template"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

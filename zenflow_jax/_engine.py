@@ -18,7 +18,6 @@ from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline, recorded
 from zenflow_jax._exchange import checks
-from zenflow_jax._exchange.hosted import Hosted
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
@@ -61,9 +60,9 @@ class HostEngine:
         check: The test for other code that changes parameters. "samples" compares some values of
             each leaf now and then. "all", for debugging, compares all values on the device at each
             step from the second; it costs time and a copy of the parameters there. Neither sees
-            skipped steps, values that become NaN, unsampled values of layers in host memory, or
-            less than a twentieth of a selected float32 weight's step. The next step silently undoes
-            a change to selected low-precision channels between two steps.
+            skipped steps, values that become NaN, or less than a twentieth of a selected float32
+            weight's step. The next step silently undoes a change to selected low-precision channels
+            between two steps.
 
     Raises:
         ValueError: If an argument is out of range; if `opt_state` does not have exactly one
@@ -118,9 +117,8 @@ class HostEngine:
         # An engine state of jax arrays is in pinned memory already, and larger than mail.
         if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
             pin_memory_for_mail(state, offloaded)
-        picked = offloaded.pick(weights)
         adam = HostAdam(host_kernel, threads)
-        host = new_host_state(picked, state, offloaded, adam, compact=compact)
+        host = new_host_state(offloaded.pick(weights), state, offloaded, adam, compact=compact)
         skipped = int(read(state.skipped_in_a_row))
         self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
         self._expected = checks.Expected(state, weights, offloaded, moved)
@@ -128,7 +126,6 @@ class HostEngine:
         self._integrity = Integrity(state, everything=check == "all")
         self._updates = updates = Updates(worker, offloaded)
         run = join_run(engine_state, offloaded, state, weights, worker, progress, updates)
-        self._hosted = Hosted(offloaded, picked, state)
         processes = sorted({device.process_index for device in devices_of(weights)})
         peers = PeerMonitor(f"run {run}", processes, exit_if_stuck=exit_if_stuck)
         self._tokens = checks.Tokens(state, run)
@@ -196,29 +193,21 @@ class HostEngine:
             return params, opt_state
         self._tokens.check_new_step(state)
         state = self._expected.in_place(state, taken.weights)
-        waits = any(boundaries[group].selects for group in closing)
-        self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=waits))
         if first:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
         with self._all_or_nothing():
             self._flushed = self._kept = False
-            weights = taken.offloaded
-            if len(at_once) < len(boundaries):  # else updates bring others before this returns
-                weights = self._hosted.hide(weights, self._worker.leaves())
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
-            self._hosted.step_made()
             self._mailbox.send(state, self._progress.step + 1)
             for group in closing:
                 state = self._mailbox.send_sums(state, group)
-            weights, leaves = self._updates.collect(weights, arriving, state.step), state.leaves
-            measured = {}
+            weights = self._updates.collect(taken.offloaded, arriving, state.step)
+            leaves, measured = state.leaves, {}
             for group in closing:
                 if boundaries[group].selects:
-                    leaves = self._updates.reselect(
-                        group, weights, leaves, state.step, at_once=group in at_once
-                    )
+                    leaves = self._updates.reselect(group, weights, leaves, state.step)
                 else:
                     self._updates.close_window(group)
                     if state.schedule.needs_kept_share:
@@ -226,16 +215,12 @@ class HostEngine:
                 self._progress.window_closed(group)
             weights = self._updates.collect(weights, at_once, state.step)
             if any(x is not y for x, y in zip(weights, taken.offloaded, strict=True)):
-                self._hosted.note(weights, taken.offloaded)
                 taken = taken.with_offloaded(weights)
                 params = taken.tree
             self._progress.passed(boundaries, state.step_scalars.statistics, measured)
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
-            if self._hosted:
-                # The next step must not need memory beside the weights that this step still reads.
-                self._mailbox.drain()
         return params, opt_state
 
     @recorded("flush")
@@ -245,7 +230,7 @@ class HostEngine:
         Call it after the last exchange, and continue only from its result. Open windows stay open,
         so a continued run has the same windows. The parameters have their gradients as provisional
         steps only, and with `provisional_share=None` not at all: end such a run where a window
-        ends. Layers in host memory, which have no provisional steps, get all updates.
+        ends.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -261,28 +246,21 @@ class HostEngine:
         taken = self._expected.take(params)
         if copied:
             state = self._expected.in_place(state, taken.weights)
-        self._integrity.refuse(self._hosted.changed(taken.offloaded, wait=True))
         # An update in mid-window would overwrite the provisional steps since the window opened.
         at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
-        if self._hosted:  # the host's arrays become parameters, with all pending updates
-            self._updates.wait()
         self._flushed, self._kept = True, False
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
-        weights = taken.offloaded
-        with self._all_or_nothing() if arriving else contextlib.nullcontext():
+        with self._all_or_nothing():
             if arriving:
                 self._integrity.forget()
-                weights = self._updates.collect(weights, arriving, state.step)
-                moved = taken.with_offloaded(weights).weights
-                self._integrity.note_parameters(moved, state.leaves, if_due=False)
+                weights = self._updates.collect(taken.offloaded, arriving, state.step)
+                taken = taken.with_offloaded(weights)
+                self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)
                 opt_state = replace_state(opt_state, state._replace(token=token))
-            weights = self._hosted.current(weights, self._worker.leaves(), state.leaves)
-            self._hosted.note(weights, taken.offloaded)
-            taken = taken.with_offloaded(weights)
             self._saver.note(taken.weights)
         return taken.tree, opt_state
 
@@ -356,7 +334,7 @@ class HostEngine:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         closed = self._worker.closed
-        behind = self._hosted.behind or bool(self._updates.pending and not self._flushed)
+        behind = self._updates.pending and not self._flushed
         self._kept = self._kept or error is not None
         self.close()
         if error is not None or closed or self._worker.failure_raised:

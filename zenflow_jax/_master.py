@@ -20,8 +20,8 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
     """Returns the parameters in float32: the masters, whose casts are low-precision parameters.
 
     Where a parameter has moved by provisional steps, or lacks a pending update, the result is the
-    parameter itself; layers in host memory have every update. Call `flush` first to merge all
-    updates. If the devices have no room for all masters, use `iter_master_params`.
+    parameter itself. Call `flush` first to merge all updates. If the devices have no room for all
+    masters, use `iter_master_params`.
 
     Args:
         params: The parameters that the last `exchange` or `flush` returned.
@@ -86,7 +86,7 @@ def iter_master_params(
         for place, leaf in zip(places, state.leaves, strict=True)
     }
 
-    def of_host(number: int, leaf: LeafState) -> jax.Array:
+    def of_host(number: int) -> jax.Array:
         engine._check_open()
         if moment() != begun:
             raise RuntimeError(
@@ -94,7 +94,7 @@ def iter_master_params(
                 "or to other parameters before all of them were asked for. Make no step, call "
                 "no `flush`, and go through those of one tree of parameters at a time."
             )
-        return engine._updates.masters(number, leaf)
+        return engine._updates.masters(number)
 
     def pairs() -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
         for place, (path, weight) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
@@ -102,11 +102,8 @@ def iter_master_params(
                 yield path, weight
                 continue
             leaf, number = leaf_at[place]
-            host = None if number is None else of_host(number, leaf)
-            if leaf.spec.hosted:
-                yield path, host
-            else:
-                yield path, _master(weight, leaf._replace(spec=leaf.spec.anonymous), host)
+            host = None if number is None else of_host(number)
+            yield path, _master(weight, leaf._replace(spec=leaf.spec.anonymous), host)
 
     return pairs()
 

@@ -28,7 +28,7 @@ from zenflow_jax._device.step import (
     split_gradient,
     step_selected,
 )
-from zenflow_jax._device.streamed import Unmoved, is_streamed, misused, parts_of
+from zenflow_jax._device.streamed import is_streamed, misused, parts_of
 from zenflow_jax._spec.arguments import (
     NUMBERS,
     check_numbers,
@@ -45,7 +45,7 @@ from zenflow_jax._spec.leaf_warnings import (
     warn_of_stacked_vectors,
     warn_of_uneven_pieces,
 )
-from zenflow_jax._spec.resolve import LeafRules, check_hosted, resolve_specs
+from zenflow_jax._spec.resolve import LeafRules, resolve_specs
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
@@ -148,7 +148,7 @@ def zenflow(
             device, as leaves with fewer than two axes always do.
         partition_replicated: Whether mesh axes that replicate a leaf divide its optimizer state and
             the work on it, as far as its sizes allow (ZeRO). A bool, or a function of (key path,
-            leaf). A leaf in host memory is never divided.
+            leaf).
         param_shardings: Tree of `NamedSharding`s like the parameters, or a function of the
             parameters that returns such a tree. `init` needs it only under jit on a mesh with Auto
             axes, because traced parameters do not know where they are.
@@ -225,7 +225,6 @@ def zenflow(
             if resident is None:
                 warn_of_stacked_vectors(specs)
         specs, in_turn = in_groups(specs, schedule)
-        check_hosted(specs, in_turn, sends_in_step=sending.in_step)
         return first_state(params, specs, Static(in_turn, sending))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -269,10 +268,9 @@ def _update(
         length = schedule.provisional_step(step, scalars.learning_rate, verdict.finite)
 
     stepped = [
-        step_selected(None if leaf.spec.hosted else p, s, leaf, scalars, verdict, length)
+        step_selected(p, s, leaf, scalars, verdict, length)
         for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
     ]
-    changes: list[Any] = [change for change, _ in stepped]
     statistics = None
     if schedule.needs_statistics:
         statistics = window_statistics([s.squares for s in seen], state.leaves, verdict)
@@ -287,20 +285,11 @@ def _update(
     lost = state.token == USED
     _raise_if_lost(lost)
     wrong = misused(gradients, state.leaves)
-
-    def to_nan(x: Any) -> Any:
-        return None if x is None else jnp.where(lost | wrong, jnp.nan, x)
-
-    changes = [Unmoved() if change is None else to_nan(change) for change in changes]
-    leaves = [
-        leaf._replace(master=to_nan(leaf.master)) if leaf.spec.hosted else leaf
-        for leaf in new.leaves
-    ]
+    changes = [jnp.where(lost | wrong, jnp.nan, change) for change, _ in stepped]
     token = jnp.where(wrong & ~lost, MISUSED, state.token)
     facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
     packed = StepScalars.pack(facts, statistics)
-    new = _with_mail(new._replace(leaves=tuple(leaves)), seen, packed, verdict, rank)
-    return jax.tree.unflatten(treedef, changes), new
+    return jax.tree.unflatten(treedef, changes), _with_mail(new, seen, packed, verdict, rank)
 
 
 def _with_mail(

@@ -3,8 +3,7 @@
 `jax.lax.scan` stacks the gradients of all layers, so the device holds them together when the scan
 ends. With `scan_layers` the scan's body reads each layer's gradient and sends it to the host, and
 `jax.grad` returns only the values that the step needs. Windows, selections and arithmetic do not
-change. Layers with weights in host memory are fetched one by one, and get their selected channels
-on arrival.
+change.
 """
 
 import dataclasses
@@ -16,12 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._device.fetched import scan_fetched
 from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
-from zenflow_jax._device.memory import HOST, beside, mail_rank
+from zenflow_jax._device.memory import mail_rank
 from zenflow_jax._device.state import LeafState, find_state
-from zenflow_jax._device.streamed import check_layers_whole, is_streamed, layer_weights, streamed
-from zenflow_jax._spec.leaf import LeafSpec, is_hosted
+from zenflow_jax._device.streamed import (
+    Streamed,
+    check_layers_whole,
+    is_streamed,
+    layer_weights,
+    streamed,
+)
 from zenflow_jax._transform import zenflow
 
 
@@ -46,9 +49,8 @@ def stream(
 
     Raises:
         ValueError: If the state has another `send_gradients`; if no leaf is stacked, or a leaf that
-            `where` names is not; if a mesh divides the axis of layers or has Explicit axes; if a
-            leaf is in another memory than `tx.init` saw; if something differentiates through this
-            call.
+            `where` names is not; if a mesh divides the axis of layers or has Explicit axes; if
+            something differentiates through this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -79,7 +81,6 @@ def stream(
     for place, leaf in zip(places, state.leaves, strict=True):
         if _is_layer(leaf, paths[place], weights[place], where):
             check_layers_whole(leaf.spec)
-            _check_memory(weights[place], leaf.spec)
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
     if not any(map(is_streamed, weights)):
         raise ValueError(
@@ -108,29 +109,21 @@ def _is_layer(
 def scan_layers(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, layers: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """Runs `jax.lax.scan` over layers that stream gradients, or weights from host memory.
-
-    The device holds two layers in host memory at a time: the current layer, and the next in flight.
-    The backward pass fetches them again and recomputes each from its inputs, as `jax.checkpoint`
-    would. Their gradients are in host memory, too, or are those of `stream`.
+    """Runs `jax.lax.scan` over layers that stream gradients.
 
     Args:
         body: Function of (carry, layer) that returns the new carry and an output, as for
             `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
         carry: The first layer's input.
-        layers: A tree of arrays stacked along axis 0. They may come from `stream`, be in host
-            memory (`memory_kind="pinned_host"`), or both; other arrays are scanned as by
-            `jax.lax.scan`.
-        options: `reverse`, `unroll`, `length` of `jax.lax.scan`. Layers in host memory accept only
-            values that change nothing.
+        layers: A tree of arrays stacked along axis 0, from `stream` or not.
+        options: `reverse`, `unroll`, `length` of `jax.lax.scan`.
 
     Returns:
         The carry after the last layer, and the stacked outputs.
 
     Raises:
         ValueError: If something has cast or reshaped the arrays of `stream` (cast in the body), or
-            streams them inside `jax.shard_map`. For layers in host memory: if an option changes the
-            scan, or a derivative goes through a surrounding `jax.vmap`.
+            streams them inside `jax.shard_map`.
         TypeError: If something other than `scan_layers` reads the arrays of `stream`.
 
     Examples:
@@ -141,51 +134,31 @@ def scan_layers(
         Array([8., 8.], dtype=float32)
     """
 
-    leaves, treedef = jax.tree.flatten(layers, is_leaf=is_streamed)
-    if any(map(is_streamed, leaves)):
+    if any(map(is_streamed, jax.tree.leaves(layers, is_leaf=is_streamed))):
         remedy = "let jit divide the batch, or scan layers that do not stream"
         check_outside_of_shard_map("streaming.scan_layers", remedy)
-    # Neither weights nor masters of streamed layers have a derivative.
-    plain, still, probes = zip(*map(_split, leaves), strict=True) if leaves else ((),) * 3
 
-    def streaming_body(carry: Any, layer: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-        return body(carry, jax.tree.unflatten(treedef, map(_join, *layer)))
+    def streaming_body(carry: Any, layer: Any) -> tuple[Any, Any]:
+        return body(carry, _of_streamed(layer_weights, layer))
 
-    if not any(map(is_hosted, jax.tree.leaves((plain, still)))):
-        still = jax.lax.stop_gradient(still)
-        return jax.lax.scan(streaming_body, carry, (plain, still, probes), **options)
-    _check_options(leaves[0].shape[0], **options)
-    return scan_fetched(streaming_body, carry, plain, still, probes)
+    return jax.lax.scan(streaming_body, carry, _of_streamed(_constant, layers), **options)
 
 
-def _check_options(
-    layers: int,
-    *,
-    length: int | None = None,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    _split_transpose: bool = False,
-) -> None:
-    """Refuses options of `jax.lax.scan` that layers in host memory do not support."""
-    for name, value, fits in (
-        ("length", length, length in (None, layers)),
-        ("reverse", reverse, not reverse),
-        ("unroll", unroll, unroll is not True and unroll in (False, 1)),
-        ("_split_transpose", _split_transpose, not _split_transpose),
-    ):
-        if not fits:
-            raise ValueError(
-                f"{name}={value!r} does not work with {layers} layers in host memory, which are "
-                "fetched one by one from the first to the last. Leave it out."
-            )
+def _of_streamed(function: Callable[[Any], Any], layers: Any) -> Any:
+    """Applies `function` to the leaves that stream."""
+    return jax.tree.map(lambda x: function(x) if is_streamed(x) else x, layers, is_leaf=is_streamed)
+
+
+def _constant(layers: Streamed) -> Streamed:
+    """Returns layers whose weights have no derivative, which `jax.grad` would stack."""
+    return dataclasses.replace(layers, weights=jax.lax.stop_gradient(layers.weights))
 
 
 def check_device() -> None:
     """Compares a small streamed scan with a plain scan, on the default device.
 
-    The test covers streamed gradients, and a training step with layers in host memory. It takes
-    some seconds, mostly to compile. XLA has had bugs with arrays in host memory inside loops
-    (openxla/xla#46231), and no GPU has run this yet.
+    It takes some seconds, mostly to compile. XLA has had bugs with arrays in host memory inside
+    loops (openxla/xla#46231), and no GPU has run this yet.
 
     Raises:
         RuntimeError: If the results differ by more than rounding.
@@ -194,13 +167,9 @@ def check_device() -> None:
         >>> from zenflow_jax import streaming
         >>> streaming.check_device()
     """
-    step, params, opt_state, x = trial()
-    hosted = jax.device_put(params, beside(x, HOST))
-    updates, *rest = step(params, opt_state, x, False)
-    # Updates of parameters in host memory have no numbers.
-    actual = step(params, opt_state, x, True), step(hosted, _TX.init(hosted), x, True)[1:]
-    expected = (updates, *rest), rest
-    pairs = (map(jax.device_get, jax.tree.leaves(results)) for results in (actual, expected))
+    step, *arguments = trial()
+    results = (step(*arguments, streams) for streams in (True, False))
+    pairs = (map(jax.device_get, jax.tree.leaves(arrays)) for arrays in results)
     for got, want in zip(*pairs, strict=True):
         wrong = np.mean(np.abs(got - want)) / np.mean(np.abs(want))
         if not wrong < 1e-2:
@@ -212,9 +181,6 @@ def check_device() -> None:
             )
 
 
-_TX = zenflow(1e-2, max_grad_norm=1.0)
-
-
 def trial() -> tuple[Any, Any, Any, jax.Array]:
     """Returns the step that `check_device` runs, and its arguments except `streams`."""
     # Float32 leaves have no separate masters, so their updates show all changes.
@@ -224,8 +190,9 @@ def trial() -> tuple[Any, Any, Any, jax.Array]:
         name: jax.random.normal(key, shape) / 8
         for key, (name, shape) in zip(keys, shapes.items(), strict=False)
     }
+    tx = zenflow(1e-2, max_grad_norm=1.0)
     # The first step of a run makes no provisional steps.
-    opt_state = find_state(_TX.init(params))._replace(step=jnp.int32(1))
+    opt_state = find_state(tx.init(params))._replace(step=jnp.int32(1))
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
@@ -236,33 +203,8 @@ def trial() -> tuple[Any, Any, Any, jax.Array]:
     @partial(jax.jit, static_argnames="streams")
     def step(params: Any, opt_state: Any, x: jax.Array, streams: bool) -> Any:
         weights = stream(params, opt_state) if streams else params
-        updates, new = _TX.update(jax.grad(loss)(weights, x), opt_state, params)
+        updates, new = tx.update(jax.grad(loss)(weights, x), opt_state, params)
         new = find_state(new)
         return updates, new.mail, [(leaf.mu, leaf.nu, leaf.scores) for leaf in new.leaves]
 
     return step, params, opt_state, jax.random.normal(keys[2], (16, 64))
-
-
-def _split(x: Any) -> tuple[Any, Any, Any]:
-    """Splits a leaf into (plain, weights and masters, probes), as far as it has them."""
-    if not is_streamed(x):
-        return x, None, None
-    return None, (x.weights, x.masters), dataclasses.replace(x, weights=None, masters=None)
-
-
-def _join(plain: Any, still: Any, probes: Any) -> Any:
-    """Inverts `_split` for one layer: returns its weights."""
-    if still is None:
-        return plain
-    weights, masters = still
-    return layer_weights(dataclasses.replace(probes, weights=weights, masters=masters))
-
-
-def _check_memory(weights: Any, spec: LeafSpec) -> None:
-    if is_hosted(weights) != spec.hosted:
-        place = ("the device's", "the host's")
-        raise ValueError(
-            f"expected {spec.name} in {place[spec.hosted]} memory, where `tx.init` saw it, got it "
-            f"in {place[not spec.hosted]}. Of some restored arrays jax does not know the memory: "
-            "put them there again, by `jax.device_put(numpy.asarray(x), sharding)`."
-        )

@@ -7,7 +7,6 @@
 
 Each has `run(stage)` and runs in a process of its own (`__main__.py`), which alone starts jax on
 the GPU. What it finds it writes down at once (`notes.py`), so that what ends it, an abort or the
-clock, takes nothing that was found before. `sizes.py` says which models and peers the stages train;
-`programs.py` has each of their steps compiled without a GPU. `machine.py` looks at a machine
-without jax, `report.py` makes the report of the notes.
+clock, takes nothing that was found before. `sizes.py` says which models and peers the stages train,
+`programs.py` compiles their steps without a GPU, `report.py` makes a report of the notes.
 """

@@ -13,8 +13,8 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks.gpu_stages.machine import NoGPU
 from benchmarks.gpu_stages.notes import Notes, Stage, notes_path
+from benchmarks.machine import NoGPU
 
 #: Exit status of a stage that found no GPU: the other stages will not find one either.
 NO_GPU = 3

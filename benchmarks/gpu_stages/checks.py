@@ -13,12 +13,10 @@ import argparse
 import functools
 import json
 import sys
-import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ from flax import nnx
 import zenflow_jax
 from benchmarks.gpu_stages.__main__ import NO_GPU
 from tests import comparisons, runs
-from tests.device import streamed_runs
 from tests.reference import Settings
 from tests.runs import SCANNED, SECOND, THIRD, Leaf, Leaves, Plan, Training
 from train.model.attention import attention
@@ -178,33 +175,6 @@ def donation_changes_no_bit(leaves: Leaves, *, donate: tuple[int, ...], sending:
     comparisons.assert_same_bits(run(donate), run(()))
 
 
-def layers_in_host_memory_are_donated_while_they_are_saved(_: Leaves) -> None:
-    """At each step a file of the engine's state is written, as `EngineSave` does, beside the next.
-
-    A view of a donated array that the save leaves alive is an error on a GPU alone.
-    """
-
-    def run(donate: bool, save: bool) -> Any:
-        training = streamed_runs.Run("bfloat16", donate=donate, optimized=False)
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            ThreadPoolExecutor(1) as pool,
-            zenflow_jax.HostEngine(training.params, training.state) as engine,
-        ):
-            for t in range(STEPS):
-                writing = None
-                if save:
-                    step = Path(folder, str(t))
-                    step.mkdir()
-                    writing = pool.submit(engine.stream().write, step)
-                training.go(engine, t, t + 1)
-                if writing is not None:
-                    writing.result()
-            return jax.device_get(training.end(engine))
-
-    comparisons.assert_same_bits(run(True, True), run(False, False))
-
-
 def _update_nnx(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any) -> None:
     """One step with gradients that are given as pure arrays."""
     state = nnx.state(model, nnx.Param)
@@ -278,9 +248,6 @@ QUESTIONS: dict[str, Callable[[Leaves], None]] = {
             ((0, 1, 2), "per_window"),
         )
     },
-    "donated: layers in host memory, saved at each step": (
-        layers_in_host_memory_are_donated_while_they_are_saved
-    ),
     "attention by cuDNN: that of its plain form": attention_is_that_of_its_plain_form,
     "donated: nnx.jit": donation_by_nnx_jit_changes_no_bit,
 }

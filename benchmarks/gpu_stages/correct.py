@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_stages import machine
+from benchmarks import machine
 from benchmarks.gpu_stages.__main__ import NO_GPU
-from benchmarks.gpu_stages.machine import NoGPU
 from benchmarks.gpu_stages.notes import Stage, table
+from benchmarks.machine import NoGPU
 
 #: A question that takes longer hangs. The first one of a process also starts jax and compiles; a
 #: CPU in a rehearsal may be busy with anything.

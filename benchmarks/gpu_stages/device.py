@@ -1,10 +1,11 @@
 """The device that a stage works on, and what its allocator says."""
 
+import resource
+
 import jax
 
-from benchmarks.gpu_stages import machine
-from benchmarks.gpu_stages.machine import NoGPU
 from benchmarks.gpu_stages.notes import Stage
+from benchmarks.machine import NoGPU
 
 
 def require_gpu(stage: Stage) -> jax.Device:
@@ -44,5 +45,5 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def host_peak_bytes() -> int:
-    """The most memory that this process ever had in RAM, pinned memory included."""
-    return machine.status_bytes("VmHWM")
+    """Returns the most memory that this process ever had in RAM, pinned memory included."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

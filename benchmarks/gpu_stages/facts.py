@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_stages import machine
+from benchmarks import machine
 from benchmarks.gpu_stages.device import require_gpu
 from benchmarks.gpu_stages.notes import Stage, table
 from benchmarks.host_adam import stream

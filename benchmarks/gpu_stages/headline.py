@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.gpu_stages import machine, sizes
+from benchmarks import machine
+from benchmarks.gpu_stages import sizes
 from benchmarks.gpu_stages.device import (
     host_peak_bytes,
     out_of_memory,
@@ -123,7 +124,7 @@ def _compare_gradients(stage: Stage, chosen: Headline) -> None:
 def _first_mail(name: str, model: Model, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """The gradients that a peer's first step sends, by the names of leaves."""
     optimizer = PEERS[name].make()
-    params = optimizer.place(model.draw())
+    params = model.draw()
     step = make_step(model.graphdef, optimizer, micro_batches=1)
     _, state, _ = step(params, optimizer.init(params), tokens[None])
     state = find_state(state)

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from benchmarks import step_time
-from benchmarks.gpu_stages import machine, sizes
+from benchmarks import machine, step_time
+from benchmarks.gpu_stages import sizes
 from benchmarks.gpu_stages.device import out_of_memory, require_gpu, usable_bytes
 from benchmarks.gpu_stages.notes import Stage
 from benchmarks.gpu_stages.sizes import Machine, Part

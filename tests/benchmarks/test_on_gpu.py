@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import on_gpu
-from benchmarks.gpu_stages import checks, machine, programs, ways
+from benchmarks import machine, on_gpu
+from benchmarks.gpu_stages import checks, programs, ways
 from benchmarks.on_gpu import PICTURE, STAGES
 from benchmarks.step_time_model import make_model
 from tests.failing_stages import failing

@@ -1,8 +1,6 @@
 """Steps of a small model, and what an engine runs between them, as a GPU's compiler makes them.
 
-The GPU is described, and need not be there. It takes no arguments in host memory: a step whose
-layers lie there begins with their copies to it and ends without them, and the report counts no
-device memory for these.
+The GPU is described, and need not be there.
 """
 
 import functools
@@ -18,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zenflow_jax
 from benchmarks import gpu_program, host_access, program_report
 from train.cli.settings import StepSettings
-from train.distributed import host_memory as host_memory
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
 
@@ -78,15 +75,13 @@ class Step(NamedTuple):
     dtype: Any = jnp.bfloat16
     scanned: bool = False
     streamed: bool = False
-    hosted: bool = False  # the layers' matrices are in host memory
     mesh: str | None = None  # an axis of four devices
     options: tuple[tuple[str, Any], ...] = (("max_grad_norm", 1.0),)
 
     def arguments(self) -> tuple[Any, Any, Any]:
         """The transformation, parameters and state, as shapes on the described devices."""
         mesh = planning.described_mesh("h200", {self.mesh or "data": 4 if self.mesh else 1})
-        scanned = self.scanned or self.streamed or self.hosted
-        shapes = _shapes(self.dtype, scanned=scanned)
+        shapes = _shapes(self.dtype, scanned=self.scanned or self.streamed)
         spread = "fsdp" in mesh.shape
 
         def at(x: Any) -> jax.ShapeDtypeStruct:
@@ -96,38 +91,29 @@ class Step(NamedTuple):
 
         params = jax.tree.map(at, shapes)
         tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, **dict(self.options))
-        if self.mesh is not None:
-            state = tx.init(host_memory.put_shapes(params) if self.hosted else params)
-        else:
-            put = host_memory.put if self.hosted else lambda params: params
-            state = jax.eval_shape(lambda params: tx.init(put(params)), params)
+        state = jax.eval_shape(tx.init, params) if self.mesh is None else tx.init(params)
         return tx, params, planning.placed(state, mesh)
 
     def compile(self) -> Compiled:
         tx, params, state = self.arguments()
         mesh = params["head"].sharding.mesh
-        streams = self.streamed or self.hosted
 
         def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
-            params = host_memory.put(params) if self.hosted else params
-            weights = streaming.stream(params, state) if streams else params
+            weights = streaming.stream(params, state) if self.streamed else params
             value, gradients = jax.value_and_grad(_loss)(weights, x, y)
             updates, state = tx.update(gradients, state, params)
-            params = optax.apply_updates(params, updates)
-            return (host_memory.on_device(params) if self.hosted else params), state, value
+            return optax.apply_updates(params, updates), state, value
 
         batch = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
         x = jax.ShapeDtypeStruct((ROWS * mesh.size, WIDTH), self.dtype, sharding=batch)
         y = jax.ShapeDtypeStruct((ROWS * mesh.size,), jnp.int32, sharding=batch)
-        kept = host_memory.on_device(params) if self.hosted else params
-        places = jax.tree.map(lambda x: x.sharding, kept)
+        places = jax.tree.map(lambda x: x.sharding, params)
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(places, None, None))
-        compiled = jitted.lower(params, state, x, y).compile()
-        return seen(compiled, params, host_memory.nbytes(params) if self.hosted else 0)
+        return seen(jitted.lower(params, state, x, y).compile(), params)
 
 
-def seen(compiled: Any, params: Any, in_host_memory: int = 0) -> Compiled:
-    """What the text of a program says; so many bytes of its arguments are in host memory."""
+def seen(compiled: Any, params: Any) -> Compiled:
+    """Returns what the text of a program says."""
     text, report = compiled.as_text(), program_report.report(compiled, params)
     traffic = host_access.traffic(text)
     mail = sum(size for size, _ in report.copies)
@@ -135,7 +121,7 @@ def seen(compiled: Any, params: Any, in_host_memory: int = 0) -> Compiled:
     stacks = [x for x in jax.tree.leaves(params) if len(x.shape) > 2]
     least = min((math.prod(x.shape) * x.dtype.itemsize for x in stacks), default=math.inf)
     figures = Figures(
-        peak=round((report.peak_bytes - in_host_memory) / report.parameters, 3),
+        peak=round(report.peak_bytes / report.parameters, 3),
         hidden=round(hidden / mail, 3) if mail else 0.0,
         to_host=traffic.to_host,
         to_device=traffic.to_device,
@@ -192,8 +178,7 @@ def script_step(model: str | None = None, **settings: Any) -> Compiled:
     origin = None if model is None else read_folder(model)
     mesh = planning.described_mesh("rtx4090", {"data": 1})
     planned = plans.planned_step(run, origin, mesh, placed=True)
-    away = host_memory.nbytes(planned.params) if run.stream == "weights" else 0
-    return seen(plans.compiled_step(planned), planned.params, away)
+    return seen(plans.compiled_step(planned), planned.params)
 
 
 def check_device_step() -> Compiled:
@@ -229,12 +214,7 @@ STREAMING: dict[str, Callable[[], Compiled]] = {
     "streamed, float32, without clipping": Step(
         jnp.float32, streamed=True, options=UNCLIPPED
     ).compile,
-    "hosted": Step(hosted=True).compile,
     "streamed, fsdp=4": Step(streamed=True, mesh="fsdp").compile,
-    "hosted, fsdp=4": Step(hosted=True, mesh="fsdp").compile,
     "check_device": check_device_step,
     "script, streamed": functools.partial(script_step, stream="gradients", scan_layers=True),
-    "script, hosted": functools.partial(
-        script_step, stream="weights", scan_layers=True, update_interval=1
-    ),
 }

@@ -1,16 +1,13 @@
 """Runs of a model whose layers stream, or do not, that tests of streaming compare."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import zenflow_jax
-from tests.runs import KERNEL, OPTIMIZED
+from tests.runs import KERNEL
 from zenflow_jax import streaming
-from zenflow_jax._device.memory import HOST
 
 LAYERS, WIDTH, INNER = 3, 16, 36  # 36: the last number of packed signs is not full
 OPTIONS = {
@@ -20,7 +17,6 @@ OPTIONS = {
     "full_warm_up_rounds": 2,
     "max_grad_norm": 0.5,
 }
-EACH_STEP = {"update_interval": 1, "select_interval": 3}
 
 
 def model(dtype, shardings=None):
@@ -78,65 +74,3 @@ def run(dtype, *, stream, steps=14, bad=None, shardings=None, **options):
             params, opt_state = engine.exchange(params, opt_state)
         params, opt_state = engine.flush(params, opt_state)
     return params, zenflow_jax.find_state(opt_state).leaves
-
-
-def hosted(params):
-    layers = {
-        name: jax.device_put(x, x.sharding.with_memory_kind(HOST)) if x.ndim > 2 else x
-        for name, x in params["layers"].items()
-    }
-    return params | {"layers": layers}
-
-
-class Run:
-    """A run of the small model, whose layers stream, from the host's memory or not."""
-
-    def __init__(
-        self,
-        dtype,
-        *,
-        hosts=True,
-        body=block,
-        donate=True,
-        optimized=True,
-        shardings=None,
-        **options,
-    ):
-        self.tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | {"provisional_share": None} | options))
-        params = model(dtype, shardings)
-        self.params = hosted(params) if hosts else params
-        self.state, self.dtype, self.body, self.losses = self.tx.init(self.params), dtype, body, []
-
-        @functools.partial(
-            jax.jit,
-            donate_argnums=(0, 1) if donate else (),
-            compiler_options=OPTIMIZED if optimized else None,
-        )
-        def step(params, state, x, y):
-            weights = streaming.stream(params, state)
-            value, gradients = jax.value_and_grad(loss)(weights, x, y, body)
-            updates, state = self.tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state, value
-
-        self.program = step
-
-    def step(self, batch):
-        with jax.numpy_dtype_promotion("standard"):
-            self.params, self.state, value = self.program(self.params, self.state, *batch)
-        self.losses.append(value)
-
-    def go(self, engine, start, end, bad=None):
-        for i, (x, y) in enumerate(batches(end, self.dtype)):
-            if i >= start:
-                self.step((x.at[0, 0].set(jnp.nan) if i == bad else x, y))
-                self.params, self.state = engine.exchange(self.params, self.state)
-
-    def end(self, engine, masters=True):
-        """All that a run ends with; float32 layers have masters of their own in host memory."""
-        self.params, self.state = engine.flush(self.params, self.state)
-        of_all = zenflow_jax.master_params(self.params, self.state, engine)
-        leaves = [
-            leaf._replace(master=leaf.master if masters else None, spec=None)
-            for leaf in self.state.leaves
-        ]
-        return self.params, of_all, leaves, self.losses

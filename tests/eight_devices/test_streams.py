@@ -8,8 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import zenflow_jax
 from tests.comparisons import assert_same_bits
-from tests.device.streamed_runs import EACH_STEP, Run, batches, loss, model, run
-from tests.resuming import copied
+from tests.device.streamed_runs import batches, loss, model, run
 from zenflow_jax import streaming
 
 # The axis of channels is the first of a layer. Of the other matrix each device has a copy.
@@ -54,29 +53,3 @@ def test_layers_that_a_mesh_divides_or_with_explicit_axes_do_not_stream():
         state = zenflow_jax.zenflow(1e-2).init(params)
         with pytest.raises(ValueError, match=f"whole along their first axis, .* got {words} at"):
             streaming.stream(params, state)
-
-
-def test_layers_in_host_memory_train_and_go_on_as_those_on_the_devices():
-    def ended(run, engine):
-        params, masters, leaves, losses = run.end(engine)
-        # XLA adds up the squares of a channel in another order.
-        return params, masters, [leaf._replace(scores=None) for leaf in leaves], losses
-
-    where, ends = shardings("either axis over fsdp"), []
-    for hosts in (False, True):
-        run = Run("bfloat16", hosts=hosts, shardings=where, **EACH_STEP)
-        with zenflow_jax.HostEngine(run.params, run.state) as engine:
-            run.go(engine, 0, 8)
-            saved = copied((run.params, run.state, engine.state()))
-            run.go(engine, 8, 11)
-            ends.append(ended(run, engine))
-        assert run.program._cache_size() == 1
-    run.params, run.state, engine_state = saved
-    run.losses = run.losses[:8]
-    with zenflow_jax.HostEngine(run.params, run.state, engine_state=engine_state) as engine:
-        run.go(engine, 8, 11)
-        ends.append(ended(run, engine))
-    assert run.params["layers"]["up"].sharding.memory_kind == "pinned_host"
-    on_devices, *in_host_memory = (jax.tree.map(np.asarray, x) for x in ends)
-    for one in in_host_memory:
-        assert_same_bits(one, on_devices)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.mistakes import (
     DEVICE,
+    IN_HOST_MEMORY,
     NO_STATE,
     PARAMS,
     SQUARE,
@@ -25,6 +26,7 @@ from tests.mistakes import (
     shapes_of,
     step,
     step_of,
+    with_weight_in_host_memory,
 )
 from zenflow_jax import HostEngine
 
@@ -71,6 +73,7 @@ AFTER = [
     (lambda e, p, s: e.exchange({"kernel": p["weight"]}, s), ValueError, "got 1 leaves"),
     (lambda e, p, s: e.exchange(None, s), ValueError, "got 0 leaves"),
     (lambda e, p, s: e.exchange(numpy_of(p), s), TypeError, "ndarray"),
+    (lambda e, p, s: e.exchange(with_weight_in_host_memory(p), s), ValueError, IN_HOST_MEMORY),
     (lambda e, p, s: e.exchange(p, numpy_of(s)), TypeError, "ndarray"),
     (lambda e, p, s: e.exchange(p, shapes_of(s)), (TypeError, ValueError), "ShapeDtypeStruct"),
 ]

@@ -80,7 +80,7 @@ def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays():
 
         plan = library.plan(jax.jit(step), training.params, state, host_state=host_state)
     need = needs_of(state, host_state=host_state)
-    parts = (need.state, need.sums, need.mail, need.weights, need.hand_over, need.hand_over)
+    parts = (need.state, need.sums, need.mail, need.hand_over, need.hand_over)
     assert list(plan.host.values()) == [*parts, need.saving]
     assert plan.host_bytes == sum(parts) + need.saving
     assert plan.device["uploads"] == needs_of(state).uploads

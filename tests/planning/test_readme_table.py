@@ -46,6 +46,8 @@ COMMAND = r"`zenflow-finetune (.+? --model (\S+) .+?)`"
 ROW = re.compile(rf"\| (.+?), (\d+) GB \| {COMMAND} \| (\d+) GB \| (\d+) GB \|")
 TEXT = README.read_text(encoding="utf-8")
 ROWS = ROW.findall(TEXT)
+#: The script does not plan weights that stream.
+PLANNED = [row for row in ROWS if "--stream weights" not in row[2]]
 PER_PARAMETER = re.compile(r"(\d+) to (\d+) on the host")
 
 
@@ -54,7 +56,7 @@ def test_all_rows_are_read():
     assert len(ROWS) == 6
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[3]}")
+@pytest.mark.parametrize("row", PLANNED, ids=lambda row: f"{row[0]} {row[3]}")
 def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
     gpu, memory, command, model, on_device, on_host = row
     monkeypatch.setattr(planning, "has_compiler", lambda: False)

@@ -62,8 +62,8 @@ def test_a_vocabulary_is_in_equal_parts_if_they_are_neither_few_nor_large():
     assert [vocabulary.parts_of(words) for words in sizes] == [16, 1, 1, 1, 1]
     assert vocabulary.parts_of(128_259) == 9
     config = models.config_of(None, Settings())._replace(vocabulary=32_000)
-    streams = [parts_that_stream(config, x) for x in ("weights", "gradients", "none")]
-    assert streams == [16, 16, 1]
+    streams = [parts_that_stream(config, x) for x in ("gradients", "none")]
+    assert streams == [16, 1]
     assert parts_that_stream(config._replace(tied=True), "gradients") == 1
 
 

@@ -98,19 +98,16 @@ def test_metrics_are_those_of_their_formulas_also_of_a_constant():
     assert glue.f1_and_accuracy(zeros, zeros) == {"f1": 0.0, "accuracy": 1.0}
 
 
-def test_broken_lines_of_qqp_are_left_out_and_named_as_long_as_they_are_few(tmp_path, bert):
+def test_broken_lines_of_qqp_are_left_out_and_named(tmp_path, bert):
     header, cells = first_rows("qqp")
-    rows = [header, *[cells] * 2000]
+    rows = [header, *[cells] * 20]
     rows[7], rows[9] = ["1", "2", "3", "a question"], [*cells[:3], "", *cells[4:]]
     folder = write_glue(tmp_path, "qqp", train=tsv(*rows))
     task = glue.make("qqp", folder, bert, sequence_length=16)
-    assert len(task.train) == 1998
-    assert task.notes[0].startswith("train.tsv: left out 2 of 2001 lines")
+    assert len(task.train) == 18
+    assert task.notes[0].startswith("train.tsv: left out 2 of 21 lines")
     assert task.notes[0].endswith("lines 8, 10")
 
-    write_glue(tmp_path, "qqp", train=tsv(*rows[:1500]))
-    with pytest.raises(DataError, match="at most one line in 1000 .* got 2 of 1500: lines 8, 10"):
-        glue.make("qqp", folder, bert, sequence_length=16)
     write_glue(tmp_path, "qqp", dev=tsv(*rows))
     with pytest.raises(DataError, match=r"dev\.tsv, line 8: expected 6 columns"):
         glue.make("qqp", folder, bert, sequence_length=16)

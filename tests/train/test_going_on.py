@@ -65,7 +65,7 @@ def run_here(config: Path, run: str, *options: str) -> str:
         jax.numpy_dtype_promotion("standard"),
         contextlib.redirect_stdout(io.StringIO()) as shown,
     ):
-        patch.setattr("train.run.loop.write_picture", lambda *_, **__: None)
+        patch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
         assert finetune.main([str(config), "--run", run, *options]) == 0
     return shown.getvalue()
 

@@ -44,15 +44,6 @@ MIXED_LAYERS = {
         ),
         ("llama2", {"rope_parameters": LOW_IS_HIGH}, "rope_parameters.high_freq_factor` more than"),
         ("llama2", {"rope_scaling": {"type": "yarn"}}, "`rope_scaling.type` 'yarn'"),
-        ("llama2", {"rope_theta": 5e3}, "`rope_theta` 10000.0 `rope_parameters` 5000.0"),
-        (
-            "llama2",
-            {
-                "rope_scaling": {"type": "linear", "factor": 2.0},
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            },
-            "`rope_parameters.rope_theta` 10000.0 `rope_scaling` 1000000.0",
-        ),
         ("qwen2", MIXED_LAYERS, "`use_sliding_window` all layers"),
         ("llama2", MIXED_LAYERS, "`layer_types` `sliding_window`, None"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "`layer_types` `sliding_window`, 5"),
@@ -91,7 +82,6 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path):
             ("bert", without("classifier.weight"), ["`classifier.bias`"]),
             ("llama2", with_tensor("score.weight", (2,)), ["`score.weight`"]),
             ("llama2", with_tensor("model.norm.weight", (16,), np.int8), ["F32, F16, BF16", "I8"]),
-            ("llama2", with_tensor("norm.weight", (16,)), ["one tensor", "`model.norm.weight`"]),
         )
     ):
         folder = copied(name, tmp_path / str(i))
@@ -109,16 +99,12 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     shard.write_bytes(whole[:-1])
     assert_refused(folder, shard, f"{len(whole) - 1} bytes", "Copy the file again")
     shard.unlink()
-    assert_refused(folder, shard, index, "got none")
+    assert_refused(folder, shard, "of none", "Copy the file again")
 
     shutil.copyfile(folder / "model-00001-of-00002.safetensors", shard)
-    assert_refused(folder, shard, index, "as model.safetensors.index.json says")
-    (folder / index).write_text('{"weight_map": {"a": 1}}')
+    assert_refused(folder, folder, "as the config.json says, got none")
+    (folder / index).write_text("{}")
     assert_refused(folder, folder / index, "`weight_map`")
-    (folder / index).write_text('{"weight_map": {"a": "../x.safetensors"}}')
-    assert_refused(folder, folder / index, "../x", "names of files in that folder")
-    (folder / index).write_text('{"weight_map": {"a": "b", "a": "c"}}')
-    assert_refused(folder, folder / index, "JSON", "the key 'a' is in one object twice")
     (folder / index).unlink()
     assert_refused(folder, folder, "model.safetensors", "model-00001-of-00002.safetensors")
 
@@ -127,13 +113,6 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert_refused(folder, config, "object", "list")
     config.unlink()
     assert_refused(folder, config, "No such file")
-
-
-def test_files_that_are_no_model_are_refused_with_what_to_do(tmp_path):
-    (tmp_path / "model-Q8_0.gguf").touch()
-    assert_refused(tmp_path, "GGUF file model-Q8_0.gguf", "folder of safetensors")
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    assert_refused(tmp_path, "LoRA adapter", "merge_and_unload", "base model, org/base")
 
 
 def test_a_pickle_is_refused_with_the_class_that_converts_it(tmp_path):

@@ -33,7 +33,7 @@ def config_file(folder: Path, text: str) -> Path:
         ("steps = 30.0", r"--steps: expected None or INT, got '30\.0'"),
         ("steps = true", "--steps: expected one argument"),
         ("steps = -1", "`steps`: expected a finite number of at least 0"),
-        ("progress = 1", "--progress: ignored explicit argument '1'"),
+        ("progress = 1", "--progress/--no-progress: ignored explicit argument '1'"),
         ("[steps]\nmany = 3", "`steps`: expected a single value, got .*many"),
         ('data = ["a", "b"]', "`data`: expected a single value"),
         ('optimizer = "adam"', "--optimizer: expected zenflow.adamw.offload, got 'adam'"),
@@ -110,13 +110,13 @@ def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, mon
         (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),
         (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: expected a training"),
         (["--text-column", "body"], "`text_column`: expected text, as standard_library does not"),
-        (["--corpus-megabytes", "1e-6"], "expected text of at least two files"),
+        (["--corpus-megabytes", "1e-6"], "expected text for at least one window"),
         (["--sequence-length", "10000000"], "expected text for at least one window"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must lie in [0, 1]"),
         (["--select-interval", "0"], "select_interval"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
-        (["--task", "language", "--plan"], "`model`: expected a folder with a config.json"),
+        (["--task", "language", "--plan"], "`model`: expected a path, for language"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -176,8 +176,6 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
     ):
         settings = Settings(**changed)
         assert load_settings(config_file(tmp_path, to_toml(vars(settings)))) == settings
-    with pytest.raises(SettingsError, match=r"`data`: expected text in UTF-8.*--data"):
-        Settings(data="caf\udce9")
 
 
 @pytest.mark.parametrize(

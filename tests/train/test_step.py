@@ -12,11 +12,10 @@ from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, TOLERANCE, load
 from tests.train.scripts import small_model
 from train.cli.settings import Settings, SettingsError
-from train.distributed import host_memory
 from train.distributed.sharding import committed
 from train.run import models
 from train.run.optimizers import make_optimizer, skip_if_not_finite, skipped_steps
-from train.run.step import make_train_step, make_validate, of_labels, of_tokens
+from train.run.step import make_judge, make_train_step, make_validate, of_labels, of_tokens
 from train.tasks import Task, language
 from train.tasks.batches import ROWS, Batches, Sample
 
@@ -173,10 +172,10 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
 
 
 @pytest.mark.slow
-def test_the_loss_of_weights_in_host_memory_is_that_of_weights_on_the_device():
+def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole():
     tokens = np.arange(0, 54, 3).reshape(2, 9)
 
-    def losses(place, **options):
+    def losses(**options):
         """Returns the program of loss and gradients, and its parameters."""
         _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True, **options)
 
@@ -185,11 +184,11 @@ def test_the_loss_of_weights_in_host_memory_is_that_of_weights_on_the_device():
         def mean(params, tokens):
             return of_tokens(nnx.merge(graphdef, params), {"tokens": tokens}).losses.mean()
 
-        return mean, jax.jit(place)(params)
+        return mean, params
 
-    whole, params = losses(lambda params: params)
+    whole, params = losses()
     expected, gradients = whole(params, tokens)
-    by_parts, params = losses(host_memory.put, parts=2)  # of 31 words each
+    by_parts, params = losses(parts=2)  # of 31 words each
     value, ours = by_parts(params, tokens)
     np.testing.assert_allclose(value, expected, rtol=F32_RTOL)
     ours["embed"]["embedding"] = np.concatenate(ours["embed"]["embedding"])
@@ -300,7 +299,7 @@ def test_a_validation_judges_every_example_once_in_each_set_of_data():
     )
     graphdef, params = nnx.split(Biased())
     samples = {name: Sample(s, batch_size=2, seed=0) for name, s in sets.items()}
-    figures = make_validate(graphdef, of_labels, task, samples)(nnx.as_pure(params))
+    figures = make_validate(make_judge(graphdef, of_labels), task, samples)(nnx.as_pure(params))
     # The cross-entropy of two logits that are 2 x apart is log(1 + exp(-2 x)).
     matched = np.log1p(np.exp(-2 * np.array([2.0, 1.0, -3.0]))).mean()
     expected = {

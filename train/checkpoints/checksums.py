@@ -12,9 +12,6 @@ CHECKSUMS = "checksums.json"
 #: In a checkpoint that an earlier version packed: the checksums of the unpacked files.
 UNPACKED = "unpacked.json"
 
-# The folders that every checkpoint has.
-ITEMS = ("run", "state")
-
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
     """Returns size and CRC-32 of each file in the folders of the items."""
@@ -43,9 +40,6 @@ def find_damage(folder: Path) -> str | None:
         return f"{CHECKSUMS} is missing"
     except (ValueError, TypeError, AttributeError):  # not UTF-8, not JSON, or another object
         return f"{CHECKSUMS} cannot be read"
-    for item in ITEMS:
-        if not any(name.startswith(f"{item}/") for name in listed):
-            return f"{CHECKSUMS} has no file of {item}/"
     files = checksums(folder)
     for name in sorted(listed.keys() | files.keys()):
         if name not in files:

@@ -57,8 +57,7 @@ def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dic
 
 
 def _of_shapes(stream: str, config: Any) -> str:
-    # Between flushes, parameters in host memory lack their selected channels.
-    return stream if stream == "weights" or parts_that_stream(config, stream) > 1 else "none"
+    return stream if parts_that_stream(config, stream) > 1 else "none"
 
 
 def _as_strings(config: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ from train import Failure
 from train.checkpoints.checksums import find_damage
 from train.checkpoints.compatibility import check_same_run
 from train.cli.settings import SettingsError
-from train.distributed import host_memory, processes
+from train.distributed import processes
 
 
 class CheckpointError(Failure):
@@ -89,17 +89,20 @@ class SavedCheckpoints:
         newest = self.newest()
         return () if newest is None else tuple(self._read_run(newest)["labels"])
 
-    def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
+    def restore(
+        self, step: int, params: Any, opt_state: Any, *, only_engine: bool = False
+    ) -> Restored:
         """Restores the checkpoint of `step`; `SettingsError` if it is of another run.
 
-        Consumes `params` and `opt_state`: each restored array replaces the fresh one.
+        Consumes `params` and `opt_state`: each restored array replaces the fresh one; with
+        `only_engine` they stay.
         """
         run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}
         saved, others = split_arrays(fresh)
         folder = self._folder / str(step)
         check_arrays(folder, run["arrays"], describe_arrays(saved), run["zenflow_jax"])
-        arrays = self._read_state(folder, saved)
+        arrays = saved if only_engine else self._read_state(folder, saved)
         engine_state = None
         if run["settings"]["optimizer"] != "adamw":
             with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
@@ -110,10 +113,8 @@ class SavedCheckpoints:
     def find(self, wanted: str, *, rival: float = math.nan) -> int | None:
         """Finds a checkpoint by its step or by "best"; None if `rival` is at least as good."""
         newest, steps = self.newest(), self.steps()
-        step = None
-        if wanted != "best":
-            step = int(wanted)
-        elif newest is not None:
+        step = int(wanted) if wanted.isdecimal() else None
+        if wanted == "best" and newest is not None:
             self._read_checked(newest)
             step = self._best_of(steps)
         if wanted == "best" and not math.isnan(rival):
@@ -142,21 +143,7 @@ class SavedCheckpoints:
         run = self._read_run(step)
         arrays = {name: x for name, x in run["arrays"].items() if name.startswith("params.")}
         check_arrays(folder, arrays, describe_arrays(saved), run["zenflow_jax"])
-        of_rows = {name: host_memory.Selected(*of) for name, of in run.get("lacking", {}).items()}
-        rows = {name: _empty_rows(saved[name].shape, of) for name, of in of_rows.items()}
-        templates = dict(saved)
-        for arrays in rows.values():
-            templates |= arrays
-        restored = self._read_state(folder, templates, partial_restore=True)
-        for name, of in of_rows.items():
-            weights = restored[name]
-            channels, master = map(restored.pop, rows[name])
-            whole = host_memory.with_selected(weights, channels, master, of.axis)
-            if isinstance(weights, jax.Array):
-                whole = host_memory.placed(
-                    jax.make_array_from_callback(whole.shape, weights.sharding, whole.__getitem__)
-                )
-            restored[name] = whole
+        restored = self._read_state(folder, saved, partial_restore=True)
         return join_arrays({"params": like}, restored, others)["params"]
 
     def _read_run(self, step: int) -> dict[str, Any]:
@@ -180,11 +167,7 @@ class SavedCheckpoints:
         restore_args = ocp.checkpoint_utils.construct_restore_args(templates)
         args = ocp.args.PyTreeRestore(item=templates, restore_args=restore_args, **options)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            restored = reader.restore(folder / "state", args=args)
-        # One by one, so that memory never holds two copies of all.
-        for name, x in restored.items():
-            restored[name] = host_memory.placed(x)
-        return restored
+            return reader.restore(folder / "state", args=args)
 
     def _best_of(self, steps: Iterable[int]) -> int | None:
         rated = [(self._sign * self._figures[s], s) for s in steps if s in self._figures]
@@ -251,22 +234,6 @@ def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any])
         return x
 
     return jax.tree_util.tree_map_with_path(restored, trees)
-
-
-def lacking(params: Any, opt_state: Any) -> dict[str, host_memory.Selected]:
-    """Returns parameters whose selected channels only the state has, by name in a checkpoint."""
-    paths = jax.tree_util.tree_leaves_with_path({"params": params})
-    return {_name_of(paths[x.leaf][0]): x for x in host_memory.selected(opt_state)}
-
-
-def _empty_rows(shape: tuple[int, ...], of: host_memory.Selected) -> dict[str, np.ndarray]:
-    """Returns empty arrays for channels and masters of a parameter's selected channels."""
-    name, of_master = f"opt_state.leaves.{of.leaf}", list(shape)
-    of_master[of.axis] = of.k
-    return {
-        f"{name}.channels": np.empty((shape[0], of.k), np.int32),
-        f"{name}.master": np.empty(of_master, np.float32),
-    }
 
 
 def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:

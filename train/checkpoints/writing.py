@@ -1,7 +1,6 @@
 """Writes the checkpoints of a run in parallel with training.
 
-    checkpoints/300/state   parameters and optimizer state, by orbax, without mail; of parameters in
-                            host memory only the state has the selected channels
+    checkpoints/300/state   parameters and optimizer state, by orbax, without mail
     checkpoints/300/engine  the engine's state, written from its own memory
     checkpoints/300/run     step, settings, names of the arrays, unfinished metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
@@ -34,10 +33,9 @@ from train.checkpoints.reading import (
     CheckpointError,
     SavedCheckpoints,
     describe_arrays,
-    lacking,
     split_arrays,
 )
-from train.distributed import host_memory, processes
+from train.distributed import processes
 
 
 class Checkpoints(SavedCheckpoints):
@@ -51,8 +49,6 @@ class Checkpoints(SavedCheckpoints):
         self._keep_best = keep_best
         self._writing: int | None = None  # the step of the pending save
         self._failed: str | None = None  # the error of the last save
-        self._is_read = False  # whether the first save was read back
-        self._unreadable: str | None = None  # the error of reading it back
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -65,7 +61,7 @@ class Checkpoints(SavedCheckpoints):
         if self._manager is not None:  # None after a failed save
             self._manager.close()
         # Otherwise pending reads or writes may still end later than this.
-        if self._failed is None and self._unreadable is None:
+        if self._failed is None:
             sys.unraisablehook = self._unraisable
 
     def rename_damaged(self) -> None:
@@ -95,9 +91,9 @@ class Checkpoints(SavedCheckpoints):
 
         Waits for the previous save, and until the device has finished `step`; the writer then has
         copies. On a CPU it reads the arrays themselves, which the runtime does not donate meanwhile
-        (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). With layers in host memory it waits
-        for the whole save. A failure is printed, not raised: the next save tries again. `progress`
-        must be JSON; `figure`, from a validation, decides which checkpoint is best.
+        (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is printed, not raised: the
+        next save tries again. `progress` must be JSON; `figure`, from a validation, decides which
+        checkpoint is best.
         """
         if figure is not None:
             self.rate(step, figure)
@@ -109,7 +105,6 @@ class Checkpoints(SavedCheckpoints):
             "zenflow_jax": zenflow_jax.__version__,
             "step": step,
             "arrays": describe_arrays(saved),
-            "lacking": lacking(params, opt_state),
             "figures": list(self._figures.items()),
             "progress": progress,
         }
@@ -124,61 +119,24 @@ class Checkpoints(SavedCheckpoints):
         with self._failures():
             # Forced, since orbax would skip a step that is older than its newest.
             self._opened().save(step, args=ocp.args.Composite(**items), force=True)
-        if host_memory.in_host_memory(params):
-            # orbax reads these in place, so a GPU's next step must not donate them yet. An update
-            # would wait for the write of the engine's state anyway.
-            self.wait()
 
     def poll(self) -> None:
-        """Prints an error if the pending save has failed; does not wait.
-
-        Raises `CheckpointError` if the first checkpoint of this start cannot be read.
-        """
+        """Prints an error if the pending save has failed; does not wait."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self.wait()
-        if self._unreadable is not None:
-            raise CheckpointError(self._unreadable)
 
     def wait(self) -> None:
         """Waits for the pending save; prints an error if it has failed."""
-        if self._writing is None:
-            return
-        step = self._writing
-        with self._failures():
-            self._opened().wait_until_finished()
-        self._writing = None
-        if self._failed is None and not self._is_read:
-            self._is_read = True
-            if processes.is_first():
-                self._unreadable = self._read_back(step)
+        if self._writing is not None:
+            with self._failures():
+                self._opened().wait_until_finished()
+            self._writing = None
 
     def finish(self) -> None:
         """Waits for the last save; raises `CheckpointError` if it has failed."""
         self.wait()
-        if error := self._failed or self._unreadable:
-            raise CheckpointError(error)
-
-    def _read_back(self, step: int) -> str | None:
-        """Returns why a checkpoint is unreadable, or None; its checksums cannot show that.
-
-        Opens everything in the checkpoint, and reads no large array. Other processes may be inside
-        a step, so no call here waits for them.
-        """
-        folder = self._folder / str(step)
-        try:
-            listed = ocp.JsonCheckpointHandler().restore(folder / "run")["arrays"]
-            opened = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
-            if (folder / "engine").exists():
-                zenflow_jax.EngineCheckpointHandler().restore(folder / "engine")
-            problem = (
-                None if describe_arrays(opened) == listed else "it has other arrays than were saved"
-            )
-        except (OSError, ValueError) as error:
-            problem = _shorten(error)
-        return problem and (
-            f"checkpoint {step} in {self._folder} was written, but cannot be read: {problem}. Name "
-            "another --output-dir, and report this if that does not help."
-        )
+        if self._failed:
+            raise CheckpointError(self._failed)
 
     def rate(self, step: int, figure: float) -> None:
         self._figures[step] = figure
@@ -238,9 +196,11 @@ class Checkpoints(SavedCheckpoints):
             # ValueError is a bug.
             if isinstance(error, ValueError) and not re.search(r"(?i)\bos[ _]error", str(error)):
                 raise
+            text = " ".join(str(error).split())
+            got = text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
             self._failed = (
                 f"expected to write checkpoint {self._writing} to {self._folder}, got: "
-                f"{_shorten(error)}. Free disk space or fix the permissions; older "
+                f"{got}. Free disk space or fix the permissions; older "
                 "checkpoints are unchanged."
             )
             self._say(f"error: {self._failed}")
@@ -258,12 +218,6 @@ class Checkpoints(SavedCheckpoints):
                 for left in self._unnamed(self._writing):
                     shutil.rmtree(left, ignore_errors=True)  # leftovers only cost disk space
             self._writing = None
-
-
-def _shorten(error: Exception) -> str:
-    """Returns an error's message in one line, with the middle cut out if it is long."""
-    text = " ".join(str(error).split())
-    return text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
 
 
 @dataclasses.dataclass

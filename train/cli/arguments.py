@@ -71,16 +71,10 @@ def option(
     tasks: str = "",
     **argparse_options: Any,
 ) -> Any:
-    """Declares an option as a field of a dataclass.
+    """Declares an option as a field of a dataclass; an option without a default is required.
 
-    Args:
-        default: Its value if it is not given; an option without a default is required.
-        help: The text that `--help` shows.
-        positional: Whether its value is given without a name.
-        above: A lower bound that the value must exceed, as `Settings` checks.
-        least: The smallest value, as `Settings` checks.
-        tasks: The tasks that read it, separated by spaces; the help names them. "" for all.
-        argparse_options: Passed on to `add_argument`.
+    A `positional` value has no name. `out_of_bounds` finds values that are not `above` a number, or
+    not at least the `least`. `tasks` that read the option are in its help; "" stands for all.
     """
     if tasks:
         help = f"{tasks.replace(' ', ', ')}: {help}"
@@ -193,10 +187,8 @@ def _add_options(
         group = groups[owner]
         text, kinds, flag = spec.metadata["help"], _kinds(hint), name.replace("_", "-")
         if hint is bool:
-            text += f" (on; --no-{flag})" * value
-            group.add_argument(f"--{flag}", action="store_true", default=value, help=text)
-            options = {"dest": name, "default": value, "help": argparse.SUPPRESS}
-            group.add_argument(f"--no-{flag}", action="store_false", **options)
+            either, text = argparse.BooleanOptionalAction, text + " (default: on)" * value
+            group.add_argument(f"--{flag}", action=either, default=value, help=text)
             continue
         if value not in (None, MISSING):
             text += f" (default: {value})".replace("%", "%%")

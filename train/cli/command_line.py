@@ -71,10 +71,6 @@ class Start:
     )
 
     def __post_init__(self):
-        if self.export is not None and self.export[0] != "best" and not self.export[0].isdecimal():
-            raise SettingsError(
-                f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}."
-            )
         if self.timeline is not None:
             path, endings = Path(self.timeline), (".png", ".svg", ".pdf", ".json")
             if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():

@@ -19,6 +19,9 @@ GlueTask = Literal["cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte"]
 
 Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
 
+# Tasks that read an option.
+_OWN, _TEXTS = "standard_library", "language alpaca chat"
+_USERS = f"{_TEXTS} classification"
 
 # The task of a model that classifies pairs of texts from a user's own files.
 PAIRS = "classification of pairs"
@@ -50,12 +53,10 @@ class ModelSettings(_Group):
     """Model: a Hugging Face folder, or with --task standard_library a small one of these sizes."""
 
     model: Dir | None = option(None, "Hugging Face folder, or org/name on the Hub.")
-    width: int = option(256, "Size of the residual stream.", above=0, tasks="standard_library")
-    layers: int = option(4, "Number of transformer blocks.", above=0, tasks="standard_library")
-    heads: int = option(
-        4, "Attention heads; width / heads must be even.", above=0, tasks="standard_library"
-    )
-    ffn: int = option(640, "Inner size of the SwiGLU layers.", above=0, tasks="standard_library")
+    width: int = option(256, "Size of the residual stream.", above=0, tasks=_OWN)
+    layers: int = option(4, "Number of transformer blocks.", above=0, tasks=_OWN)
+    heads: int = option(4, "Attention heads; width / heads must be even.", above=0, tasks=_OWN)
+    ffn: int = option(640, "Inner size of the SwiGLU layers.", above=0, tasks=_OWN)
     dtype: Literal["bfloat16", "float32"] = option(
         "bfloat16", "Dtype of matrix products; except with adamw also of matrices on the device."
     )
@@ -64,9 +65,7 @@ class ModelSettings(_Group):
         "Loop over stacked layers: compiles faster, but without --stream gradients leave the "
         "device only after the backward pass.",
     )
-    remat: bool = option(
-        False, "Recompute activations in the backward pass: less memory, more time."
-    )
+    remat: bool = option(False, "Recompute activations in the backward pass, to save memory.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +78,7 @@ class DataSettings(_Group):
         "chat: conversations. classification: your own classes. Others: GLUE.",
     )
     data: Annotated[str, "PATH"] | None = option(None, "File or folder; none for standard_library.")
-    test_data: File | None = option(
-        None,
-        "File to evaluate the trained weights on, once, after the training.",
-        tasks="language alpaca chat classification",
-    )
+    test_data: File | None = option(None, "File to evaluate the final weights on.", tasks=_USERS)
     length_buckets: int = option(4, "Number of lengths that batches are padded to.", above=0)
     text_column: str = option("text", "Column with the text.", tasks="language classification")
     second_text_column: str | None = option(
@@ -93,18 +88,16 @@ class DataSettings(_Group):
     chat_template: File | None = option(
         None, "Jinja template. Default: the one in the model's folder.", tasks="chat"
     )
-    token_cache: Dir | None = option(
-        None, "Folder that caches the tokens of the data.", tasks="language alpaca chat"
-    )
+    token_cache: Dir | None = option(None, "Folder that caches the data's tokens.", tasks=_TEXTS)
     packing: Literal["separate", "joined"] = option(
         "separate", "Whether texts in one sequence attend to each other (joined).", tasks="language"
     )
     validation_share: float = option(
         0.1,
         "Share of the data to validate on, without validation files (val*, dev*).",
-        tasks="standard_library language alpaca chat classification",
+        tasks=f"{_OWN} {_USERS}",
     )
-    corpus_megabytes: float = option(4.0, "Size of the text.", above=0, tasks="standard_library")
+    corpus_megabytes: float = option(4.0, "Size of the text.", above=0, tasks=_OWN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +105,7 @@ class TrainingSettings(_Group):
     """Training: batches, steps, devices."""
 
     seed: int = option(0, "Seed of split, initial weights and order of batches.", least=0)
-    steps: int | None = option(
-        None, "Optimizer steps; 0: only evaluate. Default: as --epochs.", least=0
-    )
+    steps: int | None = option(None, "Steps; 0: only evaluate. Default: as --epochs.", least=0)
     epochs: float = option(1.0, "Passes over the training data, without --steps.", above=0)
     batch_size: int = option(8, "Sequences per step, over all devices.", above=0)
     sequence_length: int = option(128, "Tokens per sequence (bytes for standard_library).", above=0)
@@ -123,9 +114,7 @@ class TrainingSettings(_Group):
         "zenflow",
         "adamw: optax.adamw on the device. offload: Adam on the host; each step waits for it.",
     )
-    deepspeed: File | None = option(
-        None, "DeepSpeed config, which overrides settings (docs/deepspeed.md)."
-    )
+    deepspeed: File | None = option(None, "DeepSpeed config, which overrides settings.")
     max_skipped: int = option(10, "Stop after this many non-finite gradients in a row.", above=0)
     mesh: str | None = option(None, "Several devices, such as data=2,fsdp=4 (docs/multi_host.md).")
 
@@ -136,17 +125,14 @@ class AdamSettings(_Group):
 
     learning_rate: float = option(1e-3, "Peak of the learning rate, after the warm-up.", above=0)
     schedule: Literal["cosine", "linear", "constant"] = option(
-        "cosine",
-        "Learning rate after the peak; cosine ends at a tenth of the peak, linear at zero.",
+        "cosine", "Learning rate after the peak; cosine ends at a tenth of it, linear at zero."
     )
     warmup_steps: int = option(0, "Steps of the linear warm-up.", least=0)
     warmup_share: float | None = option(None, "The same as a share of all steps.")
     b1: float = option(0.9, "Adam's decay of the first moment.")
     b2: float = option(0.999, "Adam's decay of the second moment.")
     eps: float = option(1e-8, "Adam's epsilon.", above=0)
-    weight_decay: float = option(
-        0.01, "Weight decay of matrices; none for biases and norms.", least=0
-    )
+    weight_decay: float = option(0.01, "Weight decay, but not of biases and norms.", least=0)
     max_grad_norm: float | None = option(None, "Clip the global gradient norm to this.", above=0)
 
 
@@ -159,9 +145,7 @@ class ZenFlowSettings(_Group):
         4, "Steps per window; at its end the host updates the deferred channels. auto: adaptive."
     )
     select_interval: int | Literal["auto", "epoch"] | None = option(
-        None,
-        "Steps between selections of channels. auto: adaptive. epoch: once per epoch. "
-        "Default: 16 windows.",
+        None, "Steps between selections of channels. auto: adaptive. Default: 16 windows."
     )
     full_warm_up_rounds: int = option(0, "Initial steps that update all channels.")
     full_warm_up_share: float | None = option(None, "The same as a share of all steps.")
@@ -173,9 +157,7 @@ class ZenFlowSettings(_Group):
         "auto",
         "Exponent of a window's steps in its learning rate. auto: 0.5 if rolling, else none.",
     )
-    provisional_share: float = option(
-        0.5, "Step of deferred weights until their update arrives, in learning rates."
-    )
+    provisional_share: float = option(0.5, "Provisional step, in learning rates; 0: none.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,22 +170,26 @@ class HostSettings(_Group):
     stream: Literal["none", "gradients", "weights"] = option(
         "none",
         "gradients: scanned layers send theirs one layer at a time, in the backward pass. "
-        "weights: their matrices are in host memory as well; no provisional steps.",
+        "weights: they are in host memory, one program runs each layer (with offload).",
+    )
+    layer_updates: Literal["after_backward", "during_backward"] = option(
+        "after_backward",
+        "With --stream weights, when the host updates layers; during_backward hides its work.",
+    )
+    layer_inputs: Literal["device", "host"] = option(
+        "device", "With --stream weights, where the layers' inputs wait for the backward pass."
     )
     transfer_dtype: Literal["bfloat16"] | None = option(
         None, "Round float32 gradients to this for the transfer. Default: no rounding."
     )
     host_kernel: Literal["numba", "numpy"] = option("numba", "Implementation of the host update.")
     host_state: Literal["float32", "compact"] = option(
-        "float32",
-        "Adam's moments on the host. compact: 8 bits, 2.2 bytes per parameter instead of 8.",
+        "float32", "Adam's moments on the host: 8 bytes per parameter, or 2.2 (compact)."
     )
     threads: int | None = option(
-        None, "Threads of the host update. Default: the library's choice.", above=0
+        None, "Threads of the host update. Default: all cores but one.", above=0
     )
-    prefetch_bytes: int | None = option(
-        None, "Limit for updates that wait on the device, in bytes."
-    )
+    prefetch_bytes: int | None = option(None, "Limit for pending updates on the device, in bytes.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +197,7 @@ class OutputSettings(_Group):
     """Output: metrics, validations, checkpoints."""
 
     output_dir: Dir = option("runs", "Folder of all runs.")
-    run: str | None = option(
-        None, "Folder of this run, resumed if it has checkpoints. Default: a new one."
-    )
+    run: str | None = option(None, "Name of a new run, or of one to resume. Default: a new one.")
     log_every: int = option(10, "Steps between rows of metrics.csv.", above=0)
     evaluate_every: int = option(0, "Steps between validations; 0: only before and after.", least=0)
     eval_batches: int | None = option(None, "Batches per validation. Default: all.", above=0)
@@ -221,25 +205,15 @@ class OutputSettings(_Group):
         "none", "Also send the metrics to this tool; needs its package."
     )
     progress: bool = option(True, "Show a progress bar on a terminal.")
-    save_every: int = option(
-        100, "Steps between checkpoints; 0: only at the end or when stopped.", least=0
-    )
+    save_every: int = option(100, "Steps between checkpoints; 0: only at the end.", least=0)
     keep: int = option(2, "Number of newest checkpoints to keep.", above=0)
-    keep_best: bool = option(
-        False, "Validate at each checkpoint; keep the best, and write its weights."
-    )
-    best: str | None = option(
-        None, "Metric that decides what is best, such as macro_f1. Default: the task's."
-    )
+    keep_best: bool = option(False, "Keep the checkpoint that validates best; write its weights.")
+    best: str | None = option(None, "Metric that decides, such as macro_f1. Default: the task's.")
     export_every: int = option(
-        0,
-        "Steps between exports of the weights to model-STEP in the run's folder; 0: none.",
-        least=0,
+        0, "Steps between exports of weights to model-STEP; 0: none.", least=0
     )
     early_stopping_patience: int | None = option(
-        None,
-        "Stop after this many validations in a row without a better one; needs --keep-best.",
-        above=0,
+        None, "Stop after so many validations in a row without a better one.", above=0
     )
 
 
@@ -274,10 +248,6 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         # zenflow checks its own arguments, which have the same names.
         for name, expected in out_of_bounds(self):
             self._check(name, False, expected)
-        for name, value in vars(self).items():
-            # Bytes of a command line that are not UTF-8 become surrogates.
-            is_text = not isinstance(value, str) or not re.search(r"[\ud800-\udfff]", value)
-            self._check(name, is_text, "text in UTF-8, as settings.toml keeps it")
         self._check("seed", self.seed < 2**32, "a number below 2**32")
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
         wanted = "a share above 0 and below 1, such as 0.001, as every run validates (1 only with "
@@ -295,7 +265,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             wanted = "{}, as early_stopping_patience is set"
             self._check("keep_best", self.keep_best, wanted.format("True"))
             self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
-        for name, expected in _OF_STREAMS.items() if self.stream != "none" else ():
+        for name, expected in _OF_STREAMS.get(self.stream, {}).items():
             allowed = f"{expected!r}, as stream is {self.stream!r}"
             self._check(name, getattr(self, name) == expected, allowed)
         # Each head rotates pairs of channels.
@@ -313,13 +283,13 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 f"`{share}`: expected it or `{count}`, got both: {values[0]} and {values[1]}."
             )
 
-    def check_task(self) -> None:
+    def check_task(self, paths: Iterable[str] = ("model", "data")) -> None:
         """Checks that the task has the paths that it needs, and no options that it does not read.
 
         A config file alone may lack the paths.
         """
         own = self.task == "standard_library"
-        for name in ("model", "data"):
+        for name in paths:
             wanted = f"none for {self.task}" if own else f"a path, for {self.task}"
             self._check(name, own == (getattr(self, name) is None), wanted)
         for setting in fields(self):
@@ -329,17 +299,16 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
-# Required values where layers stream.
-_OF_STREAMS = {
-    "optimizer": "zenflow",
-    "scan_layers": True,
-    "micro_batches": 1,
-    "send_gradients": "during_step",
+# Required values where gradients or weights stream.
+_OF_STREAMS: dict[str, dict[str, Any]] = {
+    "gradients": {
+        "optimizer": "zenflow",
+        "scan_layers": True,
+        "micro_batches": 1,
+        "send_gradients": "during_step",
+    },
+    "weights": {"optimizer": "offload", "scan_layers": False},
 }
-
-
-def may_stream(settings: StepSettings) -> bool:
-    return all(getattr(settings, name) == value for name, value in _OF_STREAMS.items())
 
 
 def bad_value(name: str, expected: str, got: object) -> str:

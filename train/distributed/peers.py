@@ -56,7 +56,9 @@ class Peers:
 
     def _meet(self) -> None:
         if processes.is_first():
-            with _listener() as listener:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as listener:
                 token = secrets.token_hex(8)
                 host = self._host or socket.gethostname()
                 processes.from_first(f"{host} {listener.getsockname()[1]} {token}")
@@ -130,12 +132,6 @@ class Peers:
         os.write(2, f"error: {why}. This process ends as well. {self.restart}\n".encode())
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os._exit(1)
-
-
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _keep_alive(connection: socket.socket) -> socket.socket:

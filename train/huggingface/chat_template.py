@@ -121,7 +121,9 @@ class ChatTemplate:
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
         learned = [i for i in of_assistant if i not in skipped]
         if self._marks_answers:
-            text, spans = _split_marks(whole)
+            parts = re.split(f"[{_BEGIN}{_END}]", whole)  # every second part is marked
+            ends = [*itertools.accumulate(map(len, parts))]
+            text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
             if not any(start < stop for start, stop in spans):
                 raise ConversationError(
                     f"expected text in `{{% generation %}}` of {self.where}, got none"
@@ -228,7 +230,6 @@ def rename_roles(*roles: str) -> str | None:
 
 
 def read_template_text(file: Path) -> str:
-    """Returns the text of a chat template."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -260,13 +261,6 @@ def _start(
         return None
     # The answer may begin with the same characters as the thought.
     return min(shared, len(os.path.commonprefix([with_place(messages), whole])))
-
-
-def _split_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """Returns the text without marks, and the ranges of the marked parts, some of them empty."""
-    parts = re.split(f"[{_BEGIN}{_END}]", marked)  # every second part is marked
-    ends = [*itertools.accumulate(map(len, parts))]
-    return "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
 
 
 class _Generation(jinja2.ext.Extension):

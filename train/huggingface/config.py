@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train import Failure
-from train.huggingface.json_files import read_object
 from train.model.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.model.encoder import EncoderConfig
 
 CONFIG = "config.json"
-ADAPTER = "adapter_config.json"
 TASK = "zenflow_task"  # the key for the task that a run trained
 
 # The supported models: `model_type` of the config, and the class of `transformers`.
@@ -69,26 +67,6 @@ QWEN3_HEAD_WIDTH = 128
 
 class ModelError(Failure):
     """A folder does not contain the requested model."""
-
-
-def read_raw(folder: Path) -> dict[str, Any]:
-    """Reads the config.json of a folder; for other kinds of folders names a remedy."""
-    if folder.is_dir() and not (folder / CONFIG).exists():
-        names = sorted(path.name for path in folder.iterdir())
-        quantized = [name for name in names if name.lower().endswith(".gguf")]
-        if ADAPTER in names:
-            base = read_object(folder / ADAPTER, ModelError).get("base_model_name_or_path")
-            raise ModelError(
-                f"`model`: {folder} has a LoRA adapter and no model. Merge it first with peft: "
-                f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
-                f".save_pretrained(DIR), and copy the tokenizer; or train its base model, {base}."
-            )
-        if quantized:
-            raise ModelError(
-                f"`model`: {folder} has the GGUF file {quantized[0]}, which is not supported. "
-                "Use the folder of safetensors that it was made from."
-            )
-    return read_object(folder / CONFIG, ModelError)
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
@@ -149,12 +127,6 @@ def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
     keys.check(name, isinstance(scaling, dict), "an object")
     inner = _Keys(keys.path, scaling, name + ".")
     base = inner.positive("rope_theta", outer_base)
-    # Versions differ in which of two bases they read.
-    beside = keys.raw.get("rope_parameters") or {}
-    keys.check("rope_parameters", isinstance(beside, dict), "an object")
-    for other in (keys, _Keys(keys.path, beside, "rope_parameters.")):
-        fits = other.raw.get("rope_theta") in (None, base)
-        other.check("rope_theta", fits, f"{base}, the base of `{name}`, or none")
     inner.check("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0) == 1.0, "1.0")
     kind_key = "type" if "rope_type" not in scaling and "type" in scaling else "rope_type"
     match scaling.get(kind_key):
@@ -197,21 +169,13 @@ class _Keys:
         self.path, self.raw, self.prefix = path, raw, prefix
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        self.check(key, is_count, "a whole number above 0")
-        return value
+        return self._read(key, default, "a whole number above 0", int)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        self.check(key, is_number and 0 < value < math.inf, "a number above 0")
-        return float(value)
+        return float(self._read(key, default, "a number above 0", int, float))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        self.check(key, isinstance(value, bool), "true or false")
-        return value
+        return self._read(key, default, "true or false", bool)
 
     def check(self, key: str, fits: bool, expected: str) -> None:
         if not fits:
@@ -221,6 +185,8 @@ class _Keys:
         got = repr(self.raw[key]) if key in self.raw else "nothing"
         return ModelError(f"`{self.prefix}{key}` in {self.path}: expected {expected}, got {got}.")
 
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.raw.get(key)
-        return default if value is None else value
+    def _read(self, key: str, default: Any, expected: str, *kinds: type) -> Any:
+        value = default if self.raw.get(key) is None else self.raw[key]
+        fits = type(value) in kinds and (bool in kinds or 0 < value < math.inf)
+        self.check(key, fits, expected)
+        return value

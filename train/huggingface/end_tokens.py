@@ -47,7 +47,13 @@ def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
     """Writes the ends that `train.generate` would find into the files that other programs read."""
     if not (folder / TOKENIZER).is_file():
         return
-    _keep_one_template(folder)
+    # Programs differ in which of several chat templates they read.
+    path = folder / TOKENIZER_CONFIG
+    config = read_object(path, TokenizerError) if path.is_file() else {}
+    if (folder / TEMPLATE).is_file() and config.pop("chat_template", None) is not None:
+        _write(path, config)
+    if (folder / TEMPLATE).is_file() or "chat_template" in config:
+        (folder / "chat_template.json").unlink(missing_ok=True)
     tokenizer = read_tokenizer(folder, vocabulary=vocabulary)
     ends = all_end_tokens(folder, tokenizer)
     if task == "chat":
@@ -68,16 +74,6 @@ def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
         listed = [n for n in named if n not in (None, -1)] + more
         content["eos_token_id"] = listed if len(listed) > 1 else listed[0]
         _write(folder / GENERATION, content)
-
-
-def _keep_one_template(folder: Path) -> None:
-    """Removes shadowed chat templates, since programs differ in which they read."""
-    path = folder / TOKENIZER_CONFIG
-    config = read_object(path, TokenizerError) if path.is_file() else {}
-    if (folder / TEMPLATE).is_file() and config.pop("chat_template", None) is not None:
-        _write(path, config)
-    if (folder / TEMPLATE).is_file() or "chat_template" in config:
-        (folder / "chat_template.json").unlink(missing_ok=True)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -10,10 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.huggingface.config import CONFIG, ModelError
-
-# The folder of the trained model in a run's folder.
-MODEL_FOLDER = "model"
+from train.huggingface.config import ModelError
 
 # All files of a model; no pickles, and no second copy of the weights.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
@@ -23,11 +20,6 @@ NO_FILES = ("*/*", "consolidated*")
 def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     """Returns the local folder of this name, or the `files` of `org/name` from the Hub."""
     folder, name = Path(model), str(model)
-    if (below := folder / MODEL_FOLDER).is_dir() and not (folder / CONFIG).exists():
-        raise ModelError(
-            f"`model`: expected a folder with a {CONFIG}, got {folder}, a run whose model is in a "
-            f"folder below. Pass --model {below}"
-        )
     # A misspelled name of a local folder is not looked up on the Hub.
     if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return folder

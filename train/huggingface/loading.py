@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from train.distributed import host_memory
-from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config, read_raw
+from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.huggingface.hub import model_folder
+from train.huggingface.json_files import read_object
 from train.huggingface.tensors import (
     DTYPES,
     Reader,
@@ -68,7 +68,7 @@ def read_folder(model: str | Path) -> Pretrained:
         raise ModelError(
             f"expected a Hugging Face folder, or org/name on the Hub, got {folder}, {got}."
         )
-    raw = read_raw(folder)
+    raw = read_object(folder / CONFIG, ModelError)
     config = read_config(folder / CONFIG, raw)
     architecture = ARCHITECTURES[raw["model_type"]]
     headers = read_headers(folder, architecture)
@@ -135,12 +135,9 @@ def load_weights(
                 return jax.make_array_from_callback(leaf.shape, sharding, lambda i: value[i])
             of = source(pretrained.architecture, name, leaf.shape)
             tensors = [pretrained.tensors[name] for name in of.names]
-            _check_shapes(tensors, of.shape)
-            # Leaf by leaf, so that memory never holds two copies of all.
-            return host_memory.placed(
-                jax.make_array_from_callback(
-                    leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
-                )
+            assert all(tensor.shape == of.shape for tensor in tensors), name
+            return jax.make_array_from_callback(
+                leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
             )
 
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)
@@ -188,11 +185,7 @@ def _check_tensors(pretrained: Pretrained) -> None:
             f"alone, got {first_of(tensors[name].name for name in extra)} besides."
         )
     for name, shape in expected.items():
-        _check_shapes([tensors[name]], shape)
-
-
-def _check_shapes(tensors: list[Tensor], shape: tuple[int, ...]) -> None:
-    for tensor in tensors:
+        tensor = tensors[name]
         if tensor.shape != shape or tensor.dtype not in DTYPES:
             raise ModelError(
                 f"`{tensor.name}` in {tensor.file}: expected the shape {shape} and one of the "

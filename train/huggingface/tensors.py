@@ -142,11 +142,6 @@ def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
     for tensor in tensors:
         name = tensor.name.removeprefix(PREFIXES[architecture])
         name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
-        if name in named:
-            raise ModelError(
-                f"expected one tensor for `{name}` in {folder}, got `{named[name].name}` in "
-                f"{named[name].file.name} and `{tensor.name}` in {tensor.file.name}. Remove one."
-            )
         named[name] = tensor
     return named
 
@@ -237,27 +232,11 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not index.exists():
         raise _no_safetensors(folder)
     files = read_object(index, ModelError).get("weight_map")
-    if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
-        raise ModelError(
-            f"`weight_map` in {index}: expected the name of a file for each tensor, got others."
-        )
+    if not isinstance(files, dict):
+        raise ModelError(f"`weight_map` in {index}: expected an object, got {files!r}.")
     tensors = []
     for file in sorted(set(files.values())):
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise ModelError(
-                f"`weight_map` in {index}: expected names of files in that folder, got {file!r}."
-            )
-        if not (folder / file).exists():
-            raise ModelError(
-                f"expected the file {folder / file}, which {index.name} names, got none."
-            )
-        held = _read_header(folder / file)
-        lost = {name for name, its in files.items() if its == file} - {t.name for t in held}
-        if lost:
-            raise ModelError(
-                f"expected {first_of(lost)} in {folder / file}, as {index.name} says, got none."
-            )
-        tensors += [tensor for tensor in held if tensor.name in files]
+        tensors += [tensor for tensor in _read_header(folder / file) if tensor.name in files]
     return tensors
 
 

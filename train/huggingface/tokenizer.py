@@ -127,13 +127,7 @@ def _special(
         token = entries.get(name, {}).get(f"{kind}_token")
         if isinstance(token, dict):  # a token with its flags
             token = token.get("content")
-        if token is not None:
-            number = tokens.token_to_id(token) if isinstance(token, str) else None
-            if number is None:
-                raise TokenizerError(
-                    f"{folder / name}: expected `{kind}_token` to be one of the tokens of "
-                    f"{TOKENIZER}, got {token!r}."
-                )
+        if token is not None and (number := tokens.token_to_id(token)) is not None:
             return number
     for name in _NUMBERED:
         number = entries.get(name, {}).get(f"{kind}_token_id")

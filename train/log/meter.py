@@ -67,35 +67,6 @@ class UnreadStep(NamedTuple):
     schedule: Sequence[Any]  # values of a row; () inside an interval
 
 
-class _Skips:
-    """Counts skipped steps, and ends a run after `most` in a row, or if all were skipped."""
-
-    def __init__(self, steps_done: int, total: int, most: int, remedy: str):
-        # The last step whose outcome is known.
-        self.known = self._begun = steps_done
-        self.total, self.in_a_row = total, 0
-        self._most, self._remedy = most, remedy
-
-    def add(self, total: int) -> None:
-        """Records the total number of skipped steps after one more step."""
-        self.known += 1
-        self.in_a_row = self.in_a_row + 1 if total > self.total else 0
-        self.total = total
-        if self.in_a_row >= self._most:
-            self.fail()
-
-    def finish(self) -> None:
-        if 0 < self.in_a_row == self.known - self._begun:
-            self.fail()
-
-    def fail(self) -> NoReturn:
-        first = self.known - self.in_a_row + 1
-        raise NotFiniteError(
-            f"steps {first} to {self.known} were skipped, as their gradients are not finite. "
-            f"{self._remedy}"
-        )
-
-
 class Meter:
     """Turns the losses of all steps into a `Row` for the first and each `log_every` of them.
 
@@ -126,8 +97,11 @@ class Meter:
         self._tokens_read = 0
         self._skipped: int = state["skipped"]  # by the last row
         self._paused_s = 0.0
-        total = int(self._unread[-1].skipped) if self._unread else self._skipped
-        self._skips = _Skips(steps_done, total, max_skipped, remedy)
+        self.total_skipped = int(self._unread[-1].skipped) if self._unread else self._skipped
+        self._skipped_in_a_row = 0
+        # The last step of which is known whether it was skipped.
+        self._known = self._begun = steps_done
+        self._max_skipped, self._remedy = max_skipped, remedy
 
     def start(self) -> None:
         """Starts the clock. Earlier steps must have no tokens, since they count in no rate."""
@@ -167,12 +141,13 @@ class Meter:
     def skipped_last(self) -> bool:
         """Returns whether the last step was skipped; blocks until the device has done it."""
         self._read_skips(self._steps_taken)
-        return self._skips.in_a_row > 0
+        return self._skipped_in_a_row > 0
 
     def finish(self) -> None:
         """Raises `NotFiniteError` if every step of this start was skipped."""
         self._read_skips(self._steps_taken)
-        self._skips.finish()
+        if 0 < self._skipped_in_a_row == self._known - self._begun:
+            self._fail()
 
     def state(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs, as JSON. Blocks until all steps are done."""
@@ -186,18 +161,25 @@ class Meter:
         return self._mark().since(self._started)
 
     @property
-    def total_skipped(self) -> int:
-        return self._skips.total
-
-    @property
     def _steps_taken(self) -> int:
         return self._steps_read + len(self._unread)
 
     def _read_skips(self, until: int) -> None:
         """Reads which steps up to `until` were skipped."""
-        while self._skips.known < until:
-            taken = self._unread[self._skips.known - self._steps_read]
-            self._skips.add(int(jax.device_get(taken.skipped)))
+        while self._known < until:
+            total = int(jax.device_get(self._unread[self._known - self._steps_read].skipped))
+            is_skipped = total > self.total_skipped
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
+            self._known, self.total_skipped = self._known + 1, total
+            if self._skipped_in_a_row >= self._max_skipped:
+                self._fail()
+
+    def _fail(self) -> NoReturn:
+        first = self._known - self._skipped_in_a_row + 1
+        raise NotFiniteError(
+            f"steps {first} to {self._known} were skipped, as their gradients are not finite. "
+            f"{self._remedy}"
+        )
 
     def _to_next_row(self) -> int:
         # Fewer than `log_every` if the last start had another interval, and after the first step.

@@ -107,7 +107,13 @@ class RunLog:
         if row.skipped:
             figures += f"  {row.skipped} skipped"
         self._bar.update(self._task, completed=row.step, figures=figures)
-        self.say(f"{self._counted(row.step)}  {figures}{self._time_left(row.step)}")
+        # From the steps of this start, including validations and checkpoints.
+        first, since = self._begun
+        if first < row.step < self._steps:
+            per_step = (time.monotonic() - since) / (row.step - first)
+            left = datetime.timedelta(seconds=round(per_step * (self._steps - row.step)))
+            figures += f"  {left} left"
+        self.say(f"{self._counted(row.step)}  {figures}")
 
     def validation(
         self, step: int, figures: Mapping[str, float], label: str = "validation"
@@ -124,14 +130,6 @@ class RunLog:
 
     def _counted(self, step: int) -> str:
         return f"step {step:>{len(str(self._steps))}}/{self._steps}"
-
-    def _time_left(self, step: int) -> str:
-        """Estimates from the steps of this start, including validations and checkpoints."""
-        first, since = self._begun
-        if not first < step < self._steps:
-            return ""
-        seconds = (time.monotonic() - since) * (self._steps - step) / (step - first)
-        return f"  {datetime.timedelta(seconds=round(seconds))} left"
 
 
 class NoLog(contextlib.nullcontext):

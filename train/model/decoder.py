@@ -55,13 +55,13 @@ class DecoderConfig(NamedTuple):
     head_width: int  # even; `heads * head_width` need not be `width`
     ffn: int  # inner width of the SwiGLU layer
     positions: int  # of the longest supported sequence; longer ones run, with bad results
-    norm_eps: float  # added to the mean square
-    rope_base: float  # the slowest rotation turns once in about 6 times this many positions
-    rope_scaling: LinearRope | Llama3Rope | None
-    qkv_bias: bool  # whether queries, keys and values have a bias (Qwen 2)
-    qk_norm: bool  # whether the query and the key of each head are normalized (Qwen 3)
-    tied: bool  # whether the embedding is also the head
-    window: int | None  # how many tokens a token attends to, itself included; None for all
+    norm_eps: float = 1e-5  # added to the mean square
+    rope_base: float = 1e4  # the slowest rotation turns once in about 6 times this many positions
+    rope_scaling: LinearRope | Llama3Rope | None = None
+    qkv_bias: bool = False  # whether queries, keys and values have a bias (Qwen 2)
+    qk_norm: bool = False  # whether the query and the key of each head are normalized (Qwen 3)
+    tied: bool = False  # whether the embedding is also the head
+    window: int | None = None  # how many tokens a token attends to, itself included; None for all
 
 
 class Cache(NamedTuple):
@@ -110,7 +110,10 @@ class Decoder(Stacked):
 
         Logits of a large vocabulary are never all in memory at once.
         """
-        x = self._last_layer(tokens, positions)
+        return self.losses_after(self._last_layer(tokens, positions), targets)
+
+    def losses_after(self, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Returns the same from the stream `x` `(b, t, width)` after all blocks."""
         if self.parts > 1:
             head = self.head.kernel.get_value()
             return vocabulary.token_losses(self.norm(x), head, targets, self.embed.dtype)
@@ -135,12 +138,16 @@ class Decoder(Stacked):
             x = self.embed(tokens)
         else:
             x = vocabulary.embedded(self.embed.embedding.get_value(), tokens, self.embed.dtype)
-        text = None  # the index of each token's text in its row
+        return self.run_blocks(x, *self.block_inputs(tokens, positions))
+
+    def block_inputs(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[Any, ...]:
+        """Returns what all blocks read: rotations, and each token's text as its index in the row."""
+        text = None
         if positions is None:
             positions = jnp.arange(tokens.shape[1])[None]
         else:
             text = jnp.cumsum(positions == 0, axis=1)
-        return self.run_blocks(x, *rotations(self.config, positions), text)
+        return *rotations(self.config, positions), text
 
     def empty_cache(self, b: int, s: int) -> Cache:
         config = self.config

@@ -56,16 +56,18 @@ class BertClassifier(Stacked):
 
     def __call__(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns float32 logits `(b, labels)` for integers `(b, t)`; `mask` is 0 for padding."""
-        x = self.stream(tokens, types, mask)
-        return self.classifier(jnp.tanh(self.pooler(x[:, 0])))
+        return self.logits_after(self.run_blocks(*self.block_inputs(tokens, types, mask)))
 
-    def stream(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
-        """Returns the output of the last block, `(b, t, width)` in `compute_dtype`."""
+    def block_inputs(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> Any:
+        """Returns the stream `(b, t, width)` in `compute_dtype`, and the mask of attention."""
         x = self.embed(tokens.astype(jnp.int32)) + self.types(types.astype(jnp.int32))
         x = x + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = self.embed_norm(x).astype(x.dtype)
-        attends = mask.astype(bool)[:, None, None, :]  # for every query and head
-        return self.run_blocks(x, attends)
+        return x, mask.astype(bool)[:, None, None, :]  # for every query and head
+
+    def logits_after(self, x: jax.Array) -> jax.Array:
+        """Returns the logits from the stream after all blocks."""
+        return self.classifier(jnp.tanh(self.pooler(x[:, 0])))
 
 
 class EncoderBlock(nnx.Module):
@@ -85,16 +87,13 @@ class EncoderBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, attends: jax.Array) -> jax.Array:
         """Maps `(b, t, width)` to the same shape and dtype; `attends` is a mask `(b, 1, 1, t)`."""
-        x = self.attention_norm(x + self._attention(x, attends)).astype(x.dtype)
-        inner = jax.nn.gelu(self.up(x), approximate=False)
-        return self.ffn_norm(x + self.down(inner)).astype(x.dtype)
-
-    def _attention(self, x, attends):
         b, t, width = x.shape
         split = (b, t, self.heads, width // self.heads)
         q, k, v = (project(x).reshape(split) for project in (self.query, self.key, self.value))
-        mixed = attention(q, k, v, mask=attends)
-        return self.attention_out(mixed.reshape(b, t, width))
+        mixed = attention(q, k, v, mask=attends).reshape(b, t, width)
+        x = self.attention_norm(x + self.attention_out(mixed)).astype(x.dtype)
+        inner = jax.nn.gelu(self.up(x), approximate=False)
+        return self.ffn_norm(x + self.down(inner)).astype(x.dtype)
 
 
 def _norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

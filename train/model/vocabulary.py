@@ -1,7 +1,7 @@
 """Embedding and head in parts of the vocabulary, which are scanned like layers.
 
-So they may be in host memory: the device has two parts at a time, and gradients leave it part by
-part. Both are stacks of parts, as `streaming.stream` returns them.
+So gradients leave the device part by part. Both are stacks of parts, as `streaming.stream` returns
+them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,20 @@ def embedded(table: Any, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     _, words, width = table.shape
 
     def add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-        place = tokens - start
-        rows = _rows(part.astype(dtype), place)
-        return jnp.where(((place >= 0) & (place < words))[..., None], rows, x)
+        return add_rows(x, part, tokens - start)
 
-    return _over_parts(add, jnp.full((*tokens.shape, width), jnp.nan, dtype), table, words)
+    return _over_parts(add, no_rows(tokens, width, dtype), table, words)
+
+
+def no_rows(tokens: jax.Array, width: int, dtype: DTypeLike) -> jax.Array:
+    """Returns the result of `embedded` before any part: NaN."""
+    return jnp.full((*tokens.shape, width), jnp.nan, dtype)
+
+
+def add_rows(x: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
+    """Puts rows of a part `(words, width)` into `x`; `place` may be outside of the part."""
+    rows = _rows(part.astype(x.dtype), place)
+    return jnp.where(((place >= 0) & (place < len(part)))[..., None], rows, x)
 
 
 @jax.custom_vjp
@@ -73,11 +82,20 @@ def token_losses(x: jax.Array, head: Any, targets: jax.Array, dtype: DTypeLike) 
     """
 
     def add(sums: Any, part: jax.Array, start: jax.Array) -> Any:
-        logits = cross_entropy.logits_of(x, part.astype(dtype))
-        return cross_entropy.add_words(sums, logits, targets - start)
+        return add_logits(sums, x, part.astype(dtype), targets - start)
 
     sums = cross_entropy.no_words(targets)
-    top, total, of_target = _over_parts(add, sums, head, head.shape[2])
+    return losses_of(_over_parts(add, sums, head, head.shape[2]))
+
+
+def add_logits(sums: Any, x: jax.Array, part: jax.Array, place: jax.Array) -> Any:
+    """Adds the words of a part `(width, words)` to sums that `cross_entropy.no_words` began."""
+    return cross_entropy.add_words(sums, cross_entropy.logits_of(x, part), place)
+
+
+def losses_of(sums: Any) -> jax.Array:
+    """Returns the cross-entropies from the sums over all words."""
+    top, total, of_target = sums
     return top + jnp.log(total) - of_target
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,8 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.cli.command_line import Planning
-from train.cli.settings import Settings, SettingsError, StepSettings, may_stream
-from train.distributed import host_memory
+from train.cli.settings import Settings, SettingsError, StepSettings
 from train.distributed.sharding import (
     batch_parts,
     batch_sharding,
@@ -28,12 +26,13 @@ from train.distributed.sharding import (
     mesh_over,
     weight_shardings,
 )
-from train.huggingface.config import ARCHITECTURES, CONFIG, read_config, read_raw
+from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.huggingface.hub import model_folder
+from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained
 from train.run import models
 from train.run.memory import host_bytes
-from train.run.optimizers import initial_state, make_optimizer, with_deepspeed_values
+from train.run.optimizers import make_optimizer, with_deepspeed_values
 from train.run.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
 from zenflow_jax import find_state, planning
@@ -137,11 +136,7 @@ def plan_run(
     settings: Settings, options: Planning, deepspeed: DeepSpeedOptions | None = None
 ) -> RunPlan:
     """Plans a run, which has the values of its DeepSpeed config, for the machine of `options`."""
-    if (settings.model is None) != (settings.task == "standard_library"):
-        raise SettingsError(
-            "`model`: expected a folder with a config.json, or none with the task standard_library,"
-            f" got {settings.model or 'none'} with {settings.task}."
-        )
+    settings.check_task(["model"])
     planner = _Planner(settings, options)
     if planner.origin is not None:
         check_length(settings.sequence_length, planner.origin)
@@ -208,33 +203,23 @@ def ways_that_fit(
 def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Yields changes other than the batch, alone and combined: few changes first."""
     offloads, interval = settings.optimizer != "adamw", settings.update_interval
-    in_host_memory = settings.stream == "weights"
-    choices: list[dict[str, Any]] = [{"remat": True}]
+    choices: dict[str, Any] = {"remat": True}
     if offloads:
-        choices.append({"host_state": "compact"})
+        choices["host_state"] = "compact"
     if settings.stream == "none":
-        choices.append({"scan_layers": False})
-    if not in_host_memory and may_stream(dataclasses.replace(settings, scan_layers=True)):
-        # Layers in host memory are scanned, and have no uploads.
-        weights = {"stream": "weights", "scan_layers": True, "update_interval": 1}
-        choices.append(weights | {"prefetch_bytes": settings.prefetch_bytes})
+        choices["scan_layers"] = False
     if settings.optimizer == "zenflow" and isinstance(interval, int):
-        choices.append({"update_interval": max(interval // 2, 1)})
-    if offloads and not in_host_memory and settings.prefetch_bytes is None:
-        choices.append({"prefetch_bytes": 0})
-    choices = [x for x in choices if any(getattr(settings, name) != x[name] for name in x)]
-    for count in range(len(choices) + 1):
-        for combined in itertools.combinations(choices, count):
-            changes = dict(item for choice in combined for item in choice.items())
-            if len(changes) == sum(map(len, combined)):  # otherwise two are of the same setting
-                yield {n: x for n, x in changes.items() if getattr(settings, n) != x}
+        choices["update_interval"] = max(interval // 2, 1)
+    if offloads and settings.prefetch_bytes is None:
+        choices["prefetch_bytes"] = 0
+    changes = [(name, x) for name, x in choices.items() if getattr(settings, name) != x]
+    for count in range(len(changes) + 1):
+        yield from map(dict, itertools.combinations(changes, count))
 
 
 def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | None) -> int:
     """Returns the bytes of one device at the peak of a step, by the compiler."""
-    planned = planned_step(run, origin, mesh, placed=True)
-    peak = planning.peak_bytes(compiled_step(planned))
-    return peak - (host_memory.nbytes(planned.params) if run.stream == "weights" else 0)
+    return planning.peak_bytes(compiled_step(planned_step(run, origin, mesh, placed=True)))
 
 
 def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
@@ -242,13 +227,10 @@ def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
     step: Any = planned.step
     # Without a device jax 0.11.2 cannot select a deterministic matrix product.
     options = {"xla_gpu_exclude_nondeterministic_ops": False}
-    with warnings.catch_warnings():
-        # Weights that the step moves to host memory cause this.
-        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        try:
-            return step.lower(*planned[1:]).compile(options)
-        except NotImplementedError as error:  # streaming needs a newer jax
-            raise SettingsError(str(error)) from error
+    try:
+        return step.lower(*planned[1:]).compile(options)
+    except NotImplementedError as error:  # streaming needs a newer jax
+        raise SettingsError(str(error)) from error
 
 
 def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
@@ -258,14 +240,7 @@ def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
         return planning.described_mesh(device, sizes)
     if text is None:
         return None
-    count = math.prod(sizes.values())
-    devices = jax.devices("cpu")
-    if count > len(devices):
-        raise SettingsError(
-            f"`--plan`: expected {count} devices of the CPU to lay the model out on, for --mesh "
-            f"{text}, got {len(devices)}. Set JAX_NUM_CPU_DEVICES={count} in the environment."
-        )
-    return mesh_over(sizes, devices[:count])
+    return mesh_over(sizes, jax.devices("cpu")[: math.prod(sizes.values())])
 
 
 class PlannedStep(NamedTuple):
@@ -278,7 +253,7 @@ class PlannedStep(NamedTuple):
 def folder_of_config(model: str) -> Pretrained:
     """Returns a model's folder, of which only `config.json` is read."""
     folder = model_folder(model, [CONFIG])
-    raw = read_raw(folder)
+    raw = read_object(folder / CONFIG, ModelError)
     config = read_config(folder / CONFIG, raw)
     return Pretrained(folder, ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
 
@@ -303,21 +278,17 @@ def planned_step(
     tx = make_optimizer(settings, steps_per_epoch=settings.steps)
     size, parts = settings.batch_size, settings.micro_batches
     sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
-    in_host_memory = settings.stream == "weights"
     if divided is None:
-        put = host_memory.put if in_host_memory else lambda params: params
-        opt_state = jax.eval_shape(lambda params: initial_state(tx, put(params)), params)
+        opt_state = jax.eval_shape(tx.init, params)
     else:
         params = jax.tree.map(_shape_at, params, weight_shardings(divided, params))
         is_adamw = settings.optimizer == "adamw"
         everywhere = NamedSharding(divided, PartitionSpec())
-        shapes = host_memory.put_shapes(params) if in_host_memory else params
-        opt_state = _state_shapes(tx, params, everywhere) if is_adamw else tx.init(shapes)
+        opt_state = _state_shapes(tx, params, everywhere) if is_adamw else tx.init(params)
         sharding = batches
     if sharding is not None:
         params, opt_state = planning.placed((params, opt_state), mesh)
-    returned = (host_memory.on_device(params) if in_host_memory else params), opt_state
-    placement = divided and jax.tree.map(lambda x: x.sharding, returned)
+    placement = divided and jax.tree.map(lambda x: x.sharding, (params, opt_state))
     step = make_train_step(
         graphdef,
         tx,
@@ -325,8 +296,6 @@ def planned_step(
         micro_batches=parts,
         stream=settings.stream != "none",
         placement=placement,
-        on_gpu=placed,
-        described=in_host_memory,
     )
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:

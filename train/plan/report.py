@@ -12,14 +12,7 @@ from rich.table import Table
 from train.cli.command_line import PROGRAM, Planning
 from train.cli.settings import option_words
 from train.plan.planning import RunPlan, Way
-from zenflow_jax.planning import (
-    DEFAULT_FRACTION,
-    EFFICIENCY,
-    HOST_RESERVE,
-    INSTALL,
-    MAX_FRACTION,
-    gb,
-)
+from zenflow_jax import planning
 
 
 def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
@@ -50,10 +43,10 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     row("  available", [x.device_capacity_bytes for x in plans])
     table.add_section()
     for name in dict.fromkeys(name for plan in plans for name in plan.host):
-        pinned = " (pinned)" if name in ("mail", "weights") else ""
+        pinned = " (pinned)" if name == "mail" else ""
         row(f"host: {name}{pinned}", [x.host.get(name) for x in plans])
     row("host, total", [x.host_bytes or None for x in plans], "bold")
-    row("  available", [x.host_capacity_bytes - HOST_RESERVE for x in plans])
+    row("  available", [x.host_capacity_bytes - planning.HOST_RESERVE for x in plans])
     table.add_section()
     row("a checkpoint on disk", [x.checkpoint for x in plans])
     row("a step, device to host", [x.to_host or None for x in plans])
@@ -78,19 +71,20 @@ def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
         alone = ", without gradients and activations" if by_shapes else ""
         lines.append("A larger batch fits:" if chosen.fits else f"These commands fit{alone}:")
         for way in run_plan.ways:
-            needs = f"device {gb(way.plan.device_bytes)}, host {gb(way.plan.host_bytes)}"
+            sizes = map(planning.gb, (way.plan.device_bytes, way.plan.host_bytes))
+            needs = "device {}, host {}".format(*sizes)
             lines.append(f"  {command_line(run_plan, way, arguments)}  # {needs}")
     elif not chosen.fits:
         lines.append(
             "No smaller batch and no other --host-state, --update-interval, --remat, "
-            "--scan-layers, --stream or --prefetch-bytes was found to fit. Use a smaller "
-            "--topk-ratio, a smaller model, or more devices (--mesh)."
+            "--scan-layers or --prefetch-bytes was found to fit. Use a smaller --topk-ratio, a "
+            "smaller model, or more devices (--mesh)."
         )
     elif by_shapes:
-        lines.append(f"The batches that fit depend on activations, which {INSTALL} adds.")
+        lines.append(f"The batches that fit depend on activations, which {planning.INSTALL} adds.")
     rate = "measured here" if run_plan.measured else "assumed"
     lines.append(
-        f"Assumptions: {EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "
+        f"Assumptions: {planning.EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "
         f"{chosen.gpu.bus / 1e9:.0f} GB/s of bus each way, {chosen.host_bandwidth / 1e9:.0f} GB/s "
         f"of host memory ({rate})."
     )
@@ -104,8 +98,8 @@ def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
         changes = {"batch_size": way.batch_size} | changes
     dropped = {field.name for field in dataclasses.fields(Planning)} | changes.keys()
     words, keep = PROGRAM.split(), True
-    if way.plan.device_bytes > DEFAULT_FRACTION * run_plan.chosen.gpu.memory:
-        words.insert(0, f"XLA_PYTHON_CLIENT_MEM_FRACTION={MAX_FRACTION}")
+    if way.plan.device_bytes > planning.DEFAULT_FRACTION * run_plan.chosen.gpu.memory:
+        words.insert(0, f"XLA_PYTHON_CLIENT_MEM_FRACTION={planning.MAX_FRACTION}")
     for word in arguments:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")

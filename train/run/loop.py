@@ -16,25 +16,18 @@ from train.checkpoints.compatibility import description
 from train.checkpoints.reading import CheckpointError
 from train.checkpoints.writing import Checkpoints
 from train.cli.settings import SettingsError, task_name
-from train.distributed import host_memory, processes
+from train.distributed import processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
+from train.log import summary
 from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
 from train.log.run_log import NoLog, RunLog, read_rows, show
-from train.log.summary import (
-    command_of_use,
-    host_load,
-    read_summary,
-    summary_table,
-    write_picture,
-    write_summary,
-    write_timeline,
-)
 from train.log.trackers import reporter
 from train.run import models
+from train.run.by_layer import micro_batches
 from train.run.folder import write_settings
-from train.run.setup import Job
+from train.run.setup import Job, make_trainer
 from train.tasks import is_loss
-from zenflow_jax import planning
+from zenflow_jax import layerwise, planning
 
 
 class Result(NamedTuple):
@@ -60,17 +53,19 @@ class Run:
         self.stop, self.stack = stop, stack
         self.params, self.opt_state = job.model.params, opt_state
         self.engine: zenflow_jax.HostEngine | None = None
+        # If weights stream, in place of `params`, `opt_state` and `engine`.
+        self.trainer: layerwise.Trainer | None = None
         self.validations: list[tuple[int, dict[str, float]]] = []  # each step with its metrics
         self.done = 0  # by earlier starts
-        self.steps = job.training.steps
+        self.steps = job.settings.steps
         task, config = job.task, job.model.origin and job.model.origin.config
         self.checkpoints = stack.enter_context(
             Checkpoints(
                 folder / "checkpoints",
-                keep=job.output.keep,
-                keep_best=job.output.keep_best,
+                keep=job.settings.keep,
+                keep_best=job.settings.keep_best,
                 larger_is_better=not is_loss(task.best),
-                describe=description(job.settings, task.checksum, config, task.labels),
+                describe=description(job.values, task.checksum, config, task.labels),
                 say=self._say,
             )
         )
@@ -79,8 +74,9 @@ class Run:
         """Restores the newest checkpoint, if any; returns whether steps are left."""
         engine_state, progress = None, {}
         if (newest := self.checkpoints.newest()) is not None:
+            fresh = self.params if self.job.layered is None else self.job.layered.shapes
             self.params, self.opt_state, engine_state, progress = self.checkpoints.restore(
-                newest, self.params, self.opt_state
+                newest, fresh, self.opt_state, only_engine=self.job.layered is not None
             )
             self.done = newest
             self.validations = [(step, figures) for step, figures in progress["validations"]]
@@ -91,8 +87,7 @@ class Run:
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
-        if self.job.training.optimizer != "adamw":
-            self._open_engine(engine_state, timeline)
+        self._open_engine(engine_state, timeline)
         self.checkpoints.rename_damaged()  # this start is valid
         self._open_log(progress)
         if not self.done:
@@ -107,9 +102,9 @@ class Run:
         if self._has_stopped_early():
             self.steps = self.done
         done, steps = self.done, self.steps
-        summary = read_summary(self.folder)
-        if done == steps and summary and summary["steps"] == done:
-            larger = "--steps" if steps == self.job.training.steps else "--early-stopping-patience"
+        last = summary.read_summary(self.folder)
+        if done == steps and last and last["steps"] == done:
+            larger = "--steps" if steps == self.job.settings.steps else "--early-stopping-patience"
             self._say(
                 f"{self.folder} has done all its {done} steps. Pass a larger {larger} to "
                 f"continue it, with {self.folder / 'settings.toml'} as the config, or name "
@@ -124,47 +119,57 @@ class Run:
         return False
 
     def _open_engine(self, engine_state: Any, timeline: Path | None) -> None:
+        """Makes the engine, or the trainer if weights stream; adamw has neither."""
+        if self.job.settings.optimizer == "adamw":
+            return
         names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
         try:
-            engine = zenflow_jax.HostEngine(
-                self.params,
-                self.opt_state,
-                **self.job.host.subset(names),
-                engine_state=engine_state,
-                # The process only runs this job, and can be restarted, so it may end itself.
-                exit_if_stuck=True,
-            )
+            if self.job.layered is not None:
+                self.trainer = self.stack.enter_context(make_trainer(self.job, engine_state))
+                self.params = None
+            else:
+                engine = zenflow_jax.HostEngine(
+                    self.params,
+                    self.opt_state,
+                    **self.job.settings.subset(names),
+                    engine_state=engine_state,
+                    # The process only runs this job, and can be restarted, so it may end itself.
+                    exit_if_stuck=True,
+                )
+                self.engine = self.stack.enter_context(engine)
         except planning.UnfitRunError as error:
             raise SettingsError(str(error)) from error
-        self.engine = self.stack.enter_context(engine)
         if timeline and processes.is_first():
             # Whether or not the run succeeds.
-            self.stack.callback(lambda: write_timeline(timeline, engine.timeline, self.console))
+            source = self.engine or self.trainer
+            self.stack.callback(
+                lambda: summary.write_timeline(timeline, source.timeline, self.console)
+            )
 
     def _open_log(self, progress: Mapping[str, Any]) -> None:
         """Opens the metrics, which continue those of the last checkpoint."""
-        job, engine, done = self.job, self.engine, self.done
+        job, engine, done = self.job, self.engine or self.trainer, self.done
         metered = progress.get("meter")
         self.log = NoLog()
         if processes.is_first():
-            write_settings(self.folder, job.settings, job.texts)
+            write_settings(self.folder, job.values, job.texts)
             in_rows = done - len(metered["unread"]) if metered else 0
-            report = {"done": in_rows, "config": job.settings}
+            report = {"done": in_rows, "config": job.values}
             self.log = RunLog(
                 self.folder,
                 steps=self.steps,
                 console=self.console,
-                progress=job.output.progress,
-                reporter=reporter(job.output.report_to, self.folder, **report),
+                progress=job.settings.progress,
+                reporter=reporter(job.settings.report_to, self.folder, **report),
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
             )
         self.stack.enter_context(self.log)
         self.meter = Meter(
-            log_every=job.output.log_every,
+            log_every=job.settings.log_every,
             steps=self.steps,
             stats=(lambda: engine.stats) if engine else None,
-            max_skipped=job.training.max_skipped,
+            max_skipped=job.settings.max_skipped,
             remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
             "--learning-rate, a start resumes from the last checkpoint, if any; another --run "
             "starts again.",
@@ -201,14 +206,13 @@ class Run:
                     self._say(f"step {step} was skipped: no checkpoint of it")
                 else:
                     self._save(saved := step)
-            if is_due(self.job.output.export_every, step):
-                jax.block_until_ready(self.params)
+            if is_due(self.job.settings.export_every, step):
+                self._wait()
                 with self.meter.paused():
-                    values = host_memory.whole_weights(self.params, self.opt_state)
-                    self._write(self.folder / f"{models.FOLDER}-{step}", self.params, values)
+                    self._write(self.folder / f"{models.FOLDER}-{step}", self._weights())
             if self._has_stopped_early():
                 self.steps = step
-                patience = self.job.output.early_stopping_patience
+                patience = self.job.settings.early_stopping_patience
                 self._say(f"stopping after step {step}: no better validation in {patience}")
                 break
         if saved < self.steps:
@@ -223,28 +227,46 @@ class Run:
         job = self.job
         length, tokens = job.batches.length(step - 1), job.batches.tokens(step - 1)
         if tokens is None:
-            tokens = job.tokens
+            tokens = job.settings.batch_size * job.settings.sequence_length
         with contextlib.ExitStack() as compiling:
             if is_new := length not in lengths:
                 lengths.add(length)
-                jax.block_until_ready(self.params)
+                self._wait()
                 compiling.enter_context(self.meter.paused())
-            self.params, self.opt_state, loss, skipped = job.train_step(
-                self.params, self.opt_state, job.batches[step - 1]
-            )
+            loss, skipped = self._train(job.batches[step - 1])
             if is_new:
-                jax.block_until_ready(self.params)
+                self._wait()
                 tokens = 0  # a step that compiles counts in no rate
         if self.engine:
             self.params, self.opt_state = self.engine.exchange(self.params, self.opt_state)
         if step == self.done + 1:
-            jax.block_until_ready(self.params)
+            self._wait()
             self.meter.start()
             self.stop.begin()
             self.log.begin(step)
         if row := self.meter.step(loss, skipped=skipped, tokens=tokens):
             self.log.add(row)
         self.checkpoints.poll()
+
+    def _train(self, batch: Any) -> tuple[jax.Array, Any]:
+        """Takes a step; returns its loss, and the number of steps skipped so far."""
+        if self.trainer is not None:
+            parts = micro_batches(batch, self.job.settings.micro_batches)
+            return self.trainer.step(*parts), self.trainer.skipped
+        assert self.job.train_step is not None
+        self.params, self.opt_state, loss, skipped = self.job.train_step(
+            self.params, self.opt_state, batch
+        )
+        return loss, skipped
+
+    def _wait(self) -> None:
+        """Waits until the last step is done."""
+        jax.block_until_ready(self.params)
+        if self.trainer is not None:
+            self.trainer.wait()
+
+    def _weights(self) -> Any:
+        return self.params if self.trainer is None else self.trainer.params()
 
     def finish(self) -> Result:
         """Flushes and validates, and writes the model."""
@@ -255,7 +277,7 @@ class Run:
         self.meter.finish()
         if self.engine:
             self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
-        jax.block_until_ready(self.params)  # the measured time includes the last update
+        self._wait()  # the measured time includes the last update
         totals = self.meter.since_start()
         if self.engine and self.validations[-1][0] == steps:
             self.validations.pop()  # of a run that stopped early: its weights have changed since
@@ -270,7 +292,7 @@ class Run:
                 raise  # other processes show nothing before
             model = f"{self.folder / written} has the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
-        test = self.job.test and self.job.test(weights)
+        test = self.job.test and self._tested(weights)
         if test:
             self.log.validation(best, test, "test")
         return Result(totals, best, written, test)
@@ -282,47 +304,64 @@ class Run:
             return
         title = f"{figures['optimizer']}, {figures['parameters'] / 1e6:.1f} M parameters"
         target = figures["target"]
-        write_picture(self.folder, self.log.rows, self.validations, title=title, target=target)
-        write_summary(self.folder, figures)
-        self.console.print(summary_table(figures))
+        summary.write_picture(
+            self.folder, self.log.rows, self.validations, title=title, target=target
+        )
+        summary.write_summary(self.folder, figures)
+        self.console.print(summary.summary_table(figures))
         if self.engine:
             timed = self.engine.stats, ended.totals.seconds
-            if hiding := host_load(self.opt_state, *timed, self.job.host.host_state):
+            if hiding := summary.host_load(self.opt_state, *timed, self.job.settings.host_state):
                 self._say(hiding.advice)
-        if self.job.output.keep_best:
+        if self.job.settings.keep_best:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} has {weights}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
-        use = command_of_use(self.folder / ended.written, task_name(self.job.settings))
+        use = summary.command_of_use(self.folder / ended.written, task_name(self.job.values))
         if use and ended.written == models.FOLDER:
             self._say(f"Try it: {use}")
 
     def _write_model(self, best: int) -> tuple[Any, str]:
         """Writes the weights of the best step; returns them, and the name of file or folder."""
-        weights, values = self.params, None
+        weights, values = self._weights(), None
         if best != self.steps:
             # As validated: without the updates that were pending then.
-            weights = self.checkpoints.weights(best, self.params)
+            like = weights if self.job.layered is None else self.job.layered.shapes
+            weights = self.checkpoints.weights(best, like)
         elif self.engine:
             masters = zenflow_jax.iter_master_params(weights, self.opt_state, self.engine)
             values = (x for _, x in masters)
+        elif self.trainer and self.job.layered:
+            values = self.job.layered.leaves(self.trainer.master_params)
         is_file = self.job.model.origin is None
         self._write(self.folder if is_file else self.folder / models.FOLDER, weights, values)
         return weights, models.WEIGHTS if is_file else models.FOLDER
 
+    def _tested(self, weights: Any) -> dict[str, float]:
+        """Returns the metrics of the written weights on the test data."""
+        assert self.job.test is not None
+        if self.job.layered is None:
+            return self.job.test(weights)
+        with self.job.layered.without_training(weights) as trainer:
+            return self.job.test(trainer)
+
     def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
         job = self.job
-        options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.settings)}
+        options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
+        if job.layered is not None:
+            weights, values = job.layered.whole(weights, values)
         models.write(folder, job.model.origin, weights, values, **options)
 
     def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:
         job = self.job
-        stats = self.engine.stats if self.engine else None
-        parameters = sum(x.size for x in jax.tree.leaves(self.params))
+        source = self.engine or self.trainer
+        stats = source.stats if source else None
+        whole = self.params if job.layered is None else job.layered.model
+        parameters = sum(x.size for x in jax.tree.leaves(whole))
         moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
         moved /= parameters * max(self.steps - self.done, 1)
         return {
-            "optimizer": job.training.optimizer,
+            "optimizer": job.settings.optimizer,
             "device": jax.devices()[0].device_kind,
             "devices": job.mesh.size if job.mesh else 1,
             "processes": jax.process_count(),
@@ -330,7 +369,7 @@ class Run:
             "target": job.task.target,
             "steps": self.steps,
             "skipped": self.meter.total_skipped,
-            "best_step": ended.best if job.output.keep_best else None,
+            "best_step": ended.best if job.settings.keep_best else None,
             "resumed_at": self.done,
             "tokens_per_s": ended.totals.tokens_per_s,
             "bytes_per_parameter_and_step": processes.sum_over(moved),
@@ -350,40 +389,38 @@ class Run:
     def _validated(self, step: int) -> dict[str, float]:
         """Returns the metrics after `step`, the last one taken."""
         if not self.validations or self.validations[-1][0] != step:
-            jax.block_until_ready(self.params)
+            self._wait()
             self._log_rows(whole=True)  # before the validation's line
             with self.meter.paused():
-                # Selected channels of weights in host memory are only in the state.
-                hides = self.job.host.stream == "weights"
-                state = [self.opt_state] if hides else []
-                self.validations.append((step, self.job.validate(self.params, *state)))
+                self.validations.append((step, self.job.validate(self.trainer or self.params)))
             self.log.validation(*self.validations[-1])
         return self.validations[-1][1]
 
     def _has_stopped_early(self) -> bool:
-        best, patience = self.job.task.best, self.job.output.early_stopping_patience
+        best, patience = self.job.task.best, self.job.settings.early_stopping_patience
         values = [figures[best] for _, figures in self.validations]
         return has_stalled(values, patience, larger_is_better=not is_loss(best))
 
     def _is_validated(self, step: int) -> bool:
         """Returns whether a validation is due; the final one follows after all windows close."""
-        output = self.job.output
-        is_compared = output.keep_best and self._is_saved(step)
-        return step < self.steps and (is_compared or is_due(output.evaluate_every, step))
+        settings = self.job.settings
+        is_compared = settings.keep_best and self._is_saved(step)
+        return step < self.steps and (is_compared or is_due(settings.evaluate_every, step))
 
     def _is_saved(self, step: int) -> bool:
         """Returns whether a checkpoint is due; with early stopping also at each validation."""
-        output = self.job.output
-        stops = output.early_stopping_patience is not None
-        return is_due(output.save_every, step) or (stops and is_due(output.evaluate_every, step))
+        settings = self.job.settings
+        every = 0 if settings.early_stopping_patience is None else settings.evaluate_every
+        return is_due(settings.save_every, step) or is_due(every, step)
 
     def _save(self, step: int) -> None:
         self._log_rows(whole=True)
         progress = {"validations": self.validations, "meter": self.meter.state()}
         at, figures = self.validations[-1] if self.validations else (0, {})
         figure = figures[self.job.task.best] if at == step else None
+        engine = self.engine or self.trainer
         self.checkpoints.save(
-            step, self.params, self.opt_state, self.engine, progress, figure=figure
+            step, self._weights(), self.opt_state, engine, progress, figure=figure
         )
 
     def _log_rows(self, *, whole: bool = False) -> None:

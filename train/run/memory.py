@@ -24,8 +24,9 @@ def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepS
     weights = np.dtype(weight_dtype(run.optimizer, run.dtype)).itemsize * parameters
     # Weights, and gradients if all exist at once; with adamw its moments too. Leaves that are not
     # matrices of a block are ignored.
-    device = (2 * weights + (8 * parameters if adamw else 0)) if trains else weights
-    device = {"none": device, "gradients": weights, "weights": 0}[run.stream]
+    device = weights
+    if trains and run.stream == "none":
+        device = 2 * weights + (8 * parameters if adamw else 0)
     # Masters and moments of the deferred channels, divided among the processes.
     deferred = 1 - min(max(run.topk_ratio, 0.0), 1.0) if run.optimizer == "zenflow" else 1.0
     state = 6 if run.host_state == "compact" else 12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,25 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from elves.atomic import atomic_path
 from train.cli.settings import StepSettings
-from train.distributed import host_memory, processes
+from train.distributed import processes
 from train.distributed.sharding import committed, weight_shardings
 from train.huggingface import loading
 from train.huggingface.chat_template import TEMPLATE, read_template_text
-from train.huggingface.hub import MODEL_FOLDER
 from train.huggingface.saving import Entry, save_folder, write_by_first, write_file
 from train.huggingface.tensors import leaf_name
 from train.model.decoder import DecoderConfig, parts_that_stream
 from train.model.encoder import EncoderConfig
+from train.run.by_layer import LayeredModel, layered
 from train.run.optimizers import weight_dtype
 from train.tasks import standard_library
 
 # The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model made from sizes
-FOLDER = MODEL_FOLDER  # of a model loaded from a folder: a folder in the same layout
+FOLDER = "model"  # of a model loaded from a folder: a folder in the same layout
 
 
 class Model(NamedTuple):
@@ -45,28 +45,74 @@ def make(
     *,
     labels: Sequence[str] = (),
     seed: int,
-    in_host_memory: bool = False,
 ) -> Model:
-    """Makes the model of a `builder`, with the same weights on any mesh or without.
-
-    `in_host_memory` places the matrices of stacked blocks there.
-    """
+    """Makes the model of a `builder`, with the same weights on any mesh or without."""
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
         graphdef, params = split(build())
-        return Model(
-            graphdef, committed(host_memory.put(params) if in_host_memory else params), None
-        )
+        return Model(graphdef, committed(params), None)
     # Each device draws or reads only its shards, so the model need not fit on one device.
     shardings = mesh and weight_shardings(mesh, shapes)
-    if in_host_memory:
-        shardings = host_memory.shardings_of(shapes, shardings)
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
         return Model(graphdef, params, None)
-    anew = () if _has_head_for(origin, labels) else ("classifier",)
+    anew = _heads_to_draw(origin, labels)
     params = loading.load_weights(origin, shapes, shardings, anew=anew, seed=seed)
     return Model(graphdef, params, origin, loading.newly_drawn(origin, shapes, anew=anew))
+
+
+def make_layered(
+    build: Callable[[], nnx.Module],
+    mesh: Mesh | None,
+    origin: loading.Pretrained | None,
+    *,
+    labels: Sequence[str] = (),
+    seed: int,
+) -> tuple[Model, LayeredModel]:
+    """Makes the same model for `layerwise.Trainer`, whose parameters it has.
+
+    Blocks of a folder are read when the trainer takes them, so
+    that they need not fit on the devices.
+    """
+    graphdef, shapes = jax.eval_shape(lambda: split(build()))
+    first = SingleDeviceSharding(jax.local_devices()[0])
+    if mesh is None:
+        shardings = jax.tree.map(lambda _: first, shapes)
+    else:
+        shardings = weight_shardings(mesh, shapes)
+    shapes = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
+    )
+    model = layered(graphdef, shapes)
+
+    def divided(params: Any, blocks: Iterable[Any]) -> dict[str, Any]:
+        return model.divide({name: x for name, x in params.items() if name != "blocks"}, blocks)
+
+    abstract = divided(shapes, [shapes["blocks"][i] for i in range(model.blocks)])
+    model = model._replace(shapes={**abstract, "layers": list(abstract["layers"])})
+    if origin is None:
+        params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
+        blocks: Iterable[Any] = (params["blocks"].pop(i) for i in range(model.blocks))
+        return Model(graphdef, divided(params, blocks), None), model
+    anew = _heads_to_draw(origin, labels)
+
+    def load(names: Any) -> Any:
+        return loading.load_weights(origin, names(shapes), names(shardings), anew=anew, seed=seed)
+
+    outer = load(lambda tree: {name: x for name, x in tree.items() if name != "blocks"})
+    blocks = (
+        load(lambda tree, i=i: {"blocks": {i: tree["blocks"][i]}})["blocks"][i]
+        for i in range(model.blocks)
+    )
+    drawn = loading.newly_drawn(origin, shapes, anew=anew)
+    return Model(graphdef, model.divide(outer, blocks), origin, drawn), model
+
+
+def _heads_to_draw(origin: loading.Pretrained, labels: Sequence[str]) -> tuple[str, ...]:
+    # The head is kept if it has these labels, in this order if it names them.
+    names = [name.lower() for name in origin.class_names]
+    fitting = ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
+    return () if names in fitting else ("classifier",)
 
 
 def describe_new_weights(model: Model, labels: Sequence[str]) -> str:
@@ -87,12 +133,6 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
     return graphdef, nnx.as_pure(params)
 
 
-def _has_head_for(origin: loading.Pretrained, labels: Sequence[str]) -> bool:
-    """Returns whether the folder's head has these labels, in this order if it names them."""
-    names = [name.lower() for name in origin.class_names]
-    return names in ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
-
-
 def config_of(
     origin: loading.Pretrained | None, run: StepSettings
 ) -> DecoderConfig | EncoderConfig:
@@ -108,13 +148,6 @@ def config_of(
         head_width=run.width // run.heads,
         ffn=run.ffn,
         positions=run.sequence_length,
-        norm_eps=1e-5,
-        rope_base=10_000.0,
-        rope_scaling=None,
-        qkv_bias=False,
-        qk_norm=False,
-        tied=False,
-        window=None,
     )
 
 
@@ -150,20 +183,17 @@ def write(
     origin: loading.Pretrained | None,
     params: Any,
     values: Iterator[Any] | None = None,
-    *,
-    labels: Sequence[str] = (),
-    texts: Mapping[str, str] | None = None,
-    task: str | None = None,
+    **options: Any,
 ) -> None:
     """Writes the trained weights into `folder`, in the layout of the model's folder, if any.
 
-    `values` replace the leaves of `params`; each is requested when it is written.
+    `values` replace the leaves of `params`; each is requested when it is written. `options` are
+    those of `save_folder`.
     """
     if origin is None:
         write_weights(folder / WEIGHTS, params, values)
     else:
-        options = {"labels": labels, "values": values, "texts": texts, "task": task}
-        save_folder(folder, origin, params, as_read=True, **options)
+        save_folder(folder, origin, params, values=values, as_read=True, **options)
 
 
 def template_files(chat_template: str | None) -> dict[str, str]:

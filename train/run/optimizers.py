@@ -37,6 +37,16 @@ def learning_rate(peak: float, warm_up: int, steps: int, schedule: str) -> optax
     return optax.join_schedules([start, after[schedule]], [warm_up])
 
 
+def schedule_of(
+    settings: OptimizerSettings, deepspeed: DeepSpeedOptions | None = None
+) -> float | optax.Schedule:
+    """Returns the learning rate of the settings, with `steps`."""
+    if deepspeed is not None and deepspeed.scheduler is not None:
+        return deepspeed.learning_rate
+    warm_up = settings.learning_rate_warm_up
+    return learning_rate(settings.learning_rate, warm_up, settings.steps, settings.schedule)
+
+
 def make_optimizer(
     settings: OptimizerSettings,
     deepspeed: DeepSpeedOptions | None = None,
@@ -44,12 +54,7 @@ def make_optimizer(
     steps_per_epoch: int | None = None,
 ) -> optax.GradientTransformation:
     """Makes the optimizer of the settings, with `steps`; `deepspeed` from `finalize_settings`."""
-    norm = settings.max_grad_norm
-    if deepspeed is not None and deepspeed.scheduler is not None:
-        rate = deepspeed.learning_rate
-    else:
-        warm_up = settings.learning_rate_warm_up
-        rate = learning_rate(settings.learning_rate, warm_up, settings.steps, settings.schedule)
+    norm, rate = settings.max_grad_norm, schedule_of(settings, deepspeed)
     arguments = settings.subset(("b1", "b2", "eps", "weight_decay")) | {"mask": decayed}
     if settings.optimizer == "adamw":
         # A chain in both cases, so that a resumed run may change `max_grad_norm`.
@@ -62,13 +67,6 @@ def make_optimizer(
             arguments |= deepspeed.arguments
         return zenflow_jax.zenflow(rate, **arguments)
     except ValueError as error:
-        raise SettingsError(str(error)) from error
-
-
-def initial_state(tx: optax.GradientTransformation, params: Any) -> Any:
-    try:
-        return tx.init(params)
-    except ValueError as error:  # a staleness that weights in host memory do not support
         raise SettingsError(str(error)) from error
 
 
@@ -160,7 +158,12 @@ def with_deepspeed_values(options: DeepSpeedOptions, settings: S) -> S:
     arguments = options.fixed_arguments
     values = {name: arguments[name] for name in ("b1", "b2", "eps", "weight_decay")}
     if settings.optimizer == options.kind == "zenflow":
-        values |= _as_settings(arguments)
+        values |= {name: arguments[name] for name in _SHARED & arguments.keys()}
+        # "auto" until the length of an epoch is known; it fits all windows.
+        values |= {"full_warm_up_share": None, "select_interval": "auto"}
+        values["provisional_share"] = values["provisional_share"] or 0.0
+        if isinstance(values["update_interval"], zenflow_jax.AutoWindow):
+            values |= {"update_interval": "auto", "window_scaling": "none"}
     return dataclasses.replace(settings, **values)
 
 
@@ -208,17 +211,6 @@ def describe_deepspeed_changes(
         listed = ", ".join(f"`{name}`" for name in deepspeed.not_translated)
         lines.append(f"{settings.deepspeed}: not followed (docs/deepspeed.md): {listed}")
     return lines
-
-
-def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns `zenflow`'s arguments as settings."""
-    values = {name: arguments[name] for name in _SHARED & arguments.keys()}
-    # "auto" until the length of an epoch is known; it fits all windows.
-    values |= {"full_warm_up_share": None, "select_interval": "auto"}
-    values["provisional_share"] = values["provisional_share"] or 0.0
-    if isinstance(values["update_interval"], zenflow_jax.AutoWindow):
-        values |= {"update_interval": "auto", "window_scaling": "none"}
-    return values
 
 
 def decayed(params):

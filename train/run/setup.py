@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -10,18 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from train.cli.command_line import to_toml
-from train.cli.settings import (
-    HostSettings,
-    OutputSettings,
-    Settings,
-    SettingsError,
-    StepSettings,
-    TrainingSettings,
-    steps_of,
-)
+from train.cli.settings import Settings, SettingsError, StepSettings, steps_of
 from train.distributed import processes
 from train.distributed.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.huggingface.loading import Pretrained, read_folder, shapes_of
@@ -30,20 +24,20 @@ from train.log.trackers import check_reporter
 from train.model.cross_entropy import PART
 from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
-from train.run import models
+from train.run import models, optimizers
+from train.run.by_layer import LayeredModel
 from train.run.memory import check_memory
-from train.run.optimizers import (
-    describe_deepspeed_changes,
-    finalize_settings,
-    initial_state,
-    make_optimizer,
-    with_deepspeed,
+from train.run.step import (
+    DETERMINISTIC,
+    PER_EXAMPLE,
+    make_judge,
+    make_train_step,
+    make_validate,
 )
-from train.run.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.batches import Batches, Sample
 from train.tasks.chosen import make_task, make_test, with_best
-from zenflow_jax import planning, streaming
+from zenflow_jax import layerwise, streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
 # Too few steps to teach a model much.
@@ -65,19 +59,18 @@ class Sources(NamedTuple):
 
 
 class Job(NamedTuple):
-    settings: Mapping[str, Any]  # final values, for the records
-    training: TrainingSettings
-    host: HostSettings
-    output: OutputSettings
-    tokens: int  # of a batch without padding
+    settings: Settings  # final
+    values: Mapping[str, Any]  # the same, for the records
     mesh: Mesh | None
     task: Task
     texts: Mapping[str, str]
     batches: Batches
     model: models.Model
-    train_step: Callable
-    validate: Callable[..., dict[str, float]]  # from `make_validate`
-    test: Callable[..., dict[str, float]] | None  # the same for the test data
+    layered: LayeredModel | None  # if weights stream
+    learning_rate: float | optax.Schedule  # for it
+    train_step: Callable | None  # for all others
+    validate: Callable[[Any], dict[str, float]]  # from `make_validate`
+    test: Callable[[Any], dict[str, float]] | None  # the same for the test data
     notes: tuple[str, ...]  # shown to the user
     causes_of_infinity: str
 
@@ -89,7 +82,7 @@ def read(
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
-    settings, deepspeed = with_deepspeed(original := settings, batch_parts(mesh))
+    settings, deepspeed = optimizers.with_deepspeed(original := settings, batch_parts(mesh))
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
             "`--timeline`: expected a training with work on the host (zenflow or offload), got "
@@ -149,49 +142,36 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         buckets=settings.length_buckets,
     )
     settings, few = _with_steps(settings, batches.per_epoch)
-    settings, deepspeed = finalize_settings(settings, sources.deepspeed, batches.per_epoch)
-    notes = describe_deepspeed_changes(sources.original, settings, deepspeed)
+    settings, deepspeed = optimizers.finalize_settings(
+        settings, sources.deepspeed, batches.per_epoch
+    )
+    notes = optimizers.describe_deepspeed_changes(sources.original, settings, deepspeed)
     notes = (*notes, *task.notes, *task.overview, *few)
     # A resumed run with more steps must have the same number of rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
     values = dataclasses.asdict(settings)
     processes.check_same(to_toml(values), sources.checksum)
-    model = make_model(sources)
-    tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
-    opt_state = committed(initial_state(tx, model.params), mesh)
-    placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
-    per_example = PER_EXAMPLE[task.kind]
-    streams = settings.stream != "none"
-    if streams and jax.default_backend() != "cpu":
-        try:
-            streaming.check_device()
-        except NotImplementedError as error:  # this version of jax is too old
-            raise SettingsError(str(error)) from error
-    train_step = make_train_step(
-        model.graphdef,
-        tx,
-        per_example,
-        micro_batches=settings.micro_batches,
-        stream=streams,
-        placement=placement,
-        on_gpu=planning.gpu_here() is not None,
-    )
+    model, layered, judge = make_model(sources)
+    opt_state = train_step = None
+    if layered is None:
+        tx = optimizers.make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
+        opt_state = committed(tx.init(model.params), mesh)
+        train_step = _make_step(model, tx, opt_state, settings, mesh, task)
 
-    def figures_on(samples: Mapping[str, Sample]) -> Callable[..., dict[str, float]]:
-        return make_validate(model.graphdef, per_example, task, samples, check)
+    def figures_on(samples: Mapping[str, Sample]) -> Callable[[Any], dict[str, float]]:
+        return make_validate(judge, task, samples, check)
 
     job = Job(
-        settings=values,
-        training=settings,
-        host=settings,
-        output=settings,
-        tokens=settings.batch_size * settings.sequence_length,
+        settings=settings,
+        values=values,
         mesh=mesh,
         task=task,
         texts=sources.texts,
         batches=batches,
         model=model,
+        layered=layered,
+        learning_rate=optimizers.schedule_of(settings, deepspeed),
         train_step=train_step,
         validate=figures_on(sources.samples),
         test=figures_on(sources.test) if sources.test else None,
@@ -215,13 +195,63 @@ def _with_steps(settings: Settings, per_epoch: int) -> tuple[Settings, list[str]
     return settings, [f"only {settings.steps} steps: {remedy}"]
 
 
-def make_model(sources: Sources) -> models.Model:
+def _make_step(
+    model: models.Model,
+    tx: optax.GradientTransformation,
+    opt_state: Any,
+    settings: Settings,
+    mesh: Mesh | None,
+    task: Task,
+) -> Callable:
+    placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
+    streams = settings.stream == "gradients"
+    if streams and jax.default_backend() != "cpu":
+        try:
+            streaming.check_device()
+        except NotImplementedError as error:  # this version of jax is too old
+            raise SettingsError(str(error)) from error
+    return make_train_step(
+        model.graphdef,
+        tx,
+        PER_EXAMPLE[task.kind],
+        micro_batches=settings.micro_batches,
+        stream=streams,
+        placement=placement,
+    )
+
+
+def make_model(sources: Sources) -> tuple[models.Model, LayeredModel | None, Callable]:
+    """Makes the model, its functions if weights stream, and the `judge` of `make_validate`."""
     settings, mesh, labels = sources.settings, sources.mesh, sources.task.labels
     sharding = mesh and batch_sharding(mesh, settings.batch_size, settings.micro_batches)
     build = models.builder(sources.config, settings, sharding=sharding, labels=len(labels))
-    options = {"labels": labels, "seed": settings.seed}
-    in_host_memory = settings.stream == "weights"
-    return models.make(build, mesh, sources.origin, in_host_memory=in_host_memory, **options)
+    options: dict[str, Any] = {"labels": labels, "seed": settings.seed}
+    if settings.stream != "weights":
+        model = models.make(build, mesh, sources.origin, **options)
+        return model, None, make_judge(model.graphdef, PER_EXAMPLE[sources.task.kind])
+    model, layered = models.make_layered(build, mesh, sources.origin, **options)
+    return model, layered, lambda trainer, batch: trainer.evaluate(batch, layered.judge)
+
+
+def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
+    """Makes the trainer of a run whose weights stream; `state` resumes it."""
+    settings, layered = job.settings, job.layered
+    assert layered is not None
+    return layerwise.Trainer(
+        job.model.params if state is None else layered.shapes,
+        first=layered.first,
+        layer=layered.layers,
+        last=layered.last,
+        learning_rate=job.learning_rate,
+        mask=optimizers.decayed,
+        updates=settings.layer_updates,
+        inputs=settings.layer_inputs,
+        # The meter counts skipped steps.
+        **settings.subset("b1 b2 eps weight_decay max_grad_norm".split()),
+        **settings.subset("host_kernel host_state threads".split()),
+        compiler_options=DETERMINISTIC,
+        state=state,
+    )
 
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
@@ -231,10 +261,14 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     processes.check_same(to_toml(dataclasses.asdict(settings)), sources.checksum)
     for line in (*task.notes, *task.overview):
         say(line)
-    model = make_model(sources)
+    model, layered, judge = make_model(sources)
     if drawn := models.describe_new_weights(model, task.labels):
         say(f"{drawn}. These figures are at chance level.")
-    figures = make_validate(model.graphdef, PER_EXAMPLE[task.kind], task, samples)(model.params)
+    with contextlib.ExitStack() as stack:
+        weights = model.params
+        if layered is not None:
+            weights = stack.enter_context(layered.without_training(weights))
+        figures = make_validate(judge, task, samples)(weights)
     counts = ", ".join(f"{sample.examples} examples of {name}" for name, sample in samples.items())
     say(f"{settings.model or 'a model that is not trained'} on {counts}:")
     for name, value in figures.items():

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from train.distributed import host_memory, processes
+from train.distributed import processes
 from train.run.optimizers import skipped_steps
 from train.tasks import Task
 from train.tasks.batches import ROWS, Batch
@@ -24,8 +24,8 @@ from zenflow_jax import streaming
 
 # Batches of a validation that are dispatched before the first result is read.
 AHEAD = 8
-# By default XLA has two copies of a layer's matrices in flight, and waits for others (0.10.2).
-FETCHES = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
+# Otherwise a GPU sums scattered values in any order, and so does cuDNN: runs must repeat.
+DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 class PerExample(NamedTuple):
@@ -36,22 +36,39 @@ class PerExample(NamedTuple):
     predictions: jax.Array | None  # (b,) int32, the most likely label; None for language models
 
 
-def of_tokens(model: Any, batch: Batch) -> PerExample:
-    """Returns a decoder's loss for each next token; examples of a batch are as in `tasks`."""
-    tokens = batch["tokens"].astype(jnp.int32)
-    losses = model.losses(tokens[:, :-1], tokens[:, 1:], batch.get("positions"))
+def from_losses(losses: jax.Array, batch: Batch) -> PerExample:
+    """Sums a decoder's loss for each next token `(b, t)`; examples of a batch are as in `tasks`."""
     if (weights := batch.get("weights")) is None:
         return PerExample(losses.sum(1), jnp.full(len(losses), losses.shape[1], jnp.float32), None)
     weights = weights.astype(jnp.float32)
     return PerExample((losses * weights).sum(1), weights.sum(1), None)
 
 
-def of_labels(model: nnx.Module, batch: Batch) -> PerExample:
-    """Returns a classifier's loss. `label` is `(b,)`, everything else in a batch `(b, t)`."""
-    logits = model(batch["tokens"].astype(jnp.int32), batch["types"], batch["mask"])
+def from_logits(logits: jax.Array, batch: Batch) -> PerExample:
+    """Returns a classifier's loss, of logits `(b, labels)`."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     predictions = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return PerExample(losses, jnp.ones_like(losses), predictions)
+
+
+def of_tokens(model: Any, batch: Batch) -> PerExample:
+    """Returns a decoder's loss for each next token."""
+    tokens = batch["tokens"].astype(jnp.int32)
+    return from_losses(model.losses(tokens[:, :-1], tokens[:, 1:], batch.get("positions")), batch)
+
+
+def of_labels(model: Any, batch: Batch) -> PerExample:
+    """Returns a classifier's loss. `label` is `(b,)`, everything else in a batch `(b, t)`."""
+    return from_logits(
+        model(batch["tokens"].astype(jnp.int32), batch["types"], batch["mask"]), batch
+    )
+
+
+def mean_loss(result: PerExample) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean loss of a batch, and the number of its targets."""
+    targets = result.targets.sum()
+    # Without any target the loss is zero: answers can be cut off.
+    return result.losses.sum() / jnp.maximum(targets, 1), targets
 
 
 PER_EXAMPLE = {"decoder": of_tokens, "encoder": of_labels}
@@ -65,23 +82,17 @@ def make_train_step(
     micro_batches: int = 1,
     stream: bool = False,
     placement: Any = None,
-    on_gpu: bool = False,
-    described: bool = False,
 ) -> Callable:
     """Returns the jitted step, which works for any optimizer and number of devices.
 
     It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of
     steps skipped so far (int32). Gradients of `micro_batches` are summed in float32. With
     `stream`, gradients of scanned layers leave layer by layer. `placement` are shardings of
-    parameters and state, which the compiler could otherwise change. `on_gpu` is for NVIDIA GPUs. A
-    `described` step gets parameters for host memory on the device, and moves them itself.
+    parameters and state, which the compiler could otherwise change.
     """
 
     def loss_of(params, batch):
-        result = per_example(nnx.merge(graphdef, params), batch)
-        targets = result.targets.sum()
-        # Without any target the loss is zero: answers can be cut off.
-        return result.losses.sum() / jnp.maximum(targets, 1), targets
+        return mean_loss(per_example(nnx.merge(graphdef, params), batch))
 
     mean = jax.value_and_grad(loss_of, has_aux=True)
 
@@ -106,23 +117,19 @@ def make_train_step(
         )
 
     def train_step(params, opt_state, batch):
-        if described:  # a described device takes no arguments in host memory
-            params = host_memory.put(params)
         weights = streaming.stream(params, opt_state) if stream else params
         loss, grads = gradient(weights, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        params = host_memory.on_device(params) if described else params
         return params, opt_state, loss, skipped_steps(opt_state)
 
     # Donated: new parameters and state reuse the memory of the old ones.
     out_shardings = placement and (*placement, None, None)
-    # Otherwise a GPU sums scattered values in any order, and so does cuDNN: runs must repeat.
-    options: dict[str, Any] = {"xla_gpu_exclude_nondeterministic_ops": True}
-    if on_gpu and stream:
-        options |= FETCHES
     return jax.jit(
-        train_step, donate_argnums=(0, 1), out_shardings=out_shardings, compiler_options=options
+        train_step,
+        donate_argnums=(0, 1),
+        out_shardings=out_shardings,
+        compiler_options=DETERMINISTIC,
     )
 
 
@@ -131,31 +138,39 @@ def _split(x: jax.Array, parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(len(x) // parts, parts, *x.shape[1:]), 1, 0)
 
 
+def make_judge(
+    graphdef: nnx.GraphDef, per_example: Callable[[nnx.Module, Batch], PerExample]
+) -> Callable[[Any, Batch], Any]:
+    """Returns a jitted function from parameters and a batch to the arguments of a validation."""
+
+    @jax.jit
+    def judge(params: Any, batch: Batch) -> Any:
+        return judged(per_example(nnx.merge(graphdef, params), batch), batch)
+
+    return judge
+
+
+def judged(result: PerExample, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the summed loss of a batch's real rows, their targets, and all predictions."""
+    rows = batch[ROWS]
+    return (result.losses * rows).sum(), (result.targets * rows).sum(), result.predictions
+
+
 def make_validate(
-    graphdef: nnx.GraphDef,
-    per_example: Callable[[nnx.Module, Batch], PerExample],
+    judge: Callable[[Any, Batch], Any],
     task: Task,
     samples: Mapping[str, Iterable[Batch]],
     check: Callable[[], None] = lambda: None,
-) -> Callable[..., dict[str, float]]:
-    """Returns a function from parameters to the metrics of a validation on `samples`.
+) -> Callable[[Any], dict[str, float]]:
+    """Returns a function from the first argument of `judge` to the metrics on `samples`.
 
-    With several samples each metric is prefixed by the sample's name: `matched/accuracy`. The
-    optimizer state is passed along if it alone has selected channels.
+    With several samples each metric is prefixed by the sample's name: `matched/accuracy`.
     """
 
-    @jax.jit
-    def judge(params, opt_state, batch):
-        if opt_state is not None:
-            params = streaming.stream(params, opt_state)
-        result = per_example(nnx.merge(graphdef, params), batch)
-        rows = batch[ROWS]
-        return (result.losses * rows).sum(), (result.targets * rows).sum(), result.predictions
-
-    def of_sample(params, opt_state, sample: Iterable[Batch]) -> dict[str, float]:
+    def of_sample(params, sample: Iterable[Batch]) -> dict[str, float]:
         loss = targets = 0.0
         predictions, labels = [], []
-        for batch, (losses, counts, predicted) in _ahead(partial(judge, params, opt_state), sample):
+        for batch, (losses, counts, predicted) in _ahead(partial(judge, params), sample):
             check()
             loss += float(losses)
             targets += float(counts)
@@ -168,11 +183,11 @@ def make_validate(
             figures |= task.score(np.concatenate(predictions), np.concatenate(labels))
         return figures
 
-    def validate(params: Any, opt_state: Any = None) -> dict[str, float]:
+    def validate(params: Any) -> dict[str, float]:
         return {
             name if len(samples) == 1 else f"{data}/{name}": value
             for data, sample in samples.items()
-            for name, value in of_sample(params, opt_state, sample).items()
+            for name, value in of_sample(params, sample).items()
         }
 
     return validate

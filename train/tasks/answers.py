@@ -14,7 +14,6 @@ weight 0).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -107,8 +106,12 @@ def task_of_answers(
     sides: list[Examples] = []
     for paths in filter(None, (files.train, files.validation)):
         encoded = store(partial(encode_files, paths), tokenizer, paths, notes, form=(name, *form))
-        rows, count = _answered(encoded, sequence_length), len(encoded.whole)
-        where = common_place(paths)
+        # The first token of an example is no target.
+        ends = np.minimum(encoded.starts[1:], encoded.starts[:-1] + sequence_length + 1)
+        bounds = zip(encoded.starts[:-1] + 1, ends, strict=True)
+        answered = (encoded.marks[begin:end].any() for begin, end in bounds)
+        rows = np.flatnonzero(np.fromiter(answered, bool))
+        where, count = common_place(paths), len(encoded.whole)
         if not len(rows):
             raise DataError(
                 f"{where}: expected an answer to learn that begins within {sequence_length} "
@@ -124,13 +127,6 @@ def task_of_answers(
     if len(sides) == 1:
         sides = sides[0].split(data, validation_share=validation_share, seed=seed)
     return task_of(name, sides[0], {"validation": sides[1]}, tokenizer, notes=notes)
-
-
-def _answered(encoded: Encoded, length: int) -> np.ndarray:
-    """Returns the examples with a target in an answer; the first token is no target."""
-    marks, bounds = encoded.marks, itertools.pairwise(encoded.starts)
-    answered = (marks[begin + 1 : min(begin + length + 1, end)].any() for begin, end in bounds)
-    return np.flatnonzero(np.fromiter(answered, bool))
 
 
 def prompt(instruction: str, context: str = "") -> str:

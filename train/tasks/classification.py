@@ -26,7 +26,7 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, glue, tables
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
-from train.tasks.examples import Examples, Sentences, check_room, task_of
+from train.tasks.examples import Examples, Sentences, task_of
 from train.tasks.files import find_files, first_30, lines, records, shorten, text_field
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
@@ -35,9 +35,6 @@ SEPARATORS = (",", ";", "\t", "|")
 
 QUOTE = "Put a text with a separator in it between quotation marks"
 AS_CSV = "Save texts with tabs or line breaks in them as CSV"
-
-# If more rows have no text, the wrong column was named.
-BLANK_SHARE = 2
 
 # From this share of one class on, accuracy says little.
 UNBALANCED = 0.75
@@ -87,7 +84,6 @@ def make(
 
     If the model's head has all labels as `known` classes, whatever their case, they are used.
     """
-    check_room(tokenizer, sequence_length, pair=columns.second is not None)
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     rows = [_read(paths, columns, notes) for paths in (files.train, files.validation) if paths]
@@ -176,14 +172,8 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
                 rows.places.append(where)
             else:
                 blank.append(where.rpartition(" ")[2])
-        total = len(rows.labels) - before + len(blank)
-        if not total:
+        if len(rows.labels) == before:
             raise DataError(f"{path}: expected examples, found none.")
-        if len(blank) * BLANK_SHARE > total:
-            raise DataError(
-                f"{path}: expected texts in {' and '.join(map(repr, columns.texts))}, found "
-                f"{len(blank)} of {total} rows without: {first_30(blank)}. Pass --text-column."
-            )
         if blank:
             notes.append(f"{path.name}: left out {len(blank)} rows without text: {first_30(blank)}")
     return rows
@@ -226,11 +216,6 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     else:
         tsv = ((n, line.removesuffix("\n").split("\t")) for n, line in lines(path) if line.strip())
         rows, remedy = ((n, [_unquoted(cell) for cell in cells]) for n, cells in tsv), AS_CSV
-    first = next(lines(path), (1, ""))[1]
-    if "\r" in first.strip() and not first.endswith("\n"):
-        raise DataError(
-            f"{path}: lines end with a bare carriage return. Convert it: tr '\\r' '\\n' < A > B"
-        )
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     _check_header(path, names, columns)
     for number, cells in rows:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from train.huggingface.chat_template import ChatTemplate, Conversation, ConversationError
-from train.huggingface.json_files import loads_unique
 from train.huggingface.template_checks import TemplateChecks
 from train.tasks import fields
 from train.tasks.batches import DataError
@@ -53,7 +53,13 @@ class Conversations:
     def _written(
         self, where: str, messages: list[dict], tools: list | None, skipped: set[int]
     ) -> Conversation:
-        parsed = [_with_parsed_calls(f"{where}, message {n}", m) for n, m in enumerate(messages, 1)]
+        # OpenAI has arguments of calls as JSON text.
+        parsed = [
+            m | {"tool_calls": [_parsed(f"{where}, message {n}", call) for call in m["tool_calls"]]}
+            if "tool_calls" in m
+            else m
+            for n, m in enumerate(messages, 1)
+        ]
         try:
             conversation = self._template.conversation(parsed, tools, skipped)
         except ConversationError:
@@ -114,19 +120,12 @@ def _expect_objects(where: str, field: str, items: Any) -> None:
         )
 
 
-def _with_parsed_calls(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Returns the message with arguments of calls as objects; OpenAI has them as JSON text."""
-    if "tool_calls" not in message:
-        return message
-    return message | {"tool_calls": [_parsed(where, call) for call in message["tool_calls"]]}
-
-
 def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(arguments := function.get("arguments"), str):
         return call
     try:
-        parsed = function | {"arguments": loads_unique(arguments or "{}")}
+        parsed = function | {"arguments": json.loads(arguments or "{}")}
     except (ValueError, RecursionError) as error:
         got = shorten(repr(arguments))
         raise DataError(

@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
     marks: np.ndarray  # (total,) uint8: 1 for the second sentence of a pair, or for answers
     starts: np.ndarray  # (n + 1,) int64; text i has tokens[starts[i] : starts[i + 1]]
     whole: np.ndarray  # the length of each before it was cut
-    checksum: int = 0  # (n,) int64: the length of each before it was cut
+    checksum: int = 0  # of all arrays
 
 
 def encode(

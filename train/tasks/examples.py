@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from train.huggingface.tokenizer import Tokenizer
-from train.tasks import Score, Task
+from train.tasks import Task
 from train.tasks.batches import DataError, Padded, Source
 from train.tasks.encoding import Encoded, Text, encode
 from train.tasks.files import split
@@ -122,14 +122,6 @@ class Sentences(Examples):
         return zlib.crc32(self._labels, super().checksum(start))
 
 
-def check_room(tokenizer: Tokenizer, sequence_length: int, *, pair: bool) -> None:
-    """Raises a DataError if an example would have no room beside special tokens."""
-    special = tokenizer.tokens.num_special_tokens_to_add(pair)
-    if sequence_length <= special:
-        wanted = f"more than {special}, the special tokens of an example"
-        raise DataError(f"`sequence_length`: expected {wanted}, got {sequence_length}.")
-
-
 def task_of(
     name: str,
     train: Examples,
@@ -139,8 +131,7 @@ def task_of(
     checksum: int = 0,
     labels: Sequence[str] = (),
     notes: Iterable[str] = (),
-    score: Score | None = None,
-    best: str = "loss",
+    **scoring: Any,
 ) -> Task:
     """Makes the task of these examples; `checksum` covers other facts of a resumed run."""
     for source in (train, *validation.values()):
@@ -154,10 +145,9 @@ def task_of(
         validation=validation,
         checksum=checksum,
         labels=tuple(labels),
-        score=score,
-        best=best,
         notes=tuple(dict.fromkeys(notes)),
         overview=(lengths, *describe_example(shown, tokenizer, labels=labels)),
+        **scoring,
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from train.huggingface import json_files
 from train.tasks import tables
 from train.tasks.batches import DataError
 
@@ -186,10 +185,6 @@ def text_field(
             f"{where}: expected a text in the field {field!r}, got "
             f"{shorten(json.dumps(text, default=repr))}."
         )
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise DataError(
-            f"{where}: expected text in the field {field!r}, got half a surrogate pair."
-        )
     return text
 
 
@@ -231,7 +226,7 @@ def shorten(text: str) -> str:
 
 def _parse(where: str, text: str, *, line: bool = False) -> Any:
     try:
-        return json_files.loads_unique(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
             place = f"{where}, column {error.colno}" if line else f"{where}, line {error.lineno}"

@@ -6,8 +6,7 @@ together are GLUE's dev.tsv. The header names the columns; CoLA has none. A quot
 ordinary character.
 
 In QQP's official train.tsv some questions contain a line break, which splits an example into two
-lines. Such lines, which lack columns or a question, are left out and named in the task's notes, as
-long as they are at most one in `BROKEN_SHARE`.
+lines. Such lines, which lack columns or a question, are left out and named in the task's notes.
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Score, Task
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
-from train.tasks.examples import Sentences, check_room, task_of
+from train.tasks.examples import Sentences, task_of
 from train.tasks.files import expect_examples, first_30, lines, shorten
-
-# About 20 of QQP's 363,870 lines are broken. A file with many more is a different file.
-BROKEN_SHARE = 1000
 
 
 def accuracy(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -118,7 +114,6 @@ FORMATS: Mapping[str, Format] = {
 def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -> Task:
     """Makes the GLUE task `name` from the folder `data`, or GLUE's own (`SST-2`, ...) below it."""
     fmt = FORMATS[name]
-    check_room(tokenizer, sequence_length, pair=len(fmt.sentences) == 2)
     folder, layout = _find(name, fmt, data)
     notes: list[str] = []
     sources: dict[str, Sentences] = {}
@@ -128,7 +123,9 @@ def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -
         broken = [] if fmt.skips_broken and part == "train" else None
         read = partial(_read, fmt=fmt, broken=broken, labels=labels)
         sources[part] = Sentences(expect_examples(paths, read), labels, tokenizer, sequence_length)
-        notes += _note_of_broken(paths[0], broken or [], len(labels))
+        if broken:
+            counts = f"{len(broken)} of {1 + len(labels) + len(broken)} lines, which lack text"
+            notes.append(f"{paths[0].name}: left out {counts}: lines {first_30(broken)}")
     train = sources.pop("train")
     return task_of(
         name,
@@ -194,17 +191,3 @@ def _header(path: Path, fmt: Format, line: str) -> tuple[str, ...]:
             f"got {shorten(line.strip())!r} without {', '.join(missing)}."
         )
     return names
-
-
-def _note_of_broken(path: Path, broken: list[int], taken: int) -> list[str]:
-    """Returns a note about the lines that were left out, or raises if they are too many."""
-    if not broken:
-        return []
-    last = 1 + taken + len(broken)  # with the header
-    if len(broken) * BROKEN_SHARE > last:
-        raise DataError(
-            f"{path}: expected at most one line in {BROKEN_SHARE} without its columns or with an "
-            f"empty question, got {len(broken)} of {last}: lines {first_30(broken)}."
-        )
-    out = f"left out {len(broken)} of {last} lines, which lack text"
-    return [f"{path.name}: {out}: lines {first_30(broken)}"]

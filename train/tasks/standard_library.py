@@ -63,11 +63,6 @@ def split_files(
     # The file that crosses a limit belongs to the side before it.
     taken = int(np.searchsorted(ends, max_bytes)) + 1
     shuffled, ends = shuffled[:taken], ends[:taken]
-    if len(shuffled) < 2:
-        raise DataError(
-            f"expected text of at least two files, got {len(shuffled)} of the {len(files)} below "
-            f"{root} within {max_bytes} bytes. Raise `corpus_megabytes`."
-        )
     border = int(np.searchsorted(ends, validation_share * ends[-1])) + 1
     border = min(border, len(shuffled) - 1)
     sides = shuffled[border:], shuffled[:border]

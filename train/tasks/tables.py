@@ -63,8 +63,8 @@ def class_names(path: Path, column: str) -> list[str] | None:
 def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
     """Returns the files from `save_to_disk` by part (a single part is ""), or None."""
     if (folder / PARTS).is_file():
-        names = _listed(folder / PARTS, "splits")
-        return {str(name): _files_of(folder / str(name)) for name in names}
+        names = read_object(folder / PARTS, DataError)["splits"]
+        return {name: _files_of(folder / name) for name in names}
     if (folder / STATE).is_file() and "_data_files" in read_object(folder / STATE, DataError):
         return {"": _files_of(folder)}
     if (folder / INFO).is_file() and any(folder.glob("*.arrow")):
@@ -76,24 +76,21 @@ def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    entries = _listed(folder / STATE, "_data_files")
-    files = [folder / str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"expected {', '.join(missing)} in {folder}, as {STATE} says, found none.")
-    return files
-
-
-def _listed(path: Path, key: str) -> list[Any]:
-    listed = read_object(path, DataError).get(key)
-    if not isinstance(listed, list):
-        raise DataError(f"{path}: expected a list `{key}`, got {listed!r}.")
-    return listed
+    entries = read_object(folder / STATE, DataError)["_data_files"]
+    return [folder / entry["filename"] for entry in entries]
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
     """Returns the schema and the batches of a table; Arrow files and streams alike."""
-    arrow = _pyarrow(path)
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            f"expected pyarrow, which reads {path.name}, got none ({error}). Install it: pip "
+            "install pyarrow"
+        ) from error
     try:
         if path.name.lower().endswith(".parquet"):
             with arrow.parquet.ParquetFile(path) as table:
@@ -114,15 +111,3 @@ def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
             f"{path}: expected a table, got {size} bytes that pyarrow cannot read ({error}). A "
             "repository that was cloned without git-lfs has pointers only."
         ) from error
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(
-            f"expected pyarrow, which reads {path.name}, got none ({error}). Install it: pip "
-            "install pyarrow"
-        ) from error
-    return pyarrow

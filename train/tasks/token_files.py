@@ -57,7 +57,11 @@ def store_tokens(
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in NAMES]
             checksum = _write(encode_all(notes), files, dtypes, tempfile.gettempdir(), say)
             return Encoded._make([*map(_map_file, files, dtypes), checksum])
-        folder = cache / _digest(tokenizer, paths, form)
+        # Everything that determines the tokens.
+        stats = [(str(p.resolve()), p.stat().st_size, p.stat().st_ctime_ns) for p in paths]
+        versions = zenflow_jax.__version__, tokenizers.__version__
+        facts = [versions, tokenizer.tokens.to_str(), tokenizer[1:], form, stats]
+        folder = cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         if not folder.exists():
             _write_folder(folder, encode_all, dtypes, say)
         try:
@@ -95,14 +99,6 @@ def _write_folder(
             raise
 
 
-def _digest(tokenizer: Tokenizer, paths: Sequence[Path], form: Sequence[object]) -> str:
-    """Returns a digest of everything that determines the tokens."""
-    files = [(str(p.resolve()), p.stat().st_size, p.stat().st_ctime_ns) for p in paths]
-    versions = zenflow_jax.__version__, tokenizers.__version__
-    facts = [versions, tokenizer.tokens.to_str(), tokenizer[1:], form, files]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
 def _write(
     chunks: Iterable[Encoded],
     files: Sequence[IO[bytes]],
@@ -137,6 +133,5 @@ def _write(
 
 
 def _map_file(file: IO[bytes], dtype: np.dtype) -> np.ndarray:
-    """Maps a file as an array."""
     is_empty = not file.seek(0, 2)  # empty files cannot be mapped
     return np.empty(0, dtype) if is_empty else np.asarray(np.memmap(file, dtype, "r"))

@@ -79,7 +79,7 @@ class EngineSave(ocp.args.CheckpointArgs):
     Attributes:
         engine: The engine.
         copy_bytes: The most bytes for copies. None: one byte for each of this process's offloaded
-            parameters, zero with layers in host memory. With 16 bytes each, training never waits.
+            parameters. With 16 bytes each, training never waits.
 
     Raises:
         TypeError: If `engine` is something else.

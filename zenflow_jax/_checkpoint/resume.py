@@ -63,7 +63,6 @@ def join_run(
     step, token = int(read(state.step)), int(read(state.token))
     devices = devices_of(weights)
     if engine_state is None:
-        worker.host.hide_selected(worker.host.leaves)
         return agree(None, step, token, devices)
     specs = [leaf.spec for leaf in state.leaves]
     sums = fingerprints(weights, specs)  # in all processes, even after an error in one
@@ -190,9 +189,7 @@ def _describe_options(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> 
     of_leaf = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
     groups = iter(np.asarray(options["groups"]).tolist())
     for spec, row in zip(specs, np.asarray(options["leaves"]).tolist(), strict=False):
-        *numbers, hosted = row
-        words |= {f"the {x} of {spec.name}": str(n) for x, n in zip(of_leaf, numbers, strict=True)}
-        words[f"the memory of {spec.name}"] = ("the device's", "the host's")[hosted]
+        words |= {f"the {x} of {spec.name}": str(n) for x, n in zip(of_leaf, row, strict=True)}
         in_turn = ", ".join(str(next(groups, None)) for _ in spec.groups)
         words[f"the group of {spec.name}"] = in_turn
     return words

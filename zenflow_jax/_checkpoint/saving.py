@@ -119,8 +119,7 @@ class Saver:
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:
-            hosted = any(spec.hosted for spec in specs)  # such runs are short of memory
-            copy_bytes = 0 if hosted else sum(leaf.master.size for leaf in leaves)
+            copy_bytes = sum(leaf.master.size for leaf in leaves)
         places = {}
         for i in parts:
             part = self._offloaded.parts[i]
@@ -143,13 +142,13 @@ class Saver:
 
 
 class Snapshot:
-    """The host's leaves at one moment, in the order of saving.
+    """The host's leaves at one moment, in the order of saving; each has `nbytes` and can `copy`.
 
     A leaf that is written before it is saved is copied, if there is room for copies; else its
     writer waits for the saver, which saves that leaf next.
     """
 
-    def __init__(self, leaves: Mapping[int, HostLeaf], copy_bytes: int):
+    def __init__(self, leaves: Mapping[int, Any], copy_bytes: int):
         self._condition = threading.Condition()
         self._unsaved = {i: leaf.alias() for i, leaf in leaves.items()}
         self._copied: set[int] = set()
@@ -181,7 +180,7 @@ class Snapshot:
             self._wanted = None
             return True
 
-    def leaves(self) -> Iterator[tuple[int, HostLeaf]]:
+    def leaves(self) -> Iterator[tuple[int, Any]]:
         """Yields each leaf as it was; asking for the next leaf releases the last."""
         while True:
             with self._condition:

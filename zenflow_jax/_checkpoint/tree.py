@@ -32,9 +32,7 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
     """The options that a resumed run must share with the saved one, as numbers."""
     schedule = state.schedule
     specs = [leaf.spec for leaf in state.leaves]
-    rows = [
-        (-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups), s.hosted) for s in specs
-    ]
+    rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups)) for s in specs]
     numbers = {f.name for f in dataclasses.fields(schedule)} - {"window", "select", "groups"}
     return {
         # The number, the kind of rule, and the rule's share.
@@ -48,9 +46,8 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         },
         # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
-        # For each leaf its channel axis (-1 if resident), selected channels, weight decay, ranges,
-        # and whether it is in host memory.
-        "leaves": np.array(rows, np.int32).reshape(-1, 5),
+        # For each leaf its channel axis (-1 if resident), selected channels, weight decay, ranges.
+        "leaves": np.array(rows, np.int32).reshape(-1, 4),
         # For each range of each leaf.
         "groups": np.array([group for s in specs for group in s.groups], np.int32),
     }

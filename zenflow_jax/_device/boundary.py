@@ -33,7 +33,6 @@ from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._spec.leaf import LeafSpec
 
 Arrays = Sequence[Array]
-Weights = Sequence[Array | None]
 Specs = tuple[LeafSpec, ...]
 
 
@@ -53,26 +52,21 @@ def _becomes_weight(spec: LeafSpec) -> bool:
 # of the same size becomes the new parameter.
 @partial(jax.jit, static_argnames="specs", donate_argnames="donated")
 def merge(
-    weights: Weights,
-    donated: Weights,
-    kept: Weights,
+    weights: Arrays,
+    donated: Arrays,
+    kept: Arrays,
     during: Array,
     after: Array,
     *,
     specs: Specs,
-) -> list[Array | None]:
+) -> list[Array]:
     """Returns the parameters with a window's update on deferred channels.
 
     `donated` and `kept` come from `split_uploads`; `specs` are for leaves or ranges. `during` and
-    `after` are rows of the channels selected during the window and since: the update has neither. A
-    leaf in host memory is None, and so is its upload.
+    `after` are rows of the channels selected during the window and since: the update has neither.
     """
 
-    def one(
-        shard: Shard, weight: Array | None, upload: Any, during: Array, after: Array
-    ) -> Array | None:
-        if weight is None:
-            return None
+    def one(shard: Shard, weight: Array, upload: Array, during: Array, after: Array) -> Array:
         block = shard.block
         either = (contains(x.reshape(*block.stack, block.k), block.n) for x in (during, after))
         selected = broadcast_channels(next(either) | next(either), block)
@@ -113,7 +107,7 @@ def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:
 
 @partial(jax.jit, static_argnames="specs")
 def choose(
-    weights: Weights,
+    weights: Arrays,
     scores: Arrays,
     channels: Arrays,
     masters: Sequence[Array | None],

@@ -13,19 +13,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from zenflow_jax._device.channels import take
-from zenflow_jax._device.memory import (
-    commit,
-    fetch_layer,
-    host_zeros,
-    mail_rank,
-    to_host,
-    with_rank,
-)
+from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, with_rank
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, Static, ZenFlowState, leaf_layout
-from zenflow_jax._device.streamed import layer_spec
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import StepScalars
@@ -54,10 +46,9 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
     state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
     # Mail is made separately, a leaf at a time: the device that makes it has no room for all.
     rank, sending = mail_rank(specs), static.send_gradients
-    whole = _first_mail_is_whole(specs, static)
-    first_mail = jax.jit(_first_mail, static_argnums=(1, 2, 3, 4), keep_unused=True)
+    first_mail = jax.jit(_first_mail, static_argnums=(1, 2, 3), keep_unused=True)
     each = tuple(
-        None if spec.resident else first_mail(p, spec.anonymous, sending, rank, whole)
+        None if spec.resident else first_mail(p, spec.anonymous, sending, rank)
         for p, spec in zip(weights, specs, strict=True)
     )
     scalars = jax.jit(partial(_first_scalars, specs=specs, static=static), keep_unused=True)
@@ -87,9 +78,8 @@ def _build(
     each, step_scalars = None, None
     if mail:
         rank, sending = mail_rank(specs), static.send_gradients
-        whole = _first_mail_is_whole(specs, static)
         each = tuple(
-            None if spec.resident else _first_mail(p, spec, sending, rank, whole)
+            None if spec.resident else _first_mail(p, spec, sending, rank)
             for p, spec in zip(weights, specs, strict=True)
         )
         step_scalars = _first_scalars(weights, specs, static)
@@ -123,7 +113,7 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
     return LeafState(
         channels=shard.to_global(first),
         steps=jnp.zeros((*part.stack, part.k), jnp.int32),
-        master=_first_masters(own, first, part) if part.keeps_master else None,
+        master=take(own, first, part).astype(jnp.float32) if part.keeps_master else None,
         mu=jnp.zeros(part.selected_shape, jnp.float32),
         nu=jnp.zeros(part.selected_shape, jnp.float32),
         scores=jnp.zeros((*part.stack, part.n), jnp.float32),
@@ -131,42 +121,21 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
     )
 
 
-def _first_masters(p: jax.Array, first: jax.Array, part: LeafSpec) -> jax.Array:
-    if not part.hosted:
-        return take(p, first, part).astype(jnp.float32)
-    layer = layer_spec(part)
-    # The device holds a layer at a time.
-    rows = jax.lax.map(
-        lambda x: take(fetch_layer(p, x[0]), x[1], layer), (jnp.arange(len(p)), first)
-    )
-    return rows.astype(jnp.float32)
+def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
+    """Makes one leaf's mail before the first step.
 
-
-def _first_mail_is_whole(specs: tuple[LeafSpec, ...], static: Static) -> bool:
-    """Returns whether placeholder mail has the shapes of mail; else it is one element per device.
-
-    Sums start from it; and where gradients leave in the step, either branch of `optax.MultiSteps`
-    may return it. With parameters in host memory branches are refused, and memory is short.
+    It has the shape of mail where sums start from it, or where either branch of `optax.MultiSteps`
+    may return it. Else it is one element per device, with the same sharding, and not empty: some
+    savers refuse empty arrays.
     """
-    sending = static.send_gradients
-    in_step = sending.in_step and not any(spec.hosted for spec in specs)
-    return in_step or sending.sums_on_device
-
-
-def _first_mail(
-    p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int, whole: bool
-) -> jax.Array:
-    """Makes one leaf's mail before the first step."""
-    small = (1,) * len(spec.shape)
     if not sending.in_step:
         rank = len(spec.shape)
     elif spec.placement is None:
-        return host_zeros(spec.shape if whole else small, spec.mail_dtype, rank, p)
+        return host_zeros(spec.shape, spec.mail_dtype, rank, p)
+    whole = sending.in_step or sending.sums_on_device
 
     def zeros(shard: Shard, _: jax.Array) -> jax.Array:
-        # One element per device has the same sharding as real mail, and is not empty: some savers
-        # refuse empty arrays.
-        shape = shard.part.shape if whole else small
+        shape = shard.part.shape if whole else (1,) * len(spec.shape)
         return with_rank(jnp.zeros(shape, spec.mail_dtype), rank)
 
     layout = Layout(spec)

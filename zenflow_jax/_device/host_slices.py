@@ -27,14 +27,12 @@ _sliced_p = Primitive("zenflow_jax_host_slices")
 _sliced_p.def_abstract_eval(lambda x: x)
 
 
-def check_slices(tree: Any) -> Any:
-    """Returns `tree`; a GPU program that reads it fails to lower if XLA would get it wrong.
+def check_slices(x: jax.Array) -> jax.Array:
+    """Returns `x`; a GPU program that reads it fails to lower if XLA would get slices wrong.
 
     Nothing may differentiate through this.
     """
-    if jax.__version_info__ >= _FIXED:
-        return tree
-    return jax.tree.map(_sliced_p.bind, tree)
+    return x if jax.__version_info__ >= _FIXED else _sliced_p.bind(x)
 
 
 def _refuse() -> None:

@@ -132,11 +132,6 @@ def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
                     f"expected the parameters themselves as `params`, got {name} as "
                     "`streaming.stream` returns it."
                 )
-            if what == "gradients" and spec.hosted and not is_streamed(x):
-                raise ValueError(
-                    "expected the gradient of layers in host memory with respect to what "
-                    f"`streaming.stream(params, opt_state)` returns, got an array at {name}."
-                )
     return jax.tree.leaves(params)
 
 

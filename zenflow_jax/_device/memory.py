@@ -65,12 +65,6 @@ def copy_to_host(pieces: Any) -> Any:
     return jax.device_put(pieces, jax.tree.map(lambda x: beside(x, HOST), pieces))
 
 
-def fetch_layer(stacked: Any, i: Any) -> Any:
-    """Copies layer `i` of stacked arrays in host memory to the device."""
-    layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
-    return jax.device_put(layer, jax.memory.Space.Device)
-
-
 def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
     (device,) = like.sharding.device_set
     return SingleDeviceSharding(device, memory_kind=memory_kind)
@@ -115,18 +109,16 @@ def read(x: jax.Array) -> np.ndarray:
     return np.asarray(alias)
 
 
-def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
+def upload(tree: Any, device: Any) -> Any:
     """Copies a tree of NumPy arrays to the device; the result never shares memory with them.
 
     The copies may still run when this returns: change no array before the result is ready.
     """
     if device.platform == "cpu":
         # The CPU backend aliases aligned NumPy memory even with `may_alias=False` (jax 0.10.0 to
-        # 0.11.2); later changes would show in the result. It does copy between its memories, and a
-        # step may donate such a copy.
-        to_device = SingleDeviceSharding(device)
-        tree = jax.device_put(tree, to_device) if memory_kind else jax.tree.map(np.copy, tree)
-    return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=memory_kind))
+        # 0.11.2); later changes would show in the result.
+        tree = jax.tree.map(np.copy, tree)
+    return jax.device_put(tree, SingleDeviceSharding(device))
 
 
 def nbytes(tree: Any) -> int:

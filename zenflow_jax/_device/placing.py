@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
-from zenflow_jax._spec.leaf import LeafSpec, is_hosted
+from zenflow_jax._spec.leaf import LeafSpec, check_memory
 from zenflow_jax._spec.mesh import placement_of
 
 
@@ -28,14 +28,9 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 f"expected `params` of jax arrays, got {type(weight).__name__} at {spec.name}: use "
                 "`jax.device_put`, outside of jit."
             )
+        check_memory(spec.name, weight)
         if 0 in spec.shape:
             continue  # an empty leaf has no placement
-        if is_hosted(weight) != spec.hosted:
-            expected, got = ("host", "device") if spec.hosted else ("device", "host")
-            raise ValueError(
-                f"expected {spec.name} in the {expected}'s memory, as `tx.init` saw it, got it in "
-                f"the {got}'s: leave it where it is."
-            )
         placed, expected = placement_of(weight), spec.placement
         if placed is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
             raise ValueError(
@@ -120,8 +115,7 @@ def put_back(
     """
     moved = 0
     on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
-    kinds = (weight.sharding.memory_kind for weight in weights if not is_hosted(weight))
-    default = next(kinds, None)
+    default = weights[0].sharding.memory_kind if weights else None
 
     def one(x: jax.Array, like: Any, in_mail: bool) -> jax.Array:
         nonlocal moved

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from zenflow_jax._device.memory import fetch_layer
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._spec.leaf import LeafSpec
 
@@ -26,35 +25,19 @@ def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Ar
 
 def sample_of(block: Array) -> Array:
     """Returns some values from a device's block of a leaf, always from the same places."""
-    return block[places(block.shape)]
-
-
-def places(shape: Sequence[int]) -> tuple[slice, ...]:
-    """Returns the places of an array's samples."""
     # All layers of a stack, or 32 to 63 of many; about eight rows and columns of a matrix.
-    most = [32] * (len(shape) - 2) + [8, 8][max(2 - len(shape), 0) :]
-    strides = [max(size // m, 1) for size, m in zip(shape, most, strict=True)]
-    return tuple(slice(stride // 2, None, stride) for stride in strides)
+    most = [32] * (block.ndim - 2) + [8, 8][max(2 - block.ndim, 0) :]
+    strides = [max(size // m, 1) for size, m in zip(block.shape, most, strict=True)]
+    return block[tuple(slice(stride // 2, None, stride) for stride in strides)]
 
 
 @partial(jax.jit, static_argnames="spec")
 def _checksum(weight: Array, *, spec: LeafSpec) -> Array:
     sum_bits = partial(_sum_bits, shape=spec.shape)
-
-    def of_layers(shard: Shard, weight: Array) -> Array:
-        def add_layer(total: Array, i: Array) -> tuple[Array, None]:
-            layer = fetch_layer(weight, i)[None]
-            return total + sum_bits(shard, layer, first_layer=i), None
-
-        return jax.lax.scan(add_layer, jnp.zeros((), jnp.uint32), jnp.arange(len(weight)))[0]
-
-    f = of_layers if spec.hosted else sum_bits
-    return on_each_device(f, spec, [Layout(spec).block], REPLICATED)(weight)
+    return on_each_device(sum_bits, spec, [Layout(spec).block], REPLICATED)(weight)
 
 
-def _sum_bits(
-    shard: Shard, weight: Array, *, shape: tuple[int, ...], first_layer: jax.typing.ArrayLike = 0
-) -> Array:
+def _sum_bits(shard: Shard, weight: Array, *, shape: tuple[int, ...]) -> Array:
     small = jnp.abs(weight) < jnp.finfo(weight.dtype).tiny
     kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
@@ -64,8 +47,7 @@ def _sum_bits(
     factor, stride = jnp.ones((), jnp.uint32), 2
     for axis in reversed(range(weight.ndim)):
         index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
-        first = shard.first(axis) if axis else first_layer + shard.first(axis)
-        index += jnp.asarray(first, jnp.uint32)
+        index += jnp.asarray(shard.first(axis), jnp.uint32)
         factor = factor + index * np.uint32(stride % 2**32)
         stride *= shape[axis]
     return shard.sum_blocks(jnp.sum(bits * factor))

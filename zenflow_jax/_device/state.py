@@ -29,7 +29,7 @@ class LeafState(NamedTuple):
 
     channels: Int32[Array, "*stack k"] | None  # ascending
     steps: Int32[Array, "*stack k"]  # () if resident
-    master: Float32[Array, "*stack k tail"] | None  # a float32 leaf on the device is its master
+    master: Float32[Array, "*stack k tail"] | None  # a float32 leaf is its own master
     mu: Float32[Array, "*stack k tail"]
     nu: Float32[Array, "*stack k tail"]
     scores: Float32[Array, "*stack n"] | None  # sums of squares since the last selection
@@ -127,14 +127,14 @@ def leaf_layout(spec: LeafSpec) -> LeafState:
 
 def cut(x: Any, spec: LeafSpec) -> Any:
     """Returns a leaf's array for the range of `spec`; unchanged if the leaf has no ranges."""
-    if x is None or spec.start is None:
+    if spec.start is None:
         return x
     return jax.lax.slice_in_dim(x, spec.start, spec.start + spec.shape[0], axis=0)
 
 
 def put(whole: Any, part: Any, spec: LeafSpec) -> Any:
     """Returns a leaf's array with `part` in the range of `spec`."""
-    if whole is None or spec.start is None:
+    if spec.start is None:
         return part
     return jax.lax.dynamic_update_slice_in_dim(whole, part, spec.start, axis=0)
 

@@ -187,17 +187,16 @@ def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) 
 
 
 def step_selected(
-    p: jax.Array | None,
+    p: jax.Array,
     seen: GradientParts,
     leaf: LeafState,
     scalars: AdamScalars,
     verdict: Verdict,
     length: jax.Array | None,
-) -> tuple[jax.Array | None, LeafState]:
+) -> tuple[jax.Array, LeafState]:
     """Takes the AdamW step on selected channels; returns the leaf's float32 change and state.
 
-    `length` is the provisional step's, for deferred channels. A parameter in host memory is None,
-    and so is its change: only the state has its masters.
+    `length` is the provisional step's, for deferred channels.
     """
     lay, state = Layout(leaf.spec), leaf_layout(leaf.spec)
     parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
@@ -226,17 +225,17 @@ def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Ver
 
 def _step(
     shard: Shard,
-    p: jax.Array | None,
+    p: jax.Array,
     seen: GradientParts,
     leaf: LeafState,
     scalars: AdamScalars,
     verdict: Verdict,
     length: jax.Array | None,
-) -> tuple[jax.Array | None, LeafState]:
+) -> tuple[jax.Array, LeafState]:
     spec = shard.part
     index = None if leaf.channels is None else shard.to_local(leaf.channels)
-    old = p if index is None or p is None else take(p, index, shard.block)
-    master = current_masters(None if old is None else shard.own(old), leaf, spec)
+    old = p if index is None else take(p, index, shard.block)
+    master = current_masters(shard.own(old), leaf, spec)
     steps = leaf.steps + 1
     change, mu, nu = adamw(
         master,
@@ -257,40 +256,34 @@ def _step(
         nu=if_counted(nu, leaf.nu),
     )
     if leaf.master is not None:
-        leaf = leaf._replace(master=if_counted(master + change, master))
-    if old is None:
-        change = None
-    elif leaf.master is not None:
+        master = if_counted(master + change, master)
+        leaf = leaf._replace(master=master)
         # The float32 difference of two low-precision numbers is exact unless they are a factor of
         # 2**16 apart, so adding it gives the cast of the master.
-        new = shard.gather(leaf.master.astype(spec.dtype))
+        new = shard.gather(master.astype(spec.dtype))
         change = new.astype(jnp.float32) - old.astype(jnp.float32)
     else:
         change = shard.gather(jnp.where(verdict.finite, change, jnp.zeros_like(change)))
     if index is None:
         return change, leaf
     others = None
-    if p is not None and length is not None:
+    if length is not None:
         sign = _signs_of_block(shard, seen.signs).astype(jnp.float32)
         others = provisional_change(p, length * sign)
-    if change is not None:
-        change = _spread_out(shard, change, index, others)
+    change = _spread_out(shard, change, index, others)
     assert leaf.scores is not None
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
     return change, leaf._replace(scores=if_counted(scores, leaf.scores))
 
 
-def current_masters(weights: jax.Array | None, leaf: LeafState, spec: LeafSpec) -> jax.Array:
+def current_masters(weights: jax.Array, leaf: LeafState, spec: LeafSpec) -> jax.Array:
     """Returns a part's masters of selected channels; `weights` are their values in the parameter.
 
     Before its first step a master follows its parameter, so weights may be loaded after `init`, as
     with `optax.adamw`, which keeps no masters. (`Updates.load` does the same on the host.)
     """
     if leaf.master is None:
-        assert weights is not None
         return weights
-    if weights is None:  # a leaf in host memory
-        return leaf.master
     fresh = leaf.steps == 0 if spec.resident else broadcast_channels(leaf.steps == 0, spec)
     return jnp.where(fresh, weights.astype(jnp.float32), leaf.master)
 

@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions
 from zenflow_jax._device.host_slices import check_slices
-from zenflow_jax._device.shards import Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.step import GradientParts, split_gradient
 from zenflow_jax._spec.leaf import LeafSpec
@@ -55,7 +53,7 @@ class _Sending(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("weights", "channels", "masters", "probes"),
+    data_fields=("weights", "channels", "probes"),
     meta_fields=("sending",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +65,6 @@ class Streamed:
 
     weights: Any
     channels: Any  # selected channels, copied to float32 because jax.grad needs floats
-    masters: Any  # selected channels' masters, which weights in host memory lack; else None
     probes: Probes
     sending: _Sending
 
@@ -92,21 +89,6 @@ class Streamed:
         return self.__jax_array__()
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Unmoved:
-    """The update of a parameter in host memory: adding it returns the parameter unchanged.
-
-    It has a key instead of numbers. Arithmetic refuses keys, so code that would change the update
-    raises.
-    """
-
-    key: Any = dataclasses.field(default_factory=lambda: jax.random.key(0))
-
-    def __radd__(self, parameter: Any) -> Any:
-        return parameter
-
-
 def is_streamed(x: Any) -> bool:
     return isinstance(x, Streamed)
 
@@ -117,14 +99,13 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
     Nothing reads the probes' values, so the compiler drops them.
     """
     spec, weights = layer_spec(leaf.spec), _with_no_derivative(weights)
-    masters = leaf.master if spec.hosted else None
-    sending = _Sending(spec, signs and not spec.hosted, rank - 1)
+    sending = _Sending(spec, signs, rank - 1)
     layer = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
     assert leaf.channels is not None
     made = jax.eval_shape(partial(_probes, sending), leaf.channels[0], layer)
     zeros = jax.tree.map(lambda x: jnp.zeros((len(weights), *x.shape), x.dtype), made)
     zeros = zeros._replace(mail=jax.device_put(zeros.mail, jax.memory.Space.Host))
-    return Streamed(weights, leaf.channels.astype(jnp.float32), masters, zeros, sending)
+    return Streamed(weights, leaf.channels.astype(jnp.float32), zeros, sending)
 
 
 @jax.custom_jvp
@@ -175,18 +156,7 @@ def layer_weights(layer: Streamed) -> jax.Array:
             f"{weights.dtype} {weights.shape}, which something has cast or reshaped before the "
             "scan. Do that with the arrays that the scan's body gets."
         )
-    if layer.masters is not None:
-        lay = Layout(spec)
-        put = on_each_device(_put_selected, spec, [lay.block, lay.channels, lay.part], lay.block)
-        weights = put(weights, layer.channels.astype(jnp.int32), layer.masters)
     return _passed(layer.sending, weights, layer.channels, layer.probes)
-
-
-def _put_selected(shard: Shard, weights: Any, channels: Any, masters: Any) -> Any:
-    spec = shard.block
-    place = positions(shard.to_local(channels), spec.n)
-    selected = gather_to_channels(masters.astype(spec.dtype), place, spec)
-    return jnp.where(broadcast_channels(place >= 0, spec), selected, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -258,7 +228,6 @@ def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
         g.probes.passed != np.float32(_ONCE),
         apart,  # False for NaN: the step is skipped
         g.channels != channels.astype(jnp.float32),  # other weights, or another state
+        g.weights != 0,  # nonzero if read elsewhere; else constant zeros
     ]
-    if not leaf.spec.hosted:  # nothing else can read weights in host memory
-        wrong.append(g.weights != 0)  # nonzero if read elsewhere; else constant zeros
     return jnp.any(jnp.stack([jnp.any(x) for x in wrong]))

@@ -139,18 +139,13 @@ def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
 def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
     """Refuses wrappers around the state whose branches jax could not trace."""
     around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
-    hosted = any(leaf.spec.hosted for leaf in state.leaves)
-    if around and (hosted or state.send_gradients == SendGradients.AFTER_STEP):
+    if around and state.send_gradients == SendGradients.AFTER_STEP:
         wrapper = type(around[0]).__name__.removesuffix("State")
-        where = "layers in host memory"
-        remedy = "Take whole batches"
-        if not hosted:
-            where = 'send_gradients="after_step"'
-            remedy = "Sum micro-batches inside the step, or leave `send_gradients` out"
         raise ValueError(
-            f"expected no `optax` wrapper that withholds updates with {where}, got {wrapper}: what "
-            "a step returns has another shape there than what it gets, and both ways of a branch "
-            f"must return the same. {remedy}; steps that are not finite are skipped anyway."
+            'expected no `optax` wrapper that withholds updates with send_gradients="after_step", '
+            f"got {wrapper}: what a step returns has another shape there than what it gets, and "
+            "both ways of a branch must return the same. Sum micro-batches inside the step, or "
+            "leave `send_gradients` out; steps that are not finite are skipped anyway."
         )
 
 

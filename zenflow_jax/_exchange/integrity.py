@@ -72,7 +72,7 @@ class Integrity:
         self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
         self._specs = [leaf.spec for leaf in state.leaves]
         self._extent = _Extent(state.schedule, everything)
-        compared = [i for i, s in enumerate(self._specs) if 0 not in s.shape and not s.hosted]
+        compared = [i for i, spec in enumerate(self._specs) if 0 not in spec.shape]
         gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_COMPARISON)
         # Each comparison has leaves from all over the tree.
         self._batches = [compared[start::gap] for start in range(gap)]
@@ -87,14 +87,16 @@ class Integrity:
             values = jax.device_get(counts)  # every device has all counts
             changed = [name for name, count in zip(names, values, strict=True) if count]
             if changed:
-                self._error = _message(step, changed)
+                self._error = (
+                    "expected parameters that nothing but zenflow changes, got other values of "
+                    f"{first_names(changed)} after step {step}. Give each step the parameters that "
+                    "the last `exchange` or `flush` returned, and apply updates by "
+                    "`optax.apply_updates`. Let zenflow be the last of its chain, with a rate that "
+                    "something else decides in `learning_rate`, by `optax.inject_hyperparams`. To "
+                    "change weights in mid-run call `flush`, and go on with a new "
+                    "`tx.init(params)` and a new engine. This engine takes no more steps."
+                )
         if self._error:
-            raise RuntimeError(self._error)
-
-    def refuse(self, names: Sequence[str]) -> None:
-        """Raises if `names` is not empty: parameters that the last step itself changed."""
-        if names:
-            self._error = _message(self._step + 1, names)
             raise RuntimeError(self._error)
 
     def step_made(
@@ -247,14 +249,3 @@ def _count_selected(
         expected, slack = old + change, _OF_STEP * (jnp.abs(change) + 2 * decay)
     slack = slack + _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new))
     return jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)
-
-
-def _message(step: int, names: Sequence[str]) -> str:
-    return (
-        "expected parameters that nothing but zenflow changes, got other values of "
-        f"{first_names(names)} after step {step}. Give each step the parameters that the last "
-        "`exchange` or `flush` returned, and apply updates by `optax.apply_updates`. Let zenflow "
-        "be the last of its chain, with a rate that something else decides in `learning_rate`, by "
-        "`optax.inject_hyperparams`. To change weights in mid-run call `flush`, and go on with a "
-        "new `tx.init(params)` and a new engine. This engine takes no more steps."
-    )

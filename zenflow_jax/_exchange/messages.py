@@ -39,15 +39,6 @@ class Mail(_Message):
     step_scalars: StepScalars
     on_device: bool  # gradients and scalars are still on the device
 
-    def release(self) -> None:
-        """Frees the remaining gradients; views that are still in use keep their memory.
-
-        `delete` does the same as dropping an array's last reference.
-        """
-        for x in self.gradients:
-            x.delete()
-        self.gradients.clear()
-
     def check(self, step: int, token: int) -> None:
         """Refuses mail of another step or with another token."""
         if token == USED:
@@ -96,15 +87,13 @@ class Close(_Message):
     Parts that are not prefetched have no update. If no step in the window counted, the list is
     empty. Channels may change hands first: the worker owns the leaving arrays until `entered`
     resolves. That gives the newly selected channels' arrays for each part and device, (master, mu,
-    nu, steps) or None, and parameters in host memory with the channels that left, unless the coming
-    update is `at_once` and brings them.
+    nu, steps) or None.
     """
 
     group: int
     merged_uploads: list[Any]  # merged uploads, to be freed
     leaving: Sequence[tuple[jax.Array, ...] | None] = ()  # for each leaf, as in `entered`
     chosen: Sequence[jax.Array] = ()  # the newly selected channels
-    at_once: bool = False  # whether the update is collected before the next step
     entered: Future = field(default_factory=Future)
 
     @property
@@ -117,8 +106,6 @@ class Receiver:
 
     def __init__(self, offloaded: OffloadedLeaves, recorder: Recorder):
         self._offloaded, self._recorder = offloaded, recorder
-        # New parameters in host memory reuse the memory of mail, so no caller may hold it.
-        self._hosted = any(spec.hosted for spec in offloaded.specs)
         self._mail = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
         # A second thread, so that the next window's scalars do not wait behind a window's sums.
         self._sums = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
@@ -149,9 +136,8 @@ class Receiver:
         self._recorder.step_ended(item.step, times)
         jax.block_until_ready(pieces)
         self._recorder.mail_arrived(item.step)
-        if not self._hosted:
-            # Only now, after the caller has dropped them: the last holder has to free them.
-            item.gradients.clear()
+        # Only now, after the caller has dropped them: the last holder has to free them.
+        item.gradients.clear()
         return pieces, step_scalars
 
     def _receive_sums(self, item: Sums) -> list[jax.Array]:

@@ -8,14 +8,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zenflow_jax._device.memory import HOST, read, shape_with_rank, upload, without_units
+from zenflow_jax._device.memory import read, shape_with_rank, upload, without_units
 from zenflow_jax._device.shards import Layout, Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._host.adam import HostAdam
@@ -53,6 +53,10 @@ class Part:
     def of_mail(self, piece: np.ndarray) -> np.ndarray:
         """Returns this part's range of a mail's piece, without the unit axes."""
         return self.cut(piece.reshape(without_units(piece.shape, len(self.spec.shape))))
+
+    def on_devices(self, arrays: Any) -> list[Any]:
+        """Uploads a tree of the part's NumPy arrays to each device; the copies may still run."""
+        return [upload(arrays, device) for device in self.devices]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +97,6 @@ class OffloadedLeaves:
     def pieces_of(self, leaf: int) -> list[tuple[int, ...]]:
         return [numbers for numbers in self.pieces if self.parts[numbers[0]].leaf == leaf]
 
-    def crossing_with(self, i: int) -> tuple[int, ...]:
-        """Returns the parts that part `i`'s update uploads: all ranges if in host memory."""
-        if not self.parts[i].spec.hosted:
-            return (i,)
-        return next(numbers for numbers in self.pieces if i in numbers)
-
     def pick(self, of_all: Sequence[_T]) -> list[_T]:
         return [of_all[i] for i in self.places]
 
@@ -120,11 +118,6 @@ class Group:
     @functools.cached_property
     def in_ranges(self) -> bool:
         return any(spec.start is not None for spec in self.specs)
-
-    @functools.cached_property
-    def hosted(self) -> bool:
-        """Returns whether all of its leaves are in host memory, so that no program merges them."""
-        return all(spec.hosted for spec in self.specs)
 
     @classmethod
     def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":
@@ -185,7 +178,7 @@ def within(specs: Sequence[LeafSpec], budget: int | None) -> set[tuple[int, int 
     used, fits = 0, set()
     for leaf, spec in enumerate(specs):
         for part in spec.ranges:
-            size = 0 if part.hosted else math.prod(Shard(part).part.shape) * part.dtype.itemsize
+            size = math.prod(Shard(part).part.shape) * part.dtype.itemsize
             if budget is None or used + size <= budget:
                 used += size
                 fits.add((leaf, part.start))
@@ -251,33 +244,7 @@ def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
     """Returns the sharding for an array assembled from a parameter's parts."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding
-    kind = HOST if spec.hosted else None
-    return NamedSharding(weight.sharding.mesh, Layout(spec).part, memory_kind=kind)
-
-
-def put_piece(
-    offloaded: OffloadedLeaves, numbers: Sequence[int], array_of: Callable[[int], np.ndarray]
-) -> list[jax.Array]:
-    """Uploads the joined parts of one piece to each of its devices, or to host memory next to it.
-
-    `array_of` returns a part's array by its number. The copies may still run.
-    """
-    part, whole = offloaded.parts[numbers[0]], joined([array_of(i) for i in numbers])
-    kind = HOST if part.spec.hosted else None
-    return [upload(whole, device, kind) for device in part.devices]
-
-
-def put_leaf(
-    offloaded: OffloadedLeaves, number: int, array_of: Callable[[int], np.ndarray]
-) -> jax.Array:
-    """Uploads a leaf's parts, as `put_piece` does for one piece, and assembles them."""
-    pieces = offloaded.pieces_of(number)
-    firsts = [dataclasses.replace(offloaded.parts[numbers[0]], leaf=0) for numbers in pieces]
-    on_devices = [put_piece(offloaded, numbers, array_of) for numbers in pieces]
-    spec, sharding = offloaded.specs[number], offloaded.shardings[number]
-    if spec.hosted:
-        sharding = sharding.with_memory_kind(HOST)
-    return assemble(by_leaf(firsts, on_devices)[0], spec.shape, sharding)
+    return NamedSharding(weight.sharding.mesh, Layout(spec).part)
 
 
 def assemble(

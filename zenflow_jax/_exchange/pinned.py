@@ -1,4 +1,4 @@
-"""The pinned host memory that a run needs for mail, hand-overs and weights in host memory.
+"""The pinned host memory that a run needs for mail and hand-overs.
 
 `pin_memory_for_mail` pins the mail's memory before the first step.
 """
@@ -40,14 +40,13 @@ def buffers(state: ZenFlowState) -> float:
         # Sums for windows that are being updated, and for those that close next.
         return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
     written, blank = int(state.send_gradients.in_step), 0.0
-    hosted = any(spec.hosted for spec in specs)
-    if written and not hosted:  # the state's placeholder mail has full size
+    if written:  # the state's placeholder mail has full size
         shapes = {(spec.shape, spec.mail_dtype): x for spec, x in zip(specs, shares, strict=True)}
         blank = sum(shapes.values())
     unread = IN_FLIGHT[state.send_gradients]
     # An update that must arrive at the next step keeps Python from running ahead: one mail is in
     # flight, or is being written.
-    if hosted or (state.schedule.groups > 1 and state.schedule.staleness in (0, 1)):
+    if state.schedule.groups > 1 and state.schedule.staleness in (0, 1):
         unread = 0 if written else 1
     kept = most_kept(state)
     most = min(MAILS_KEPT, kept) + unread + written
@@ -79,23 +78,6 @@ def most_kept(state: ZenFlowState) -> float:
     return opened + window * _waiting(state.schedule, held)
 
 
-def weight_bytes(state: ZenFlowState) -> int:
-    """Returns bytes of parameters in host memory, for all devices together.
-
-    They are the parameters in use, and the new ones beyond the mail that an update frees first. An
-    update frees no mail of a leaf in ranges, because other ranges need it.
-    """
-    in_use, made = 0, [0] * state.schedule.groups
-    for spec in (leaf.spec for leaf in state.leaves if leaf.spec.hosted):
-        size, in_ranges = math.prod(spec.shape) * spec.copies, len(spec.groups) > 1
-        in_use += size * spec.dtype.itemsize
-        # Ranges are put together in NumPy first.
-        more = spec.dtype.itemsize * (1 + in_ranges) - spec.mail_dtype.itemsize * (not in_ranges)
-        for group in spec.groups:
-            made[group] += size * max(more, 0)
-    return in_use + max(made)
-
-
 def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[float]]:
     """Returns the offloaded leaves, and each leaf's share of a mail's bytes."""
     specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
@@ -122,24 +104,14 @@ def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
         # Float32 masters and moments.
         selected[part.devices[0]] += 3 * 4 * math.prod(part.spec.selected_shape)
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    places = (leaf.spec.placement for leaf in state.leaves if not leaf.spec.resident)
-    everywhere = max((place.mesh.size for place in places if place is not None), default=1)
-    weights = weight_bytes(state) // everywhere
     for device in {device for part in offloaded.parts for device in part.devices}:
-        check_pinned(
-            mail[device], buffers(state), selected[device], device.platform, limit, weights
-        )
+        check_pinned(mail[device], buffers(state), selected[device], device.platform, limit)
 
 
 def check_pinned(
-    mail_bytes: int,
-    mails: float,
-    selected_bytes: int,
-    platform: str,
-    limit_gib: str | None,
-    weight_bytes: int = 0,
+    mail_bytes: int, mails: float, selected_bytes: int, platform: str, limit_gib: str | None
 ) -> None:
-    """Refuses `mails`, a hand-over of selected channels and weights beyond one GPU's limit."""
+    """Refuses `mails` and a hand-over of selected channels beyond one GPU's limit."""
     if platform not in _GPUS:
         return
     try:
@@ -150,15 +122,15 @@ def check_pinned(
             "expected a whole number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
             f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
         ) from None
-    needed = (mail_bytes * mails + selected_bytes + weight_bytes) / 2**30
+    needed = (mail_bytes * mails + selected_bytes) / 2**30
     if needed > limit:
         raise UnfitRunError(
-            f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB, a hand-over of "
-            f"{selected_bytes / 2**30:.1f} GiB and weights of {weight_bytes / 2**30:.1f} GiB in "
-            f"the pinned host memory of one GPU, got a limit of {limit} GiB. Set the environment "
+            f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB and a hand-over "
+            f"of {selected_bytes / 2**30:.1f} GiB in the pinned host memory of one GPU, got a "
+            f"limit of {limit} GiB. Set the environment variable "
             # jax's pool grows by ever larger regions, and returns none.
-            f"variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax "
-            "starts: the need and a quarter, as what is free lies in several regions."
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts: the "
+            "need and a quarter, because free memory lies in several regions."
         )
 
 
@@ -169,9 +141,8 @@ def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
     That must not happen in the first steps, beside their collectives. The state already has a
     placeholder mail.
     """
-    in_state = state.send_gradients.in_step and not any(x.spec.hosted for x in state.leaves)
     # Whole mails, so that the total stays within the limit that `check_pinned_memory` checks.
-    more, taken = int(buffers(state)) - in_state, []
+    more, taken = int(buffers(state)) - state.send_gradients.in_step, []
     for part in offloaded.parts:
         for device in _senders(state, part):
             if device.platform in _GPUS:

@@ -56,13 +56,8 @@ class Progress:
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
         self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
-        # Groups with channels that have no provisional steps.
-        none = schedule.provisional_share is None
-        self._by_updates_alone = [
-            number
-            for number, group in enumerate(offloaded.groups)
-            if any(x.k < x.n and (none or x.hosted) for x in group.specs)
-        ]
+        # Whether only updates bring deferred gradients into the parameters.
+        self._by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
         # Not read yet: the last step's, if its window is open, and the last boundaries'.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
@@ -130,13 +125,13 @@ class Progress:
 
     def warn_of_open_windows(self) -> None:
         """Warns of gradients that are lost if the engine closes now."""
-        if steps := max((self.open_steps[i] for i in self._by_updates_alone), default=0):
+        if self._by_updates_alone and any(self.open_steps):
             _logger.warning(
                 "the parameters lack the gradients of up to %d steps, whose windows are open when "
-                "the engine closes: with `provisional_share=None`, and in layers in host memory, "
-                "no provisional steps stand in for them. Let the run end where all windows close: "
-                "with `rolling=False`, after a multiple of `update_interval` steps.",
-                steps,
+                "the engine closes: with `provisional_share=None` no provisional steps stand in "
+                "for them. Let the run end where all windows close: with `rolling=False`, after a "
+                "multiple of `update_interval` steps.",
+                max(self.open_steps),
             )
 
     def resume(self, counts: Counts) -> None:

@@ -26,7 +26,6 @@ from zenflow_jax._device.boundary import (
 )
 from zenflow_jax._device.memory import read, upload
 from zenflow_jax._device.state import LeafState
-from zenflow_jax._exchange.hosted import with_selected
 from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
     Group,
@@ -34,10 +33,9 @@ from zenflow_jax._exchange.parts import (
     assemble,
     by_leaf,
     host_part,
+    joined,
     keep_sharding,
     part_sharding,
-    put_leaf,
-    put_piece,
     replace_selection,
 )
 from zenflow_jax._exchange.progress import EMPTY, NONE, PENDING
@@ -136,25 +134,24 @@ class Updates:
         worker must be idle.
         """
         for i, part in enumerate(self._parts):
-            if not part.spec.hosted:  # its selected channels' masters could not follow
-                self._worker.host.take_master(i, host_part(weights[part.leaf], part))
+            self._worker.host.take_master(i, host_part(weights[part.leaf], part))
         self.loads += 1
 
-    def masters(self, number: int, leaf: LeafState) -> jax.Array:
+    def masters(self, number: int) -> jax.Array:
         """Returns a leaf's masters on the devices, in parts; those of selected channels are stale.
 
-        For a parameter in host memory it returns all masters, in host memory. The worker must be
-        idle.
+        The worker must be idle.
         """
-        leaves = self._worker.leaves()
-
-        def of_part(i: int) -> np.ndarray:
-            part = self._parts[i]
-            wide = leaves[i].master.as_float32().reshape(part.spec.shape)
-            return with_selected(wide, leaf, part) if part.spec.hosted else wide
-
+        leaves, parts, on_devices = self._worker.leaves(), [], []
+        for numbers in self._offloaded.pieces_of(number):
+            part = self._parts[numbers[0]]
+            wide = (leaves[i].master.as_float32().reshape(leaves[i].spec.shape) for i in numbers)
+            parts.append(dataclasses.replace(part, leaf=0))
+            on_devices.append(part.on_devices(joined(list(wide))))
+        (pieces,) = by_leaf(parts, on_devices)
+        spec, sharding = self._specs[number], self._offloaded.shardings[number]
         # The uploads may read live masters, which the next update writes.
-        return jax.block_until_ready(put_leaf(self._offloaded, number, of_part))
+        return jax.block_until_ready(assemble(pieces, spec.shape, sharding))
 
     def note_channels(self, leaves: Sequence[LeafState]) -> None:
         """Records the selected channels of a new or resumed run, for merges."""
@@ -177,25 +174,16 @@ class Updates:
             new = [x for (x,) in uploads]
         else:
             new = [
-                # In host memory the whole leaf, even if the leaf has ranges.
-                assemble(
-                    pieces,
-                    weight.shape if spec.hosted else spec.shape,
-                    part_sharding(weight, spec),
-                )
+                assemble(pieces, spec.shape, part_sharding(weight, spec))
                 for weight, spec, pieces in zip(
                     params, group.specs, by_leaf(group.parts, uploads), strict=True
                 )
             ]
-        if group.hosted:
-            return [keep_sharding(*pair) for pair in zip(new, params, strict=True)]
-        split, rows = split_uploads(_on_device(new, group), group.specs), self._rows[number]
+        donated, kept = split_uploads(new, group.specs)
+        rows = self._rows[number]
         during = rows if before is None else before
-        merged = merge(_on_device(params, group), *split, during, rows, specs=group.specs)
-        return [
-            hosted if x is None else keep_sharding(x, weight)
-            for x, weight, hosted in zip(merged, params, new, strict=True)
-        ]
+        merged = merge(params, donated, kept, during, rows, specs=group.specs)
+        return [keep_sharding(*pair) for pair in zip(merged, params, strict=True)]
 
     def _fetch_rest(self, group: Group, uploads: Sequence[Any], after: Any) -> Sequence[Any]:
         """Uploads the parts of an update that were not prefetched, and waits for them."""
@@ -216,22 +204,14 @@ class Updates:
         return uploads
 
     def _upload(self, i: int) -> list[jax.Array]:
-        leaves, numbers = self._worker.leaves(), self._offloaded.crossing_with(i)
-        return put_piece(self._offloaded, numbers, lambda j: leaves[j].to_upload)
+        return self._parts[i].on_devices(self._worker.leaves()[i].to_upload)
 
     def reselect(
-        self,
-        number: int,
-        weights: list[Any],
-        leaves: Sequence[LeafState],
-        after: Any,
-        *,
-        at_once: bool,
+        self, number: int, weights: list[jax.Array], leaves: Sequence[LeafState], after: Any
     ) -> list[LeafState]:
         """Closes a group's window and hands channels over; entering channels are up to date.
 
         Waits for the step that made the arrays `after`. Changes `weights`; returns new `leaves`.
-        `at_once`: the update is collected before the next step.
         """
         group, leaves = self._offloaded.groups[number], list(leaves)
         if not group.leaves:
@@ -241,7 +221,7 @@ class Updates:
         whole = [leaves[i] for i in places]
         states = self._ranges(number, whole)
         chosen, rows, current, scores = choose(
-            _on_device(group.pick(weights), group),
+            group.pick(weights),
             [s.scores for s in states],
             [s.channels for s in states],
             [s.master for s in states],
@@ -251,31 +231,23 @@ class Updates:
             (master, s.mu, s.nu, s.steps) if s.spec.k else None
             for s, master in zip(states, current, strict=True)
         ]
-        close = self.close_window(number, leaving=leaving, chosen=chosen, at_once=at_once)
+        close = self.close_window(number, leaving=leaving, chosen=chosen)
         self.pending[number].before, self._rows[number] = self._rows[number], rows
-        for i in group.leaves:
-            if self._specs[i].hosted and not at_once:
-                weights[i] = None  # frees memory for the worker's new parameter
-        entering, hosted = self._worker.wait(close.entered, after)
-        entered = by_leaf(group.parts, entering)
+        entered = by_leaf(group.parts, self._worker.wait(close.entered, after))
         masters: list[jax.Array | None] = [None] * len(states)
         for j, s in enumerate(states):
             states[j], masters[j] = replace_selection(s, chosen[j], scores[j], entered[j])
-        on_device = [
-            j for j, x in enumerate(masters) if x is not None and not group.specs[j].hosted
-        ]
-        if on_device:
+        entering = [j for j, x in enumerate(masters) if x is not None]
+        if entering:
             merged = enter(
-                [weights[group.leaves[j]] for j in on_device],
-                [masters[j] for j in on_device],
-                [states[j].channels for j in on_device],
-                specs=tuple(group.specs[j] for j in on_device),
+                [weights[group.leaves[j]] for j in entering],
+                [masters[j] for j in entering],
+                [states[j].channels for j in entering],
+                specs=tuple(group.specs[j] for j in entering),
             )
-            for j, weight in zip(on_device, merged, strict=True):
+            for j, weight in zip(entering, merged, strict=True):
                 i = group.leaves[j]
                 weights[i] = keep_sharding(weight, weights[i])
-        for i, weight in zip(group.leaves, hosted, strict=True):
-            weights[i] = weights[i] if weight is None else weight
         if group.in_ranges:
             states = put_states(whole, states)
             states = [
@@ -331,8 +303,3 @@ class Updates:
             # Rows without channels (`topk_ratio=0`) are all the same; jit places them anywhere.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
             self.pending[number] = _Pending(update, rows_then)
-
-
-def _on_device(weights: Sequence[Any], group: Group) -> list[Any]:
-    """Returns a group's parameters for device programs: None for parameters in host memory."""
-    return [None if x.hosted else w for w, x in zip(weights, group.specs, strict=True)]

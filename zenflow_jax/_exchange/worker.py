@@ -20,12 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from zenflow_jax._device.memory import copy_to_host, nbytes, upload, view
+from zenflow_jax._device.memory import copy_to_host, nbytes, view
 from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
-from zenflow_jax._exchange.hosted import new_parameter
 from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
-from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, put_piece
+from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.progress import Counts
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
@@ -264,7 +263,6 @@ class Worker:
             self.host.add([part.of_mail(pieces[part.piece]) for part in parts], factor)
         elif sent.finite:
             self.host.count()
-        mail.release()
         gradients.clear()
         step_scalars.clear()
         before = self.stats.skipped_in_a_row
@@ -297,9 +295,9 @@ class Worker:
         where = f"the update of window {window.number}"
         self._updates.append(_Update(window.number, self._make_update(close, window), where))
 
-    def _hand_over(self, close: Close, window: ClosedWindow) -> tuple[list[Any], list[Any]]:
+    def _hand_over(self, close: Close, window: ClosedWindow) -> list[list[Any]]:
         """Hands channels over; returns the result for `Close.entered`."""
-        host, offloaded, group = self.host, self._offloaded, self._offloaded.groups[close.group]
+        group = self._offloaded.groups[close.group]
         # Nothing for leaves without selected channels: GPUs have no empty arrays in host memory.
         leaving = [
             [] if old is None else [part.of(x) for x in (close.chosen[part.leaf], *old)]
@@ -313,21 +311,10 @@ class Worker:
             if moved:
                 chosen, *rows = moved
                 old, number = SelectedRows.of([*map(view, rows)], part.spec), window.leaves[i]
-                new = host.hand_over(window, number, old, host_channels(chosen, part))
-                arrays = new.on_device(part.spec)
-                entering[i] = [upload(arrays, device) for device in part.devices]
-        # The next step reads the leaving channels from these.
-        by_update = close.at_once and window.gradients
-        hosted = [
-            new_parameter(host.leaves, offloaded, i)
-            if offloaded.specs[i].hosted and not by_update
-            else None
-            for i in group.leaves
-        ]
-        # The update writes to the source arrays.
-        jax.block_until_ready(hosted)
+                new = self.host.hand_over(window, number, old, host_channels(chosen, part))
+                entering[i] = part.on_devices(new.on_device(part.spec))
         self._count(bytes_to_host=nbytes(in_host_memory), bytes_to_device=nbytes(entering))
-        return entering, hosted
+        return entering
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
         """Makes a window's update, and uploads the prefetched parts.
@@ -341,9 +328,8 @@ class Worker:
             nonlocal first
             uploads.append([])
             if offloaded.prefetched[i]:
-                first, numbers = first or time.perf_counter(), offloaded.crossing_with(i)
-                leaves = self.host.leaves
-                uploads[-1] = put_piece(offloaded, numbers, lambda j: leaves[j].to_upload)
+                first = first or time.perf_counter()
+                uploads[-1] = offloaded.parts[i].on_devices(leaf.to_upload)
 
         for name in self.host.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"
@@ -353,8 +339,7 @@ class Worker:
             with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
                 jax.block_until_ready(uploads)
             self.recorder.add("upload", "upload", first, window.number)
-        pairs = zip(uploads, offloaded.groups[close.group].parts, strict=bool(uploads))
-        self._count(bytes_to_device=nbytes([x for x, part in pairs if not part.spec.hosted]))
+        self._count(bytes_to_device=nbytes(uploads))
         self._finish(close, uploads)
 
     def _continue_update(self) -> None:

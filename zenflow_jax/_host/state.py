@@ -238,7 +238,6 @@ class HostState:
             leaf.steps[...] = of_leaf["steps"].reshape(leaf.steps.shape)
             if self.open[leaf.spec.group].counted and "total" in of_leaf:
                 leaf.open.total = copied(of_leaf["total"].reshape(leaf.master.shape))
-        self.hide_selected(self.leaves)
 
     def close(self) -> None:
         # A caller that waits for a failed update may still hold these lists.
@@ -355,15 +354,7 @@ class HostState:
             for taken, left in ((mu, leaving.mu), (nu, leaving.nu)):
                 _keep_staying(taken, chosen, left, before)
         steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
-        self.hide_selected([leaf])
         return SelectedRows(master, mu, nu, steps)
-
-    def hide_selected(self, leaves: Sequence[HostLeaf]) -> None:
-        """Sets selected channels to NaN in the masters of parameters in host memory."""
-        for leaf in leaves:
-            if leaf.spec.hosted:
-                nan = np.full(leaf.spec.view4(leaf.spec.k), np.nan, np.float32)
-                self._adam.put((leaf.master,), leaf.channels, (nan,))
 
     def _step(self, window: ClosedWindow, i: int, active: np.ndarray) -> Iterator[None]:
         leaf, step = self.leaves[i], window.step

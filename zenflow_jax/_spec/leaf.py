@@ -31,7 +31,6 @@ class LeafSpec:
     # The group of each range on its first stack axis; usually there is only one range.
     groups: tuple[int, ...] = (0,)
     start: int | None = None  # for a range of a stacked leaf: its first entry
-    hosted: bool = False  # whether the parameter, stacked layers, is in host memory
 
     @property
     def anonymous(self) -> "LeafSpec":
@@ -79,7 +78,7 @@ class LeafSpec:
     @property
     def keeps_master(self) -> bool:
         """Returns whether the device holds a separate float32 master."""
-        return self.hosted or self.dtype != np.float32
+        return self.dtype != np.float32
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -118,12 +117,19 @@ class LeafSpec:
         )
 
 
-def is_hosted(x: Any) -> bool:
-    """Returns whether an array, which may be traced or abstract, is in host memory."""
-    if isinstance(x, Tracer):
-        return jax.typeof(x).memory_space == jax.memory.Space.Host
-    # A shape's type, or that of an array assembled by a saver, may not say so (jax 0.10.2).
-    return getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
+def check_memory(name: str, parameter: Any) -> None:
+    """Refuses a parameter, which may be traced or abstract, in host memory."""
+    if isinstance(parameter, Tracer):
+        in_host_memory = jax.typeof(parameter).memory_space == jax.memory.Space.Host
+    else:
+        # A shape's type, or that of an array assembled by a saver, may not say so (jax 0.10.2).
+        sharding = getattr(parameter, "sharding", None)
+        in_host_memory = getattr(sharding, "memory_kind", None) == "pinned_host"
+    if in_host_memory:
+        raise ValueError(
+            f"Parameter {name} is in host memory (pinned_host). Put it on a device; for layers "
+            "whose weights do not fit, use `zenflow_jax.layerwise`."
+        )
 
 
 def plain_name(path: tuple[Any, ...]) -> str:

@@ -1,7 +1,7 @@
 """Decides each parameter's kind of leaf; only this file calls the user's leaf functions."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._spec.leaf import DTYPES, LeafSpec, is_hosted, plain_name
+from zenflow_jax._spec.leaf import DTYPES, LeafSpec, check_memory, plain_name
 from zenflow_jax._spec.mesh import Placement, divide_blocks, placement_of
 from zenflow_jax._spec.rules import round_up
-from zenflow_jax._spec.schedule import Schedule
 
 
 class LeafRules(NamedTuple):
@@ -31,11 +30,11 @@ def resolve(
     """Returns the spec of one leaf: its kind, by the user's options."""
     name = plain_name(path)
     shape, dtype = _check_leaf(leaf, name)
+    check_memory(name, leaf)
     place = placement_of(leaf, sharding)
     if place is not None:
         _check_even(name, shape, place)
-    hosted = is_hosted(leaf)
-    alone = LeafSpec(name, shape, dtype, None, k=0, decay=decay, placement=place, hosted=hosted)
+    alone = LeafSpec(name, shape, dtype, None, k=0, decay=decay, placement=place)
     resident = rules.resident
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
         return alone
@@ -56,8 +55,7 @@ def resolve(
     if k >= spec.n:
         return alone  # with every channel selected, nothing is left to offload
     cut = rules.partition_replicated
-    # A parameter in host memory is not cut: each device needs its whole block anyway.
-    if place is not None and not hosted and (bool(cut(path, leaf)) if callable(cut) else cut):
+    if place is not None and (bool(cut(path, leaf)) if callable(cut) else cut):
         # The channel axis stays whole, because a block selects among all its channels. So do stack
         # axes, because a scan fills a stack (of layers) entry by entry.
         rest = range(len(spec.stack), len(shape))
@@ -79,27 +77,6 @@ def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
             f"{_KEEP_OUT}"
         )
     return tuple(leaf.shape), np.dtype(leaf.dtype)
-
-
-def check_hosted(specs: Sequence[LeafSpec], schedule: Schedule, *, sends_in_step: bool) -> None:
-    """Refuses parameters in host memory that are not layers, or that cannot be trained."""
-    for spec in specs:
-        if not spec.hosted:
-            continue
-        if spec.resident or not spec.stack or spec.dtype == np.float16:
-            problem = f"got a leaf of {spec.dtype} {spec.shape}"
-        elif not sends_in_step:
-            problem = "got another of these"
-        elif len(spec.groups) > 1 and schedule.staleness not in (0, 1):
-            problem = f"got staleness={schedule.staleness}"
-        else:
-            continue
-        raise ValueError(
-            "expected in host memory only layers that are stacked along a first axis, offloaded, "
-            "of float32 or bfloat16, with send_gradients='during_step' and, where ranges of layers "
-            f"take turns, a staleness of 0 or 1; {problem} at {spec.name}. Move it to the device "
-            "by `jax.device_put`."
-        )
 
 
 _KEEP_OUT = (

@@ -18,7 +18,7 @@ from zenflow_jax._device.state import LeafState, ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.parts import within
-from zenflow_jax._exchange.pinned import buffers, most_kept, weight_bytes
+from zenflow_jax._exchange.pinned import buffers, most_kept
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments, new_moments
@@ -44,7 +44,6 @@ class Needs(NamedTuple):
     state: int  # masters, casts for uploads, moments, counts and channel indices: NumPy
     sums: int  # of mail beyond the limit: NumPy
     mail: int  # pinned: kept, unread, in flight, and blank
-    weights: int  # pinned: parameters in host memory, and new ones beyond the mail's buffers
     hand_over: int  # a group's selected channels: pinned on the way in, NumPy on the way out
     saving: int  # copies that `EngineSave` makes by default while writing
     # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
@@ -67,7 +66,7 @@ def needs_of(
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
-    of_groups = np.zeros((schedule.groups, 9))
+    of_groups = np.zeros((schedule.groups, 8))
     specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
     early = within(specs, prefetch_bytes)
     for leaf, part in ((i, x) for i, spec in enumerate(specs) for x in spec.ranges):
@@ -80,11 +79,10 @@ def needs_of(
             math.prod(part.selected_shape) * 3 * _FLOAT32,
             size * part.mail_dtype.itemsize,
             size * part.mail_dtype.itemsize * (part.copies if sending.in_step else 1),
-            size * part.dtype.itemsize * (not part.hosted),
+            size * part.dtype.itemsize,
             size * part.dtype.itemsize * ((leaf, part.start) not in early),
-            size * part.dtype.itemsize * part.hosted,
         )
-    size, kept, counts, selected, mail, sent, upload, late, weights = of_groups.T
+    size, kept, counts, selected, mail, sent, upload, late = of_groups.T
     on_device = sending.sums_on_device
     added_up = not on_device and most_kept(state) > MAILS_KEPT
     read = mail * (1 if on_device else window)
@@ -92,7 +90,7 @@ def needs_of(
         # Written once, read and written for each pass of gradients, and read by the update.
         passes = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
         read = read + 2 * _FLOAT32 * passes * size
-    updates = 2 * kept + upload + 2 * weights + read
+    updates = 2 * kept + upload + read
     arriving = mail.sum() / (window if on_device else 1)
     # Even an update without staleness has a step's time, in which the loop waits.
     steps = window if staleness is None else max(staleness, 1)
@@ -105,9 +103,8 @@ def needs_of(
         # A leaf's open window may have a sum, and the window that is being updated another.
         sums=int(2 * _FLOAT32 * size.sum()) if added_up else 0,
         mail=round(buffers(state) * sent.sum()),
-        weights=weight_bytes(state),
         hand_over=int(selected.max()),
-        saving=0 if weights.any() else int(size.sum()),
+        saving=int(size.sum()),
         uploads=int(max(neighbours[j : j + waiting].sum() for j in range(schedule.groups))),
         late=int(late.max()),
         under_way=0 if sending.in_step else int(under_way),

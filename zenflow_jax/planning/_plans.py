@@ -9,7 +9,6 @@ import jax
 from jax.sharding import NamedSharding
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
-from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._spec.rules import check_int_or_none
@@ -48,8 +47,8 @@ class Plan:
         step_s: Seconds of a step at the assumed efficiency, with waits for late uploads.
         host_capacity_bytes: Bytes of the host's memory, assumed or given.
         host_bandwidth: Bytes per second of the host's memory, assumed or given.
-        host: Peak bytes of the host, by use, for all devices. jax pins "mail",
-            "weights" and "hand-over, pinned". Empty without an engine.
+        host: Peak bytes of the host, by use, for all devices. jax pins "mail" and
+            "hand-over, pinned". Empty without an engine.
         to_host: Bytes that one device sends in a step.
         to_device: Bytes that one device receives in a step, on average.
         late: Peak bytes that one device receives at a boundary, because of `prefetch_bytes`.
@@ -223,10 +222,8 @@ def plan(
             "`jax.jit(step, donate_argnums=(0, 1))`."
         )
     weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state)
-    specs = [leaf.spec for state in _states(opt_state) for leaf in state.leaves]
-    hosted = sum(nbytes(Shard(spec).block) for spec in specs if spec.hosted)
     needs = {
-        "weights": sum(map(_nbytes_here, weights)) - hosted,
+        "weights": sum(map(_nbytes_here, weights)),
         "optimizer state": sum(map(_nbytes_here, state_arrays)),
     }
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
@@ -247,7 +244,6 @@ def plan(
         if engine.late:
             needs[LATE] = of_host["late"]
             waits_s += engine.late_mean / devices / gpu.bus
-        of_host["to_device"] += 2 * hosted  # forward and backward
         if state.schedule.staleness != 0:
             of_host["hides"] = hiding_of(state, rate, step_s, host_state=host_state)
     estimate = Plan(
@@ -280,13 +276,12 @@ def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> di
             "masters, moments": needs.state,
             "sums": needs.sums,
             "mail": needs.mail,
-            "weights": needs.weights,
             "hand-over, pinned": needs.hand_over,
             "hand-over": needs.hand_over,
             "a save": needs.saving,
         },
         "to_host": int(mails / steps_of_a_mail / devices),
-        "to_device": int(sum(nbytes(x) for x in parts if not x.hosted) / window / devices),
+        "to_device": int(sum(map(nbytes, parts)) / window / devices),
         "late": needs.late // devices,
         "host_s": needs.mean / rate,
     }

@@ -1,0 +1,5 @@
+"""Trains models whose weights do not fit on the device, one program for each layer, exactly."""
+
+from zenflow_jax.layerwise._trainer import Trainer
+
+__all__ = ["Trainer"]

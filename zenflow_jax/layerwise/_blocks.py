@@ -1,0 +1,268 @@
+"""A block's weights in pinned host memory, and its AdamW state in NumPy.
+
+A block is a layer, or all outer weights. Each process keeps each piece of a leaf once, however many
+of its devices hold it. An update writes the state in place, and makes new arrays of weights: a
+program may still read the old ones.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from zenflow_jax._device.memory import HOST
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._spec.rules import UnfitRunError
+from zenflow_jax._spec.scalars import AdamScalars, window_step
+
+#: The names of a leaf's saved arrays, each float32 with the leaf's shape.
+ARRAYS = ("master", "mu", "nu")
+_EVERY = np.ones((1, 1), bool)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a leaf that some of this process's devices hold, flat, with its AdamW state."""
+
+    index: tuple[slice, ...]  # its place in the leaf, with starts and stops
+    positions: tuple[int, ...]  # the devices' places among the leaf's addressable devices
+    saved: bool  # whether this process saves it
+    master: Masters
+    mu: Moment
+    nu: Moment
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(s.stop - s.start for s in self.index)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Leaf:
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Any  # in pinned host memory
+    devices: tuple[Any, ...]  # this process's
+    decays: bool
+    pieces: tuple[Piece, ...]  # none if the leaf is frozen
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Block:
+    """A layer, or the outer weights, with its state; `Snapshot` saves it in one piece."""
+
+    name: str
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+    trains: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self._arrays())
+
+    def alias(self) -> "Block":
+        return self  # an update writes the arrays, and replaces none
+
+    def copy(self) -> "Block":
+        def copied(piece: Piece) -> Piece:
+            return dataclasses.replace(piece, **{x: getattr(piece, x).copy() for x in ARRAYS})
+
+        leaves = (
+            dataclasses.replace(leaf, pieces=tuple(map(copied, leaf.pieces)))
+            for leaf in self.leaves
+        )
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+    def to_device(self, weights: list[jax.Array]) -> Any:
+        """Starts to copy weights from host memory to the device; returns the user's tree."""
+        return jax.tree.unflatten(self.treedef, _moved(weights, self._shardings[0]))
+
+    def to_host(self, gradient: Any) -> list[jax.Array]:
+        """Starts to copy a gradient from the device to host memory."""
+        return _moved(jax.tree.leaves(gradient), self._shardings[1])
+
+    @functools.cached_property
+    def _shardings(self) -> tuple[list[Any], list[Any]]:
+        # Made once: jax takes longer for them than for a copy of a small array.
+        in_host = [leaf.sharding for leaf in self.leaves]
+        return [x.with_memory_kind("device") for x in in_host], in_host
+
+    @property
+    def abstract(self) -> Any:
+        """Returns the weights' shapes and places, as the user's tree."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves]
+        return jax.tree.unflatten(self.treedef, shapes)
+
+    def _arrays(self) -> Iterator[np.ndarray]:
+        for leaf in self.leaves:
+            for piece in leaf.pieces:
+                for name in ARRAYS:
+                    yield from getattr(piece, name).arrays
+
+    def update(
+        self,
+        gradients: Sequence[jax.Array],
+        factor: float,
+        scalars: AdamScalars,
+        counted: int,
+        adam: HostAdam,
+    ) -> None:
+        """Takes the AdamW step number `counted`, with gradients in host memory times `factor`."""
+        undecayed = scalars._replace(weight_decay=0.0)
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            of_step = window_step(scalars if leaf.decays else undecayed, 1, None)
+            for piece in leaf.pieces:
+                g = np.asarray(gradient.addressable_data(piece.positions[0]))
+                steps = np.full((1, 1), counted - 1, np.int32)
+                weighed = [(g.reshape(piece.master.shape), factor)]
+                arrays = piece.master, piece.mu, piece.nu
+                for _ in adam.adamw(*arrays, steps, weighed, 1.0, _EVERY, of_step):
+                    pass
+
+    def weights(self) -> list[jax.Array]:
+        """Makes the leaves' weights from their masters: new arrays in pinned host memory."""
+        return [_assembled(leaf, lambda piece: piece.master.to_upload) for leaf in self.leaves]
+
+    def masters(self) -> Any:
+        """Copies the float32 masters to new arrays in pinned host memory, as the user's tree."""
+        arrays = [_assembled(leaf, lambda piece: piece.master.as_float32()) for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, arrays)
+
+
+def make_block(
+    name: str,
+    tree: Any,
+    *,
+    trains: bool,
+    mask: Callable[[Any], Any] | None,
+    compact: bool,
+    saved: Iterator[Mapping[str, Any]] | None,
+) -> tuple[Block, list[jax.Array]]:
+    """Makes a block and its weights in host memory: of the user's tree, or as `saved`."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    decays = [True] * len(pairs) if mask is None else jax.tree.leaves(mask(tree))
+    arrays, leaves, resumes = [], [], trains and saved is not None
+    for (path, x), decay in zip(pairs, decays, strict=True):
+        inner = jax.tree_util.keystr(path, simple=True, separator=".")
+        full = f"{name}.{inner}" if inner else name
+        arrays.append(x := _placed(full, x))
+        of_leaf = next(saved, None) if saved is not None and trains else None
+        if resumes:
+            _check_saved(full, x, of_leaf)
+        elif isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(f"{full} has a shape and no values. Pass an array, or `state`.")
+        leaves.append(_make_leaf(full, x, bool(decay), trains, compact, of_leaf))
+    block = Block(name, treedef, tuple(leaves), trains)
+    return block, block.weights() if resumes else moved(arrays, HOST)
+
+
+def _check_saved(path: str, x: Any, saved: Mapping[str, Any] | None) -> None:
+    """Refuses saved arrays that are not of the leaf `x`."""
+    shape = None if saved is None else tuple(saved["master"].shape)
+    if shape != x.shape:
+        raise UnfitRunError(
+            f"{path} has the shape {x.shape}, but {shape or 'nothing'} in `state`. Resume with the "
+            "saved run's model and `frozen`."
+        )
+
+
+def _placed(path: str, x: Any) -> Any:
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        raise TypeError(
+            f"{path} is {jnp.result_type(x).name}, but weights must be floats. Return other arrays "
+            "from `first` in `shared`."
+        )
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return x
+    return _pinned(np.asarray(x), jax.local_devices()[0])
+
+
+def _make_leaf(path: str, x: Any, decays: bool, trains: bool, compact: bool, saved: Any) -> Leaf:
+    devices = x.sharding.addressable_devices_indices_map(x.shape)
+    owners: dict[Any, Any] = {}  # the first device of all with each piece
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        owners.setdefault(_bounds(index, x.shape), device)
+    by_bounds: dict[Any, list[int]] = {}
+    for position, index in enumerate(devices.values()):
+        by_bounds.setdefault(_bounds(index, x.shape), []).append(position)
+    pieces = []
+    for bounds, positions in by_bounds.items() if trains else ():
+        index = tuple(slice(*pair) for pair in bounds)
+        flat = (1, 1, 1, math.prod(b - a for a, b in bounds))
+        piece = Piece(
+            index,
+            tuple(positions),
+            owners[bounds].process_index == jax.process_index(),
+            Masters.zeros(flat, x.dtype),
+            *new_moments(flat, compact=compact),
+        )
+        if saved is None:
+            piece.master.write(np.asarray(x.addressable_data(positions[0])))
+        else:
+            for name in ARRAYS:
+                getattr(piece, name).write(np.asarray(saved[name][index]))
+        pieces.append(piece)
+    return Leaf(
+        path=path,
+        shape=x.shape,
+        dtype=np.dtype(x.dtype),
+        sharding=x.sharding.with_memory_kind(HOST),
+        devices=tuple(devices),
+        decays=decays,
+        pieces=tuple(pieces),
+    )
+
+
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Array:
+    on_devices: list[Any] = [None] * len(leaf.devices)
+    for piece in leaf.pieces:
+        numbers = numbers_of(piece).reshape(piece.shape)
+        for position in piece.positions:
+            on_devices[position] = _pinned(numbers, leaf.devices[position])
+    return _joined(on_devices, leaf.shape, leaf.sharding)
+
+
+def _pinned(numbers: np.ndarray, device: Any) -> jax.Array:
+    """Starts to copy a NumPy array to the device's pinned host memory."""
+    x: Any = numbers
+    if device.platform == "cpu":
+        # There jax takes NumPy's memory over; it copies between its own memories.
+        x = jax.device_put(x, device)
+    return jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST))
+
+
+def moved(tree: Any, memory_kind: str) -> Any:
+    """Copies arrays to another memory of their devices, without a program; does not wait."""
+    return _moved(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(memory_kind), tree))
+
+
+def _moved(tree: Any, shardings: Any) -> Any:
+    if all(x.is_fully_addressable for x in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+
+    def move(x: jax.Array, sharding: Any) -> jax.Array:
+        # `jax.device_put` moves no array that other processes share (jax 0.10.2 and 0.11.2).
+        kind = sharding.memory_kind
+        pieces = [
+            jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=kind))
+            for shard in x.addressable_shards
+        ]
+        return _joined(pieces, x.shape, sharding)
+
+    return jax.tree.map(move, tree, shardings)
+
+
+def _joined(pieces: Sequence[Any], shape: tuple[int, ...], sharding: Any) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(pieces))

@@ -1,0 +1,225 @@
+"""The caller's half of a layerwise run: dispatches all programs and copies, in a fixed order."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zenflow_jax._device.memory import HOST, nbytes
+from zenflow_jax.layerwise._blocks import Block, moved
+from zenflow_jax.layerwise._host import Host
+from zenflow_jax.layerwise._programs import ModelProgram, trace_model
+from zenflow_jax.layerwise._watch import Watch
+
+#: Layers that may be in flight: their programs, or their gradients.
+AHEAD = 2
+
+
+class Dispatcher:
+    """Runs a model's programs, and owns its weights in host memory.
+
+    Block 0 has the outer weights, block i + 1 those of layer i. A block's weights are a future
+    while the host updates them.
+    """
+
+    def __init__(
+        self,
+        functions: tuple[Callable, Sequence[Callable], Callable],
+        blocks: Sequence[Block],
+        weights: Sequence[list[jax.Array]],
+        host: Host,
+        rate: Callable[[Any], Any],
+        *,
+        inputs_to_host: bool,
+        options: Mapping[str, Any] | None,
+    ):
+        self._functions, self._blocks = functions, blocks
+        self._trains = [block.trains for block in blocks]
+        self._weights: list[list[jax.Array] | Future[list[jax.Array]]] = [*weights]
+        self._host, self._watch = host, Watch(host.recorder)
+        self._inputs_to_host, self._options = inputs_to_host, options
+        self._rate = jax.jit(lambda count: jnp.asarray(rate(count), jnp.float32))
+        self._mean = jax.jit(_mean)
+        self._zeros = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))
+        self._ends: dict[Any, Any] = {}  # compiled `last` functions of `evaluate`
+        self._programs: dict[Any, ModelProgram] = {}
+        self._layer_programs: dict[Any, Any] = {}
+        self._decision: Future[None] | None = None
+        self._updating: deque[Future[Any]] = deque()
+        self._throttle: deque[Any] = deque()
+        self._copied: dict[int, jax.Array] = {}  # by identity, copies of the last layer's input
+        self._number = 0  # of the step
+        self.bytes_to_host = self.bytes_to_device = 0
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def wait(self) -> None:
+        """Waits for the last step's updates."""
+        self.wait_for_decision()
+        for i in range(len(self._weights)):
+            self.weights(i)
+
+    def wait_for_decision(self) -> None:
+        """Waits until it is known whether the last step counts."""
+        if self._decision is not None:
+            self._host.result(self._decision)
+
+    def tree(self, i: int) -> Any:
+        """Returns a block's weights in host memory, as the user's tree."""
+        return jax.tree.unflatten(self._blocks[i].treedef, self.weights(i))
+
+    def step(self, number: int, program: ModelProgram, batches: Sequence[Any]) -> jax.Array:
+        """Dispatches a step, and returns its loss."""
+        self.wait_for_decision()  # the rate depends on it
+        self._number = number
+        rate = self._rate(np.int32(self._host.counted))
+        several, layers = len(batches) > 1, program.layers
+        outer = self._fetch(0)
+        carries, shared = map(list, zip(*(program.first(outer, x) for x in batches), strict=True))
+        inputs, weights = [], self._fetch(1) if layers else None
+        for i, layer in enumerate(layers):
+            # Before the program that hides the copy: its memory is allocated now.
+            following = self._fetch(i + 2) if i + 1 < len(layers) else weights
+            inputs.append(self._keep([jax.tree.leaves(x) for x in carries], layer.kept))
+            carries = [layer.run(weights, *pair) for pair in zip(carries, shared, strict=True)]
+            self._dispatched("forward", carries)
+            weights = following
+        self._copied = {}
+        ends = [
+            program.last(outer, carry, batch) for carry, batch in zip(carries, batches, strict=True)
+        ]
+        losses, weighing = zip(*(pair for pair, _ in ends), strict=True)
+        g_outer, g = map(list, zip(*(pair for _, pair in ends), strict=True))
+        del ends, carries
+        loss, weights_sum = self._mean(losses, weighing)
+        self._dispatched("loss", loss)
+        if self._host.at_once:
+            self._decision = self._host.decide(self._number, rate, [loss])
+        g_shared = self._zeros([[jax.tree.leaves(x)[j] for j in program.moving] for x in shared])
+        mails: list[tuple[int, Any, jax.Array]] = []
+        lowest = self._trains.index(True)  # nothing below needs a gradient
+        for i in reversed(range(max(lowest - 1, 0), len(layers))):
+            below = self._fetch(i) if i > max(lowest - 1, 0) else None
+            taken = moved(inputs.pop(), "device") if self._inputs_to_host else inputs.pop()
+            total = squares = None
+            for j, x in enumerate(taken):
+                is_last = j == len(taken) - 1
+                run = layers[i].backward[is_last]
+                weigh = (weighing[j], weights_sum if is_last else None) if several else (None, None)
+                total, squares, g[j], g_shared[j] = run(
+                    weights, x, shared[j], g[j], g_shared[j], total, *weigh
+                )
+            del taken, x
+            self._dispatched("backward", squares)
+            if self._trains[i + 1]:
+                mails.append(self._send(i + 1, total, squares))
+            weights, total = below, None
+        if self._trains[0]:
+            total = squares = None
+            for j, batch in enumerate(batches):
+                is_last = j == len(batches) - 1
+                weigh = (weighing[j], weights_sum if is_last else None) if several else (None, None)
+                total, squares = program.first_backward[is_last](
+                    outer, batch, g[j], g_shared[j], g_outer[j], total, *weigh
+                )
+                g_outer[j] = None
+            mails.append(self._send(0, total, squares))
+        if not self._host.at_once:
+            squares = [x for _, _, x in mails]
+            self._decision = self._host.decide(self._number, rate, squares)
+            for i, mail, x in sorted(mails, key=lambda of_block: of_block[0]):
+                self._update(i, mail, x)
+        return loss
+
+    def _keep(self, carries: list[list[jax.Array]], kept: Sequence[int]) -> list[list[jax.Array]]:
+        """Returns what the backward pass needs of a layer's inputs, where they wait for it."""
+        if not self._inputs_to_host:
+            return [[leaves[j] for j in kept] for leaves in carries]
+        known = self._copied  # a layer may pass its input on
+        self._copied = {
+            id(x): known[id(x)] if id(x) in known else moved(x, HOST)
+            for leaves in carries
+            for x in (leaves[j] for j in kept)
+        }
+        return [[self._copied[id(leaves[j])] for j in kept] for leaves in carries]
+
+    def _send(self, i: int, gradient: Any, squares: Any) -> tuple[int, list[jax.Array], jax.Array]:
+        """Copies a block's gradient to the host, which may update the block at once."""
+        while len(self._updating) >= AHEAD:
+            self._host.result(self._updating.popleft())
+        mail = self._blocks[i].to_host(gradient)
+        self.bytes_to_host += nbytes(mail)
+        self._watch.add("mail", "copy", self._number, mail)
+        if self._host.at_once:
+            self._updating.append(self._update(i, mail, squares))
+        return i, mail, squares
+
+    def _update(self, i: int, mail: list[jax.Array], squares: jax.Array) -> "Future[Any]":
+        future = self._host.update(i, self._number, list(self.weights(i)), mail, squares)
+        self._weights[i] = future
+        return future
+
+    def _dispatched(self, kind: str, result: Any) -> None:
+        """Records a layer's programs, and waits until Python is few layers ahead of the device."""
+        self._watch.add("device", kind, self._number, result)
+        self._throttle.append(result)
+        if len(self._throttle) > AHEAD:
+            start = time.perf_counter()
+            jax.block_until_ready(self._throttle.popleft())
+            now = time.perf_counter()
+            self._host.recorder.waited(start, now, now)
+
+    def evaluate(self, program: ModelProgram, batch: Any, last: Callable | None) -> Any:
+        outer = self._fetch(0)
+        carry, shared = program.first(outer, batch)
+        weights = self._fetch(1) if program.layers else None
+        for i, layer in enumerate(program.layers):
+            following = self._fetch(i + 2) if i + 1 < len(program.layers) else None
+            carry = layer.run(weights, carry, shared)
+            self._dispatched("forward", carry)
+            weights = following
+        if last is None:
+            return program.loss(outer, carry, batch)[0]
+        if last not in self._ends:
+            self._ends[last] = jax.jit(last, compiler_options=self._options)
+        return self._ends[last](outer, carry, batch)
+
+    def program(self, batch: Any) -> ModelProgram:
+        """Returns the programs for batches of this shape, traced once."""
+        leaves, treedef = jax.tree.flatten(batch)
+        key = treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        if key not in self._programs:
+            outer, *layers = (block.abstract for block in self._blocks)
+            known = self._trains, self._options, self._layer_programs
+            self._programs[key] = trace_model(*self._functions, outer, layers, batch, *known)
+        return self._programs[key]
+
+    def weights(self, i: int) -> list[jax.Array]:
+        """Returns a block's weights in host memory; waits for its update."""
+        weights = self._weights[i]
+        if isinstance(weights, Future):
+            weights = self._weights[i] = self._host.result(weights)
+        return weights
+
+    def _fetch(self, i: int) -> Any:
+        """Starts to copy a block's weights to the device."""
+        weights = self.weights(i)
+        self.bytes_to_device += nbytes(weights)
+        fetched = self._blocks[i].to_device(weights)
+        self._watch.add("upload", "fetch", self._number, fetched)
+        return fetched
+
+
+def _mean(losses: Sequence[jax.Array], weights: Sequence[jax.Array]) -> tuple[Any, Any]:
+    """Returns the mean loss of micro-batches by their weights, float32, and the weights' sum."""
+    total = sum(weights, jnp.float32(0))
+    if len(losses) == 1:
+        return losses[0].astype(jnp.float32), total
+    weighed = (x.astype(jnp.float32) * w for x, w in zip(losses, weights, strict=True))
+    return sum(weighed, jnp.float32(0)) / jnp.where(total == 0, 1, total), total

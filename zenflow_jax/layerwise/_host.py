@@ -1,0 +1,179 @@
+"""The host's half of a layerwise run: one thread, which takes AdamW steps in order."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from zenflow_jax._checkpoint.saving import Snapshot
+from zenflow_jax._diagnostics.stats import check_skipped_steps
+from zenflow_jax._diagnostics.timeline import Recorder
+from zenflow_jax._exchange.peers import PeerMonitor
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._spec.scalars import AdamScalars
+from zenflow_jax.layerwise._blocks import Block
+
+#: The weight of older steps in a block's mean share of the squared norm.
+_MEMORY = np.float32(0.9)
+
+
+class Host:
+    """Owns the state of all blocks. Public methods are for the caller's thread.
+
+    With `at_once`, a block is updated when its gradient arrives, and its clipping factor comes from
+    a projected norm: the sum of squares so far in the step, divided by the share that these blocks
+    had in earlier steps. Otherwise a step's updates begin when all sums of squares are known.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        scalars: AdamScalars,
+        adam: HostAdam,
+        peers: PeerMonitor,
+        *,
+        at_once: bool,
+        max_grad_norm: float | None,
+        max_skipped: int | None,
+        step: int,
+        counted: int,
+        shares: np.ndarray,
+    ):
+        self.blocks, self.recorder, self.shares = blocks, Recorder(), shares
+        self.counted, self.skipped, self._in_a_row = counted, step - counted, 0
+        self._scalars, self._adam, self._peers = scalars, adam, peers
+        self.at_once, self._max_grad_norm = at_once, max_grad_norm
+        self._max_skipped = max_skipped
+        self._snapshots: list[Snapshot] = []
+        self.failure: BaseException | None = None
+        self.closed = False
+        # The current step, on the thread: whether it counts, its factor, and sums of squares.
+        self._counts, self._factor = True, 1.0
+        self._arrived = 0.0  # when the device's last result arrived
+        self._squares: dict[int, np.float32] = {}
+        self._pool = ThreadPoolExecutor(1, "zenflow-host")
+        peers.start(self._on_peer_failure)
+
+    def decide(self, step: int, rate: jax.Array, numbers: Sequence[jax.Array]) -> Future[None]:
+        """Decides whether a step counts; `numbers` are its loss, or the sums of squares of all."""
+        return self._pool.submit(self._run, self._decide, step, rate, numbers)
+
+    def update(
+        self, i: int, step: int, old: list[Any], gradient: list[Any], squares: jax.Array
+    ) -> Future[list[Any]]:
+        """Updates block `i`, and returns its new weights; empties both lists."""
+        return self._pool.submit(self._run, self._update, i, step, old, gradient, squares)
+
+    def result(self, future: "Future[Any]") -> Any:
+        """Waits for a task, and raises its error."""
+        if not future.done():
+            start = time.perf_counter()
+            try:
+                future.exception()
+            finally:
+                now = time.perf_counter()
+                self.recorder.waited(start, min(max(self._arrived, start), now), now)
+        if future.exception() is not None:
+            self.check()
+        return future.result()
+
+    def check(self) -> None:
+        """Raises if the host is closed, or a task has failed."""
+        if self.closed:
+            raise RuntimeError("The trainer is closed. Make another one from its saved state.")
+        if self.failure is None:
+            return
+        self._peers.raised()
+        if isinstance(self.failure, FloatingPointError):
+            raise FloatingPointError(str(self.failure)) from self.failure
+        raise RuntimeError(
+            f"An update on the host failed: {self.failure}. Resume from the last checkpoint."
+        ) from self.failure
+
+    def snapshot(self, copy_bytes: int) -> Snapshot:
+        """Captures the state, which must be at rest, until it is saved."""
+        blocks = {i: block for i, block in enumerate(self.blocks) if block.trains}
+        snapshot = Snapshot(blocks, copy_bytes)
+        self._snapshots = [*(x for x in self._snapshots if not x.done), snapshot]
+        return snapshot
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True  # ends a wait for a save
+            self._pool.shutdown(cancel_futures=True)
+            self._adam.close()
+            self._peers.close()
+
+    def _on_peer_failure(self, message: str) -> None:
+        self.failure = self.failure or RuntimeError(message)
+
+    def _run(self, task: Callable[..., Any], step: int, *args: Any) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            return task(step, *args)
+        except BaseException as error:
+            self.failure = error
+            self._peers.report(str(error))
+            raise
+        finally:
+            self.recorder.works_at(None)
+
+    def _decide(self, step: int, rate: jax.Array, numbers: Sequence[jax.Array]) -> None:
+        total = sum(map(np.asarray, numbers), np.float32(0))
+        self._arrived = time.perf_counter()
+        self._counts, self._squares = bool(np.isfinite(total)), {}
+        if not self._counts:
+            self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
+            check_skipped_steps(self._in_a_row, step, self._max_skipped)
+            return
+        self.counted, self._in_a_row = self.counted + 1, 0
+        self._now = self._scalars._replace(learning_rate=float(np.asarray(rate)))
+        self._factor = 1.0 if self.at_once else self._factor_of(total)
+
+    def _update(
+        self, i: int, step: int, old: list[Any], gradient: list[Any], squares: jax.Array
+    ) -> list[Any]:
+        block = self.blocks[i]
+        if not self._counts:
+            return old
+        self.recorder.works_at("take in", step)
+        jax.block_until_ready(gradient)
+        self._arrived = time.perf_counter()
+        if self.at_once:
+            self._project(i, step, np.asarray(squares))
+        for snapshot in self._snapshots:
+            if not snapshot.done:
+                self.recorder.works_at("wait for save", step)
+                if not snapshot.before_write(i, lambda: self.closed):
+                    raise RuntimeError("it was closed during a save")
+        self.recorder.works_at("update", step)
+        block.update(gradient, self._factor, self._now, self.counted, self._adam)
+        gradient.clear()
+        old.clear()
+        self.recorder.works_at("wait for uploads", step)
+        return jax.block_until_ready(block.weights())
+
+    def _project(self, i: int, step: int, squares: np.ndarray) -> None:
+        """Sets the factor from a projected norm, and the shares after a step's last block."""
+        if not np.isfinite(squares):
+            raise FloatingPointError(
+                f"The gradient of {self.blocks[i].name} is not finite in step {step}, which has "
+                "updated other weights already. Resume from the last checkpoint, with "
+                'updates="after_backward", which skips such steps.'
+            )
+        self._squares[i] = np.float32(squares)
+        total = sum(self._squares.values(), np.float32(0))
+        share = sum((self.shares[j] for j in self._squares), np.float32(0))
+        self._factor = self._factor_of(total / max(share, np.float32(1e-6)))
+        if len(self._squares) == sum(block.trains for block in self.blocks) and total > 0:
+            new = [self._squares.get(j, np.float32(0)) / total for j in range(len(self.blocks))]
+            self.shares = _MEMORY * self.shares + (1 - _MEMORY) * np.array(new, np.float32)
+
+    def _factor_of(self, squares: np.float32) -> float:
+        """Returns the clipping factor of a global norm, given as the sum of its squares."""
+        norm, limit = float(np.sqrt(squares)), self._max_grad_norm
+        return 1.0 if limit is None or norm < limit else limit / norm

@@ -1,0 +1,364 @@
+"""The device programs of a model in three functions, traced once for each shape of a batch.
+
+Weights, carries and gradients pass through these programs as lists of arrays. Integer arrays in a
+carry have no gradient, and neither have outputs of `first` that do not depend on the outer weights.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Options = Mapping[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerProgram:
+    """The programs of one kind of layer, for one shape of its arguments.
+
+    `forward(weights, carry, shared)` returns the new carry's leaves, except those that the layer
+    passes on unchanged. `backward` needs only the leaves `kept` of its input.
+    """
+
+    forward: Callable[..., list[jax.Array]]
+    # With the arguments and results of `_backward_of`: for all micro-batches but the last, and for
+    # the last, which consumes the weights.
+    backward: tuple[Callable[..., Any], Callable[..., Any]]
+    carry: Any  # the new carry, as `ShapeDtypeStruct`s
+    passed: Mapping[int, int]  # leaves of the new carry that are leaves of the old one
+    kept: tuple[int, ...]
+
+    def run(self, weights: Any, carry: Any, shared: Any) -> Any:
+        """Returns the new carry."""
+        made = iter(self.forward(weights, carry, shared))
+        leaves, treedef = jax.tree.leaves(carry), jax.tree.structure(self.carry)
+        count = treedef.num_leaves
+        new = [leaves[self.passed[i]] if i in self.passed else next(made) for i in range(count)]
+        return jax.tree.unflatten(treedef, new)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelProgram:
+    """The programs of a whole model, for one shape of a batch."""
+
+    first: Callable[..., Any]  # (outer, batch) -> (carry, shared)
+    layers: Sequence[LayerProgram]
+    loss: Callable[..., Any]  # (outer, carry, batch) -> loss, weight
+    last: Callable[..., Any]  # the same -> (loss, weight), (gradient of outer, of the carry)
+    first_backward: tuple[Callable[..., Any], Callable[..., Any]]  # as a layer's
+    moving: tuple[int, ...]  # leaves of `shared` that have a gradient
+
+
+def trace_model(
+    first: Callable,
+    layers: Sequence[Callable],
+    last: Callable,
+    outer: Any,
+    weights: Sequence[Any],
+    batch: Any,
+    trains: Sequence[bool],
+    options: Options,
+    cache: dict[Any, LayerProgram],
+) -> ModelProgram:
+    """Traces all programs, and refuses functions that do not fit each other.
+
+    `outer` and `weights` are arrays or `ShapeDtypeStruct`s with shardings. The first entry in
+    `trains` belongs to `outer`. `cache` has layers that were traced before.
+    """
+    batch = _shapes(batch)
+    with _noting("`first`", outer, batch):
+        made = jax.make_jaxpr(first, return_shape=True)(_shapes(outer), batch)
+    _check_closure(made[0], "`first`")
+    if not (isinstance(made[1], tuple) and len(made[1]) == 2):
+        raise TypeError(
+            f"`first` must return (carry, shared), but returned {_text(made[1])}. Return "
+            "`(carry, None)` if the layers share nothing."
+        )
+    carry, shared = made[1]
+    moving = _moving(first, _shapes(outer), batch, carry, shared) if trains[0] else ()
+    programs: list[LayerProgram] = []
+    for i, (function, of_layer) in enumerate(zip(layers, weights, strict=True)):
+        key = function, trains[i + 1], moving, _key(of_layer), _key((carry, shared))
+        if key not in cache:
+            with _noting(f"layer {i}", carry, shared):
+                cache[key] = _trace_layer(
+                    function, of_layer, carry, shared, moving, trains[i + 1], i, options
+                )
+        programs.append(cache[key])
+        carry = programs[-1].carry
+    with _noting("`last`", carry, batch):
+        closed, end = jax.make_jaxpr(last, return_shape=True)(_shapes(outer), carry, batch)
+    _check_closure(closed, "`last`")
+    pair = end if isinstance(end, tuple) else (end, None)
+    if any(getattr(x, "shape", None) != () for x in jax.tree.leaves(pair)) or len(pair) != 2:
+        raise TypeError(
+            f"`last` must return a scalar loss, or (loss, weight), but returned {_text(end)}."
+        )
+
+    def loss(outer: Any, carry: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        result = last(outer, carry, batch)
+        value, weight = result if isinstance(result, tuple) else (result, 1.0)
+        return value, jnp.asarray(weight, jnp.float32)
+
+    def with_gradient(outer: Any, carry: Any, batch: Any) -> Any:
+        floats, rebuild = _split_floats(carry)
+
+        def varied(outer: Any, floats: Any) -> tuple[jax.Array, jax.Array]:
+            return loss(outer, rebuild(floats), batch)
+
+        if not trains[0]:
+            value, g = jax.value_and_grad(partial(varied, outer), has_aux=True)(floats)
+            return value, (None, g)
+        return jax.value_and_grad(varied, argnums=(0, 1), has_aux=True)(outer, floats)
+
+    return ModelProgram(
+        first=jax.jit(first, compiler_options=options),
+        layers=programs,
+        loss=jax.jit(loss, compiler_options=options),
+        last=jax.jit(with_gradient, compiler_options=options),
+        first_backward=_first_backward_of(first, outer, moving, options),
+        moving=moving,
+    )
+
+
+def _trace_layer(
+    function: Callable,
+    weights: Any,
+    carry: Any,
+    shared: Any,
+    moving: tuple[int, ...],
+    trains: bool,
+    number: int,
+    options: Options,
+) -> LayerProgram:
+    closed, new = jax.make_jaxpr(function, return_shape=True)(_shapes(weights), carry, shared)
+    _check_closure(closed, f"layer {number}")
+    count, jaxpr = len(jax.tree.leaves(carry)), closed.jaxpr
+    begin = len(jax.tree.leaves(weights))
+    places = {id(x): i for i, x in enumerate(jaxpr.invars[begin : begin + count])}
+    passed = {i: places[id(x)] for i, x in enumerate(jaxpr.outvars) if id(x) in places}
+
+    def forward(weights: Any, carry: Any, shared: Any) -> list[jax.Array]:
+        made = jax.tree.leaves(function(weights, carry, shared))
+        return [x for i, x in enumerate(made) if i not in passed]
+
+    pull = _pull_of(function, carry, moving, trains)
+    g = [x for x in jax.tree.leaves(new) if _is_float(x)]
+    reads = _reads(pull, 1, _shapes(weights), jax.tree.leaves(carry), shared, g)
+    kept = tuple(sorted(reads))
+    backward = _backward_of(pull, carry, kept)
+    same = [_key(x) for x in g] == [_key(x) for x in jax.tree.leaves(carry) if _is_float(x)]
+    # Gradients of a carry that has another shape would be donated to nothing.
+    donated = ("g", "g_shared") if same else ("g_shared",)
+    # The gradient of the weights is where they are, and takes their memory.
+    wheres = (_shardings(weights) if trains else None, None, None, None)
+    jit = partial(jax.jit, backward, out_shardings=wheres, compiler_options=options)
+    return LayerProgram(
+        forward=jax.jit(forward, compiler_options=options),
+        backward=(
+            jit(donate_argnames=(*donated, "total")),
+            jit(donate_argnames=(*donated, "weights") if trains else donated),
+        ),
+        carry=new,
+        passed=passed,
+        kept=kept,
+    )
+
+
+def _pull_of(function: Callable, like: Any, moving: tuple[int, ...], trains: bool) -> Callable:
+    """Returns the vector-Jacobian product of a layer, which computes the layer again."""
+    treedef = jax.tree.structure(like)
+
+    def pull(weights: Any, leaves: list[Any], shared: Any, g: list[Any]) -> Any:
+        floats, rebuild = _split_floats(jax.tree.unflatten(treedef, leaves))
+        parts, join = _split_at(shared, moving)
+
+        def varied(weights: Any, floats: list[Any], parts: list[Any]) -> list[Any]:
+            new = function(weights, rebuild(floats), join(parts))
+            return [x for x in jax.tree.leaves(new) if _is_float(x)]
+
+        if trains:
+            return jax.vjp(varied, weights, floats, parts)[1](g)
+        return None, *jax.vjp(partial(varied, weights), floats, parts)[1](g)
+
+    return pull
+
+
+def _backward_of(pull: Callable, carry: Any, kept: tuple[int, ...]) -> Callable:
+    shapes = jax.tree.leaves(carry)
+
+    def backward(
+        weights: Any,
+        inputs: list[Any],
+        shared: Any,
+        g: list[Any],
+        g_shared: list[Any],
+        total: Any,
+        weight: Any,
+        weights_sum: Any,
+    ) -> tuple[Any, Any, list[Any], list[Any]]:
+        """Returns the weights' gradient, its sum of squares, and those of carry and `shared`.
+
+        Without micro-batches `total` and both weights are None. Otherwise the gradient is added to
+        `total`, in float32, times its `weight`; the last micro-batch has the `weights_sum`.
+        """
+        known = dict(zip(kept, inputs, strict=True))
+        leaves = [
+            known[i] if i in known else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(shapes)
+        ]
+        g_weights, g, more = pull(weights, leaves, shared, g)
+        g_weights, squares = _added(g_weights, total, weight, weights_sum)
+        return g_weights, squares, g, [a + b for a, b in zip(g_shared, more, strict=True)]
+
+    return backward
+
+
+def _first_backward_of(
+    first: Callable, outer: Any, moving: tuple[int, ...], options: Options
+) -> tuple[Callable, Callable]:
+    def first_backward(
+        outer: Any,
+        batch: Any,
+        g: list[Any],
+        g_shared: list[Any],
+        g_last: Any,
+        total: Any,
+        weight: Any,
+        weights_sum: Any,
+    ) -> tuple[Any, Any]:
+        """Returns the outer weights' gradient, `g_last` included, and its sum of squares."""
+        g_first = _pull_first(first, outer, batch, g, g_shared, moving)
+        g_outer = jax.tree.map(jnp.add, g_last, g_first)
+        return _added(g_outer, total, weight, weights_sum)
+
+    wheres = _shardings(outer), None
+    jit = partial(jax.jit, first_backward, out_shardings=wheres, compiler_options=options)
+    return jit(donate_argnames="total"), jit(donate_argnames="g_last")
+
+
+def _pull_first(
+    first: Callable, outer: Any, batch: Any, g: Any, g_shared: Any, moving: tuple[int, ...]
+) -> Any:
+    def varied(outer: Any) -> Any:
+        carry, shared = first(outer, batch)
+        return _split_floats(carry)[0], _split_at(shared, moving)[0]
+
+    return jax.vjp(varied, outer)[1]((g, g_shared))[0]
+
+
+def _added(g: Any, total: Any, weight: Any, weights_sum: Any) -> tuple[Any, Any]:
+    """Adds a micro-batch's gradient, if there are several; the last one has a sum of squares."""
+    if g is None:
+        return None, jnp.float32(0)
+    if weight is not None:
+        new = jax.tree.map(lambda x: x.astype(jnp.float32) * weight, g)
+        new = new if total is None else jax.tree.map(jnp.add, total, new)
+        if weights_sum is None:
+            return new, None
+        # Without any target the loss is zero, and so is its gradient.
+        divisor = jnp.where(weights_sum == 0, 1, weights_sum)
+        g = jax.tree.map(lambda x, like: (x / divisor).astype(like.dtype), new, g)
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(g)]
+    return g, sum(squares, jnp.float32(0))
+
+
+def _moving(first: Callable, outer: Any, batch: Any, carry: Any, shared: Any) -> tuple[int, ...]:
+    """Returns the leaves of `shared` whose gradients reach the outer weights."""
+    leaves = jax.tree.leaves(shared)
+    floats = tuple(i for i, x in enumerate(leaves) if _is_float(x))
+
+    def pull(g_shared: list[Any], outer: Any, batch: Any, g: Any) -> Any:
+        return _pull_first(first, outer, batch, g, g_shared, floats)
+
+    g = [x for x in jax.tree.leaves(carry) if _is_float(x)]
+    reads = _reads(pull, 0, [leaves[i] for i in floats], outer, batch, g)
+    return tuple(floats[i] for i in sorted(reads))
+
+
+def _reads(function: Callable, argument: int, *args: Any) -> set[int]:
+    """Returns the leaves of an argument that the results depend on."""
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    live = _live_inputs(jaxpr, range(len(jaxpr.outvars)))
+    begin = len(jax.tree.leaves(args[:argument]))
+    return {i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live}
+
+
+def _live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
+    """Returns the inputs that some outputs depend on; loops and the like are taken as a whole."""
+    live = {id(jaxpr.outvars[i]) for i in outputs}  # by identity: literals are not hashable
+    for equation in reversed(jaxpr.eqns):
+        used = [i for i, x in enumerate(equation.outvars) if id(x) in live]
+        if not used and not equation.effects:
+            continue
+        inputs: Iterable[int] = range(len(equation.invars))
+        if equation.primitive.name in ("jit", "pjit", "checkpoint"):
+            inner = equation.params["jaxpr"]
+            inputs = _live_inputs(getattr(inner, "jaxpr", inner), used)
+        live |= {id(equation.invars[i]) for i in inputs}
+    return {i for i, x in enumerate(jaxpr.invars) if id(x) in live}
+
+
+def _split_floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Returns the float leaves of a tree, and a function that puts others in their place."""
+    leaves = jax.tree.leaves(tree)
+    return _split_at(tree, tuple(i for i, x in enumerate(leaves) if _is_float(x)))
+
+
+def _split_at(tree: Any, places: tuple[int, ...]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def join(parts: list[Any]) -> Any:
+        new = leaves.copy()
+        for i, x in zip(places, parts, strict=True):
+            new[i] = x
+        return jax.tree.unflatten(treedef, new)
+
+    return [leaves[i] for i in places], join
+
+
+def _check_closure(closed: Any, name: str) -> None:
+    """Refuses weights that a function has not from its arguments: they would not be trained."""
+    for x in closed.consts:
+        if isinstance(x, jax.Array) and _is_float(x) and x.ndim > 0:
+            raise ValueError(
+                f"{name} uses an array {_text(x)} that is not among its arguments, so it would not "
+                "be trained. Pass weights as arguments; return constants from `first` in `shared`, "
+                "or make them NumPy arrays."
+            )
+
+
+@contextlib.contextmanager
+def _noting(name: str, *args: Any) -> Iterator[None]:
+    """Adds to an error what a function was given."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This happened in {name}, called with {' and '.join(map(_text, args))}.")
+        raise
+
+
+def _text(tree: Any) -> str:
+    return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+def _shardings(weights: Any) -> Any:
+    """Returns where the gradients of the weights are: on the device or devices of each."""
+    return jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), weights)
+
+
+def _key(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    each = ((x.shape, jnp.result_type(x), getattr(x, "sharding", None)) for x in leaves)
+    return treedef, tuple(each)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -1,0 +1,339 @@
+"""`Trainer`: the public object, for one calling thread."""
+
+import itertools
+import math
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zenflow_jax._diagnostics.stats import EngineStats
+from zenflow_jax._diagnostics.timeline import Timeline
+from zenflow_jax._exchange.checks import is_compact
+from zenflow_jax._exchange.peers import PeerMonitor
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._spec.rules import check_int_or_none, check_one_of
+from zenflow_jax._spec.scalars import AdamScalars
+from zenflow_jax.layerwise._blocks import make_block
+from zenflow_jax.layerwise._dispatch import Dispatcher
+from zenflow_jax.layerwise._host import Host
+from zenflow_jax.layerwise._saving import BlockStream, saved_leaves
+
+_NUMBERS = itertools.count()
+
+
+class Trainer:
+    """Trains a model with AdamW, layer by layer; weights and state are in host memory.
+
+    The device has two layers at a time: the current one, and the next in flight. Python calls one
+    program for each layer, forward and backward. The model is three pure functions:
+
+    * `first(outer, batch)` returns (carry, shared): the input of layer 0, and whatever all layers
+      read, such as rotations or an encoder's output (None for nothing).
+    * `layer(weights, carry, shared)` returns the next carry.
+    * `last(outer, carry, batch)` returns the loss, a scalar; or (loss, weight), to weigh
+      micro-batches by their targets, for instance.
+
+    Any tree of arrays can be a carry. The backward pass computes each layer again.
+
+    With `updates="after_backward"` the run is `optax.adamw`, behind `optax.clip_by_global_norm` if
+    `max_grad_norm` is given: the host begins when all gradients are there, with the weights that
+    the next step needs first. A step whose gradient is not finite is skipped. With
+    "during_backward" the host updates each layer when its gradient arrives, while the device
+    continues. Clipping then uses a projected norm: the sum of squares so far in the step, divided
+    by these layers' share in earlier steps. A step whose loss is not finite is skipped; if only a
+    gradient is not finite, the run ends with an error.
+
+    Host memory: 14 bytes per parameter with bf16 weights (8.2 with compact moments), 2 of them
+    pinned; "after_backward" needs 2 more for gradients, pinned as well. Only one thread may call a
+    trainer; on a mesh over several processes, all must make the same calls.
+
+    Args:
+        params: {"outer": tree, "layers": iterable of trees}, in NumPy or jax arrays in any memory,
+            in float dtypes. jax arrays keep their sharding; NumPy arrays go to the first device.
+            An iterator saves memory: the trainer takes one layer at a time.
+        first, layer, last: The model. `layer` may be a sequence with one function for each layer.
+            Functions that are the same object share a program.
+        learning_rate: A number, or an optax schedule. It counts no skipped steps.
+        b1, b2, eps, weight_decay: As in `optax.adamw`.
+        mask: Function from the weights of one layer, or the outer weights, to a tree of bools:
+            where weight decay applies. By default everywhere.
+        max_grad_norm: The global norm to which gradients are clipped; None for no clipping.
+        updates: "after_backward" or "during_backward", as above.
+        inputs: Where the layers' inputs wait for the backward pass: on the "device", or in pinned
+            "host" memory, for long sequences.
+        frozen: Numbers of layers that are not trained, and "outer" for the outer weights.
+        host_state, host_kernel, threads: As for `HostEngine`.
+        max_skipped: The next call raises after this many consecutive skipped steps. None: never.
+        compiler_options: For all programs, as in `jax.jit`.
+        state: What `state` returned, or `EngineRestore` restored: resumes that run with the same
+            bits. `params` may then be `ShapeDtypeStruct`s with shardings, but for frozen weights.
+        exit_if_stuck: As for `HostEngine`.
+
+    Raises:
+        ValueError: If an argument is out of range, or `state` belongs to another model; in `step`,
+            if a function uses an array that is not among its arguments.
+        TypeError: If `params` have another structure, or are not floats; in `step`, if the
+            functions do not fit each other.
+
+    Examples:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from zenflow_jax import layerwise
+        >>> rng = np.random.default_rng(0)
+        >>> params = {
+        ...     "outer": {"head": rng.normal(size=(8, 3)).astype(np.float32)},
+        ...     "layers": [rng.normal(size=(8, 8)).astype(np.float32) / 8 for _ in range(4)],
+        ... }
+        >>> trainer = layerwise.Trainer(
+        ...     params,
+        ...     first=lambda outer, batch: (batch["x"], None),
+        ...     layer=lambda w, x, _: x + jnp.tanh(x @ w),
+        ...     last=lambda outer, x, batch: jnp.mean((x @ outer["head"] - batch["y"]) ** 2),
+        ...     learning_rate=1e-2,
+        ... )
+        >>> batch = {"x": jnp.ones((2, 8)), "y": jnp.zeros((2, 3))}
+        >>> with trainer:
+        ...     losses = [float(trainer.step(batch)) for _ in range(20)]
+        ...     params = trainer.params()
+        >>> losses[-1] < losses[0]
+        True
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        *,
+        first: Callable[[Any, Any], tuple[Any, Any]],
+        layer: Callable[[Any, Any, Any], Any] | Sequence[Callable[[Any, Any, Any], Any]],
+        last: Callable[[Any, Any, Any], Any],
+        learning_rate: float | Callable[[Any], Any],
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-4,
+        mask: Callable[[Any], Any] | None = None,
+        max_grad_norm: float | None = None,
+        updates: str = "after_backward",
+        inputs: str = "device",
+        frozen: Collection[int | str] = (),
+        host_state: str = "float32",
+        host_kernel: str = "numba",
+        threads: int | None = None,
+        max_skipped: int | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        exit_if_stuck: bool = True,
+    ):
+        check_one_of("updates", updates, ("after_backward", "during_backward"))
+        check_one_of("inputs", inputs, ("device", "host"))
+        check_int_or_none("max_skipped", max_skipped, 1)
+        for name, value, most in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, math.inf)):
+            if not 0 <= value < most:
+                raise ValueError(f"`{name}` must be at least 0 and below {most}, got {value}.")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"`max_grad_norm` must be above 0, or None, got {max_grad_norm}.")
+        if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
+            raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
+        saved, counts = None, {}
+        if state is not None:
+            saved, counts = saved_leaves(state), state["counts"]
+        options = {"mask": mask, "compact": is_compact(host_state), "saved": saved}
+        made = [make_block("outer", params["outer"], trains="outer" not in frozen, **options)]
+        for i, tree in enumerate(params["layers"]):
+            made.append(make_block(f"layers.{i}", tree, trains=i not in frozen, **options))
+        blocks, weights = zip(*made, strict=True)
+        _check_names(frozen, len(blocks) - 1)
+        if saved is not None and next(saved, None) is not None:
+            raise ValueError("`state` has more weights than `params`. Pass the saved run's model.")
+        layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
+        if len(layers) != len(blocks) - 1:
+            raise ValueError(
+                f"`layer` has {len(layers)} functions for {len(blocks) - 1} layers. Pass one for "
+                "all layers, or one for each."
+            )
+        #: The number of steps taken, skipped steps included.
+        self.steps = int(counts.get("step", 0))
+        self._blocks, self._interrupted = blocks, False
+        leaves = [leaf for block in blocks for leaf in block.leaves]
+        devices = {device for leaf in leaves for device in leaf.sharding.device_set}
+        self._processes = sorted({device.process_index for device in devices})
+        name = f"layerwise {next(_NUMBERS)}"
+        self._peers = PeerMonitor(name, self._processes, exit_if_stuck=exit_if_stuck)
+        sizes = np.array([block.nbytes for block in blocks], np.float32)
+        # Last: a failed constructor must not leak a thread.
+        self._host = Host(
+            blocks,
+            AdamScalars(0.0, b1, b2, 1 - b1, 1 - b2, eps, weight_decay),
+            HostAdam(host_kernel, threads),
+            self._peers,
+            at_once=updates == "during_backward",
+            max_grad_norm=max_grad_norm,
+            max_skipped=max_skipped,
+            step=self.steps,
+            counted=int(counts.get("counted", 0)),
+            shares=np.asarray(counts.get("shares", sizes / max(sizes.sum(), 1)), np.float32),
+        )
+        self._dispatcher = Dispatcher(
+            (first, layers, last),
+            blocks,
+            weights,
+            self._host,
+            learning_rate if callable(learning_rate) else lambda _: learning_rate,
+            inputs_to_host=inputs == "host",
+            options=compiler_options,
+        )
+        weakref.finalize(self, self._dispatcher.close)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Returns counts, seconds and bytes so far."""
+        return EngineStats(
+            steps=self.steps,
+            skipped_steps=self._host.skipped,
+            bytes_to_host=self._dispatcher.bytes_to_host,
+            bytes_to_device=self._dispatcher.bytes_to_device,
+            host_bytes=sum(block.nbytes for block in self._blocks),
+            **self._host.recorder.seconds(),
+        )
+
+    @property
+    def skipped(self) -> int:
+        """Returns the number of skipped steps; waits until it is known whether the last counts."""
+        self._dispatcher.wait_for_decision()
+        return self._host.skipped
+
+    @property
+    def timeline(self) -> Timeline:
+        """Returns the timeline of the last few steps, always recorded."""
+        return self._host.recorder.timeline()
+
+    def step(self, *batches: Any) -> jax.Array:
+        """Takes one step, and returns its loss without waiting for it.
+
+        Args:
+            batches: A batch, which is any tree of arrays, or several micro-batches with the same
+                shapes. Weights are fetched once for all of them, forward and backward.
+
+        Returns:
+            A float32 scalar: the mean loss of the micro-batches, by their weights.
+
+        Raises:
+            RuntimeError: If the trainer is closed, was interrupted, or an update has failed.
+            FloatingPointError: If `max_skipped` consecutive steps were skipped; or, with
+                updates="during_backward", if a gradient was not finite.
+        """
+        if not batches:
+            raise TypeError("`step` needs a batch. Pass one, or several micro-batches.")
+        self._check()
+        if not any(block.trains for block in self._blocks):
+            raise ValueError("`frozen` has all weights, so nothing is left to train.")
+        program, *others = map(self._dispatcher.program, batches)
+        if any(other is not program for other in others):
+            raise ValueError("Micro-batches must have the same shapes and dtypes. Pad them.")
+        start, self._interrupted = time.perf_counter(), True
+        try:
+            self.steps += 1
+            loss = self._dispatcher.step(self.steps, program, batches)
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                error.add_note(
+                    "The device's memory is full. Pass fewer examples at a time, as micro-batches; "
+                    'use inputs="host"; or divide large layers into several.'
+                )
+            raise
+        self._interrupted = False
+        self._peers.passed()
+        self._host.recorder.called("calls", self.steps, start)
+        return loss
+
+    def evaluate(self, batch: Any, last: Callable[[Any, Any, Any], Any] | None = None) -> Any:
+        """Returns the loss of a batch, or the result of another `last`; trains nothing.
+
+        `last(outer, carry, batch)` may return any tree of arrays. Waits for pending updates, layer
+        by layer, but not for the result.
+        """
+        self._check()
+        return self._dispatcher.evaluate(self._dispatcher.program(batch), batch, last)
+
+    def params(self) -> dict[str, Any]:
+        """Returns the weights after the last step, in the structure of the constructor's `params`.
+
+        The arrays are in pinned host memory, and never change. Waits for pending updates.
+        """
+        self.wait()
+        outer, *layers = map(self._dispatcher.tree, range(len(self._blocks)))
+        return {"outer": outer, "layers": layers}
+
+    def master_params(self, name: int | str) -> Any:
+        """Copies the float32 weights of a layer, by its number, or "outer" for the outer weights.
+
+        Returns a tree of float32 arrays in pinned host memory; frozen weights as they are.
+        """
+        self.wait()
+        i = 0 if name == "outer" else int(name) + 1
+        return self._blocks[i].masters() if self._blocks[i].trains else self._dispatcher.tree(i)
+
+    def state(self) -> dict[str, Any]:
+        """Copies the state for a checkpoint: 12 bytes per trained parameter, as NumPy arrays.
+
+        Pass it to a new trainer as `state`. It has the weights, except frozen ones. With orbax,
+        `EngineSave(trainer)` saves the same without a copy, from all processes.
+        """
+        return self.stream(0).tree()
+
+    def stream(self, copy_bytes: int | None = None) -> BlockStream:
+        """Returns the state as a stream that `EngineSave` writes while the run continues.
+
+        Write or close the stream, or the run waits for ever. `copy_bytes` is `EngineSave`'s; None
+        means no copies.
+        """
+        self.wait()
+        counts = {
+            "step": np.array(self.steps, np.int32),
+            "token": np.array(self._host.counted, np.int32),
+            "counted": np.array(self._host.counted, np.int32),
+            "shares": self._host.shares.copy(),
+        }
+        trained = [block for block in self._blocks if block.trains]
+        return BlockStream(trained, self._host.snapshot(copy_bytes or 0), counts, self._processes)
+
+    def wait(self) -> None:
+        """Waits for the last step's updates, and raises their errors."""
+        self._check()
+        self._dispatcher.wait()
+
+    def close(self) -> None:
+        """Ends the threads; drops updates that have not begun. Safe twice."""
+        self._host.close()
+        self._dispatcher.close()
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None and not self._host.closed:
+            self.wait()
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("A trainer cannot be copied or pickled. Save `trainer.state()`.")
+
+    def _check(self) -> None:
+        self._host.check()
+        if self._interrupted:
+            raise RuntimeError(
+                "The last step was interrupted, so some weights may have its update and others "
+                "not. Resume from the last checkpoint."
+            )
+
+
+def _check_names(frozen: Collection[int | str], layers: int) -> None:
+    names = {"outer", *range(layers)}
+    if unknown := set(frozen) - names:
+        raise ValueError(
+            f"`frozen` has {sorted(map(str, unknown))}, but the layers are 0 to {layers - 1}. Use "
+            'these numbers, and "outer" for the outer weights.'
+        )

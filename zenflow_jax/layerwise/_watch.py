@@ -1,0 +1,49 @@
+"""Records when programs and copies end, on a thread for each row of the timeline."""
+
+import queue
+import threading
+import time
+import weakref
+from typing import Any
+
+import jax
+
+from zenflow_jax._diagnostics.timeline import Recorder, Row
+
+
+class Watch:
+    """Adds spans to a recorder. It keeps no array alive, and misses those that are freed early."""
+
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+        self._queues: dict[Row, queue.SimpleQueue[Any]] = {
+            row: queue.SimpleQueue() for row in ("device", "mail", "upload")
+        }
+        for row, events in self._queues.items():
+            threading.Thread(
+                target=self._run, args=(row, events), name="zenflow-watch", daemon=True
+            ).start()
+
+    def add(self, row: Row, kind: str, step: int, result: Any) -> None:
+        """Watches something that was dispatched just now: its last array is its end."""
+        if arrays := jax.tree.leaves(result):
+            event = kind, step, weakref.ref(arrays[-1]), time.perf_counter()
+            self._queues[row].put(event)
+
+    def close(self) -> None:
+        for events in self._queues.values():
+            events.put(None)
+
+    def _run(self, row: Row, events: "queue.SimpleQueue[Any]") -> None:
+        end = 0.0
+        while (event := events.get()) is not None:
+            kind, step, known, dispatched = event
+            if (array := known()) is None:
+                continue
+            try:
+                array.block_until_ready()
+            except RuntimeError:  # donated, or failed: the caller's error says why
+                continue
+            finally:
+                del array
+            end = self._recorder.add(row, kind, max(dispatched, end), step)
