@@ -129,7 +129,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the slowest tests, so that no worker waits for another's at the end."""
+    """Puts the slowest tests first, so that no worker waits for another at the end."""
     # The slowest have a timeout of their own.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
     items.sort(key=is_checked)  # checks are switched on once
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))
