@@ -69,8 +69,8 @@ def validations(run: Path) -> list[tuple[str, ...]]:
 def test_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsys):
     data, origin = tmp_path / "data", write_model(tmp_path / "origin", "llama2")
     data.mkdir()
-    more = {"model": str(origin), "epochs": 1, "keep": 9, "stream": "gradients"}
-    config = write_config(tmp_path, **language(data) | more)
+    more = {"epochs": 1, "keep": 9, "stream": "gradients", "dtype": "bfloat16"}
+    config = write_config(tmp_path, **language(data) | {"model": str(origin)} | more)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert finetune.main([config, "--run", whole.name]) == 0
     assert re.search(r"only \d+ steps: pass --epochs \d+ for 1\d\d, or a", capsys.readouterr().out)
@@ -85,6 +85,8 @@ def test_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsys):
         np.testing.assert_array_equal(x, weights[1][name])
     assert any(not np.array_equal(x, weights[0][name]) for name, x in before.items())
     assert validations(whole) == validations(cut)
+    assert finetune.main([config, "--run", cut.name, "--stream", "none", "--steps=99"]) == 2
+    assert "got none. Pass --stream gradients" in capsys.readouterr().err
     for file in data.iterdir():
         file.write_text(file.read_text().replace("is", "was"))
     assert finetune.main([config, "--run", cut.name, "--steps", "99"]) == 2
@@ -268,13 +270,13 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     assert trained.splitlines()[-1] == use
     assert "test after 2 steps: loss" in trained
     of_run = str(tmp_path / "a" / "model")
-    of_it = str(tmp_path / "a" / "settings.toml")
-    assert finetune.main([of_it, "--steps", "0"]) == 2
+    of_it = [str(tmp_path / "a" / "settings.toml"), "--steps", "0", "--test-data", "None"]
+    assert finetune.main(of_it) == 2
     assert "pass --run None" in capsys.readouterr().err
-    assert finetune.main([of_it, "--steps", "0", "--model", of_run]) == 0
+    assert finetune.main([*of_it, "--model", of_run]) == 0
     trained = shown(capsys.readouterr().out)
     for step, figures in ((0, untrained), (2, trained)):
-        then = {name: x for (at, name), x in in_run.items() if at == step}
+        then = {name: x for (at, name), x in in_run.items() if at == step and name in FIGURES}
         assert figures == pytest.approx(then, abs=1e-4)
     assert "newly initialized, as " in text
     heads = "head has the 3 classes no, perhaps, yes; the data has the 3 classes kind, so, unkind"
