@@ -186,7 +186,7 @@ def test_options_that_do_not_fit_are_refused(monkeypatch, capsys):
     for arguments, says in (
         (["--peers", "sgd"], "names none of"),
         (["--steps", "12"], "multiple of 8 for zenflow-s8"),
-        (["--tokens", "33"], r"multiples of --length 32, got \[33\]"),
+        (["--tokens", "33"], r"\[33\] are not multiples of --length 32"),
     ):
         monkeypatch.setattr(sys, "argv", ["step_time", *arguments])
         with pytest.raises(SystemExit):

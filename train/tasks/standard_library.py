@@ -48,9 +48,7 @@ def source_files(root: Path) -> list[Path]:
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     if not paths:
-        raise DataError(
-            f"expected the source files (*.py) of Python's standard library below {root}, got none."
-        )
+        raise DataError(f"{root} has no source files (*.py) of Python's standard library.")
     return sorted(paths, key=Path.as_posix)
 
 
