@@ -3,7 +3,7 @@
     python -m benchmarks.streaming_memory
 
 Trains a decoder with scanned layers for 12 steps on a CPU, each peer of `step_time.py` in a process
-of its own, saves with orbax and goes on. Prints bytes per parameter: the peak of the process
+of its own, saves with orbax and continues. Prints bytes per parameter: the peak of the process
 (`getrusage`) above one that trains the model `tiny`, in training and with the save; the peak of the
 latter; and what the plan says of host and device, with the temporaries of the step that XLA
 compiles for this CPU. What compiles is cached by another process, ahead. How fast the same peers

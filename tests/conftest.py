@@ -19,6 +19,7 @@ import os
 import shutil
 import tempfile
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import jax
 import jaxtyping
@@ -26,6 +27,8 @@ import pytest
 from hypothesis import settings
 
 from tests import processes
+
+LIBRARY = Path(__file__).parents[1] / "zenflow_jax"
 
 # `test_eight_devices.py` runs them, in processes with eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -85,26 +88,35 @@ def as_scripts_run():
 
 
 @pytest.fixture
-def annotations_are_not_checked():
-    """Disables checks of annotations, which precede the library's own errors."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture
 def no_picture(monkeypatch):
     """Stops scripts in this process from drawing losses, a quarter of a short run's time."""
     monkeypatch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
 
 
+# The annotations of the library are checked in its examples and in these tests alone: checks take a
+# third of a test's time.
+CHECKED = (
+    "test_engine.py",
+    "test_engine_save.py",
+    "test_groups.py",
+    "test_leaves.py",
+    "test_masters.py",
+    "test_memory.py",
+    "test_schedule.py",
+    "test_transform.py",
+)
+
+
+def is_checked(item: pytest.Item) -> bool:
+    if item.get_closest_marker("slow") is not None:
+        return False
+    return item.path.name in CHECKED or item.path.is_relative_to(LIBRARY)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Tests that are not slow check the library's annotations, and call each annotated function.
-    # Functions that a slow test has traced would not be traced again.
-    slow = item.get_closest_marker("slow") is not None
-    if jaxtyping.config.jaxtyping_disable and not slow:
-        jax.clear_caches()
-    jaxtyping.config.update("jaxtyping_disable", slow)
+    if is_checked(item) and jaxtyping.config.jaxtyping_disable:
+        jax.clear_caches()  # a program that was traced without checks is not traced again
+    jaxtyping.config.update("jaxtyping_disable", not is_checked(item))
 
 
 def pytest_collection_finish() -> None:
@@ -118,3 +130,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starts with the slowest tests, so that no worker is left with one at the end."""
     # The slowest have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
+    items.sort(key=is_checked)  # checks are switched on once

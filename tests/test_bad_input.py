@@ -48,8 +48,6 @@ def placed_shape(x):
 
 GIB = 2**30
 
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
 
 def init(params, **options):
     return make(**options).init(params)
@@ -346,10 +344,7 @@ NO_ENGINE = [
     (lambda: engine(ON_HOST), ValueError, IN_HOST_MEMORY),
     (lambda: attach(step)(ON_HOST, STATE), ValueError, IN_HOST_MEMORY),
     (lambda: engine(of_dtype(jnp.float16)), ValueError, "is float16 (6, 3)"),
-    (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", None), UnfitRunError, "LIMIT_GB=95"),
-    (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", "64"), ValueError, "LIMIT_GB=95"),
-    (lambda: check_pinned(GIB, 3, 0, "cuda", "much"), UnfitRunError, "'much'"),
-    (lambda: check_pinned(GIB, 3, 0, "cuda", "96.5"), ValueError, "whole number"),
+    (lambda: check_pinned({"mail": 75.5 * GIB}, "cuda"), UnfitRunError, "LIMIT_GB=95"),
 ]
 
 
@@ -358,18 +353,22 @@ def test_a_mistake_is_refused(call, exception, word):
     assert_told(call, exception, word)
 
 
-def test_pinned_memory_is_refused_only_beyond_the_limit_of_a_gpu():
-    def refused(*args):
-        try:
-            check_pinned(*args)
-        except ValueError:
-            return True
-        return False
-
-    for args, beyond in (
-        ((21 * GIB, 3, 0, "cuda", None), (22 * GIB, 3, 0, "cuda", None)),
-        ((25 * GIB, 3, 0, "cuda", "75"), (25 * GIB, 3, 0, "cuda", "74")),
-        ((25 * GIB, 3, 0, "cpu", "1"), (25 * GIB, 3, 0, "gpu", "1")),
-        ((0, 3, 0, "gpu", "0"), (1, 3, 0, "gpu", "0")),
-    ):
-        assert (refused(*args), refused(*beyond)) == (False, True)
+@pytest.mark.parametrize(
+    ("limit", "platform", "fits", "beyond"),
+    [(None, "cuda", 64, 65), ("75", "gpu", 75, 75.1), ("1", "cpu", 99, None)],
+)
+def test_pinned_memory_is_refused_only_beyond_the_limit_of_a_gpu(
+    monkeypatch, limit, platform, fits, beyond
+):
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.delenv(name, raising=False)
+    if limit is not None:
+        monkeypatch.setenv(name, limit)
+    check_pinned({"mail": fits * GIB}, platform)
+    if beyond:
+        with pytest.raises(UnfitRunError, match="64.5 for mail and 0.5|75.1"):
+            check_pinned({"mail": (beyond - 0.5) * GIB, "hand-overs": GIB // 2}, platform)
+    monkeypatch.setenv(name, "96.5")
+    if platform != "cpu":
+        with pytest.raises(UnfitRunError, match="whole number"):
+            check_pinned({"mail": GIB}, platform)

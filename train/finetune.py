@@ -54,34 +54,25 @@ from train.tasks.chosen import labels_and_best
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
-def train(
-    settings: Settings,
-    console: Console,
-    stop: StopRequest,
-    peers: Peers,
-    *,
-    fresh: bool = False,
-    timeline: Path | None = None,
-    force: bool = False,
-) -> None:
+def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -> None:
     """Trains a run, or the rest of it, and leaves the results in the run's folder.
 
     With `steps` 0 it shows the metrics of a validation, and writes nothing. A `run` is resumed from
-    its newest intact checkpoint, unless the start must be `fresh`. `timeline` is a file for the
-    last steps. Raises `Stopped` if a signal ends the run.
+    its newest intact checkpoint, unless the start must be `fresh`. Raises `Stopped` if a signal
+    ends the run.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
+    settings, start = command.settings, command.start
+    timeline = Path(start.timeline) if start.timeline else None
     if settings.steps != 0:
         check_path(Path(settings.output_dir, settings.run or ""))
-    sources = read(settings, timeline=timeline, force=force, say=say)
+    sources = read(settings, timeline=timeline, force=command.planning.force, say=say)
     if settings.steps == 0:
         evaluate(sources, say)
         return
     job, opt_state = prepare(sources, stop.check)
-    folder = make_run_folder(
-        job.settings.output_dir, job.settings.run, label=job.settings.optimizer, fresh=fresh
-    )
+    folder = make_run_folder(job.settings, fresh=start.fresh)
     peers.restart = (
         f"Restart all processes with --run {folder.name}: the run resumes from its last "
         "checkpoint, if any."
@@ -237,15 +228,7 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
     # Before reading anything, which may take minutes.
     peers = Peers(host, restart="Start all of them again.", say=say)
     with StopRequest(say) as stop, peers:
-        train(
-            command.settings,
-            console,
-            stop,
-            peers,
-            fresh=start.fresh,
-            timeline=Path(start.timeline) if start.timeline else None,
-            force=command.planning.force,
-        )
+        train(command, console, stop, peers)
     return 0
 
 

@@ -34,8 +34,6 @@ from zenflow_jax import AutoSelect, AutoWindow
 from zenflow_jax._spec.schedule import first_schedule_state
 from zenflow_jax.deepspeed import from_deepspeed
 
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
 
 def zenflow_section(**keys):
     """A config whose `zenflow` section has these keys alone."""

@@ -18,9 +18,6 @@ from tests.deepspeed.configs import (
 )
 from zenflow_jax.deepspeed import from_deepspeed
 
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
-
 WRONG = {
     RULES: [True],
     f"{RULES}.topk_ratio": [0, 1.0, "0.1", True],

@@ -103,7 +103,7 @@ def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
         ("model out --replace", "--replace takes one path"),
         ("model out --bound small", "must be a number above 0, such as 2^-24"),
         ("model out --bound nan", "must be a finite number above 0"),
-        ("model out --threads 0", "`--threads`: must be at least 1"),
+        ("model out --threads 0", "`threads`: must be a finite number above 0"),
         ("model --check", "model has no packed files"),
         ("model out --restore --bound 2^-9", "--restore excludes --bound"),
         ("model out --base gone", "`base`: gone does not exist"),

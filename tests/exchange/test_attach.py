@@ -190,7 +190,6 @@ def test_behind_multi_steps_a_flush_may_come_between_two_micro_batches(send_grad
     jax.tree.map(np.testing.assert_array_equal, *outcomes)
 
 
-@pytest.mark.usefixtures("annotations_are_not_checked")
 def test_what_is_no_step_is_refused():
     engine = HostEngine(*start(make()), **KERNEL)
     step = attach(pair_step(make()), engine)

@@ -30,8 +30,6 @@ from tests.mistakes import (
 )
 from zenflow_jax import HostEngine
 
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
 
 @pytest.fixture
 def running():

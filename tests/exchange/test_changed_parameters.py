@@ -13,9 +13,6 @@ from tests import runs
 from tests.runs import FIRST, Settings, Training
 from zenflow_jax._exchange.integrity import Integrity
 
-# Other tests of engines do.
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
 WINDOWS = {"update_interval": 2, "select_interval": 4}
 SETTINGS = Settings(topk_ratio=0.3, weight_decay=0.1, provisional_share=None, **WINDOWS)
 TOGETHER = dataclasses.replace(SETTINGS, rolling=False)

@@ -112,7 +112,6 @@ def test_first_steps_of_all_channels_equal_optax_adamw_and_the_formula(kernel, s
         np.testing.assert_allclose(state.masters.values, moved, **NEARLY_EXACT)
 
 
-@pytest.mark.usefixtures("annotations_are_not_checked")  # of each tile
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     ("gradient_dtype", "dtype", "count"),

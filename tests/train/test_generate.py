@@ -195,5 +195,3 @@ def test_folders_without_a_head_or_a_tokenizer_are_refused(tmp_path, capsys):
     change_tensors(encoder, lambda of: {n: x for n, x in of.items() if "classifier" not in n})
     assert "(bert) has no head that classifies" in refusal(encoder)
     assert "tokenizer.json" in refusal(FIXTURES / "llama2")
-    (tmp_path / "model").mkdir()
-    assert f"--model {tmp_path / 'model'}" in refusal(tmp_path)

@@ -44,7 +44,8 @@ class Interrupted(NamedTuple):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     config = kill_test.write_config(folder, steps=STEPS)
-    run_here(config, "whole")
+    seldom = "--save-every", "40"  # which is most of a run's time
+    run_here(config, "whole", *seldom)
     first = start_run(config, "interrupted", "--timeline", str(folder / "trace.json"))
     assert any(line.startswith("step") for line in first.stdout)
     first.send_signal(signal.SIGTERM)
@@ -53,19 +54,19 @@ def runs(tmp_path_factory):
     checkpoints = folder / "interrupted" / "checkpoints"
     kill_test.kill_at("writing", second, checkpoints, random.Random(0), 0.0)
     killed, _ = output(second)
-    ended = run_here(folder / "interrupted" / "settings.toml", "interrupted")
+    ended = run_here(folder / "interrupted" / "settings.toml", "interrupted", *seldom)
     return Interrupted(folder, code, stopped, killed, ended)
 
 
-def run_here(config: Path, run: str) -> str:
-    """A start in this process; what it prints."""
+def run_here(config: Path, run: str, *options: str) -> str:
+    """Starts a run in this process; returns the lines that it prints."""
     with (
         pytest.MonkeyPatch.context() as patch,
         jax.numpy_dtype_promotion("standard"),
         contextlib.redirect_stdout(io.StringIO()) as shown,
     ):
         patch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
-        assert finetune.main([str(config), "--run", run]) == 0
+        assert finetune.main([str(config), "--run", run, *options]) == 0
     return shown.getvalue()
 
 

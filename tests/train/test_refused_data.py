@@ -31,7 +31,7 @@ def answer(**rest):
 
 PLAIN = {"instruction": "Say {this}.", "output": "this"}
 USER, TOLD = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-FROM = {"from": "human", "value": "a"}
+FROM, CALLED = {"from": "human", "value": "a"}, {"from": "function_call", "value": "{}"}
 DOLLY = {"instruction": "Say a.", "context": "a", "response": "a", "category": "b"}
 GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
 MANY = "text,label\n" + "".join(f"a,b{i}\n" for i in range(30))
@@ -53,7 +53,7 @@ FILES = {
         ),
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: must be an object"),
         ("a.csv", "a,b", r"a\.csv is another file. Name a file \*\.txt or \*\.jsonl or "),
-        ("dev.txt", "a", r"has no files train\*\.txt, but dev\.txt"),
+        ("dev.txt", "a", r"has no training data \(train\*\), but dev\.txt"),
         ("train-test.txt", "a", r"train-test\.txt could be training or other data"),
         ("parts/a.txt", "a", r"itself has no files .*, but parts. Pass --data .*parts"),
     ],
@@ -134,6 +134,13 @@ FILES = {
         ("a.jsonl", chats(PLAIN), r"\. Use --task alpaca"),
         ("a.jsonl", chats({"message_id": "a", "parent_id": None, "text": "b"}), r"a tree of mess"),
         ("a.jsonl", chats({"message_tree_id": "a", "prompt": {}}), r"a tree of messages \(OASST\)"),
+        ("a.jsonl", chats({"conversations": [USER, TOLD]}), r"\. Rename it to `messages`\.$"),
+        (
+            "a.jsonl",
+            chats({"conversations": [FROM]}),
+            r"`value` to .* 'human' to 'user'\.$",
+        ),
+        ("a.jsonl", chats({"conversations": [CALLED]}), r"'function_call' .* `tool_calls`\.$"),
     ],
     "classification": [
         ("a.csv", "", r"line 1: the header needs one column 'text', but is empty"),
@@ -145,6 +152,7 @@ FILES = {
         ("a.csv", "text,label\na,b\nc,b\n", r"has 1 classes in 2 rows: 'b'"),
         ("a.csv", MANY, r"has 30 classes in 30 rows: 'b0', 'b1', 'b10'. Name a"),
         ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: 3 columns, but .* has 2.*as CSV"),
+        ("a.csv", GOOD.replace("\n", "\r"), r"lines end with a bare carriage return"),
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', r"line 1: column .* has no class, but .*0.5"),
         ("a.jsonl", '{"review": "a"}\n', r"'text' is missing .* Name it with --text-column"),
     ],

@@ -82,7 +82,7 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
             find_files(several, language.SUFFIXES)
 
     (several / "dataset_dict.json").write_text('{"splits": ["test"]}')
-    expect(r"has no part train, but test")
+    expect(r"has no training data \(train\*\), but test")
     (several / "dataset_dict.json").write_text('{"splits": ["train"]}')
     (several / "train" / "state.json").unlink()
     expect("the file .*state.json cannot be read")

@@ -233,4 +233,7 @@ def _read(kinds: Sequence[Any], text: str) -> Any:
 def _build(kind: Any, values: dict[str, Any]) -> Any:
     """Builds the dataclass, and its nested dataclasses, from the values of all options."""
     nested = {n: _build(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
-    return kind(**{spec.name: (values | nested)[spec.name] for spec in fields(kind)})
+    built = kind(**{spec.name: (values | nested)[spec.name] for spec in fields(kind)})
+    for name, expected in out_of_bounds(built):
+        raise ArgumentError(f"`{name}`: must be {expected}, but is {getattr(built, name)}.")
+    return built

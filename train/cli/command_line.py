@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train import CONFIGS, Failure, command_of
-from train.cli.arguments import did_you_mean, option, out_of_bounds, read_arguments
-from train.cli.settings import File, Settings, SettingsError, bad_value, option_words
+from train.cli.arguments import did_you_mean, option, read_arguments
+from train.cli.settings import File, Settings, SettingsError, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -27,9 +27,7 @@ PROGRAM = command_of("finetune")
 class Launch:
     """Several processes (docs/multi_host.md): all three options, or none under SLURM."""
 
-    coordinator: str | None = option(
-        None, "HOST:PORT at which process 0 listens; the same for all processes."
-    )
+    coordinator: str | None = option(None, "HOST:PORT of process 0, the same for all processes.")
     processes: int | None = option(None, "Number of processes.")
     process: int | None = option(None, "Number of this process, from 0.")
 
@@ -59,9 +57,7 @@ class Start:
     """Start: options that are not keys of the TOML file."""
 
     fresh: bool = option(False, "Fail instead of resuming a run.")
-    timeline: File | None = option(
-        None, "Draw the last steps: .png, .svg, .pdf or .json (docs/timeline.md)."
-    )
+    timeline: File | None = option(None, "Draw the last steps: .png, .svg, .pdf or .json.")
     export: tuple[str, str] | None = option(
         None,
         "Write the weights of a checkpoint of --run to DIR; STEP may be best.",
@@ -89,16 +85,9 @@ class Planning:
     )
     host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).", above=0)
     host_bandwidth: float | Literal["here"] | None = option(
-        None,
-        "Speed of host memory in GB/s; here: measured. Default: measured if the GPU is "
-        "here, or usual for --device.",
-        above=0,
+        None, "Speed of host memory in GB/s; here: measured. Default: usual for --device.", above=0
     )
     force: bool = option(False, "Start a run even if its memory cannot suffice.")
-
-    def __post_init__(self):
-        for name, expected in out_of_bounds(self):
-            raise SettingsError(bad_value(name, expected, getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)

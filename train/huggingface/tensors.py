@@ -193,15 +193,12 @@ class Reader(contextlib.ExitStack):
         return all(np.array_equal(*pair) for pair in pairs)
 
     def _cut(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+        if tensor.file not in self._files:
+            self._files[tensor.file] = self.enter_context(_opened(tensor.file))
         try:
-            return self._file(tensor.file).get_slice(tensor.name)[index]
+            return self._files[tensor.file].get_slice(tensor.name)[index]
         except elves.ElvesError as error:
             raise ModelError(str(error)) from error
-
-    def _file(self, path: Path):
-        if path not in self._files:
-            self._files[path] = self.enter_context(_opened(path))
-        return self._files[path]
 
 
 def _opened(path: Path) -> Any:

@@ -126,7 +126,13 @@ def _special(
         token = entries.get(name, {}).get(f"{kind}_token")
         if isinstance(token, dict):  # a token with its flags
             token = token.get("content")
-        if token is not None and (number := tokens.token_to_id(token)) is not None:
+        if token is not None:
+            number = tokens.token_to_id(token) if isinstance(token, str) else None
+            if number is None:
+                raise TokenizerError(
+                    f"{folder / name}: `{kind}_token` is {token!r}, which {TOKENIZER} lacks. Name "
+                    "a token of that file."
+                )
             return number
     for name in _NUMBERED:
         number = entries.get(name, {}).get(f"{kind}_token_id")

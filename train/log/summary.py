@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,12 +123,9 @@ def command_of_use(model: Path, task: str) -> str | None:
     """Returns the command that uses the model in this folder; None if no command does."""
     if is_pair_task(task):
         return None
-    path = Path(os.path.abspath(model))
-    if path.is_relative_to(cwd := Path.cwd()):
-        path = path.relative_to(cwd)
     prompts = {"language": "The beginning of a text", "alpaca": "An instruction"}
     prompt = {**prompts, "chat": "A question"}.get(task, "A text")
-    return f'{command_of("generate")} --model {shlex.quote(str(path))} "{prompt}"'
+    return f'{command_of("generate")} --model {shlex.quote(str(model))} "{prompt}"'
 
 
 def summary_table(figures: Mapping[str, Any]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -14,7 +13,7 @@ from typing import Any
 from elves.atomic import write_text_atomically
 from train.checkpoints.compatibility import DEEPSPEED
 from train.cli.command_line import to_toml
-from train.cli.settings import SettingsError
+from train.cli.settings import Settings, SettingsError
 from train.distributed import processes
 from train.huggingface.chat_template import TEMPLATE
 from train.run import models
@@ -22,24 +21,22 @@ from train.run import models
 # Names the process that holds the lock. It stays when the run ends.
 LOCK = "lock"
 
-# Errors of file systems without locks.
-NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
-
 # The files that a run overwrites.
 WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
 WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
-def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
-    """Returns the folder of the run in `output_dir`, the same for every process.
+def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
+    """Returns the folder of the run, the same for every process.
 
-    `run` names it, and may have an earlier start unless `fresh`; None makes one with this `label`.
+    A named run may have an earlier start unless `fresh`; without a name the folder is new.
     """
+    output_dir, run = settings.output_dir, settings.run
     if not processes.is_first():
         return Path(processes.from_first(""))
     parent = Path(output_dir)
     try:
-        folder = new_run_folder(parent, label) if run is None else parent / run
+        folder = new_run_folder(parent, settings.optimizer) if run is None else parent / run
         folder.mkdir(parents=True, exist_ok=True)
         names = {p.name for p in folder.iterdir()}
     except OSError as error:
@@ -108,9 +105,7 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
                 f"{file.read().strip() or 'unknown'}. Stop it (on SIGTERM it saves), or name "
                 "another --run."
             ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+        except OSError:  # some file systems have no locks
             say(f"the file system of {folder} has no locks: do not start this run twice")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -216,6 +216,11 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     else:
         tsv = ((n, line.removesuffix("\n").split("\t")) for n, line in lines(path) if line.strip())
         rows, remedy = ((n, [_unquoted(cell) for cell in cells]) for n, cells in tsv), AS_CSV
+    first = next(lines(path), (1, ""))[1]
+    if "\r" in first.strip() and not first.endswith("\n"):
+        raise DataError(
+            f"{path}: lines end with a bare carriage return. Convert it: tr '\\r' '\\n' < A > B"
+        )
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     _check_header(path, names, columns)
     for number, cells in rows:

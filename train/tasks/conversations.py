@@ -53,13 +53,10 @@ class Conversations:
     def _written(
         self, where: str, messages: list[dict], tools: list | None, skipped: set[int]
     ) -> Conversation:
-        # OpenAI has arguments of calls as JSON text.
-        parsed = [
-            m | {"tool_calls": [_parsed(f"{where}, message {n}", call) for call in m["tool_calls"]]}
-            if "tool_calls" in m
-            else m
-            for n, m in enumerate(messages, 1)
-        ]
+        parsed = [dict(message) for message in messages]
+        for n, message in enumerate(parsed, 1):
+            if calls := message.get("tool_calls"):  # OpenAI has their arguments as JSON text
+                message["tool_calls"] = [_parsed(f"{where}, message {n}", call) for call in calls]
         try:
             conversation = self._template.conversation(parsed, tools, skipped)
         except ConversationError:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from train.huggingface.chat_template import ASSISTANT
+from train.huggingface.chat_template import ASSISTANT, rename_roles
 from train.huggingface.template_checks import listed
 from train.tasks.batches import DataError
 from train.tasks.files import shorten
@@ -136,7 +136,7 @@ def alpaca_remedy(record: Mapping[str, Any]) -> str:
 def conversation_remedy(record: Mapping[str, Any]) -> str:
     """Returns the remedy for a record without `messages`."""
     if "conversations" in record:
-        return f"Rename it to `messages`, and in its items {_ITEMS}"
+        return _conversations_remedy(record["conversations"])
     if "message_tree_id" in record or {"message_id", "parent_id"} <= record.keys():
         return "That is a tree of messages (OASST): make a conversation of each path through it"
     if "instruction" in record:
@@ -147,6 +147,18 @@ def conversation_remedy(record: Mapping[str, Any]) -> str:
     if "prompt" in record:
         return 'Write [{"role": "user", "content": PROMPT}, {"role": "assistant", ...}] into it'
     return "Rename the field"
+
+
+def _conversations_remedy(messages: Any) -> str:
+    messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    roles = dict.fromkeys(str(message.get("from", message.get("role"))) for message in messages)
+    steps = ["Rename it to `messages`"]
+    if not messages or any("from" in message for message in messages):
+        steps[0] += f", and in its items {_ITEMS}"
+    if "function_call" in roles:
+        del roles["function_call"]
+        steps.append("Make each 'function_call' a message of the assistant with `tool_calls`")
+    return ". ".join(filter(None, [*steps, rename_roles(*roles)]))
 
 
 def _is_empty(value: Any) -> bool:

@@ -48,10 +48,7 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         problem = "is another file" if data.exists() else "does not exist"
         raise DataError(f"`data`: {data} {problem}. Name a file {kinds}, or a folder of them.")
     if ".arrow" in suffixes and (parts := tables.saved_parts(data)) is not None:
-        files = Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
-        if not files.train:
-            raise DataError(f"{data} has no part train, but {', '.join(parts) or 'nothing'}.")
-        return files
+        return Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
     parts = {path.name: [path] for path in _fitting(data, suffixes)}
     below = {
         folder.name: files
@@ -62,13 +59,10 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         names = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "no files"
         remedy = f" Pass --data {data / min(below)}" if below else ""
         raise DataError(f"`data`: {data} itself has no files {kinds}, but {names}.{remedy}")
-    train, validation, notes = _sides(data, parts or below)
-    if not train:
-        present = ", ".join(parts or below)
-        raise DataError(f"{data} has no files train*{suffixes[0]}, but {present}.")
+    files = _sides(data, parts or below)
     if parts and below:
-        notes.append(f"{data}: left out the folders in it: {', '.join(below)}")
-    return Files(train, validation, notes)
+        files.notes.append(f"{data}: left out the folders in it: {', '.join(below)}")
+    return files
 
 
 def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -93,6 +87,9 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
     if of_side["test"]:
         notes.append(f"{data}: left out the test data {', '.join(of_side['test'])}")
     train = of_side["train"] or unnamed
+    if not train:
+        present = ", ".join(parts) or "nothing"
+        raise DataError(f"{data} has no training data (train*), but {present}.")
     return Files(
         [file for name in train for file in parts[name]],
         [file for name in of_side["validation"] for file in parts[name]],
@@ -105,9 +102,7 @@ def _side_of(name: str) -> str | None:
 
     `train-00000-of-00002` and `chat_train` name one, `trains` and `how-to-train-a-dog` do not.
     """
-    words = [
-        word for word in re.split(r"[-_. \d]+", _SHARD.sub("", Path(name).stem.lower())) if word
-    ]
+    words = re.findall(r"[^-_. \d]+", _SHARD.sub("", Path(name).stem.lower()))
     sides = {
         side
         for word in (words[:1] + words[-1:])

@@ -47,8 +47,6 @@ def source_files(root: Path) -> list[Path]:
         # In place, so that the walk does not enter them: site-packages can be huge.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
-    if not paths:
-        raise DataError(f"{root} has no source files (*.py) of Python's standard library.")
     return sorted(paths, key=Path.as_posix)
 
 

@@ -84,7 +84,7 @@ def _files_of(folder: Path) -> list[Path]:
 def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
     """Returns the schema and the batches of a table; Arrow files and streams alike."""
     try:
-        import pyarrow as arrow
+        import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
@@ -93,19 +93,19 @@ def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
         ) from error
     try:
         if path.name.lower().endswith(".parquet"):
-            with arrow.parquet.ParquetFile(path) as table:
+            with pyarrow.parquet.ParquetFile(path) as table:
                 yield table.schema_arrow, table.iter_batches(batch_size=ROWS)
             return
-        with arrow.memory_map(str(path)) as file:
+        with pyarrow.memory_map(str(path)) as file:
             begin = file.read(6)
             file.seek(0)
             if begin == b"ARROW1":
-                reader = arrow.ipc.open_file(file)
+                reader = pyarrow.ipc.open_file(file)
                 yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
             else:
-                reader = arrow.ipc.open_stream(file)
+                reader = pyarrow.ipc.open_stream(file)
                 yield reader.schema, reader
-    except (arrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise DataError(
             f"{path}: pyarrow cannot read a table from its {size} bytes ({error}). A repository "

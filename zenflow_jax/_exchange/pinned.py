@@ -6,7 +6,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,31 +103,30 @@ def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
             mail[device] += math.prod(part.spec.shape) * part.spec.mail_dtype.itemsize
         # Float32 masters and moments.
         selected[part.devices[0]] += 3 * 4 * math.prod(part.spec.selected_shape)
-    limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     for device in {device for part in offloaded.parts for device in part.devices}:
-        check_pinned(mail[device], buffers(state), selected[device], device.platform, limit)
+        mails = mail[device] * buffers(state)
+        check_pinned({"mail": mails, "hand-overs": selected[device]}, device.platform)
 
 
-def check_pinned(
-    mail_bytes: int, mails: float, selected_bytes: int, platform: str, limit_gib: str | None
-) -> None:
-    """Refuses `mails` and a hand-over of selected channels beyond one GPU's limit."""
+def check_pinned(needs: Mapping[str, float], platform: str) -> None:
+    """Refuses needs, in bytes by their names, beyond the limit of one GPU's pinned memory."""
     if platform not in _GPUS:
         return
+    text = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     try:
         # XLA's own default, which it also uses for invalid numbers.
-        limit = int(limit_gib) if limit_gib else 64
+        limit = int(text) if text else 64
     except ValueError:
         raise UnfitRunError(
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is {limit_gib!r}. Set the environment variable to "
-            "a whole number of GiB, or unset it for 64."
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is {text!r}. Set the environment variable to a "
+            "whole number of GiB, or unset it for 64."
         ) from None
-    needed = (mail_bytes * mails + selected_bytes) / 2**30
+    needed = sum(needs.values()) / 2**30
     if needed > limit:
+        each = " and ".join(f"{x / 2**30:.1f} for {name}" for name, x in needs.items())
         raise UnfitRunError(
-            f"One GPU's pinned host memory is too small: the limit is {limit} GiB, but {mails:.3g} "
-            f"mails of {mail_bytes / 2**30:.1f} GiB and a hand-over of "
-            f"{selected_bytes / 2**30:.1f} GiB must fit. Set the environment variable "
+            f"One GPU's pinned host memory is too small: the limit is {limit} GiB, but the run "
+            f"needs {needed:.1f} ({each}). Set the environment variable "
             # jax's pool grows by ever larger regions, and returns none.
             f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts; "
             "that includes a quarter more, for fragmentation."

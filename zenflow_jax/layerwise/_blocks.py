@@ -8,6 +8,7 @@ program may still read the old ones.
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,14 @@ class Block:
 
     def alias(self) -> "Block":
         return self  # an update writes the arrays, and replaces none
+
+    def device_bytes(self) -> Counter[Any]:
+        """Returns the bytes of the weights on each of this process's devices."""
+        sizes = Counter[Any]()
+        for leaf in self.leaves:
+            piece = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            sizes.update(dict.fromkeys(leaf.devices, piece))
+        return sizes
 
     def copy(self) -> "Block":
         def copied(piece: Piece) -> Piece:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,7 +36,7 @@ class Dispatcher:
         rate: Callable[[Any], Any],
         *,
         inputs_to_host: bool,
-        options: Mapping[str, Any] | None,
+        options: dict[str, Any] | None,
     ):
         self._functions, self._blocks = functions, blocks
         self._trains = [block.trains for block in blocks]
@@ -108,14 +108,14 @@ class Dispatcher:
             below = self._fetch(i) if i > max(lowest - 1, 0) else None
             taken = moved(inputs.pop(), "device") if self._inputs_to_host else inputs.pop()
             total = squares = None
-            for j, x in enumerate(taken):
-                is_last = j == len(taken) - 1
+            for j in range(len(batches)):
+                is_last = j == len(batches) - 1
                 run = layers[i].backward[is_last]
                 weigh = (weighing[j], weights_sum if is_last else None) if several else (None, None)
                 total, squares, g[j], g_shared[j] = run(
-                    weights, x, shared[j], g[j], g_shared[j], total, *weigh
+                    weights, taken[j], shared[j], g[j], g_shared[j], total, *weigh
                 )
-            del taken, x
+            del taken
             self._dispatched("backward", squares)
             if self._trains[i + 1]:
                 mails.append(self._send(i + 1, total, squares))

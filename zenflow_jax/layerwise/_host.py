@@ -123,7 +123,7 @@ class Host:
             self.recorder.works_at(None)
 
     def _decide(self, step: int, rate: jax.Array, numbers: Sequence[jax.Array]) -> None:
-        total = sum(map(np.asarray, numbers), np.float32(0))
+        total = np.float32(sum(map(np.asarray, numbers), np.float32(0)))
         self._arrived = time.perf_counter()
         self._counts, self._squares = bool(np.isfinite(total)), {}
         if not self._counts:

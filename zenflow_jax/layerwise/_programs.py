@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Options = Mapping[str, Any] | None
+Options = dict[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _trace_layer(
     donated = ("g", "g_shared") if same else ("g_shared",)
     # The gradient of the weights is where they are, and takes their memory.
     wheres = (_shardings(weights) if trains else None, None, None, None)
-    jit = partial(jax.jit, backward, out_shardings=wheres, compiler_options=options)
+    jit: Any = partial(jax.jit, backward, out_shardings=wheres, compiler_options=options)
     return LayerProgram(
         forward=jax.jit(forward, compiler_options=options),
         backward=(
@@ -236,7 +236,7 @@ def _first_backward_of(
         return _added(g_outer, total, weight, weights_sum)
 
     wheres = _shardings(outer), None
-    jit = partial(jax.jit, first_backward, out_shardings=wheres, compiler_options=options)
+    jit: Any = partial(jax.jit, first_backward, out_shardings=wheres, compiler_options=options)
     return jit(donate_argnames="total"), jit(donate_argnames="g_last")
 
 

@@ -14,11 +14,12 @@ from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.peers import PeerMonitor
+from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars
-from zenflow_jax.layerwise._blocks import make_block
-from zenflow_jax.layerwise._dispatch import Dispatcher
+from zenflow_jax.layerwise._blocks import Block, make_block
+from zenflow_jax.layerwise._dispatch import AHEAD, Dispatcher
 from zenflow_jax.layerwise._host import Host
 from zenflow_jax.layerwise._saving import BlockStream, saved_leaves
 
@@ -123,7 +124,7 @@ class Trainer:
         host_kernel: str = "numba",
         threads: int | None = None,
         max_skipped: int | None = None,
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: dict[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
         exit_if_stuck: bool = True,
     ):
@@ -144,6 +145,8 @@ class Trainer:
         made = [make_block("outer", params["outer"], trains="outer" not in frozen, **options)]
         for i, tree in enumerate(params["layers"]):
             made.append(make_block(f"layers.{i}", tree, trains=i not in frozen, **options))
+            # Each time, so that this error is ahead of jax's own.
+            _check_pinned([block for block, _ in made], at_once=updates == "during_backward")
         blocks, weights = zip(*made, strict=True)
         _check_names(frozen, len(blocks) - 1)
         if saved is not None and next(saved, None) is not None:
@@ -337,3 +340,14 @@ def _check_names(frozen: Collection[int | str], layers: int) -> None:
             f"`frozen` has {sorted(map(str, unknown))}, but the layers are 0 to {layers - 1}. Use "
             'these numbers, and "outer" for the outer weights.'
         )
+
+
+def _check_pinned(blocks: Sequence[Block], *, at_once: bool) -> None:
+    """Refuses weights and gradients beyond the limit of a GPU's pinned memory."""
+    weights: dict[Any, list[int]] = {}
+    for block in blocks:
+        for device, size in block.device_bytes().items():
+            weights.setdefault(device, []).append(size)
+    for device, sizes in weights.items():
+        in_flight = sorted(sizes)[-AHEAD - 1 :] if at_once else sizes
+        check_pinned({"weights": sum(sizes), "gradients": sum(in_flight)}, device.platform)
