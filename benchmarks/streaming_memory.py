@@ -1,13 +1,13 @@
-"""How much memory does a run take whose layers stream? Beside its plan.
+"""How much memory does a run with streamed layers need, compared with its plan?
 
     python -m benchmarks.streaming_memory
 
-Trains a decoder with scanned layers for 12 steps on a CPU, each peer of `step_time.py` in a process
-of its own, saves with orbax and goes on. Prints bytes per parameter: the peak of the process
-(`getrusage`) above one that trains the model `tiny`, in training and with the save; the peak of the
-latter; and what the plan says of host and device, with the temporaries of the step that XLA
-compiles for this CPU. What compiles is cached by another process, ahead. How fast the same peers
-are: `python -m benchmarks.step_time --model cpu --scan-layers`. Answers: `benchmarks/LOG.md`.
+Trains a decoder with scanned layers for 12 steps on a CPU, saves with orbax and continues, with a
+process for each peer of `step_time.py`. Prints bytes per parameter: the process's peak, above that
+of a process with the model `tiny`, in training and with the save; the peak of the latter; and the
+plan's host and device, with the temporaries of the step as XLA compiles it for this CPU. Another
+process compiles and caches the programs first. For the peers' speed, run
+`python -m benchmarks.step_time --model cpu --scan-layers`. Results: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def save(runner: Runner) -> None:
 
 
 def measured(way: str, args: argparse.Namespace) -> Sequence[int]:
-    """Returns parameters; bytes of the process in training and saving; planned host and device."""
+    """Returns parameters, bytes in training and with the save, planned host and device bytes."""
     config, batch, length = MODELS[args.model]
     model = make_model(config, scan_layers=True, remat=True)
     shape = (STEPS, batch, length + 1)

@@ -1,4 +1,4 @@
-"""What is published: the library, its commands, and it needs what it says it needs."""
+"""The published packages: contents, commands, and declared requirements."""
 
 import importlib.metadata
 import os

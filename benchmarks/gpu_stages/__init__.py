@@ -1,6 +1,6 @@
-"""The stages of `python -m benchmarks.on_gpu`, one question a file.
+"""The stages of `python -m benchmarks.on_gpu`, one question per file.
 
-    facts.py       what the machine is and how fast its parts are
+    facts.py       the machine, and the speed of its parts
     correct.py     whether the arithmetic is right on it; `checks.py` has the questions
     step_times.py  the time of a training step, compared with all alternatives
     headline.py    the largest model that trains here and could not with AdamW

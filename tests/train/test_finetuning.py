@@ -288,7 +288,7 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     trained = shown(capsys.readouterr().out)
     assert scripts.summary(tmp_path / "a")["test"] == pytest.approx(trained, abs=1e-4)
     test.write_text(CSV.replace("unkind", "rude"))
-    for file, expected in ((str(test), "expected the labels to train on"), ("no", "got no, which")):
+    for file, expected in ((str(test), "Use the same labels"), ("no", "no is not a file")):
         assert finetune.main([config, "--test-data", file]) == 2
         assert expected in capsys.readouterr().err
 

@@ -233,8 +233,8 @@ class Trainer:
         self._check()
         if not any(block.trains for block in self._blocks):
             raise ValueError("`frozen` has all weights, so nothing is left to train.")
-        program, *others = map(self._dispatcher.program, batches)
-        if any(other is not program for other in others):
+        program, *more = map(self._dispatcher.program, batches)
+        if any(other is not program for other in more):
             raise ValueError("Micro-batches must have the same shapes and dtypes. Pad them.")
         start, self._interrupted = time.perf_counter(), True
         try:
