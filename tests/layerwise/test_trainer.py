@@ -51,6 +51,7 @@ def last(outer, x, batch):
 
 
 SQUARE = jnp.ones((WIDTH, WIDTH))
+times_square = jax.jit(lambda x: x @ SQUARE)
 MODEL = {"first": first, "layer": layer, "last": last}
 
 
@@ -371,7 +372,9 @@ def test_the_device_has_two_layers_weights_at_a_time(monkeypatch):
     ("change", "error", "text"),
     [
         ({"first": lambda outer, batch: batch}, TypeError, r"must return \(carry, shared\)"),
-        ({"last": lambda outer, x, batch: x}, TypeError, "must return a scalar loss"),
+        ({"last": lambda outer, x, batch: x}, TypeError, "must return a float scalar"),
+        ({"last": lambda o, x, b: (x.mean(), {"n": 1})}, TypeError, r"loss, or \(loss, weight\)"),
+        ({"last": lambda o, x, b: (x @ SQUARE).mean()}, ValueError, "`last` uses an array"),
         (
             {"layer": lambda w, x, s: x @ w["up"]},
             TypeError,
@@ -379,6 +382,7 @@ def test_the_device_has_two_layers_weights_at_a_time(monkeypatch):
         ),
         ({"layer": lambda w, x, s: x @ w["missing"]}, KeyError, "in layer 0"),
         ({"layer": lambda w, x, s: x @ SQUARE}, ValueError, "not among its arg"),
+        ({"layer": lambda w, x, s: times_square(x)}, ValueError, "not among its arg"),
         ({"layer": [layer] * 3}, ValueError, "3 functions for 4 layers"),
         ({"frozen": [4]}, ValueError, "the layers are 0 to 3"),
         ({"updates": "late"}, ValueError, "during_backward"),

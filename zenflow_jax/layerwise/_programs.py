@@ -91,11 +91,13 @@ def trace_model(
         programs.append(cache[key])
         carry = programs[-1].carry
     with _noting("`last`", carry, batch):
-        end = jax.eval_shape(last, _shapes(outer), carry, batch)
-    pair = end if isinstance(end, tuple) else (end, None)
-    if any(getattr(x, "shape", None) != () for x in jax.tree.leaves(pair)) or len(pair) != 2:
+        closed, end = jax.make_jaxpr(last, return_shape=True)(_shapes(outer), carry, batch)
+    _check_closure(closed, "`last`")
+    pair = end if isinstance(end, tuple) else (end, end)
+    if [getattr(x, "shape", None) for x in pair] != [(), ()] or not _is_float(pair[0]):
         raise TypeError(
-            f"`last` must return a scalar loss, or (loss, weight), but returned {_text(end)}."
+            "`last` must return a float scalar as the loss, or (loss, weight), but returned "
+            f"{_text(end)}."
         )
 
     def loss(outer: Any, carry: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -321,13 +323,26 @@ def _split_at(tree: Any, places: tuple[int, ...]) -> tuple[list[Any], Callable[[
 
 def _check_closure(closed: Any, name: str) -> None:
     """Refuses weights that a function has not from its arguments: they would not be trained."""
-    for x in closed.consts:
+    for x in _constants(closed):
         if isinstance(x, jax.Array) and _is_float(x) and x.ndim > 0:
             raise ValueError(
                 f"{name} uses an array {_text(x)} that is not among its arguments, so it would not "
                 "be trained. Pass weights as arguments; return constants from `first` in `shared`, "
                 "or make them NumPy arrays."
             )
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """Yields the arrays that a function reads from elsewhere, and those of jitted ones inside."""
+    yield from getattr(jaxpr, "consts", ())
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params, is_leaf=_has_equations):
+            if _has_equations(inner):
+                yield from _constants(inner)
+
+
+def _has_equations(x: Any) -> bool:
+    return hasattr(x, "eqns")
 
 
 @contextlib.contextmanager
