@@ -221,6 +221,29 @@ def test_layers_of_several_kinds_frozen_ones_and_parts_of_a_table():
     assert [dict(x.passed) for x in program.layers[-2:]] == [{0: 0}] * 2
 
 
+def test_numbers_of_python_promote_as_in_any_jitted_function():
+    def start(outer, batch):
+        x = outer["table"][batch["tokens"][:, :-1]]
+        return {"x": x, "kept": x * batch["scale"], "count": 2, "half": 0.5}, None
+
+    def block(w, carry, _):
+        x = jnp.tanh(carry["x"] @ w["up"]) @ w["down"] * carry["half"]
+        return carry | {"x": x, "kept": carry["kept"] + x, "count": carry["count"] - 1}
+
+    def finish(outer, carry, batch):
+        return last(outer, carry["kept"] * (carry["count"] == 2 - LAYERS), batch["tokens"])
+
+    params = new_params(jnp.bfloat16)
+    batch = {"tokens": BATCHES[0], "scale": 0.5}
+    model = {"first": start, "layer": block, "last": finish}
+    with layerwise.Trainer(params, **model, learning_rate=1e-2) as trainer:
+        loss = trainer.step(batch)
+    expected = jax.jit(loss_of, static_argnums=(2, 3))(
+        params, batch, (block,) * LAYERS, (start, finish)
+    )
+    assert float(loss) == pytest.approx(float(expected), rel=1e-3)
+
+
 def test_bfloat16_weights_are_the_casts_of_float32_masters():
     with layerwise.Trainer(new_params(jnp.bfloat16), **MODEL, learning_rate=1e-2) as trainer:
         for batch in BATCHES:

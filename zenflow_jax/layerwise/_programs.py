@@ -66,10 +66,9 @@ def trace_model(
 ) -> ModelProgram:
     """Traces all programs, and refuses functions that do not fit each other.
 
-    `outer` and `weights` are arrays or `ShapeDtypeStruct`s with shardings. The first entry in
-    `trains` belongs to `outer`. `cache` has layers that were traced before.
+    All arguments are `ShapeDtypeStruct`s, of weights with shardings. The first entry in `trains`
+    belongs to `outer`. `cache` has layers that were traced before.
     """
-    batch = _shapes(batch)
     with _noting("`first`", outer, batch):
         made = jax.make_jaxpr(first, return_shape=True)(_shapes(outer), batch)
     _check_closure(made[0], "`first`")
@@ -82,7 +81,7 @@ def trace_model(
     moving = _moving(first, _shapes(outer), batch, carry, shared) if trains[0] else ()
     programs: list[LayerProgram] = []
     for i, (function, of_layer) in enumerate(zip(layers, weights, strict=True)):
-        key = function, trains[i + 1], moving, _key(of_layer), _key((carry, shared))
+        key = function, trains[i + 1], moving, key_of(of_layer), key_of((carry, shared))
         if key not in cache:
             with _noting(f"layer {i}", carry, shared):
                 cache[key] = _trace_layer(
@@ -152,7 +151,7 @@ def _trace_layer(
     reads = _reads(pull, 1, _shapes(weights), jax.tree.leaves(carry), shared, g)
     kept = tuple(sorted(reads))
     backward = _backward_of(pull, carry, kept)
-    same = [_key(x) for x in g] == [_key(x) for x in jax.tree.leaves(carry) if _is_float(x)]
+    same = [key_of(x) for x in g] == [key_of(x) for x in jax.tree.leaves(carry) if _is_float(x)]
     # Gradients of a carry that has another shape would be donated to nothing.
     donated = ("g", "g_shared") if same else ("g_shared",)
     # The gradient of the weights is where they are, and takes their memory.
@@ -359,8 +358,18 @@ def _text(tree: Any) -> str:
     return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
 
 
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+def shapes_of(batch: Any) -> Any:
+    """Returns shapes that promote dtypes as the batch does: a Python number yields."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
+
+    return jax.tree.map(shape_of, batch)
+
+
+def _shapes(weights: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
 
 
 def _shardings(weights: Any) -> Any:
@@ -368,10 +377,9 @@ def _shardings(weights: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), weights)
 
 
-def _key(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    each = ((x.shape, jnp.result_type(x), getattr(x, "sharding", None)) for x in leaves)
-    return treedef, tuple(each)
+def key_of(shapes: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(shapes)
+    return treedef, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)
 
 
 def _is_float(x: Any) -> bool:
