@@ -295,7 +295,7 @@ def _live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
         if not used and not equation.effects:
             continue
         inputs: Iterable[int] = range(len(equation.invars))
-        if equation.primitive.name in ("jit", "pjit", "checkpoint"):
+        if equation.primitive.name in ("jit", "remat2"):
             inner = equation.params["jaxpr"]
             inputs = _live_inputs(getattr(inner, "jaxpr", inner), used)
         live |= {id(equation.invars[i]) for i in inputs}
