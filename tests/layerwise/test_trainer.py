@@ -51,6 +51,7 @@ def last(outer, x, batch):
 
 
 SQUARE = jnp.ones((WIDTH, WIDTH))
+FLOAT8 = jnp.ones(2, jnp.float8_e4m3fn)
 times_square = jax.jit(lambda x: x @ SQUARE)
 MODEL = {"first": first, "layer": layer, "last": last}
 
@@ -195,7 +196,7 @@ def test_layers_of_several_kinds_frozen_ones_and_parts_of_a_table():
     def finish(outer, carry, batch):
         return jnp.mean(jnp.log(carry[2]) - carry[3])
 
-    functions = [embed] * 3 + [block] * LAYERS + [end] * 3
+    functions = [jax.checkpoint(embed)] * 3 + [block] * LAYERS + [end] * 3
     params = {"outer": {}, "layers": [*rows, *new_params()["layers"], *head]}
     frozen = [4, 5]
 
@@ -281,6 +282,17 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, host_state, by):
             for batch in BATCHES[3:]:
                 resumed.step(batch)
             check_equal(masters_of(resumed), expected)
+
+
+def test_a_state_fits_only_the_same_frozen_layers():
+    with layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=[0]) as trainer:
+        state = trainer.state()
+        for name in (-1, LAYERS):
+            with pytest.raises(ValueError, match=f"No layer is named .'{name}'.: .* 0 to 3"):
+                trainer.master_params(name)
+    for frozen in ([1], [0, 1], []):
+        with pytest.raises(zenflow_jax.planning.UnfitRunError, match="and `frozen`"):
+            layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=frozen, state=state)
 
 
 def nan_in_layer(number, when):
@@ -411,6 +423,9 @@ def test_the_device_has_two_layers_weights_at_a_time(monkeypatch):
         ({"updates": "late"}, ValueError, "during_backward"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
         ({"params": {"layers": []}}, TypeError, '"outer" and "layers"'),
+        ({"params": {"outer": {}, "layers": {"up": SQUARE}}}, TypeError, "is a mapping"),
+        ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
+        ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` has another"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, text):
