@@ -71,7 +71,11 @@ class Timeline:
     @property
     def steps(self) -> range:
         """Returns the steps whose end is recorded. Slice them for the last few."""
-        numbers = [span.number for span in self.spans if span.kind == "step"]
+        numbers = {
+            span.number
+            for span in self.spans
+            if span.row == "device" and span.kind != "dispatch"
+        }
         return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
     def during(self, steps: range) -> "Timeline":

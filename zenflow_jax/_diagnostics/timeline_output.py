@@ -14,6 +14,10 @@ _SHOWN = 12  # steps that a picture shows unless told otherwise
 _COLOURS = {
     "step": "#3b75af",
     "dispatch": "#c3d7ea",
+    "forward": "#7fb2dc",
+    "loss": "#1f4e79",
+    "backward": "#3b75af",
+    "fetch": "#57a639",
     "copy": "#2a9d8f",
     "unread": "#b9dfda",
     "take in": "#8d6cab",
@@ -24,6 +28,7 @@ _COLOURS = {
     "wait for save": "#d9d2e9",
     "upload": "#57a639",
     "exchange": "#7f7f7f",
+    "calls": "#7f7f7f",
     "flush": "#505050",
     "state": "#b5a642",
     "wait for device": "#d9d9d9",
@@ -88,7 +93,7 @@ def _draw(figure: "Figure", timeline: Timeline, steps: range) -> None:
     start, end = timeline.bounds(steps)
     spans = timeline.during(steps).spans
     axes = figure.add_subplot()
-    shown = [span.number for span in spans if span.kind == "step" and span.number in steps]
+    shown = [step for step in timeline.steps if step in steps]
     axes.set(
         title=f"steps {shown[0]} to {shown[-1]}" if len(shown) > 1 else f"step {shown[0]}",
         xlabel="ms",

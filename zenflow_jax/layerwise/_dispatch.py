@@ -98,7 +98,7 @@ class Dispatcher:
         g_outer, g = map(list, zip(*(pair for _, pair in ends), strict=True))
         del ends, carries
         loss, weights_sum = self._mean(losses, weighing)
-        self._dispatched("last", loss)
+        self._dispatched("loss", loss)
         if self._host.at_once:
             self._decision = self._host.decide(self._number, rate, [loss])
         g_shared = self._zeros([[jax.tree.leaves(x)[j] for j in program.moving] for x in shared])

@@ -52,6 +52,7 @@ class Host:
         self.closed = False
         # The current step, on the thread: whether it counts, its factor, and sums of squares.
         self._counts, self._factor = True, 1.0
+        self._arrived = 0.0  # when the device's last result arrived
         self._squares: dict[int, np.float32] = {}
         self._pool = ThreadPoolExecutor(1, "zenflow-host")
         peers.start(self._on_peer_failure)
@@ -73,7 +74,8 @@ class Host:
             try:
                 future.exception()
             finally:
-                self.recorder.waited(start, start, time.perf_counter())
+                now = time.perf_counter()
+                self.recorder.waited(start, min(max(self._arrived, start), now), now)
         if future.exception() is not None:
             self.check()
         return future.result()
@@ -122,6 +124,7 @@ class Host:
 
     def _decide(self, step: int, rate: jax.Array, numbers: Sequence[jax.Array]) -> None:
         total = sum(map(np.asarray, numbers), np.float32(0))
+        self._arrived = time.perf_counter()
         self._counts, self._squares = bool(np.isfinite(total)), {}
         if not self._counts:
             self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
@@ -139,6 +142,7 @@ class Host:
             return old
         self.recorder.works_at("take in", step)
         jax.block_until_ready(gradient)
+        self._arrived = time.perf_counter()
         if self.at_once:
             self._project(i, step, np.asarray(squares))
         for snapshot in self._snapshots:

@@ -91,7 +91,8 @@ def trace_model(
         programs.append(cache[key])
         carry = programs[-1].carry
     with _noting("`last`", carry, batch):
-        end = jax.eval_shape(last, _shapes(outer), carry, batch)
+        closed, end = jax.make_jaxpr(last, return_shape=True)(_shapes(outer), carry, batch)
+    _check_closure(closed, "`last`")
     pair = end if isinstance(end, tuple) else (end, None)
     if any(getattr(x, "shape", None) != () for x in jax.tree.leaves(pair)) or len(pair) != 2:
         raise TypeError(

@@ -246,7 +246,7 @@ class Trainer:
             raise
         self._interrupted = False
         self._peers.passed()
-        self._host.recorder.called("step", self.steps, start)
+        self._host.recorder.called("calls", self.steps, start)
         return loss
 
     def evaluate(self, batch: Any, last: Callable[[Any, Any, Any], Any] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Records when programs and copies end, on a thread that waits for their results."""
+"""Records when programs and copies end, on a thread for each row of the timeline."""
 
 import queue
 import threading
@@ -16,24 +16,29 @@ class Watch:
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="zenflow-watch", daemon=True).start()
+        self._queues: dict[Row, queue.SimpleQueue[Any]] = {
+            row: queue.SimpleQueue() for row in ("device", "mail", "upload")
+        }
+        for row, events in self._queues.items():
+            threading.Thread(
+                target=self._run, args=(row, events), name="zenflow-watch", daemon=True
+            ).start()
 
     def add(self, row: Row, kind: str, step: int, result: Any) -> None:
         """Watches something that was dispatched just now: its last array is its end."""
-        arrays = jax.tree.leaves(result)
-        if arrays:
-            self._events.put((row, kind, step, weakref.ref(arrays[-1]), time.perf_counter()))
+        if arrays := jax.tree.leaves(result):
+            event = kind, step, weakref.ref(arrays[-1]), time.perf_counter()
+            self._queues[row].put(event)
 
     def close(self) -> None:
-        self._events.put(None)
+        for events in self._queues.values():
+            events.put(None)
 
-    def _run(self) -> None:
-        ends: dict[Row, float] = {}
-        while (event := self._events.get()) is not None:
-            row, kind, step, known, dispatched = event
-            array = known()
-            if array is None:
+    def _run(self, row: Row, events: "queue.SimpleQueue[Any]") -> None:
+        end = 0.0
+        while (event := events.get()) is not None:
+            kind, step, known, dispatched = event
+            if (array := known()) is None:
                 continue
             try:
                 array.block_until_ready()
@@ -41,5 +46,4 @@ class Watch:
                 continue
             finally:
                 del array
-            start = max(dispatched, ends.get(row, dispatched))
-            ends[row] = self._recorder.add(row, kind, start, step)
+            end = self._recorder.add(row, kind, max(dispatched, end), step)
