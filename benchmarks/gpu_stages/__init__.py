@@ -2,6 +2,7 @@
 
     facts.py       what the machine is and how fast its parts are
     correct.py     whether the arithmetic is right on it; what is asked is in `checks.py`
+    layerwise.py   whether models that do not fit train as AdamW does, and how fast
     step_times.py  what a training step costs beside everything else that a user could do
     headline.py    the largest model that trains here and would not with AdamW
 

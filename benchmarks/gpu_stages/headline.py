@@ -1,8 +1,7 @@
 """How large a model trains here that would not with AdamW?
 
 `sizes.py` picks the largest Llama shape from device and host memory; it is trained on real text for
-8 steps, from random weights. Before that, if its gradients stream, those of a few such layers are
-compared with a plain scan's. In the end `adamw` is tried on the same shape: that it does not fit is
+8 steps, from random weights. In the end `adamw` is tried on the same shape: that it does not fit is
 to be seen, not only counted.
 """
 
@@ -25,17 +24,9 @@ from benchmarks.gpu_stages.device import (
 from benchmarks.gpu_stages.notes import Stage, table
 from benchmarks.gpu_stages.sizes import Headline, Machine
 from benchmarks.step_time_model import Model, make_model
-from benchmarks.step_time_peers import PEERS, Runner, make_step
-from zenflow_jax import find_state
+from benchmarks.step_time_peers import PEERS, Runner
 
 _STEPS = 8
-#: The peer that streams, and one that sends the gradients of a plain scan.
-_STREAMED, _PLAIN = "zenflow-s4-r0.05-streamed", "zenflow-s4-r0.05-exchange"
-#: Layers of the model whose gradients are compared: a first, a last, and one between them.
-_COMPARED = 3
-#: By how much they may differ, on average: matmuls of bf16 in another order. Assumed, as no GPU has
-#: shown it; the gradient of another layer differs by more than its size.
-_OF_GRADIENTS = 0.1
 #: Of the machine that are tried, if what should fit on paper does not.
 _SHARES = (1.0, 0.85)
 #: What a second try needs.
@@ -56,8 +47,6 @@ def run(stage: Stage) -> None:
                 "with more host memory."
             )
         _say(stage, chosen, limits)
-        if chosen.peer == _STREAMED or stage.rehearse:
-            _compare_gradients(stage, chosen)
         model = make_model(chosen.config, scan_layers=True, remat=True)
         assert model.parameters == chosen.parameters
         try:
@@ -97,39 +86,6 @@ def _say(stage: Stage, chosen: Headline, limits: Machine) -> None:
         )
     stage.notes.put("What was picked, and why", text)
     stage.notes.keep(chosen=chosen._asdict() | {"config": chosen.config._asdict()})
-
-
-def _compare_gradients(stage: Stage, chosen: Headline) -> None:
-    """Holds what the first step of such layers streams against what it sends of a plain scan."""
-    config = chosen.config._replace(layers=_COMPARED)
-    model = make_model(config, scan_layers=True, remat=True)
-    (tokens,) = batches(1, chosen.batch, chosen.length)
-    ours, theirs = (_first_mail(peer, model, tokens) for peer in (_STREAMED, _PLAIN))
-    rows = []
-    for name, mine in ours.items():
-        one, other = (np.float32(x).ravel() for x in (mine, theirs[name]))
-        rows.append((name, float(np.mean(np.abs(one - other)) / np.mean(np.abs(other)))))
-    cells = [(name, f"{off:.1e}") for name, off in rows]
-    title = f"Streamed gradients of {_COMPARED} layers, beside those of a plain scan"
-    stage.notes.put(title, table(["leaf", "off by, of the mean"], cells))
-    stage.notes.keep(gradients_off=dict(rows))
-    name, off = max(rows, key=lambda row: row[1] if row[1] == row[1] else np.inf)
-    if not off < _OF_GRADIENTS:
-        raise AssertionError(
-            f"expected the streamed gradients of a plain scan, got {name} off by {off:.0%}. Ask "
-            "the stage `correct`, and do not stream here."
-        )
-
-
-def _first_mail(name: str, model: Model, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """The gradients that a peer's first step sends, by the names of leaves."""
-    optimizer = PEERS[name].make()
-    params = model.draw()
-    step = make_step(model.graphdef, optimizer, micro_batches=1)
-    _, state, _ = step(params, optimizer.init(params), tokens[None])
-    state = find_state(state)
-    pairs = zip(state.leaves, state.mail, strict=True)
-    return {leaf.spec.name: np.asarray(x) for leaf, x in pairs if x is not None}
 
 
 def _train(stage: Stage, device: jax.Device, chosen: Headline, model: Model) -> None:

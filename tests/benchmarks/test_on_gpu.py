@@ -18,7 +18,7 @@ from benchmarks.step_time_model import make_model
 from tests.failing_stages import failing
 
 # The most of them: `ways` and `correct` train as the other two do, and as tests of the library.
-REHEARSED = [stage for stage in STAGES if stage.name in ("facts", "step_time", "headline")]
+REHEARSED = [stage for stage in STAGES if stage.name not in ("correct", "ways")]
 
 
 @pytest.mark.slow
@@ -31,10 +31,16 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path_factory)
     )
     text = (folder / "report.md").read_text(encoding="utf-8")
     log = (folder / "log.txt").read_text(encoding="utf-8")
-    assert [outcome.ended for outcome in outcomes] == ["done"] * 3, text + log
+    assert [outcome.ended for outcome in outcomes] == ["done"] * 4, text + log
     assert "A rehearsal on a CPU" in text
     data = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    facts, times, headline = data["stages"]
+    layers, facts, times, headline = data["stages"]
+
+    first, *variants = layers["ways"]
+    assert [verdict for *_, verdict in variants[-2:]] == ["the same bits"] * 2
+    assert first[0] == "adamw"
+    assert variants[0][2].startswith("losses off by")
+    assert [row[1] for row in layers["times"]] == ["after_backward", "during_backward"]
 
     # Copies by way of pinned memory, and beside it; no CPU maps memory.
     assert list(facts["crossings"]) == ["1 MiB", "4 MiB"]
@@ -54,7 +60,6 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path_factory)
     assert (folder / PICTURE).stat().st_size > 0
 
     assert len(headline["losses"]) == len(headline["step_s"]) == 8
-    assert 0 < max(headline["gradients_off"].values()) < 1e-3  # on a CPU
     assert 0 < min(headline["losses"]) <= max(headline["losses"]) < 2 * np.log(256)
     assert headline["adamw_fits"]  # a CPU refuses nothing
     assert "25,696 parameters, trained" in text
