@@ -1,7 +1,8 @@
 """Plans whether a run fits, and whether its host work hides, without a device.
 
-`plan` needs the shapes of a step's arguments, `plan_layerwise` those of a trainer's. `described_mesh` and `peak_bytes` add gradients and
-activations, with XLA's compiler, for a GPU that need not exist here.
+`plan` needs the shapes of a step's arguments, `plan_layerwise` those of a trainer's weights and
+batch. `described_mesh` and `peak_bytes` add gradients and activations, with XLA's compiler, for a
+GPU that need not exist here.
 """
 
 from zenflow_jax._spec.rules import UnfitRunError

@@ -6,6 +6,7 @@ device, and for the times at which programs, copies and updates end.
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -149,7 +150,7 @@ def plan_layerwise(
     return LayerPlan(
         gpu=gpu,
         devices=devices,
-        device=step.device,
+        device=_device_bytes(step),
         checkpoint=3 * 4 * parameters,
         parameters=parameters,
         flops=sum(x.flops for x in step.calls),
@@ -222,26 +223,43 @@ class _Costs:
         return sum(nbytes_here(x) if x.sharding else nbytes(x) // self.shares for x in each)
 
 
-class _Step(NamedTuple):
-    """The costs of `Dispatcher.step`."""
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The calls of `Dispatcher.step`. In `carries` and `kept` an object stands for an array."""
 
+    costs: _Costs
+    parts: int  # micro-batches
+    on_host: bool  # where the layers' inputs wait
     weights: list[int]  # bytes of each block on one device
-    sent: list[int]  # bytes of each layer's inputs that go to the host
-    taken: list[int]  # and that come back
     first: _Call
     forward: list[_Call]
     last: _Call
     backward: list[_Call]
     first_backward: _Call
-    device: dict[str, int]  # bytes at the peak, by use
+    carries: list[list[Any]]  # before each layer, and after the last
+    kept: list[list[Any]]  # of each layer's inputs, for the backward pass
 
     @property
     def calls(self) -> list[_Call]:
         return [self.first, *self.forward, self.last, *self.backward, self.first_backward]
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         return sum(x.seconds for x in self.calls)
+
+    @functools.cached_property
+    def taken(self) -> list[int]:
+        """Returns the bytes of each layer's inputs that come from the host."""
+        return [self.parts * self.costs.size(x) * self.on_host for x in self.kept]
+
+    @functools.cached_property
+    def sent(self) -> list[int]:
+        """Returns the same for those that go there; a layer may pass its input on."""
+        new = [
+            [x for x in now if all(x is not y for y in old)]
+            for old, now in zip([[], *self.kept], self.kept, strict=False)
+        ]
+        return [self.parts * self.costs.size(x) * self.on_host for x in new]
 
 
 def _step_of(
@@ -257,42 +275,23 @@ def _step_of(
     first = costs.call(program.first, parts, outer, batch)
     carry, shared = first.out
     moving = [jax.tree.leaves(shared)[j] for j in program.moving]
-    carries, kept, forward, backward = [jax.tree.leaves(carry)], [], [], []
-    kinds: dict[int, tuple[_Call, _Call]] = {}
+    carries, kept, calls, kinds = [jax.tree.leaves(carry)], [], [], {}
     for layer, weights in zip(program.layers, layers, strict=True):
         kept.append([carries[-1][j] for j in layer.kept])
-        if id(layer) not in kinds:
+        if (kind := id(layer)) not in kinds:
             ahead = costs.call(layer.forward, parts, weights, carry, shared)
-            new = _carry_after(layer, ahead, carry)
-            g = [x for x in jax.tree.leaves(new) if _is_float(x)]
-            of_last = _of_last(weights, parts)
-            back = costs.call(
-                layer.backward[1], parts, weights, kept[-1], shared, g, moving, *of_last
-            )
-            kinds[id(layer)] = ahead, back
-        forward.append(kinds[id(layer)][0])
-        backward.append(kinds[id(layer)][1])
-        carry = _carry_after(layer, forward[-1], carry)
+            g = _floats(jax.tree.leaves(_carry_after(layer, ahead, carry)))
+            arguments = weights, kept[-1], shared, g, moving, None, None, None
+            kinds[kind] = ahead, costs.call(layer.backward[1], parts, *arguments)
+        calls.append(kinds[kind])
+        carry = _carry_after(layer, calls[-1][0], carry)
         carries.append(jax.tree.leaves(carry))
     last = costs.call(program.last, parts, outer, carry, batch)
-    g_outer, _ = last.out[1]
-    g = [x for x in carries[0] if _is_float(x)]
-    of_last = _of_last(outer, parts)
-    begin = costs.call(program.first_backward[1], parts, outer, batch, g, moving, g_outer, *of_last)
-    calls = first, forward, last, backward, begin
-    before = [[], *kept]
-    sent = [
-        [x for x in now if all(x is not y for y in old)] if on_host else []
-        for old, now in zip(before, kept, strict=False)
-    ]
-    weights = [costs.size(x) for x in (outer, *layers)]
-    return _Step(
-        weights,
-        [parts * costs.size(x) for x in sent],
-        [parts * costs.size(x) for x in kept] if on_host else [0] * len(kept),
-        *calls,
-        _device_bytes(calls, weights, carries, kept, costs, parts, on_host),
-    )
+    arguments = outer, batch, _floats(carries[0]), moving, last.out[1][0], None, None, None
+    begin = costs.call(program.first_backward[1], parts, *arguments)
+    sizes = [costs.size(x) for x in (outer, *layers)]
+    ahead, back = ([pair[j] for pair in calls] for j in range(2))
+    return _Step(costs, parts, on_host, sizes, first, ahead, last, back, begin, carries, kept)
 
 
 def _carry_after(layer: LayerProgram, call: _Call, carry: Any) -> Any:
@@ -301,61 +300,41 @@ def _carry_after(layer: LayerProgram, call: _Call, carry: Any) -> Any:
     return dataclasses.replace(layer, forward=lambda *_: made).run(None, carry, None)
 
 
-def _of_last(weights: Any, parts: int) -> tuple[Any, Any, Any]:
-    """Returns the last arguments of a backward program for the last micro-batch."""
-    if parts == 1:
-        return None, None, None
-    number = jax.ShapeDtypeStruct((), jnp.float32)
-    totals = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), weights
-    )
-    return totals, number, number
-
-
-def _device_bytes(
-    calls: tuple[_Call, list[_Call], _Call, list[_Call], _Call],
-    weights: Sequence[int],
-    carries: Sequence[list[Any]],
-    kept: Sequence[list[Any]],
-    costs: _Costs,
-    parts: int,
-    on_host: bool,
-) -> dict[str, int]:
+def _device_bytes(step: _Step) -> dict[str, int]:
     """Returns the bytes on one device at the peak of a step, by use.
 
     Python is at most `AHEAD` layers ahead of the device, and so many gradients leave at a time.
     """
-    first, forward, last, backward, begin = calls
-    outer, *of_layers = weights
-    count, peak = len(of_layers), {"weights": 0}
+    outer, *layers = step.weights
+    costs, parts, carries, kept = step.costs, step.parts, step.carries, step.kept
+    peak = {"weights": 0}
 
     def at(weights: int, gradients: int, carried: list[Any], g: list[Any], extra: int) -> None:
         nonlocal peak
-        floats = [x for x in g if _is_float(x)]
         uses = {
             "weights": outer + weights,
             "gradients of weights": gradients,
-            "layers' inputs": parts * (costs.size(carried) + costs.size(floats)),
+            "layers' inputs": parts * (costs.size(carried) + costs.size(_floats(g))),
         }
         if costs.compiles:
             uses[TEMPORARIES] = extra
         peak = max(peak, uses, key=lambda x: sum(x.values()))
 
-    at(0, 0, [], [], first.extra)
-    for i, call in enumerate(forward):
-        waiting = kept[max(i - AHEAD, 0) if on_host else 0 : i + 1]
+    at(0, 0, [], [], step.first.extra)
+    for i, call in enumerate(step.forward):
+        waiting = kept[max(i - AHEAD, 0) if step.on_host else 0 : i + 1]
         others = (parts - 1) * costs.size(carries[i + 1])
-        at(sum(of_layers[i : i + 2]), 0, [*waiting, carries[i]], [], call.extra + others)
-    waiting = kept[max(count - AHEAD, 0) if on_host else 0 :]
-    at(sum(of_layers[-1:]), (parts - 1) * outer, [*waiting, carries[-1]], [], last.extra)
+        at(sum(layers[i : i + 2]), 0, [*waiting, carries[i]], [], call.extra + others)
+    waiting = kept[-AHEAD:] if step.on_host else kept
+    at(sum(layers[-1:]), (parts - 1) * outer, [*waiting, carries[-1]], [], step.last.extra)
     # Sums over micro-batches are float32.
     sums = 2 if parts > 1 else 0
-    for i, call in reversed([*enumerate(backward)]):
-        leaving = parts * outer + sum(of_layers[i + 1 : i + 1 + AHEAD]) + sums * of_layers[i]
-        waiting = kept[i if on_host else 0 : i + 1]
-        at(sum(of_layers[max(i - 1, 0) : i + 1]), leaving, waiting, carries[i + 1], call.extra)
-    leaving = (parts + sums) * outer + sum(of_layers[:AHEAD])
-    at(0, leaving, [], carries[0], begin.extra)
+    for i, call in enumerate(step.backward):
+        leaving = parts * outer + sum(layers[i + 1 : i + 1 + AHEAD]) + sums * layers[i]
+        waiting = kept[i if step.on_host else 0 : i + 1]
+        at(sum(layers[max(i - 1, 0) : i + 1]), leaving, waiting, carries[i + 1], call.extra)
+    leaving = (parts + sums) * outer + sum(layers[:AHEAD])
+    at(0, leaving, [], carries[0], step.first_backward.extra)
     return peak
 
 
@@ -393,21 +372,24 @@ def _period(step: _Step, bus: float, host: list[float], at_once: bool, scale: fl
         else:
             ready[i] = arrived
 
+    updating: deque[float] = deque()
     for _ in range(_STEPS):
-        updating: deque[float] = deque()
         wait(decision)
         compute(step.first, fetch(0))
         weights = fetch(1) if layers else 0.0
         for i in layers:
             following = fetch(i + 2) if i + 1 < len(layers) else weights
-            run("to host", scale * step.sent[i] / bus, free["compute"])
+            if step.sent[i]:
+                run("to host", scale * step.sent[i] / bus, free["compute"])
             compute(step.forward[i], weights)
             weights = following
         compute(step.last)
         for i in reversed(layers):
             below = fetch(i) if i else 0.0
-            taken = run("to device", scale * step.taken[i] / bus, free["compute"])
-            send(i + 1, compute(step.backward[i], weights, taken))
+            if step.taken[i]:
+                taken = run("to device", scale * step.taken[i] / bus, free["compute"])
+                weights = max(weights, taken)
+            send(i + 1, compute(step.backward[i], weights))
             weights = below
         send(0, compute(step.first_backward))
         ends.append(free["compute"])
@@ -421,5 +403,5 @@ def _shape_at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+def _floats(arrays: list[Any]) -> list[Any]:
+    return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
