@@ -2,6 +2,7 @@
 
     facts.py       the machine, and the speed of its parts
     correct.py     whether the arithmetic is right on it; `checks.py` has the questions
+    layerwise.py   whether models that do not fit train as AdamW does, and how fast
     step_times.py  the time of a training step, compared with all alternatives
     headline.py    the largest model that trains here and could not with AdamW
 

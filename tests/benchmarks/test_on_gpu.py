@@ -16,7 +16,7 @@ from benchmarks.step_time_model import make_model
 from tests.failing_stages import failing
 
 # `step_time` runs what `test_step_time.py` does, `ways` and `correct` what tests of the library do.
-REHEARSED = [stage for stage in STAGES if stage.name in ("facts", "headline")]
+REHEARSED = [stage for stage in STAGES if stage.name in ("facts", "headline", "layerwise")]
 
 
 @pytest.mark.slow
@@ -24,9 +24,16 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path):
     outcomes = on_gpu.run(REHEARSED, tmp_path, seconds=2000, rehearse=True, command="a test")
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     log = (tmp_path / "log.txt").read_text(encoding="utf-8")
-    assert [outcome.ended for outcome in outcomes] == ["done"] * 2, text + log
+    assert [outcome.ended for outcome in outcomes] == ["done"] * 3, text + log
     assert "A rehearsal on a CPU" in text
-    facts, headline = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["stages"]
+    data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    layers, facts, headline = data["stages"]
+
+    first, *variants = layers["ways"]
+    assert [verdict for *_, verdict in variants[-2:]] == ["the same bits"] * 2
+    assert first[0] == "adamw"
+    assert variants[0][2].startswith("losses off by")
+    assert [row[1] for row in layers["times"]] == ["after_backward", "during_backward"]
 
     # Copies by way of pinned memory, and beside it; no CPU maps memory.
     assert list(facts["crossings"]) == ["1 MiB", "4 MiB"]
@@ -37,7 +44,6 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path):
     assert set(facts["host_gb_s"]) == {"1", str(machine.cores())}
 
     assert len(headline["losses"]) == len(headline["step_s"]) == 8
-    assert max(headline["gradients_off"].values()) < 1e-3  # on a CPU
     assert 0 < min(headline["losses"]) <= max(headline["losses"]) < 2 * np.log(256)
     assert headline["adamw_fits"]  # a CPU refuses nothing
     assert "25,696 parameters, trained" in text

@@ -83,13 +83,11 @@ def make_layered(
     shapes = jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
     )
-    model = layered(graphdef, shapes)
+    model = layered_shapes(graphdef, shapes)
 
     def divided(params: Any, blocks: Iterable[Any]) -> dict[str, Any]:
         return model.divide({name: x for name, x in params.items() if name != "blocks"}, blocks)
 
-    abstract = divided(shapes, [shapes["blocks"][i] for i in range(model.blocks)])
-    model = model._replace(shapes={**abstract, "layers": list(abstract["layers"])})
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
         blocks: Iterable[Any] = (params["blocks"].pop(i) for i in range(model.blocks))
@@ -106,6 +104,14 @@ def make_layered(
     )
     drawn = loading.newly_drawn(origin, shapes, anew=anew)
     return Model(graphdef, model.divide(outer, blocks), origin, drawn), model
+
+
+def layered_shapes(graphdef: nnx.GraphDef, shapes: Any) -> LayeredModel:
+    """Returns the functions of a model for the trainer, with its weights as shapes."""
+    model = layered(graphdef, shapes)
+    outer = {name: x for name, x in shapes.items() if name != "blocks"}
+    divided = model.divide(outer, [shapes["blocks"][i] for i in range(model.blocks)])
+    return model._replace(shapes={**divided, "layers": list(divided["layers"])})
 
 
 def _heads_to_draw(origin: loading.Pretrained, labels: Sequence[str]) -> tuple[str, ...]:
