@@ -314,8 +314,6 @@ STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
 NO_ONE_STATE = [
     (lambda: zenflow_jax.find_state(ADAM), ValueError, NO_STATE),
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
-    (lambda: make(offload=False), TypeError, "with a `HostEngine`. Leave it out. For `offload=F"),
-    (lambda: make(offload=True), TypeError, "use version 0.2"),
 ]
 
 
