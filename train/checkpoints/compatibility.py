@@ -57,7 +57,8 @@ def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dic
 
 
 def _of_shapes(stream: str, config: Any) -> str:
-    return stream if parts_that_stream(config, stream) > 1 else "none"
+    apart = stream == "weights" or parts_that_stream(config, stream) > 1
+    return stream if apart else "none"
 
 
 def _as_strings(config: Any) -> dict[str, str]:
