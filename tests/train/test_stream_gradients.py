@@ -37,11 +37,11 @@ def test_a_run_that_streams_resumes_with_the_same_bits_and_only_as_one(
     assert bits(run / "model") == bits(cut / "model")
     assert finetune.main([config, "--run", run.name, "--stream", "none", "--steps=13"]) == 2
     message = capsys.readouterr().err
-    assert "`stream`: expected gradients, as in the run" in message
-    assert "got none. Pass --stream gradients" in message
+    assert "`stream`: is none, but was gradients in the run" in message
+    assert "Pass --stream gradients" in message
 
 
 @pytest.mark.parametrize(("name", "value"), [("optimizer", "adamw"), ("scan_layers", False)])
 def test_what_cannot_stream_is_refused_by_name(name, value):
-    with pytest.raises(SettingsError, match=f"`{name}`: expected .* as stream is 'gradients'"):
+    with pytest.raises(SettingsError, match=f"`{name}`: must be .* as stream is 'gradients'"):
         Settings(**{"scan_layers": True, "stream": "gradients", name: value})
