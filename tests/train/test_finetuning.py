@@ -110,7 +110,7 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         ({"sequence_length": 600}, "`sequence_length`: 600 exceeds the 20 positions of the model"),
         ({"deepspeed": lion}, "`deepspeed`: "),
         # What only a training has.
-        ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; for those of that"),
+        ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; for that model"),
         ({"steps": 0, "validation_share": 1.5}, "must be a share above 0 and below 1"),
         ({"validation_share": 1.0}, "must be a share above 0 and below 1"),
     ):
@@ -288,7 +288,7 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     trained = shown(capsys.readouterr().out)
     assert scripts.summary(tmp_path / "a")["test"] == pytest.approx(trained, abs=1e-4)
     test.write_text(CSV.replace("unkind", "rude"))
-    for file, expected in ((str(test), "Use the same labels"), ("no", "no is not a file")):
+    for file, expected in ((str(test), "has the labels kind, rude"), ("no", "no is not a file")):
         assert finetune.main([config, "--test-data", file]) == 2
         assert expected in capsys.readouterr().err
 

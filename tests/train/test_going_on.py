@@ -126,7 +126,7 @@ def test_the_model_is_the_masters_by_key_path(runs):
 def test_a_run_that_has_ended_or_has_other_settings_is_left_as_it_is(runs, capsys):
     before = changed_at(runs.folder / "whole")
     for options, code, expected in (
-        ([], 0, f"has done all its {STEPS} steps"),
+        ([], 0, f"has completed all {STEPS} steps"),
         (["--fresh"], 2, "error: `--fresh`: .*whole is not new or empty"),
         (["--topk-ratio", "0.5"], 2, "error: `topk_ratio`: is 0.5, but was 0.25 .*Pass"),
         (["--steps", "20"], 2, f"error: `steps`: must be at least {STEPS}, .*but is 20"),

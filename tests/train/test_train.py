@@ -167,7 +167,7 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
     ended = {"best_step": None, "validation_after": {"loss": 0.5}}
     (folder / "summary.json").write_text(json.dumps(figures | ended), encoding="utf-8")
     assert finetune.main([*command, "--export", "best", str(tmp_path / "end")]) == 0
-    assert "has the model of" in capsys.readouterr().out.replace("\n", " ")
+    assert "has the best model of" in capsys.readouterr().out.replace("\n", " ")
     assert {path.read_text() for path in precious} == {"precious"}
     assert not list(tmp_path.rglob(".*"))
 
