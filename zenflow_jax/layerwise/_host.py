@@ -66,14 +66,14 @@ class Host:
         """Updates block `i`, and returns its new weights; empties both lists."""
         return self._pool.submit(self._run, self._update, i, step, old, gradient, squares)
 
-    def result(self, future: "Future[Any]") -> Any:
+    def result(self, future: "Future[Any]", kind: str = "wait for host") -> Any:
         """Waits for a task, and raises its error."""
         if not future.done():
             start = time.perf_counter()
             try:
                 future.exception()
             finally:
-                self.recorder.waited(start, start, time.perf_counter())
+                self.recorder.add("caller", kind, start, self.counted + self.skipped)
         if future.exception() is not None:
             self.check()
         return future.result()
