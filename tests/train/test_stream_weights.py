@@ -96,12 +96,22 @@ def test_a_run_by_layers_resumes_exports_and_is_read_again(tmp_path, monkeypatch
     assert bits(out) == bits(whole / "model")
     command = [config, "--model", str(whole / "model"), "--steps", "0", "--run", "None"]
     assert finetune.main(command) == 0
-    shown = capsys.readouterr().out
-    print(shown, validations(whole)); assert 0
+    loss = next(float(value) for step, _, value in validations(whole) if step == "5")
+    assert f"validation/loss {loss:.4f} nats" in capsys.readouterr().out
     assert generate.main(["--model", str(whole / "model"), "the cat", "--max-tokens", "3"]) == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("optimizer", "adamw"), ("scan_layers", True)])
-def test_what_cannot_train_by_layers_is_refused_by_name(name, value):
-    with pytest.raises(SettingsError, match=f"`{name}`: expected .* as stream is 'weights'"):
-        Settings(**BY_LAYER | {name: value})
+@pytest.mark.parametrize(
+    ("options", "name", "stream"),
+    [
+        (BY_LAYER | {"optimizer": "adamw"}, "optimizer", "weights"),
+        (BY_LAYER | {"optimizer": "zenflow"}, "optimizer", "weights"),
+        (BY_LAYER | {"scan_layers": True}, "scan_layers", "weights"),
+        (BY_LAYER | {"transfer_dtype": "bfloat16"}, "transfer_dtype", "weights"),
+        ({"layer_inputs": "host"}, "layer_inputs", "none"),
+        ({"layer_updates": "during_backward"}, "layer_updates", "none"),
+    ],
+)
+def test_options_that_do_not_fit_a_run_by_layers_are_refused_by_name(options, name, stream):
+    with pytest.raises(SettingsError, match=f"`{name}`: expected .* as stream is '{stream}'"):
+        Settings(**options)
