@@ -70,7 +70,7 @@ class Dispatcher:
     def wait_for_decision(self) -> None:
         """Waits until it is known whether the last step counts."""
         if self._decision is not None:
-            self._host.result(self._decision)
+            self._host.result(self._decision)  # it has the sums of squares
 
     def tree(self, i: int) -> Any:
         """Returns a block's weights in host memory, as the user's tree."""
@@ -174,8 +174,7 @@ class Dispatcher:
         if len(self._throttle) > AHEAD:
             start = time.perf_counter()
             jax.block_until_ready(self._throttle.popleft())
-            now = time.perf_counter()
-            self._host.recorder.waited(start, now, now)
+            self._host.recorder.add("caller", "wait for device", start, self._number)
 
     def evaluate(self, program: ModelProgram, batch: Any, last: Callable | None) -> Any:
         outer = self._fetch(0)

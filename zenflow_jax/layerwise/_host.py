@@ -74,8 +74,10 @@ class Host:
             try:
                 future.exception()
             finally:
-                now = time.perf_counter()
-                self.recorder.waited(start, min(max(self._arrived, start), now), now)
+                now, step = time.perf_counter(), self.counted + self.skipped
+                arrived = min(max(self._arrived, start), now)
+                self.recorder.add("caller", "wait for device", start, step, arrived)
+                self.recorder.add("caller", "wait for host", arrived, step, now)
         if future.exception() is not None:
             self.check()
         return future.result()
