@@ -72,9 +72,7 @@ class Timeline:
     def steps(self) -> range:
         """Returns the steps whose end is recorded. Slice them for the last few."""
         numbers = {
-            span.number
-            for span in self.spans
-            if span.row == "device" and span.kind != "dispatch"
+            span.number for span in self.spans if span.row == "device" and span.kind != "dispatch"
         }
         return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
