@@ -1,80 +1,80 @@
-# Every target makes the environment it needs from nothing but Python, and installs again only when
-# pyproject.toml has changed.
+# Every target makes its environment from a Python alone, and reinstalls only if pyproject.toml
+# changes.
 
 PYTHON ?= python3
 VENV ?= .venv
-# Optional dependencies on top: `make quickstart EXTRA=cuda12`. Nothing of CUDA comes without it.
+# Optional dependencies: `make quickstart EXTRA=cuda12`. Without it, nothing of CUDA is installed.
 EXTRA ?=
-# Passed on to the script: `make quickstart ARGS="--steps 50"`.
+# Arguments for the script: `make quickstart ARGS="--steps 50"`.
 ARGS ?=
-# Passed on to pytest. Four processes at most: each one traces for itself. One that has nothing left
-# to do takes tests from another.
+# Arguments for pytest. At most four processes, because each traces for itself. An idle process takes
+# tests from another.
 TESTARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
-# pip only warns of an extra that does not exist, and would leave the user without it.
+# pip only warns of an unknown extra, and continues without it.
 ifneq ($(filter-out cuda12 cuda13,$(EXTRA)),)
   $(error EXTRA must be cuda12, cuda13 or empty, got "$(EXTRA)")
 endif
 
 comma := ,
 extras := train$(if $(EXTRA),$(comma)$(EXTRA))
-# Twice quiet: errors only. pip's warnings speak of a machine's own settings.
+# -qq: errors only. pip's warnings are about the machine's settings.
 pip := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
-# One stamp for each choice of extras, so that another choice installs and the same one does not.
+# A stamp for each choice of extras, so that only a new choice installs.
 made := $(VENV)/.made
 installed := $(VENV)/.installed-$(subst $(comma),-,$(extras))
 tools := $(VENV)/.installed-dev
 sphinx := $(VENV)/.installed-docs
 
-# Only what was made here is removed: VENV may name a folder of the user's.
+# Removes only folders made by this Makefile: VENV may be a user's folder.
 ours = { test -z "$$(ls -A "$$folder" 2> /dev/null)" || test -e "$$folder/.zenflow_jax" \
   || test -e "$$folder/.made" || test -e "$$folder/.installed" \
   || { echo "$$folder was not made by this Makefile; remove it, or add VENV=.venv-other" >&2; false; }; }
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.NOTPARALLEL:  # two installs must not meet in one environment
+.NOTPARALLEL:  # an environment allows one install at a time
 .PHONY: help quickstart test test-fast test-compiled test-tunix test-slurm docs test-docs dist lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
 	@echo "                 ARGS=\"--steps 50\" for the script's options)"
 	@echo "make test        run the tests (TESTARGS=\"-k adam\" for pytest's options)"
-	@echo "make test-fast   run those that are not marked slow, for work in between: a minute and a half"
-	@echo "                 on two cores. No long compiling, no processes that import jax; what was"
-	@echo "                 compiled is kept for the next time. \`make test\` has the say"
-	@echo "make test-compiled  check what a GPU's compiler makes of all programs; needs no GPU. Two to four"
+	@echo "make test-fast   run only tests not marked slow, between changes: a minute and a half on two"
+	@echo "                 cores. No long compiling, no processes that import jax; compiled programs are"
+	@echo "                 kept for the next run. Only \`make test\` is authoritative"
+	@echo "make test-compiled  compile all programs for a GPU and check them; needs no GPU. Two to four"
 	@echo "                 minutes, and a download of 230 MB"
-	@echo "make test-tunix  run the tests that need google-tunix, in an environment of their own: two minutes,"
-	@echo "                 and one more for the install, of 1.6 GB"
-	@echo "make test-slurm  run the batch script under a SLURM of two nodes on this machine: four minutes; needs"
+	@echo "make test-tunix  run the tests that need google-tunix, in a separate environment: two minutes,"
+	@echo "                 plus one to install 1.6 GB"
+	@echo "make test-slurm  run the batch script under SLURM with two nodes on this machine: four minutes; needs"
 	@echo "                 Debian's packages slurm-wlm and munge"
-	@echo "make docs        build the documentation's site into build/site; two minutes, examples are executed"
-	@echo "make test-docs   open every page of it in a browser; needs Chromium"
+	@echo "make docs        build the documentation into build/site; two minutes, runs its examples"
+	@echo "make test-docs   open every page in a browser; needs Chromium"
 	@echo "make dist        build wheel and source distribution into dist/"
 	@echo "make lint        check style, format and types"
 	@echo "make clean       remove the environment"
-	@echo "All take PYTHON=python3.13 to choose the Python and VENV=.venv-3.13 to choose the folder."
+	@echo "Options of all: PYTHON=python3.13 for another Python, VENV=.venv-3.13 for another folder."
 
 quickstart: $(installed)
 	@$(VENV)/bin/python -m train.finetune configs/quickstart.toml $(ARGS)
 
-# -rs: a skipped test says why. On a GPU the processes share it, so none may reserve it all. Tests
-# start some 60 processes, of which each would compile all Python anew if none may write bytecode.
+# -rs shows why a test is skipped. Processes share a GPU, so none may reserve all of it. Tests start
+# some 60 processes, each of which would compile all Python code again without bytecode files.
 pytest := env -u PYTHONDONTWRITEBYTECODE XLA_PYTHON_CLIENT_PREALLOCATE=false \
   $(VENV)/bin/python -m pytest -q -rs
 test: $(installed) $(tools)
 	@$(pytest) $(TESTARGS)
 
-# `make test` compiles every program anew; this one keeps those of its last runs, for a week.
+# `make test` compiles every program again; this target keeps programs for a week.
 compiled := $(abspath $(VENV))/compiled
 test-fast: $(installed) $(tools)
 	@mkdir -p $(compiled) && find $(compiled) -type f -mtime +7 -delete
 	@JAX_COMPILATION_CACHE_DIR=$(compiled) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(pytest) -m "not slow" $(TESTARGS)
 
-# Without a GPU: of jax's CUDA wheels a compiler needs the plugin and one of NVIDIA's dozen, with ptxas.
-# They are beside the environment, so that no other test sees them.
+# Compiling without a GPU needs jax's CUDA plugin and one of NVIDIA's dozen wheels, with ptxas. They are
+# outside the environment, so that no other test sees them.
 compiler := $(VENV)-compiler
 test-compiled: $(compiler)/.installed $(tools)
 	@JAX_PLATFORMS=cpu PYTHONPATH=$(compiler) TF_CPP_MIN_LOG_LEVEL=3 $(pytest) $(TESTARGS) \
@@ -94,13 +94,13 @@ test-tunix:
 	@folder=$(VENV)-tunix; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax
 	@PYTHON=$(PYTHON) .ci/tunix $(VENV)-tunix
 
-# Strict: a link that leads nowhere, a public name without its entry, or an example that fails ends it.
+# Strict: fails on a broken link, a public name without an entry, or a failing example.
 site := build/site
 docs: $(installed) $(sphinx)
 	@$(VENV)/bin/python -m sphinx -q -W --keep-going -b html -d build/doctrees docs $(site)
 	@echo "$(site)/index.html"
 
-# Opens every page of it in a browser that is on the machine: Debian's package `chromium`.
+# Opens every page in the machine's browser: Debian's package `chromium`.
 test-docs: docs
 	@$(VENV)/bin/python docs/browse.py $(site)
 
@@ -141,9 +141,9 @@ $(sphinx): pyproject.toml | $(made)
 	@$(pip) install --group docs
 	@touch $@
 
-# An environment that is there already keeps its Python; say so rather than test the wrong one.
+# An existing environment keeps its Python; fails rather than test the wrong one.
 same-python:
 ifneq ($(origin PYTHON),file)
-	@test ! -e $(made) || { asked=$$($(PYTHON) -V) && has=$$($(VENV)/bin/python -V) && \
-	  { test "$$asked" = "$$has" || { echo "$(VENV) has $$has, PYTHON=$(PYTHON) is $$asked; run \`make clean\` or add VENV=.venv-other" >&2; exit 1; }; }; }
+	@test ! -e $(made) || { new=$$($(PYTHON) -V) && old=$$($(VENV)/bin/python -V) && \
+	  { test "$$new" = "$$old" || { echo "$(VENV) has $$old, PYTHON=$(PYTHON) is $$new; run \`make clean\` or add VENV=.venv-other" >&2; exit 1; }; }; }
 endif

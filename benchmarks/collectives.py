@@ -1,8 +1,8 @@
-"""What moves between devices in a compiled program, by what XLA's text of it says.
+"""Which transfers between devices does a compiled program make, by XLA's text?
 
     python -m benchmarks.collectives
 
-prints what `zenflow` adds to a step of a model with one matrix, for the usual placements.
+Prints the transfers that `zenflow` adds to a step with one matrix, for the usual placements.
 """
 
 import math
@@ -28,25 +28,25 @@ class Collective(NamedTuple):
 
     kind: str
     nbytes: int  # of its result on one device
-    group: int  # devices that take part in it together
+    group: int  # number of devices that take part together
 
     @property
     def sent(self) -> int:
-        """Bytes that each device sends, where the devices of a group stand in a ring."""
-        others = self.group - 1
+        """Returns the bytes that each device sends, if a group's devices form a ring."""
+        peers = self.group - 1
         shares = {
-            "all-reduce": 2 * others / self.group,  # a reduce-scatter, then an all-gather
-            "reduce-scatter": others,  # of a result that is one part in `group`
+            "all-reduce": 2 * peers / self.group,  # a reduce-scatter, then an all-gather
+            "reduce-scatter": peers,  # each result is one part in `group`
             "collective-permute": 1,
             "collective-broadcast": 1,
         }
-        return round(self.nbytes * shares.get(self.kind, others / self.group))
+        return round(self.nbytes * shares.get(self.kind, peers / self.group))
 
 
 def collectives(program: str) -> list[Collective]:
-    """The operations between devices in the text of a compiled program.
+    """Returns the operations between devices in a compiled program's text.
 
-    What is inside a loop counts once.
+    An operation inside a loop counts once.
     """
     partitions = _PARTITIONS.search(program)
     devices = int(partitions[1]) if partitions else 1
@@ -54,8 +54,8 @@ def collectives(program: str) -> list[Collective]:
     for line in program.splitlines():
         if match := _LINE.search(line):
             kind, arrays = match["kind"], array_bytes(match["result"])
-            # What starts one gives its arguments back too, before the results; but for an
-            # all-reduce, whose results could not be told from them.
+            # A start also returns its arguments, before the results; except for an all-reduce,
+            # whose results look the same.
             if match["start"] and kind != "all-reduce":
                 if kind == "collective-permute":
                     arrays = arrays[:2]  # two counters come last
@@ -65,7 +65,7 @@ def collectives(program: str) -> list[Collective]:
 
 
 def array_bytes(text: str) -> list[int]:
-    """The size of each array that XLA's text names, as in `bf16[2,3]`."""
+    """Returns the bytes of each array that XLA's text names, as in `bf16[2,3]`."""
     sizes = []
     for name, bits, shape in _ARRAY.findall(text):
         width = 1 if name == "pred" else int(bits) // 8
@@ -74,27 +74,27 @@ def array_bytes(text: str) -> list[int]:
 
 
 def _group(line: str, devices: int) -> int:
-    """Of how many devices the groups of a line are, in any of the ways that XLA writes them."""
+    """Returns the number of devices in a line's groups, in any of XLA's notations."""
     if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):  # {{0,1},{2,3}}
         return len(match[1].split(","))
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):  # [groups,size]<=[devices]
         return int(match[1])
     ids = r"(?:, device_ids=\([^{]*\))?"
     if match := re.search(rf"replica_groups=mesh\[(.*?)\]{ids} ?\{{(.*?)\}}", line):
-        # mesh['axis_0'=4,'axis_1'=2] {'axis_0'}; a part of an axis is written 'axis_1':(1)2; where
-        # devices are in another order, device_ids=([4,2]T(1,0)) stands between.
+        # mesh['axis_0'=4,'axis_1'=2] {'axis_0'}; part of an axis is 'axis_1':(1)2; with another
+        # device order, device_ids=([4,2]T(1,0)) is in between.
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part or sizes[name]) for name, part in named)
     if re.search(r"replica_groups=(?!\{\})", line):
-        raise ValueError(f"cannot read the groups of devices in {line.strip()[:300]}")
+        raise ValueError(f"The device groups cannot be read in {line.strip()[:300]}")
     return devices
 
 
 def compiled_step(
     tx: optax.GradientTransformation, sharding: NamedSharding, n: int = 4096
 ) -> jax.stages.Compiled:
-    """A training step of one `n` x `n` bfloat16 matrix, with 64 examples a device."""
+    """Compiles a training step with one `n` x `n` bfloat16 matrix and 64 examples per device."""
     mesh = sharding.mesh
     params = {"w": jax.ShapeDtypeStruct((n, n), jnp.bfloat16, sharding=sharding)}
     batch = jax.ShapeDtypeStruct(
@@ -114,7 +114,7 @@ def compiled_step(
 
 
 def placements(devices: list[Any]) -> dict[str, NamedSharding]:
-    """Where the matrix is: its channels are along its first axis."""
+    """Returns placements of the matrix, whose channels are along its first axis."""
 
     def on(shape: dict[str, int], *entries: Any) -> NamedSharding:
         mesh = jax.make_mesh(
@@ -145,13 +145,11 @@ def placements(devices: list[Any]) -> dict[str, NamedSharding]:
 def main() -> None:
     for name, sharding in placements(jax.devices()).items():
         sgd = compiled_step(optax.sgd(1e-3), sharding)
-        ours = compiled_step(zenflow_jax.zenflow(1e-3, topk_ratio=0.05), sharding)
+        zenflow = compiled_step(zenflow_jax.zenflow(1e-3, topk_ratio=0.05), sharding)
         print(name)
-        for what, program in (("sgd", sgd), ("zenflow", ours)):
-            operations = collectives(program.as_text())
-            print(
-                f"  {what:8}", sum(c.nbytes for c in operations), "bytes:", *map(tuple, operations)
-            )
+        for label, program in (("sgd", sgd), ("zenflow", zenflow)):
+            traffic = collectives(program.as_text())
+            print(f"  {label:8}", sum(c.nbytes for c in traffic), "bytes:", *map(tuple, traffic))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     python -m benchmarks.glue_parity --model DIR --sst2 DIR --cola DIR
 
-Fine-tunes an encoder on GLUE tasks by the real command, once for each optimizer and seed, from the
-same weights and on the same batches in the same order; all in float32. The head is drawn anew by
-each seed, which also fixes the order of the data. Prints a table of the task's metric on the whole
-dev set after the last step (mean and standard deviation over the seeds) and draws the training
-losses into `benchmarks/glue_parity.png`. Answers: `benchmarks/LOG.md`.
+Fine-tunes an encoder on GLUE tasks with the real command, once for each optimizer and seed, from
+the same weights and on the same batches in the same order, in float32. The seed sets the new head
+and the order of the data. Prints a table with the task's metric on the whole dev set after the last
+step (mean and standard deviation over seeds), and draws the training losses into
+`benchmarks/glue_parity.png`. Answers: `benchmarks/LOG.md`.
 
-Runs are kept in `--folder`: started again, it makes those that are missing.
+Runs stay in `--folder`: a second start makes only the missing runs.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def train(job: Job, variant: str, seed: int, args: argparse.Namespace) -> Run:
 
 
 def smoothed(losses: list[float], width: int = 5) -> list[float]:
-    """The mean of each loss and those before it, `width` at most."""
+    """Returns the moving average over at most `width` losses."""
     parts = [losses[max(i - width + 1, 0) : i + 1] for i in range(len(losses))]
     return [statistics.fmean(part) for part in parts]
 

@@ -1,18 +1,17 @@
-"""What does XLA make of a training step on a GPU: how much memory, and when does mail leave?
+"""How much memory does a compiled training step use on a GPU, and when does mail leave?
 
     export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
     python -m benchmarks.gpu_program
     python -m benchmarks.gpu_program --devices 8
 
 Compiles the steps of a Llama-shaped model with `optax.adamw` and `zenflow` for an NVIDIA H200,
-which need not be there: `pip install "jax[cuda12]"` is enough, on any x86 machine. Prints for each
-step the device's peak bytes per parameter (arguments, outputs and temporaries, less what is
-aliased), what its engine may have there besides, and both together; and the share of the mail's
-bytes whose copy starts while matmuls are still to come, that is, while the backward pass can hide
-it; and the program that merges the largest group's update into the parameters. With several devices
-also what they send each other in a step; bytes are those of one device, parameters those of the
-whole model. What `on_gpu.py` would run is compiled by `gpu_stages/programs.py`. Answers:
-`benchmarks/LOG.md`.
+which need not exist: `pip install "jax[cuda12]"` is enough, on any x86 machine. Prints for each
+step the device's peak bytes per parameter (arguments, outputs and temporaries, without aliases),
+the engine's bytes there, and their sum; then the share of mail whose copy starts before the last
+matmul, so that the backward pass can hide it; and the program that merges the largest group's
+update. With several devices it also prints the bytes that they exchange in a step; bytes are per
+device, parameters are the whole model's. `gpu_stages/programs.py` compiles the programs of
+`on_gpu.py`. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -56,7 +55,7 @@ class Shape(NamedTuple):
 
 
 def weights(shape: Shape, scanned: bool, parts: int = 1) -> dict[str, Any]:
-    """Shapes of the parameters; embedding and head may be stacks of so many parts."""
+    """Returns the parameters' shapes; embedding and head are stacks of `parts` if that is not 1."""
 
     def w(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
@@ -98,7 +97,7 @@ def loss(shape: Shape, mesh: Mesh, params: dict[str, Any], tokens: jax.Array) ->
     layer = jax.checkpoint(partial(_layer, shape.heads))
 
     def placed(x: jax.Array) -> jax.Array:
-        # Else the compiler may cut activations by how the weights lie, and leave the batch whole.
+        # Otherwise the compiler may divide activations like the weights, and not the batch.
         return jax.lax.with_sharding_constraint(x, batch_sharding(mesh)) if mesh.size > 1 else x
 
     table, head, dtype = params["embedding"], params["head"], params["norm"].dtype
@@ -126,14 +125,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def weight_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """A matrix is cut over `fsdp` along its last axis, which is not that of its channels."""
+    """Divides a matrix over `fsdp` along its last axis, which is not the channel axis."""
     cut = len(shape) > 1 and "fsdp" in mesh.shape
     spec = PartitionSpec(*[None] * (len(shape) - 1), "fsdp") if cut else PartitionSpec()
     return NamedSharding(mesh, spec)
 
 
 class Program(NamedTuple):
-    """A step of (params, state, tokens), and what makes its state."""
+    """A step of (params, state, tokens), and the function that makes its state."""
 
     step: Callable[..., Any]
     init: Callable[[Any], Any]
@@ -142,7 +141,7 @@ class Program(NamedTuple):
 
 
 def adamw_step(shape: Shape, mesh: Mesh, max_grad_norm: float) -> Program:
-    """bf16 weights made from a float32 master that is the optimizer's, as is usual."""
+    """Makes the usual step: bf16 weights, cast from the optimizer's float32 masters."""
     tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(1e-4))
 
     def init(params: Any) -> Any:
@@ -157,7 +156,7 @@ def adamw_step(shape: Shape, mesh: Mesh, max_grad_norm: float) -> Program:
         params = jax.tree.map(lambda m: m.astype(jnp.bfloat16), master)
         return params, (master, opt_state), value
 
-    # Of plain shapes: moments and masters lie as their parameters do.
+    # Plain shapes: moments and masters are placed like their parameters.
     return Program(step, partial(jax.eval_shape, init))
 
 
@@ -188,17 +187,17 @@ def zenflow_step(
         updates, opt_state = tx.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    # On one device of a mesh as on a device without one: no placement to think about.
+    # A mesh of one device needs no placements.
     init = tx.init if mesh.size > 1 else partial(jax.eval_shape, tx.init)
     return Program(step, init, scanned or streamed, streamed)
 
 
 def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any]:
-    """What the step takes, as shapes that lie on the mesh."""
+    """Returns the step's arguments, as shapes placed on the mesh."""
 
     def put(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-        # A described device has no host memory to put arguments in. The step reads no mail, so jit
-        # drops those arguments and their place does not matter.
+        # A described device has no host memory for arguments. The step reads no mail, so jit drops
+        # those arguments and their memory does not matter.
         known = getattr(x, "sharding", None)
         sharding = sharding or (
             NamedSharding(mesh, known.spec) if known else weight_sharding(mesh, x.shape)
@@ -214,7 +213,7 @@ def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any
 
 def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     params, state, tokens = arguments(program, shape, mesh)
-    # Left to the compiler, what replicated arguments become need not be replicated.
+    # By default the compiler may place the results of replicated arguments anywhere.
     kept = None
     if mesh.size > 1:
         kept = jax.tree.map(lambda x: x.sharding, params)
@@ -230,13 +229,13 @@ def _is_zenflow(x: Any) -> bool:
 
 
 def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
-    """The engine's program that brings an update of the largest group into the parameters."""
+    """Compiles the engine's program that merges the largest group's update."""
     params, state, _ = arguments(program, shape, mesh)
     return report(lowered_merge(params, state).compile(), params)
 
 
 def lowered_merge(params: Any, state: zenflow_jax.ZenFlowState) -> Any:
-    """That program, of the shapes of parameters and state, not compiled yet."""
+    """Returns that program, lowered for the shapes of parameters and state."""
     specs = [leaf.spec for leaf in state.leaves]
     groups = [of_group(specs, group) for group in range(state.schedule.groups)]
     largest = max(groups, key=lambda group: sum(math.prod(x.shape) for x in group.values()))
@@ -290,11 +289,11 @@ def many_devices(shape: Shape, devices: int) -> None:
     for sizes in ({"data": devices}, {"fsdp": devices}, {"data": 2, "fsdp": devices // 2}):
         mesh = planning.described_mesh("h200", sizes)
         print(", ".join(f"{name}={size}" for name, size in sizes.items()))
-        ours = zenflow_step(shape, mesh, 1.0)
+        zenflow = zenflow_step(shape, mesh, 1.0)
         reports = {
             "optax.adamw, float32 master": partial(compile_step, adamw_step(shape, mesh, 1.0)),
-            "zenflow(max_grad_norm=1)": partial(compile_step, ours),
-            "  merge, a step": partial(compile_merge, ours),
+            "zenflow(max_grad_norm=1)": partial(compile_step, zenflow),
+            "  merge, a step": partial(compile_merge, zenflow),
         }
         if "data" in sizes:
             whole = zenflow_step(shape, mesh, 1.0, partition=False)

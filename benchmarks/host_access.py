@@ -1,12 +1,12 @@
-"""Does a compiled program read and write host memory where it should, and by the copy engine?
+"""Does a compiled program access host memory in the right places, and by the copy engine?
 
-    python -m benchmarks.host_access PROGRAM.txt        # of `compiled.as_text()`
+    python -m benchmarks.host_access PROGRAM.txt        # from `compiled.as_text()`
 
 XLA for GPUs annotates a slice inside a loop with a walk in bytes, offset + iteration * stride, and
-its runtime copies by the walk; nothing looks at the index any more. With jax 0.10.2 and 0.11.0 some
-walks are not their index (openxla/xla#46231). This evaluates the index of each slice of host memory
-for each iteration, and compares. A slice without a walk is a kernel's: multiprocessors read host
-memory word by word, where a copy engine should.
+its runtime copies by the walk and ignores the index. With jax 0.10.2 and 0.11.0 some walks differ
+from their index (openxla/xla#46231). This program evaluates the index of each slice of host memory
+for each iteration, and compares. A slice without a walk is a kernel's: multiprocessors then read
+host memory word by word, instead of a copy engine.
 """
 
 import json
@@ -31,10 +31,10 @@ from benchmarks.program_text import (
 class Traffic(NamedTuple):
     """How a program uses host memory."""
 
-    right: int  # slices in loops whose walk is their index
-    wrong: list[str]  # slices whose walk is another
-    kernels: list[str]  # what else reads or writes host memory: kernels, host compute
-    to_host: int  # whole arrays that are copied
+    right: int  # number of slices in loops whose walk is their index
+    wrong: list[str]  # slices with another walk
+    kernels: list[str]  # other operations on host memory: kernels, host compute
+    to_host: int  # number of copies of whole arrays
     to_device: int
 
 
@@ -46,13 +46,13 @@ class _Loop(NamedTuple):
 
 
 def traffic(text: str) -> Traffic:
-    """Returns what the text of a compiled program says of its use of host memory.
+    """Returns a compiled program's use of host memory, from its text.
 
     Raises:
-        ValueError: If the text is none that XLA prints for a scheduled module.
+        ValueError: If the text is not XLA's for a scheduled module.
     """
     program = parse(text)
-    # What is in no loop runs once.
+    # The entry runs once.
     loops: dict[str, _Loop | None] = {program.entry: _Loop(0, range(1))}
     loops |= {
         body: _loop(x)
@@ -82,7 +82,7 @@ def traffic(text: str) -> Traffic:
     return Traffic(right, wrong, kernels, copies[True], copies[False])
 
 
-#: They pass arrays on, or end what another instruction has begun. `AllocateBuffer` is seen below.
+#: They pass arrays on, or end another instruction. `AllocateBuffer` is handled below.
 _MOVES_NOTHING = (
     *("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional"),
     *("opt-barrier", "optimization-barrier", "after-all", "copy-done", "fusion-done"),
@@ -98,12 +98,12 @@ def _touches_host(program: Program, computation: str, x: Instruction) -> bool:
 
 
 def _copied_slice(program: Program, x: Instruction) -> tuple[str, Instruction, Any] | None:
-    """Returns the slice that an operation copies by its walk: where it is, itself, the walk."""
+    """Returns an operation's slice: its computation, the instruction and its walk."""
     for name in x.called:
         for inner in program.computations[name].values():
-            found = re.search(r'"dynamic_slice_config":(\{[^}]*\})', inner.attributes)
-            if inner.opcode in _SLICES and found:
-                return name, inner, json.loads(found[1])
+            match = re.search(r'"dynamic_slice_config":(\{[^}]*\})', inner.attributes)
+            if inner.opcode in _SLICES and match:
+                return name, inner, json.loads(match[1])
     return None
 
 
@@ -114,10 +114,10 @@ def _difference(
     sliced: tuple[str, Instruction, Any],
     loop: _Loop | None,
 ) -> str | None:
-    """Says how a walk differs from the index of its slice; None if it does not."""
+    """Describes how a walk differs from its slice's index; None if they agree."""
     where, x, config = sliced
     if loop is None:
-        return "the trip count of its loop is not known"
+        return "the trip count of its loop is unknown"
     first = 1 if x.opcode == "dynamic-slice" else 2
     whole = program.shape_of(where, x.operands[0])
     part = x.shape if first == 1 else program.shape_of(where, x.operands[1])
@@ -130,25 +130,25 @@ def _difference(
         inside = outside.called(caller, where)
         index = [inside.value(operand) for operand in x.operands[first:]]
         if not all(isinstance(i, int) for i in index):
-            return "its index is not known"
+            return "its index is unknown"
         room = zip(index, dimensions(whole), dimensions(part), strides(whole), strict=True)
         places.append(sum(min(max(i, 0), n - k) * step for i, n, k, step in room))
     if places == walk:
         return None
     step = strides(whole)[0]
-    return f"the index says {[n // step for n in places]}, the walk {[n // step for n in walk]}"
+    return f"the index is {[n // step for n in places]}, the walk {[n // step for n in walk]}"
 
 
 def _loop(x: Instruction) -> _Loop | None:
-    """Returns the counter of a loop, where XLA says how it counts."""
+    """Returns a loop's counter, if XLA states its range."""
 
-    def found(key: str, *fields: str) -> list[int] | None:
+    def numbers(key: str, *fields: str) -> list[int] | None:
         text = re.search(rf'"{key}":(\{{[^}}]*\}})', x.attributes)
         return [int(json.loads(text[1])[field]) for field in fields] if text else None
 
-    trips = found("known_trip_count", "n")
-    element = found("known_induction_variable", "tuple_index")
-    steps = found("known_init_step", "init", "step")
+    trips = numbers("known_trip_count", "n")
+    element = numbers("known_induction_variable", "tuple_index")
+    steps = numbers("known_init_step", "init", "step")
     if trips is None or element is None or steps is None:
         return None
     begin, step = steps
@@ -158,8 +158,8 @@ def _loop(x: Instruction) -> _Loop | None:
 class _Frame:
     """The values of a computation's integers, for values of its parameters.
 
-    An integer is an int, a tuple a dict of what is known of its elements, a constant vector a list;
-    what is not known is None.
+    An integer is an int, a tuple a dict of its known elements, a constant vector a list; an unknown
+    value is None.
     """
 
     def __init__(self, program: Program, computation: str, parameters: dict[int, Any]):
@@ -169,7 +169,7 @@ class _Frame:
     def value(self, operand: str) -> Any:
         name, _, element = operand.partition("#")
         if name not in self._known:
-            self._known[name] = None  # a circle is not known
+            self._known[name] = None  # a cycle is unknown
             self._known[name] = self._evaluated(self._program.computations[self._name][name])
         value = self._known[name]
         return (value or {}).get(int(element)) if element else value
@@ -213,7 +213,7 @@ _ARITHMETIC = {
     "minimum": min,
     "maximum": max,
     "clamp": lambda low, a, high: min(max(a, low), high),
-    "select": lambda which, a, b: a if which else b,
+    "select": lambda condition, a, b: a if condition else b,
 }
 _COMPARED = {
     "LT": lambda a, b: a < b,
@@ -226,13 +226,13 @@ _COMPARED = {
 
 
 def _direction(x: Instruction) -> str:
-    found = re.search(r"direction=(\w+)", x.attributes)
-    assert found is not None
-    return found[1]
+    match = re.search(r"direction=(\w+)", x.attributes)
+    assert match is not None
+    return match[1]
 
 
 def _constant(text: str) -> Any:
-    """Returns an integer, or a list of those of a vector."""
+    """Returns an integer, or a vector's list of integers."""
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     if re.fullmatch(r"\{[-\d, ]+\}", text):
@@ -241,7 +241,7 @@ def _constant(text: str) -> Any:
 
 
 def _entry(x: Instruction, *values: Any) -> Any:
-    """Returns the one entry that a slice takes from a constant vector."""
+    """Returns the entry that a slice takes from a constant vector."""
     vector, *index = values
     single = isinstance(vector, list) and len(index) == 1 and dimensions(x.shape) == [1]
     return vector[min(max(index[0], 0), len(vector) - 1)] if single else None
@@ -252,7 +252,7 @@ def _root(program: Program, computation: str) -> str:
 
 
 def large_copies(text: str, least_bytes: int) -> Iterator[str]:
-    """Yields the copies on the device of arrays of so many bytes or more."""
+    """Yields the copies on the device with at least `least_bytes`."""
     program = parse(text)
     for name, computation in program.executed():
         for x in computation.values():
@@ -262,13 +262,13 @@ def large_copies(text: str, least_bytes: int) -> Iterator[str]:
 
 def main() -> None:
     for path in sys.argv[1:]:
-        found = traffic(Path(path).read_text(encoding="utf-8"))
+        result = traffic(Path(path).read_text(encoding="utf-8"))
         print(
-            f"{path}: {found.right} slices in loops right, {len(found.wrong)} WRONG, "
-            f"{len(found.kernels)} by kernels; {found.to_host} copies to the host, "
-            f"{found.to_device} to the device"
+            f"{path}: {result.right} slices in loops right, {len(result.wrong)} WRONG, "
+            f"{len(result.kernels)} by kernels; {result.to_host} copies to the host, "
+            f"{result.to_device} to the device"
         )
-        for line in (*found.wrong, *found.kernels):
+        for line in (*result.wrong, *result.kernels):
             print(f"  {line}")
 
 

@@ -1,21 +1,19 @@
-"""How far is the host update from what memory allows, and how does it compare with its peers?
+"""How close is the host update to the memory-bandwidth limit, and how does it compare with peers?
 
     python -m benchmarks.host_adam --millions 64 --rounds 13 --threads 2
 
-Prints the median in ms with its interquartile range and the least, compilation excluded, and the
-median over the rounds of the ratio to the memory-bandwidth limit and to DeepSpeed's CPUAdam. All
-rows take turns in one process, on the same arrays. The limit moves the same bytes in the same order
-and computes nothing. Peers that are not installed are named and left out. Answers:
-`benchmarks/LOG.md`.
+Prints the median in ms with its interquartile range and the minimum, without compilation, and the
+median ratio to the memory-bandwidth limit and to DeepSpeed's CPUAdam. All rows take turns in one
+process, on the same arrays. The limit moves the same bytes in the same order and computes nothing.
+Peers that are not installed are named and skipped. Answers: `benchmarks/LOG.md`.
 
-Where the weight is bfloat16, ours is half of the master, so it moves 2 bytes less than the peers:
-they keep a float32 master, and cast the gradient before and the weight after their step, as their
-own offloading does.
+A bfloat16 weight is half of its master here, so an update moves 2 bytes less than the peers' do:
+they keep a float32 master, and cast the gradient before and the weight after their step, as in
+their own offloading.
 """
 
 import argparse
 import functools
-import importlib.metadata
 import os
 import statistics
 import time
@@ -34,8 +32,8 @@ from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 Run = Callable[[], object]
 LIMIT, TORCH, DEEPSPEED = "memory bandwidth", "torch.optim.AdamW(fused)", "DeepSpeed CPUAdam"
-WIDTH = 4096  # elements of a channel (leading), channels of a row (trailing)
-SKIPPED = 0.07  # share of the channels that is selected, so not the host's
+WIDTH = 4096  # elements in a channel (leading), channels in a row (trailing)
+SKIPPED = 0.07  # share of selected channels, which the host skips
 RATE, B1, B2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 
 
@@ -47,10 +45,10 @@ class Arrays(NamedTuple):
     v: np.ndarray
     g: np.ndarray
     g16: np.ndarray  # bfloat16
-    out16: np.ndarray  # bfloat16: what is uploaded, and half of our masters
+    out16: np.ndarray  # bfloat16: the upload, and one half of split masters
     rest16: np.ndarray  # int16: the other half
     compact: tuple[Moment, Moment]  # the same moments in 8 bits
-    more16: list[np.ndarray]  # bfloat16, the gradients of three other steps
+    more16: list[np.ndarray]  # bfloat16, three other steps' gradients
 
 
 def main() -> None:
@@ -59,8 +57,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=13)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    # Read when OpenMP is loaded, so before the peers are imported. Passive: else their idle
-    # threads spin for a while after each step, at the cost of the row that comes next.
+    # OpenMP reads these when it is loaded, with the peers. Passive: otherwise idle threads spin for
+    # a while after each step, at the next row's cost.
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
     arrays = new_arrays(args.millions)
@@ -74,7 +72,7 @@ def main() -> None:
         except ImportError as error:
             print(f"left out: {name} ({error})")
 
-    versions = ", ".join(f"{x} {version_of(x)}" for x in ("numpy", "numba", "torch", "deepspeed"))
+    versions = f"numpy {np.__version__}, numba {numba.__version__}"
     print(f"{args.millions} Mi elements, {args.threads} threads, {args.rounds} rounds; {versions}")
     samples = interleaved(cases, args.rounds)
     for case, rows in samples.items():
@@ -173,7 +171,7 @@ def stream_sum(total, g, zero):
 def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
     step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, None)
     n = x.p.shape[2]
-    flip = (1, n, WIDTH, 1)  # the same memory, its rows taken for rows of channels
+    flip = (1, n, WIDTH, 1)  # the same memory, viewed as rows of channels
     everything = np.ones((1, n), bool)
     most = np.random.default_rng(1).random((1, n)) >= SKIPPED
     lanes = np.random.default_rng(2).random((1, WIDTH)) >= SKIPPED
@@ -215,7 +213,7 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
 
 
 def laid_out(moment: Moment, shape: tuple[int, ...]) -> Moment:
-    """The same codes, taken for those of another layout; scales are as many."""
+    """Returns the same codes, viewed in another layout with as many scales."""
     if moment.scales is None:
         return Moment(moment.values.reshape(shape))
     of_shape = moment.like(shape)
@@ -239,7 +237,7 @@ def add_deepspeed(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, nam
 
 
 def add_optimizer(cases: dict[str, dict[str, Run]], x: Arrays, make: Callable, name: str) -> None:
-    """A torch optimizer, made to work in our arrays so that no row has better memory pages."""
+    """Adds a torch optimizer that works on the same arrays, so that no row has better pages."""
     import torch  # pyright: ignore[reportMissingImports]
 
     p, g = torch.from_numpy(x.p.reshape(-1)), torch.from_numpy(x.g.reshape(-1))
@@ -284,7 +282,7 @@ def add_optimizer(cases: dict[str, dict[str, Run]], x: Arrays, make: Callable, n
 
 def interleaved(cases: dict[str, dict[str, Run]], rounds: int) -> dict[str, dict[str, list[float]]]:
     samples = {case: {name: [] for name in rows} for case, rows in cases.items()}
-    for i in range(rounds + 1):  # the first compiles and is thrown away
+    for i in range(rounds + 1):  # the first compiles, and is discarded
         for case, rows in cases.items():
             for name, run in rows.items():
                 start = time.perf_counter()
@@ -298,13 +296,6 @@ def ratio(ms: list[float], base: list[float] | None) -> str:
     if base is None:
         return "-"
     return f"{statistics.median(a / b for a, b in zip(ms, base, strict=True)):.2f}"
-
-
-def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Does a run that is killed again and again end with the bits of one that never was?
+"""Does a run that is killed repeatedly end with the same bits as an uninterrupted run?
 
     python -m benchmarks.kill_test --kills 25
 
 Starts `python -m train.finetune` with a tiny model, kills it with SIGKILL, starts it again, and so
-on; then lets it end. A third of the kills come when a checkpoint is being written, a sixth in the
-first seconds of a start, the others at any moment of the training. What is compared with an
-uninterrupted run: the final model, every array of the final checkpoint, and the losses of the
-metrics. Prints one line for each kill and one for the result, and exits with 1 if anything differs.
-Answers: `benchmarks/LOG.md`.
+on; then lets it finish. A third of the kills come while a checkpoint is written, a sixth in the
+first seconds of a start, the others at any moment during training. Compares the final model, every
+array in the final checkpoint, and the losses in the metrics with those of an uninterrupted run.
+Prints a line for each kill and one for the result, and exits with 1 if anything differs. Answers:
+`benchmarks/LOG.md`.
 
-Everything is a CPU's: `JAX_PLATFORMS=cpu` is set. Compiling would be most of the time of a start,
-so the compiler does not optimize, and what the uninterrupted run has compiled is kept for the rest.
+Everything runs on a CPU: `JAX_PLATFORMS=cpu` is set. Compiling would dominate a start's time, so
+the compiler does not optimize, and all starts reuse the uninterrupted run's compiled programs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parents[1]
 
-# A save in the middle of a window, one of three, with an update under way; selections; a warm-up.
+# A save inside a window, with an update in flight; selections; a warm-up.
 CONFIG = """
 corpus_megabytes = 0.3
 sequence_length = 16
@@ -54,7 +54,7 @@ progress = false
 """
 SAVE_EVERY = 5
 
-# Saves that a start may make before it is killed; from this follows how long the run must be.
+# Saves that a start may make before it is killed; they determine the run's length.
 SAVES = 3
 STEPS_PER_KILL = SAVE_EVERY * (SAVES + 2)
 
@@ -62,25 +62,25 @@ LONGEST_START_S = 120
 
 
 class Result(NamedTuple):
-    """What became of a run that was killed."""
+    """The result of a run that was killed."""
 
     kills: int
-    while_writing: int  # of them those that left a checkpoint behind that was half written
-    differences: list[str]  # from the uninterrupted run; none is what is hoped for
+    while_writing: int  # number of kills that left a half-written checkpoint
+    differences: list[str]  # from the uninterrupted run; should be empty
 
 
 def kill_test(folder: Path, *, kills: int, seed: int, start_s: float = 5.0, **words: str) -> Result:
     """Makes both runs in `folder` and compares them.
 
     Args:
-        folder: An empty one.
-        kills: How many.
-        seed: Of the moments.
-        start_s: What a start takes until its first steps, roughly: kills at the start come within.
-        words: Further settings of the runs, such as the optimizer.
+        folder: An empty folder.
+        kills: Number of kills.
+        seed: Seed for the moments.
+        start_s: Rough time from a start to its first steps, for kills during the start.
+        words: Further settings, such as the optimizer.
 
     Raises:
-        RuntimeError: If a start fails otherwise than by being killed.
+        RuntimeError: If a start fails by itself.
     """
     config = write_config(folder, steps=STEPS_PER_KILL * kills + 13, **words)
     end(start(config, "whole"))
@@ -105,7 +105,7 @@ def kill_test(folder: Path, *, kills: int, seed: int, start_s: float = 5.0, **wo
 
 
 def write_config(folder: Path, *, steps: int, **words: str) -> Path:
-    """Writes the settings of runs in `folder`; gives the file."""
+    """Writes the settings for runs in `folder`; returns the file."""
     config = folder / "job.toml"
     settings = CONFIG + f'save_every = {SAVE_EVERY}\noutput_dir = "{folder}"\nsteps = {steps}\n'
     settings += "".join(f'{name} = "{word}"\n' for name, word in words.items())
@@ -116,13 +116,13 @@ def write_config(folder: Path, *, steps: int, **words: str) -> Path:
 
 
 def start(config: Path, run: str, *options: str) -> subprocess.Popen:
-    """Starts the script; what it prints goes to its stdout."""
+    """Starts the script; all output goes to its stdout."""
     command = [sys.executable, "-m", "train.finetune", config, "--run", run, *options]
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-        # If somebody keeps compiled programs already, then with those.
+        # Reuses an existing cache of compiled programs.
         "JAX_COMPILATION_CACHE_DIR": os.environ.get(
             "JAX_COMPILATION_CACHE_DIR", str(config.parent / "compiled")
         ),
@@ -139,7 +139,7 @@ def start(config: Path, run: str, *options: str) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Waits for the end of a start that nobody kills."""
+    """Waits for the end of a start that is not killed."""
     output, _ = process.communicate(timeout=3 * LONGEST_START_S)
     if process.returncode:
         raise RuntimeError(f"a start failed with {process.returncode}:\n{output}")
@@ -157,9 +157,9 @@ def kill_at(
         time.sleep(moments.uniform(0.0, start_s))
         process.kill()
         return
-    begun = max(steps_of(checkpoints), default=0)
-    target = begun + SAVE_EVERY * moments.randrange(SAVES)
-    # What the kill before has left behind is cleared away first.
+    saved = max(steps_of(checkpoints), default=0)
+    target = saved + SAVE_EVERY * moments.randrange(SAVES)
+    # The start first removes the last kill's leftovers.
     wait_for(lambda: not half_written(checkpoints), process)
     wait_for(lambda: max(steps_of(checkpoints), default=0) >= target, process)
     # A step takes 2 to 10 ms, a save 30.
@@ -172,13 +172,13 @@ def kill_at(
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
-    """Waits, looking often, because what is waited for can be over within milliseconds."""
+    """Polls often, because the condition can be over within milliseconds."""
     deadline = time.monotonic() + LONGEST_START_S
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             output, _ = process.communicate()
-            raise RuntimeError(f"a start ended, or did not come to its checkpoints:\n{output}")
+            raise RuntimeError(f"a start ended, or never reached its checkpoints:\n{output}")
         time.sleep(0.001)
 
 
@@ -187,7 +187,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def steps_of(checkpoints: Path) -> set[int]:
-    """The checkpoints that have their name, and so are whole."""
+    """Returns the steps of complete checkpoints, which have their final name."""
     return {int(name) for name in names_in(checkpoints) if name.isdecimal()}
 
 
@@ -196,7 +196,7 @@ def half_written(checkpoints: Path) -> list[str]:
 
 
 def differences(whole: Path, killed: Path) -> list[str]:
-    """What is not the same bits in both runs."""
+    """Names everything whose bits differ between the runs."""
     different = []
     models = [(run / "model.safetensors").read_bytes() for run in (whole, killed)]
     if models[0] != models[1]:
@@ -212,7 +212,7 @@ def differences(whole: Path, killed: Path) -> list[str]:
         different += [
             name
             for name, x in trees[0].items()
-            # Tokens are made from a number that is another one for each start.
+            # Tokens contain a random number for each start.
             if not name.endswith("token") and x.tobytes() != trees[1][name].tobytes()
         ]
     if losses(whole) != losses(killed):
@@ -221,7 +221,7 @@ def differences(whole: Path, killed: Path) -> list[str]:
 
 
 def final_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
-    """All arrays of a checkpoint, by name."""
+    """Returns all arrays in a checkpoint, by name."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.metadata(checkpoint / "state").item_metadata.tree
         args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in tree}
@@ -232,7 +232,7 @@ def final_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def losses(run: Path) -> list[tuple[str, ...]]:
-    """Step, loss and schedule of every row; speed differs, of course."""
+    """Returns step, loss and schedule of every row, without speeds."""
     with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return [(row["step"], row["loss"], row["window_length"], row["reselections"]) for row in rows]

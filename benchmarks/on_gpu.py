@@ -1,19 +1,18 @@
-"""What does this project do on a GPU? Everything, in one command and twelve minutes.
+"""How does this project perform on a GPU? All answers in one command and twelve minutes.
 
     python -m benchmarks.on_gpu --out DIR --minutes 12
     python -m benchmarks.on_gpu --out DIR --rehearse              # the same on a CPU, tiny
     python -m benchmarks.on_gpu --out DIR --only correct headline
 
-Runs the stages of `STAGES`, the most valuable first. Each is a process of its own with a limit of
-time: one that raises, aborts, hangs or has no memory loses what it had not found yet, and the next
-one finds the GPU free. What the budget does not allow any more is left out, and said.
+Runs the stages in `STAGES`, the most valuable first. Each is a separate process with a time limit:
+a stage that raises, aborts, hangs or runs out of memory keeps its earlier results, and leaves the
+GPU free for the next. The report names stages that the budget leaves out.
 
-`DIR/report.md` and `DIR/report.json` are whole at any moment: they are written again while a stage
-runs whenever it has found something, and when it has ended. A picture lies beside them, and log.txt
-has all output.
+`DIR/report.md` and `DIR/report.json` are complete at any moment: they are rewritten whenever a
+stage has a new result, and when it ends. A picture is beside them, and log.txt has all output.
 
-Needs the packages that the library needs and matplotlib, nothing else; no network. This process
-starts no jax, so all of the GPU is the stages'. Answers: `benchmarks/LOG.md`.
+Needs only the library's packages and matplotlib; no network. This process does not start jax, so
+the stages have the whole GPU. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -37,13 +36,13 @@ from benchmarks.gpu_stages.__main__ import NO_GPU
 from benchmarks.gpu_stages.notes import Notes, notes_path
 from benchmarks.gpu_stages.report import Outcome
 
-#: Of the output of one stage.
+#: The largest part of a stage's output to keep.
 MOST_BYTES = 2**20
-#: What the stage `step_time` draws.
+#: The picture from the stage `step_time`.
 PICTURE = "step_time.png"
-#: Between the moment at which a stage should have ended and the one at which it is killed.
+#: Time from a stage's limit until it is killed.
 GRACE_S = 8.0
-#: Between two looks at a stage that runs.
+#: Time between two polls of a running stage.
 _LOOK_S = 1.0
 
 
@@ -51,8 +50,8 @@ class StageLimits(NamedTuple):
     name: str
     question: str
     target: str  # module:function
-    seconds: float  # it gets at most
-    least: float  # with less left it is not begun
+    seconds: float  # its time limit
+    least: float  # it does not start with less time left
 
 
 def _stage(name: str, question: str, module: str, seconds: float, least: float) -> StageLimits:
@@ -66,14 +65,12 @@ STAGES = (
     _stage("ways", "does each way of sending gradients train the same?", "ways", 120, 60),
     _stage(
         "step_time",
-        "what does a training step cost, beside everything else one could do?",
+        "how long does a training step take, compared with all alternatives?",
         "step_times",
         185,
         60,
     ),
-    _stage(
-        "headline", "how large a model trains here that would not with AdamW?", "headline", 110, 50
-    ),
+    _stage("headline", "how large a model trains here that AdamW could not?", "headline", 110, 50),
 )
 
 
@@ -86,19 +83,19 @@ def run(
     command: str,
     cache: Path | None = None,
 ) -> list[Outcome]:
-    """Runs the stages in turn; the report is whole after each, whatever happens. How each went.
+    """Runs the stages in turn, and returns their outcomes; the report is complete after each.
 
     Args:
-        stages: What to run.
-        out: Folder for the report; made if it is not there.
-        seconds: For all of them together.
-        rehearse: On a CPU, with tiny sizes.
-        command: What the report says it was made with.
-        cache: Folder for compiled programs; None for what JAX_COMPILATION_CACHE_DIR says, or one
-            that is gone at the end.
+        stages: The stages.
+        out: Folder for the report; made if missing.
+        seconds: Time for all stages together.
+        rehearse: Whether to run on a CPU, with tiny sizes.
+        command: The command to name in the report.
+        cache: Folder for compiled programs; None for JAX_COMPILATION_CACHE_DIR, or a temporary
+            folder.
     """
     deadline = time.monotonic() + seconds - GRACE_S
-    # Some stages alone may have what the others would have taken.
+    # If only some stages run, they share the others' time.
     more = max(1.0, (seconds - GRACE_S) / max(sum(stage.seconds for stage in stages), 1.0))
     out.mkdir(parents=True, exist_ok=True)
     about = machine.summary() | {
@@ -143,14 +140,14 @@ _PINNED_SHARE = 0.75
 
 
 def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
-    """Of the stages' processes."""
+    """Returns the environment for the stages' processes."""
     changed = {
         # Read when jax starts its backend.
         _PINNED: str(max(1, int(_PINNED_SHARE * machine.host_bytes() / 2**30))),
-        # The allocator's share; its default, 0.75, is too little for the headline. What is left is
-        # for CUDA itself, its libraries and the code.
+        # The allocator's share; its default, 0.75, is too little for the headline. The rest is for
+        # CUDA, its libraries and the code.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
-        # A peer of one stage is a program of the next.
+        # Stages share compiled programs.
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -161,7 +158,7 @@ def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
     }
     if rehearse:
         changed["JAX_PLATFORMS"] = "cpu"
-        # Compiling is most of a rehearsal, and nobody waits for what is compiled.
+        # Compiling takes most of a rehearsal, and the programs' speed does not matter.
         changed["XLA_FLAGS"] = " ".join(
             [
                 os.environ.get("XLA_FLAGS", ""),
@@ -182,14 +179,14 @@ def _run_stage(
     rehearse: bool,
     write: Callable[[], None],
 ) -> int | None:
-    """Runs one stage and says in `outcome` how it went; its exit status, None if it was killed."""
+    """Runs a stage, fills `outcome`, and returns the exit status; None if it was killed."""
     print(f"{stage.name}: {stage.question}", flush=True)
     command = [sys.executable, "-m", "benchmarks.gpu_stages", stage.target, "--name", stage.name]
     command += ["--folder", str(work), "--seconds", f"{limit:.1f}"]
     command += ["--rehearse"] if rehearse else []
     log, notes = work / f"{stage.name}.log", notes_path(work, stage.name)
     start = time.monotonic()
-    outcome.ended = "cut off while it ran"  # unless one of the lines below says otherwise
+    outcome.ended = "cut off while it ran"  # until a line below replaces it
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -227,16 +224,16 @@ def _run_stage(
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Kills a stage with everything that it has started: it leads a session of its own."""
+    """Kills a stage with all of its child processes: it leads its own session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # nobody of it is left
+        pass  # no process of it is left
     process.wait()
 
 
 def _keep_output(stage: StageLimits, work: Path, out: Path) -> None:
-    """Appends what the stage has printed to log.txt, and copies the picture if it has drawn one."""
+    """Appends the stage's output to log.txt, and copies its picture, if any."""
     source = work / f"{stage.name}.log"
     output = source.read_bytes()[-MOST_BYTES:] if source.exists() else b""
     with (out / "log.txt").open("ab") as file:
@@ -247,7 +244,7 @@ def _keep_output(stage: StageLimits, work: Path, out: Path) -> None:
 
 @contextmanager
 def _ends_on_signals() -> Iterator[None]:
-    """Has SIGTERM end the stage that runs and leave the report, as Ctrl-C does."""
+    """Lets SIGTERM end the running stage and keep the report, like Ctrl-C."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -277,7 +274,7 @@ def main() -> None:
     add("--cache", type=Path, help="folder that keeps compiled programs for the next command")
     args = parser.parse_args()
     if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "report.json").exists():
-        parser.error(f"expected --out with a new folder or one of a report, got {args.out}")
+        parser.error(f"--out {args.out} is not empty and has no report: name another folder")
     stages = [stage for stage in STAGES if stage.name in args.only]
     with _ends_on_signals():
         outcomes = run(

@@ -1,4 +1,4 @@
-"""Memory and copies of a compiled program, by what XLA says of it, as a row of a table."""
+"""A compiled program's memory and copies, from XLA's text, as a table row."""
 
 import math
 import re
@@ -21,10 +21,10 @@ class Report(NamedTuple):
     copies: list[tuple[int, int]]  # to the host, in order: (bytes, matmuls still to come)
     matmuls: int
     collectives: list[Collective]
-    engine_bytes: int = 0  # what an engine may have there while the step runs
+    engine_bytes: int = 0  # an engine's arrays on the device while the step runs
 
     def row(self, sent: str = "") -> str:
-        """A line of the table; `sent` is a column that only several devices have."""
+        """Returns a line of the table; `sent` is a column for several devices."""
         mail = sum(size for size, _ in self.copies)
         hidden = sum(size for size, left in self.copies if left > 0)
         n = self.parameters
@@ -53,7 +53,7 @@ def report(compiled: Any, params: Any) -> Report:
 def _copies(text: str) -> tuple[list[tuple[int, int]], int]:
     """Returns the copies to host memory in order, as (bytes, matmuls to come), and the matmuls.
 
-    A loop counts as one matmul: nothing that starts after it can be hidden by what is inside.
+    A loop counts as one matmul, because it hides no copy that starts after it.
     """
     program = parse(text)
     heavy: set[str] = set()
@@ -62,7 +62,7 @@ def _copies(text: str) -> tuple[list[tuple[int, int]], int]:
         library = x.opcode == "custom-call" and bool(_LIBRARY.search(x.attributes))
         return x.opcode == "dot" or library or not heavy.isdisjoint(x.called)
 
-    # A computation is heavy that has a matmul, or calls a heavy one.
+    # A computation is heavy if it has a matmul, or calls a heavy computation.
     while (
         more := {name for name, x in program.computations.items() if any(map(is_heavy, x.values()))}
         - heavy

@@ -1,7 +1,7 @@
-"""Reads the text of a compiled program: its computations, and the instructions of each.
+"""Reads a compiled program's text: its computations, and their instructions.
 
-XLA prints a scheduled module, so the order of a computation's instructions is that of execution.
-The text is what `compiled.as_text()` returns with jax 0.10.2 to 0.11.2.
+XLA prints a scheduled module, so a computation's instructions are in the order of execution. The
+text comes from `compiled.as_text()` with jax 0.10.2 to 0.11.2.
 """
 
 import math
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: What XLA's text says of an array in host memory.
+#: XLA's mark of an array in host memory.
 HOST = "S(5)"
 
 
@@ -17,17 +17,17 @@ class Instruction(NamedTuple):
     """One line of a computation."""
 
     name: str
-    shape: str  # as printed: "bf16[4,8]{1,0:S(5)}", or a tuple of such in parentheses
+    shape: str  # as printed: "bf16[4,8]{1,0:S(5)}", or a tuple of shapes in parentheses
     opcode: str
     operands: tuple[str, ...]  # names; "name#1" is an element of a tuple (jax 0.11)
     argument: str  # the text in the parentheses: a parameter's number, a constant's value
-    attributes: str  # the text behind the parentheses
+    attributes: str  # the text after the parentheses
     root: bool
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it runs."""
-        return [name for found in _CALLED.finditer(self.attributes) for name in _names(found[1])]
+        """Returns the names of the computations that it runs."""
+        return [name for match in _CALLED.finditer(self.attributes) for name in _names(match[1])]
 
 
 Computation = dict[str, Instruction]  # in order of execution
@@ -40,9 +40,9 @@ class Program(NamedTuple):
     entry: str
 
     def executed(self) -> Iterator[tuple[str, Computation]]:
-        """Yields the entry, and the computations that run as part of it or of its loops.
+        """Yields the entry, and the computations that run as part of it or its loops.
 
-        The inside of a fusion is none of them: the fusion is one operation.
+        A fusion is one operation, so its inside is not among them.
         """
         waiting, known = [self.entry], {self.entry}
         while waiting:
@@ -55,7 +55,7 @@ class Program(NamedTuple):
                     known |= new
 
     def shape_of(self, computation: str, operand: str) -> str:
-        """Returns the shape of an operand, also of an element of a tuple."""
+        """Returns the shape of an operand, or of a tuple's element."""
         name, _, element = operand.partition("#")
         shape = self.computations[computation][name].shape
         return elements(shape)[int(element)] if element else shape
@@ -74,8 +74,8 @@ def parse(text: str) -> Program:
             current = header["name"]
             computations[current] = {}
             entry = current if header["entry"] else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            x = _instruction(found["name"], line[found.end() :], bool(found["root"]))
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            x = _instruction(match["name"], line[match.end() :], bool(match["root"]))
             computations[current][x.name] = x
     if entry is None:
         raise ValueError("The text has no ENTRY computation. Pass `compiled.as_text()`.")
@@ -99,17 +99,17 @@ def nbytes(shape: str) -> int:
 
 
 def dimensions(shape: str) -> list[int]:
-    found = _ARRAY.match(shape)
-    if found is None:
-        raise ValueError(f"{shape} is no array. Pass the shape of one, such as f32[2,3].")
-    return [int(n) for n in found["dims"].split(",") if n]
+    match = _ARRAY.match(shape)
+    if match is None:
+        raise ValueError(f"{shape} is no array. Pass an array's shape, such as f32[2,3].")
+    return [int(n) for n in match["dims"].split(",") if n]
 
 
 def strides(shape: str) -> list[int]:
     """Returns the bytes from one entry to the next along each axis, by the array's layout."""
-    dims, found = dimensions(shape), _ARRAY.match(shape)
-    assert found is not None
-    minor = found["layout"]
+    dims, match = dimensions(shape), _ARRAY.match(shape)
+    assert match is not None
+    minor = match["layout"]
     order = [int(n) for n in minor.split(",") if n] if minor else range(len(dims))[::-1]
     result, step = [0] * len(dims), _itemsize(shape)
     for axis in order:
@@ -139,12 +139,12 @@ def _instruction(name: str, rest: str, root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the place of the parenthesis that closes the one at `start`."""
+    """Returns the position of the parenthesis that closes the one at `start`."""
     depth = 0
-    for found in _BRACKET.finditer(text, start):
-        depth += 1 if found[0] in "([{" else -1
+    for match in _BRACKET.finditer(text, start):
+        depth += 1 if match[0] in "([{" else -1
         if depth == 0:
-            return found.start()
+            return match.start()
     raise ValueError(f"A parenthesis is not closed in: {text[:200]}")
 
 

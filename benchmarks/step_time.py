@@ -1,4 +1,4 @@
-"""What does a training step cost with `zenflow`, against everything else that a user could do?
+"""How long does a training step take with `zenflow`, compared with all alternatives?
 
     python -m benchmarks.step_time --model tiny --rounds 2
     python -m benchmarks.step_time --model 1b --rounds 5 --json step_time.json
@@ -52,15 +52,15 @@ from benchmarks.step_time_peers import PEERS, Peer, Runner
 from benchmarks.step_time_report import Comparison, Result, draw, table, to_json
 from zenflow_jax import EngineStats
 
-#: Steps with batches of their own; a multiple of all peers' micro-batches.
+#: Number of different batches; a multiple of all peers' micro-batches.
 BATCHES = 8
-#: Windows until all is compiled: the first boundary selects, the second is the first with an update
-#: to bring in.
+#: Windows until everything is compiled: the first boundary selects, the second is the first that
+#: merges an update.
 WARM_UP = 3
 
 
 def first_turn(runner: Runner, result: Result) -> None:
-    """Compiles, and sees what the device needs."""
+    """Compiles, and measures the device's memory."""
     device = jax.devices()[0]
     before = device.memory_stats()
     try:
@@ -82,12 +82,12 @@ def first_turn(runner: Runner, result: Result) -> None:
 def first_turns(
     both: list[tuple[Runner, Result]], until: float | None
 ) -> list[tuple[Runner, Result]]:
-    """Gives each its first turn, while half of the time lasts; those that can go on."""
+    """Gives each peer its first turn, within half of the time; returns those that can continue."""
     half = None if until is None else (time.monotonic() + until) / 2
     for place, (runner, result) in enumerate(both):
         if half is not None and time.monotonic() > half and place > 1:
             result.left_out = True
-            print(f"{runner.peer.name}: left out, as time is short", flush=True)
+            print(f"{runner.peer.name}: left out for lack of time", flush=True)
             continue
         start = time.perf_counter()
         first_turn(runner, result)
@@ -123,7 +123,7 @@ def turn(runner: Runner, result: Result, *, steps: int, stretches: int) -> None:
         _note_memory(runner, result)
     result.selections += _stats(runner).reselections - start.reselections
     runner.settle()
-    # From rest to rest the host has done the work of as many steps as were made.
+    # Between two rests the host has done the work of all steps.
     after, made = _stats(runner), window + stretches * steps
     parked = runner.parked_bytes
     result.work_s.append((after.work_s - before.work_s) / made)
@@ -159,9 +159,9 @@ def compare(
 ) -> Comparison:
     """Measures all peers at one batch size.
 
-    `save` gets what there is after the first turns and after each round. `until` is a moment of
-    `time.monotonic`: then no turn is begun any more. Half of the time until it is for first turns;
-    peers that have not had theirs are left out, the first two excepted.
+    `save` gets the results so far, after the first turns and after each round. No turn starts after
+    `until`, in seconds of `time.monotonic`. First turns get half of that time; peers that miss
+    theirs are left out, except for the first two.
     """
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocabulary, size=(BATCHES, batch, length + 1), dtype=np.int32)
@@ -234,7 +234,7 @@ def main() -> None:
             parser.error(f"--steps must be a multiple of {peer.window} for {peer.name}")
     wrong = [n for n in args.tokens or () if n % length]
     if wrong:
-        parser.error(f"--tokens must be multiples of --length {length}, got {wrong}")
+        parser.error(f"--tokens {wrong} are not multiples of --length {length}")
     # The smallest first, see the device's peak.
     batches = sorted(n // length for n in args.tokens or ()) or [args.batch or preset.batch]
 
@@ -254,7 +254,7 @@ def main() -> None:
             args.json.write_text(json.dumps(to_json([*done, so_far], options), indent=1))
 
     with tempfile.TemporaryDirectory() as folder:
-        # Windows of other lengths are the same program to the device: it is compiled once.
+        # Windows of all lengths share a device program, compiled once.
         if jax.config.values["jax_compilation_cache_dir"] is None:
             jax.config.update("jax_compilation_cache_dir", folder)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -1,13 +1,13 @@
-"""How much device memory does the step of each peer of `step_time.py` take on a GPU?
+"""How much device memory does the step of each peer in `step_time.py` need on a GPU?
 
     export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
     python -m benchmarks.step_time_memory --model 1b
 
-Compiles them for an NVIDIA H200, which need not be there, as `gpu_program.py` does, and prints the
-same columns: bytes per parameter at the peak, those of temporaries, what goes to the host, and how
-much of that leaves while matmuls are still to come. What an engine holds besides is not in the
-program: uploads that wait for their turn (2 bytes), and gradients or sums that are being copied
-(`-exchange`, `-device`: 2 bytes). Answers: `benchmarks/LOG.md`.
+Compiles the steps for an NVIDIA H200, which need not exist, as `gpu_program.py` does, and prints
+the same columns: bytes per parameter at the peak, for temporaries and for mail, and the share of
+mail that leaves before the last matmul. An engine's arrays are not in the program: pending uploads
+(2 bytes), and gradients or sums in flight (`-exchange`, `-device`: 2 bytes). Answers:
+`benchmarks/LOG.md`.
 """
 
 import argparse
@@ -44,19 +44,19 @@ def trace_step(
     put: Callable[[Any], jax.ShapeDtypeStruct],
     park: Callable[[Any], jax.ShapeDtypeStruct],
 ) -> tuple[Any, Any]:
-    """The step of a peer, traced with shapes, and those of the parameters.
+    """Returns a peer's step, traced with shapes, and the parameters' shapes.
 
     Args:
-        peer: Whose step.
-        model: What it trains.
+        peer: The peer.
+        model: Its model.
         batch: Sequences in a step.
-        length: Tokens of each.
+        length: Tokens in each sequence.
         put: Places a shape on the device.
-        park: Places one in host memory.
+        park: Places a shape in host memory.
     """
     optimizer = peer.make()
     params = jax.tree.map(put, model.shapes)
-    # The mail in `zenflow`'s state is not read by the step, so its place does not matter.
+    # The step does not read the mail in `zenflow`'s state, so its memory does not matter.
     state = jax.tree.map(put, optimizer.abstract(params))
     if peer.name == "parked":
         state = jax.tree.map(lambda x: park(x) if is_parked(x) else x, state)

@@ -1,4 +1,4 @@
-"""The model that `step_time.py` trains: a decoder of the Llama family, in some sizes."""
+"""The model that `step_time.py` trains: a Llama-like decoder, in several sizes."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from train.run import models
 
 
 class Preset(NamedTuple):
-    """A model, and the batch that it is trained on unless another is asked for."""
+    """A model, and its default batch."""
 
     config: DecoderConfig
     batch: int
@@ -22,7 +22,7 @@ class Preset(NamedTuple):
 
 
 def llama(length: int, **sizes: int) -> DecoderConfig:
-    """A decoder with these sizes, of 32,000 tokens unless they say otherwise."""
+    """Returns a decoder's config with these sizes; by default with 32,000 tokens."""
     return DecoderConfig(
         **({"vocabulary": 32000} | sizes),
         head_width=sizes["width"] // sizes["heads"],
@@ -34,9 +34,9 @@ def _preset(batch: int, length: int, **sizes: int) -> Preset:
     return Preset(llama(length, **sizes), batch, length)
 
 
-#: 0.16 M, 222 M, 134 M, 1.10 B and 3.02 B parameters. "cpu" has few words, so that most are in
-#: layers. "1b" has the sizes of TinyLlama, the last those of Llama 3.2 3B with a smaller vocabulary
-#: and a head of its own.
+#: 0.16 M, 222 M, 134 M, 1.10 B and 3.02 B parameters. "cpu" has a small vocabulary, so that most
+#: are in layers. "1b" has the sizes of TinyLlama, "3b" of Llama 3.2 3B with a smaller vocabulary
+#: and a separate head.
 MODELS = {
     "tiny": _preset(2, 32, width=64, layers=2, heads=4, kv_heads=2, ffn=192, vocabulary=512),
     "cpu": _preset(1, 64, width=1024, layers=16, heads=16, kv_heads=16, ffn=2816, vocabulary=8192),
@@ -57,7 +57,7 @@ class Model(NamedTuple):
 
 
 def make_model(config: DecoderConfig, *, scan_layers: bool, remat: bool, parts: int = 1) -> Model:
-    """A decoder whose matrices are kept and multiplied in bf16, and its norms in float32."""
+    """Makes a decoder with bf16 matrices and products, and float32 norms."""
 
     options = {"weight_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16, "remat": remat}
     options |= {"parts": parts}
@@ -66,5 +66,5 @@ def make_model(config: DecoderConfig, *, scan_layers: bool, remat: bool, parts: 
         return models.split(Decoder(config, scan_layers=scan_layers, rngs=nnx.Rngs(0), **options))
 
     graphdef, shapes = jax.eval_shape(split)
-    # Drawn without jit: so no more than one leaf is there in float32 at a time.
+    # Without jit, so that at most one leaf exists in float32 at a time.
     return Model(graphdef, shapes, lambda: committed(split()[1]))

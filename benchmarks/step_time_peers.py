@@ -1,10 +1,10 @@
-"""What `step_time.py` compares: the ways to train a model.
+"""The ways to train a model that `step_time.py` compares.
 
-Every peer computes the same forward and backward passes in bf16 and clips by global norm; what
-differs is where AdamW's float32 masters and moments are, and when they are updated.
+Every peer computes the same forward and backward passes in bf16 and clips by global norm. They
+differ in where AdamW's float32 masters and moments are, and when they are updated.
 
 A *step* is one forward and backward pass of one batch. A *call* of a peer's program is one step, or
-`m` of them for a peer that sums the gradients of `m` steps on the device.
+`m` steps for a peer that sums the gradients of `m` steps on the device.
 """
 
 import gc
@@ -29,18 +29,18 @@ LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.01, 1.0
 
 
 class Optimizer(NamedTuple):
-    init: Callable[[Any], Any]  # parameters to state, each array where it belongs
-    apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # gradients, state, parameters to new ones
-    abstract: Callable[[Any], Any]  # what `init` gives, as shapes
-    # Of parameters and state, what the loss is computed and differentiated with.
+    init: Callable[[Any], Any]  # from parameters to the placed state
+    apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # from gradients, state and parameters
+    abstract: Callable[[Any], Any]  # the shapes of `init`'s result
+    # From parameters and state to the loss function's argument.
     weights: Callable[[Any, Any], Any] = lambda params, state: params
 
 
 class Mixed(NamedTuple):
-    """State of AdamW for parameters of low precision, which are its masters, rounded."""
+    """AdamW's state for low-precision parameters, which are its rounded masters."""
 
     master: Any  # float32, like the parameters
-    moments: Any  # optax's, of the masters
+    moments: Any  # optax's state for the masters
 
 
 _ADAMW = optax.chain(
@@ -50,7 +50,7 @@ _ADAMW = optax.chain(
 
 
 def adamw() -> Optimizer:
-    """`optax.adamw` on float32 masters, all on the device."""
+    """Returns `optax.adamw` on float32 masters, all on the device."""
     return Optimizer(
         lambda params: committed(_first_mixed(params)),
         _apply_mixed,
@@ -59,7 +59,7 @@ def adamw() -> Optimizer:
 
 
 def _first_mixed(params: Any) -> Mixed:
-    # Copies, even of what is float32 anyway: both are donated.
+    # Copies float32 parameters as well, because both are donated.
     master = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
     return Mixed(master, _ADAMW.init(master))
 
@@ -73,14 +73,14 @@ def _apply_mixed(gradients: Any, state: Mixed, params: Any) -> tuple[Any, Mixed]
 
 
 def parked() -> Optimizer:
-    """The same, with the state of all matrices in pinned host memory between steps.
+    """Returns the same, with the matrices' state in pinned host memory between steps.
 
-    The step copies it to the device and back. Vectors stay on the device: copies of a few KB each
-    would only count against this peer.
+    The step copies it to the device and back. Vectors stay on the device, because copies of a few
+    KB would only slow this peer down.
     """
 
     def init(params: Any) -> Mixed:
-        # Leaf by leaf, as the whole state need not fit on the device.
+        # Leaf by leaf, because the whole state may not fit on the device.
         device = jax.tree.leaves(params)[0].device
         shapes = jax.eval_shape(_first_mixed, params)
         master = jax.tree.map(lambda p: _park(jnp.array(p, jnp.float32), device), params)
@@ -140,7 +140,7 @@ class Peer(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Steps from one boundary to the next."""
+        """Returns the number of steps between boundaries."""
         return self.micro_batches * self.interval
 
 
@@ -155,10 +155,10 @@ _OFFLOAD = partial(
     topk_ratio=0.0,
     update_interval=1,
     staleness=0,
-    select_interval=2**30,  # there is nothing to select
+    select_interval=2**30,  # nothing to select
 )
 
-#: By the device memory they take, the least first; `step_time.py` says what for.
+#: In order of device memory, the least first; `step_time.py` explains the order.
 PEERS = {
     peer.name: peer
     for peer in (
@@ -179,14 +179,13 @@ PEERS = {
 def make_step(
     graphdef: nnx.GraphDef, optimizer: Optimizer, micro_batches: int, placement: Any = None
 ) -> jax.stages.Wrapped:
-    """The jitted program of a call: (params, state, tokens) to (params, state, loss), donated.
+    """Returns the jitted call: (params, state, tokens) to (params, state, loss), donated.
 
     Args:
         graphdef: The model's definition.
-        optimizer: One of those above.
-        micro_batches: `m`. Their gradients are summed in float32, 4 bytes a parameter. All but the
-            last are gone through in a loop, so that what leaves the device can do so while the last
-            one's backward pass runs.
+        optimizer: An optimizer from above.
+        micro_batches: `m`. Gradients are summed in float32, 4 bytes per parameter. A loop runs all
+            but the last, so that mail can leave the device during the last backward pass.
         placement: Shardings of parameters and state. Left to the compiler, a donated array in host
             memory may become an output on the device, and the process aborts (jax 0.10).
 
@@ -211,7 +210,7 @@ def make_step(
             (jnp.float32(0), zeros),
             tokens[:-1],
         )
-        # The last one's activations must not be there beside the loop's.
+        # The last activations must not exist beside the loop's.
         last, total = jax.lax.optimization_barrier((last, total))
         loss, grads = gradient(params, last)
         loss, total = jax.tree.map(lambda s: s / micro_batches, add(total, (loss, grads)))
@@ -227,14 +226,14 @@ def make_step(
 
 
 class Runner:
-    """One peer at work. It can be taken down and set up again; what is compiled stays.
+    """Runs one peer. It can be taken down and set up again, and keeps its compiled programs.
 
     Args:
-        peer: Whose steps are made.
-        model: What is trained.
-        tokens: int32 `(n, b, t + 1)`, a batch for each of `n` steps, and then again from the first.
-        threads: As of `HostEngine`.
-        prefetch_bytes: Likewise.
+        peer: The peer.
+        model: Its model.
+        tokens: int32 `(n, b, t + 1)`, a batch for each of `n` steps; then they repeat.
+        threads: As for `HostEngine`.
+        prefetch_bytes: As for `HostEngine`.
     """
 
     def __init__(
@@ -257,7 +256,7 @@ class Runner:
         self.take_down()
 
     def take_down(self) -> None:
-        """Frees device and host; safe when there is nothing."""
+        """Frees device and host memory. Safe twice."""
         engine = getattr(self, "engine", None)
         if engine is not None:
             engine.close()
@@ -269,13 +268,13 @@ class Runner:
         gc.collect()
 
     def set_up(self) -> None:
-        """The state before the first step, the same every time."""
+        """Makes the state before the first step, the same every time."""
         self.params = self._model.draw()
         self.state = self._optimizer.init(self.params)
         if self.peer.offloads:
             self.engine = zenflow_jax.HostEngine(self.params, self.state, **self._engine_options)
         if self._step is None:
-            # `zenflow` sees to its own arrays in host memory.
+            # `zenflow` places its own arrays in host memory.
             placement = jax.tree.map(lambda x: x.sharding, (self.params, self.state))
             self._step = make_step(
                 self._model.graphdef,
@@ -285,7 +284,7 @@ class Runner:
             )
 
     def advance(self, steps: int) -> None:
-        """Makes `steps` steps, a multiple of a call's, and waits for nothing but what they do."""
+        """Makes `steps` steps, a multiple of a call's, without further waits."""
         assert steps % self.peer.micro_batches == 0
         for _ in range(steps // self.peer.micro_batches):
             batch = self._batches[self._calls % len(self._batches)]
@@ -295,11 +294,11 @@ class Runner:
             self._calls += 1
 
     def wait(self) -> None:
-        """Until the device is done; the host may still work on the last window's update."""
+        """Waits for the device; the host may still work on the last window's update."""
         jax.block_until_ready((self.params, self.state, self.loss))
 
     def settle(self) -> None:
-        """Until the host is done too. The next window starts with no update on its way."""
+        """Waits for the host, too: the next window starts with no update in flight."""
         if self.engine is not None:
             self.params, self.state = self.engine.flush(self.params, self.state)
         self.wait()
@@ -308,7 +307,7 @@ class Runner:
 
     @property
     def parked_bytes(self) -> int:
-        """What lies in host memory between steps and is copied in each, without an engine."""
+        """Returns the bytes in host memory that each step copies, without an engine."""
         if self.peer.offloads:
             return 0
         leaves = jax.tree.leaves(self.state)

@@ -1,4 +1,4 @@
-"""The figures of `step_time.py`: what they are made from, as a table, a plot and JSON."""
+"""The results of `step_time.py`: samples, table, plot and JSON."""
 
 import dataclasses
 import statistics
@@ -13,23 +13,23 @@ from matplotlib.figure import Figure
 
 from benchmarks import machine
 
-#: The peer whose steps are as fast as they can be.
+#: The peer with the fastest possible steps.
 LIMIT = "adamw"
 
 
 @dataclasses.dataclass
 class Result:
-    """What was measured of one peer; bytes and seconds are those of a step."""
+    """One peer's measurements; bytes and seconds are per step."""
 
     peer: str
     fits: bool = True  # on the device
-    left_out: bool = False  # there was no time for it
-    device_peak_bytes: int | None = None  # None where the backend does not say
-    device_peak_is_bound: bool = False  # another peer took as much before: no more than this
-    host_bytes: int = 0  # arrays of the engine, or parked ones: the most that were seen
-    step_s: list[float] = dataclasses.field(default_factory=list)  # the rest: one a stretch,
+    left_out: bool = False  # for lack of time
+    device_peak_bytes: int | None = None  # None if the backend does not report it
+    device_peak_is_bound: bool = False  # an upper bound, because another peer used as much before
+    host_bytes: int = 0  # the engine's or parked arrays, at most
+    step_s: list[float] = dataclasses.field(default_factory=list)  # a sample for each stretch
     wait_s: list[float] = dataclasses.field(default_factory=list)
-    work_s: list[float] = dataclasses.field(default_factory=list)  # and from here on one a visit
+    work_s: list[float] = dataclasses.field(default_factory=list)  # from here one for each turn
     bytes_to_host: list[float] = dataclasses.field(default_factory=list)
     bytes_to_device: list[float] = dataclasses.field(default_factory=list)
     selections: int = 0  # within all stretches
@@ -46,15 +46,15 @@ class Comparison:
 
     @property
     def tokens(self) -> int:
-        """A step's."""
+        """Returns the tokens in a step."""
         return self.batch * self.length
 
 
 def figures(comparison: Comparison) -> dict[str, dict[str, Any]]:
-    """Of each peer that has been measured: medians, and what follows from them.
+    """Returns each measured peer's medians, and numbers derived from them.
 
-    Seconds are in ms, bytes per parameter; None for what is not known. `idle` is the share of a
-    step that the peer `adamw` does not need.
+    Times are in ms, bytes per parameter; None if unknown. `idle` is the share of a step that the
+    peer `adamw` does not need.
     """
     measured = [r for r in comparison.results if r.step_s]
     medians = {r.peer: statistics.median(r.step_s) for r in measured}
@@ -82,7 +82,7 @@ def figures(comparison: Comparison) -> dict[str, dict[str, Any]]:
 
 
 def table(comparison: Comparison) -> str:
-    """As Markdown."""
+    """Returns the results as a Markdown table."""
     rows = [
         "| peer | step, ms (quartiles) | mean, ms | tokens/s | idle | device peak, GB "
         "| the same per parameter | to host | to device | host works, ms | loop waits, ms "
@@ -120,7 +120,7 @@ def table(comparison: Comparison) -> str:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Step time over tokens per step, a line for each peer."""
+    """Draws step time over tokens per step, a line for each peer."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     by_size = sorted(comparisons, key=lambda c: c.tokens)
@@ -143,7 +143,7 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
 
 
 def to_json(comparisons: Sequence[Comparison], options: dict[str, Any]) -> dict[str, Any]:
-    """All samples, what `figures` makes of them, and where they come from."""
+    """Returns all samples, their `figures`, and their origin."""
     return {
         "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
         "options": options,

@@ -152,20 +152,20 @@ class Coder:
             Damaged: If the block differs from what was written.
         """
         if block.size <= HEAD:
-            raise Damaged(f"expected more than {HEAD} bytes, got {block.size}")
+            raise Damaged(f"the block has {block.size} bytes, at most {HEAD}")
         written, checksum, codec = _HEAD.unpack_from(block)
         if zlib.crc32(block[4:]) != written:
-            raise Damaged("expected the bytes that were written, got some with another checksum")
+            raise Damaged("the bytes do not match their checksum")
         if codec >= len(CODECS):
-            raise Damaged(f"expected a codec below {len(CODECS)}, got {codec}")
+            raise Damaged(f"codec {codec} is unknown")
         if codec == ELF and (words.step is None or words.width != 4):
-            raise Damaged("expected codecs without errors in a tensor without a bound, got another")
+            raise Damaged("the codec is lossy, but the tensor has no bound")
         if codec == DELTA and (base is None or words.width not in (2, 4)):
-            raise Damaged("expected no differences in a tensor without a base, got some")
+            raise Damaged("the block has differences, but the tensor is without a base")
         other = base() if codec == DELTA and base is not None else None
         self._decode(codec, block[HEAD:], words, other, out)
-        if (restored := zlib.crc32(out)) != checksum:
-            raise Damaged(f"expected to restore bytes with the checksum {checksum}, got {restored}")
+        if zlib.crc32(out) != checksum:
+            raise Damaged(f"the restored bytes do not match the checksum {checksum}")
 
     # The outputs of codecs, as bytes or a view of them.
 
@@ -242,7 +242,7 @@ class Coder:
         elif codec == ZSTD:
             self._unpack(body, out)
         else:
-            raise Damaged(f"expected another codec than {CODECS[codec]}, which 0.2 alone can read")
+            raise Damaged(f"only version 0.2 reads the codec {CODECS[codec]}")
 
     def _from_planes(self, body: np.ndarray, x: np.ndarray, rotate: bool, count: int) -> None:
         head, body = _cut(body, 4 * count)
@@ -269,7 +269,7 @@ class Coder:
             self._unpack(body, out)
             return
         if count != -(-out.size // _STRETCH):
-            raise Damaged(f"expected stretches for {out.size} bytes, got {count}")
+            raise Damaged(f"{count} stretches do not fit {out.size} bytes")
         head, body = _cut(body, 4 * count)
         for i, size in enumerate(struct.unpack(f"<{count}I", head)):
             stretch = out[i * _STRETCH : (i + 1) * _STRETCH]
@@ -284,12 +284,12 @@ class Coder:
         head, body = _cut(body, _ELF.size)
         power, used, count = _ELF.unpack(head)
         if not (-126 <= power <= 126 and used <= 4 and count <= x.size):
-            raise Damaged(f"expected a step, planes and outliers, got {power}, {used}, {count}")
+            raise Damaged(f"a step, planes and outliers cannot be {power}, {used}, {count}")
         places, body = _cut(body, 4 * count)
         values, body = _cut(body, 4 * count)
         places = np.frombuffer(places.tobytes(), np.uint32)
         if (places >= x.size).any():
-            raise Damaged(f"expected places below {x.size}, got {places.max()}")
+            raise Damaged(f"an outlier at {places.max()} exceeds {x.size} elements")
         codes = self._codes[: x.nbytes].view(np.uint32)
         self._from_planes(body, codes, False, used)
         # Exact: codes of more than 24 bits are whole steps that a float32 had.
@@ -304,9 +304,9 @@ class Coder:
             # Into existing memory: new memory for each frame takes a fifth of the time.
             reader = self._frames.stream_reader(data)
             if size != out.size or reader.readinto(out) != size or reader.read(1):
-                raise Damaged(f"expected a frame of {out.size} bytes, got one of {size}")
+                raise Damaged(f"the frame has {size} bytes, not {out.size}")
         except zstandard.ZstdError as error:
-            raise Damaged(f"expected a zstd frame, got {error}") from error
+            raise Damaged(f"the zstd frame is damaged: {error}") from error
 
     def _compared(self, x: np.ndarray, back: np.ndarray, codec: int, words: Words) -> float:
         error = 0.0
@@ -320,8 +320,8 @@ class Coder:
             exact = np.array_equal(x, back)
         if not exact:
             raise RuntimeError(
-                f"expected a block of {CODECS[codec]} to give back what was written, got something "
-                "else. That is a fault of this program or of the memory: nothing was written."
+                f"A {CODECS[codec]} block decodes to other bytes than were encoded, by a fault of "
+                "this program or of the memory. Nothing was written."
             )
         return error
 
@@ -342,10 +342,10 @@ def _like(base: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def _expect_bytes(data: np.ndarray, count: int) -> None:
     if data.size != count:
-        raise Damaged(f"expected {count} bytes, got {data.size}")
+        raise Damaged(f"there are {data.size} bytes, not {count}")
 
 
 def _cut(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     if data.size < count:
-        raise Damaged(f"expected {count} more bytes, got {data.size}")
+        raise Damaged(f"only {data.size} of {count} bytes are left")
     return data[:count], data[count:]

@@ -59,7 +59,7 @@ class TensorFile:
                     self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                     self._mapped = np.frombuffer(self._mapping, np.uint8)
         except OSError as error:
-            raise ElvesError(f"expected a file {path}, got: {error.strerror}.") from error
+            raise ElvesError(f"The file {path} cannot be read: {error.strerror}.") from error
 
     def __enter__(self) -> Any:
         return self
@@ -112,8 +112,8 @@ class Slice:
         dtype, shape = NUMPY.get(self._info.dtype), self._info.shape
         if dtype is None:
             raise ElvesError(
-                f"the tensor `{self._name}` in {self._file.path}: expected a dtype that NumPy has, "
-                f"got {self._info.dtype}. Restore the file, and read it by what can."
+                f"the tensor `{self._name}` in {self._file.path}: NumPy lacks its dtype "
+                f"{self._info.dtype}. Restore the file, and read it by another library."
             )
         index = index if isinstance(index, tuple) else (index,)
         rows = index[0] if index and shape else slice(None)
@@ -142,13 +142,13 @@ class PlainFile(TensorFile):
             size = self._mapped.size
             self.close()
             raise ElvesError(
-                f"cannot read the safetensors file {path}, of {size} bytes ({error}). {REMEDY}"
+                f"The safetensors file {path}, of {size} bytes, is damaged: {error}. {REMEDY}"
             ) from error
 
     def _read_header(self) -> None:
         end = 8 + int.from_bytes(self._mapped[:8].tobytes(), "little")
         if not 8 < end <= self._mapped.size:
-            raise ValueError(f"a header of {end - 8} bytes")
+            raise ValueError(f"its header would have {end - 8} bytes")
         self.head = self._mapped[:end].tobytes()
         header = json.loads(self.head[8:])
         header.pop("__metadata__", None)
@@ -156,14 +156,14 @@ class PlainFile(TensorFile):
             (begin, stop), dtype = entry["data_offsets"], entry["dtype"]
             shape = tuple(entry["shape"])
             if len(self.head) + begin != end or stop < begin or type(stop) is not int:
-                raise ValueError(f"`{name}` from {begin} to {stop}")
+                raise ValueError(f"`{name}` cannot be from {begin} to {stop}")
             if dtype in WIDTHS and math.prod(shape) * WIDTHS[dtype] != stop - begin:
-                raise ValueError(f"`{name}`, {dtype} of the shape {shape}, in {stop - begin} bytes")
+                raise ValueError(f"`{name}`, {dtype} {shape}, cannot have {stop - begin} bytes")
             self.tensors[name] = Info(dtype, shape, stop - begin)
             self._begin[name] = end
             end = len(self.head) + stop
         if end != self._mapped.size:
-            raise ValueError(f"{end} bytes by its header")
+            raise ValueError(f"it should have {end}")
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
         at = self._begin[name]
@@ -179,7 +179,7 @@ class PackedFile(TensorFile):
         self._base = base or (Path(self.header.base) if self.header.base else None)
         self._threads = threads
         self._coders = [Coder()]
-        self._others: dict[Path, TensorFile] = {}
+        self._references: dict[Path, TensorFile] = {}
         self._begin: dict[str, list[int]] = {}
         self.tensors = {}
         for name, t in self.header.tensors.items():
@@ -190,15 +190,15 @@ class PackedFile(TensorFile):
                 at += size
 
     def close(self) -> None:
-        for other in self._others.values():
-            other.close()
+        for file in self._references.values():
+            file.close()
         super().close()
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
         t = self.header.tensors[name]
         if t.codec == DUPLICATE:
             assert t.of is not None
-            return self._other(t, t.of).read(t.of.tensor, begin, end)
+            return self._reference(t, t.of).read(t.of.tensor, begin, end)
         numbers = range(begin // BLOCK, -(-end // BLOCK) if end > begin else begin // BLOCK)
         first = numbers.start * BLOCK
         out = np.empty(max(min(numbers.stop * BLOCK, t.bytes) - first, 0), np.uint8)
@@ -232,15 +232,15 @@ class PackedFile(TensorFile):
                 checksum, whole = zlib.crc32(piece, checksum), zlib.crc32(piece, whole)
                 yield piece
             if checksum != t.crc32:
-                of = ": what it is a duplicate of is another one now" * (t.codec == DUPLICATE)
+                of = ", because the tensor that it duplicates has changed" * (t.codec == DUPLICATE)
                 raise ElvesError(
-                    f"the tensor `{name}` in {self.path}: expected bytes with the checksum "
-                    f"{t.crc32}, got {checksum}{of}. {REMEDY}"
+                    f"the tensor `{name}` in {self.path}: the restored bytes do not match the "
+                    f"checksum {t.crc32}{of}. {REMEDY}"
                 )
         if whole != self.header.crc32:
             raise ElvesError(
-                f"expected to restore a file with the checksum {self.header.crc32} from "
-                f"{self.path}, got {whole}. {REMEDY}"
+                f"The file restored from {self.path} does not match the checksum "
+                f"{self.header.crc32}. {REMEDY}"
             )
 
     def _decode(self, t: Tensor, number: int, out: np.ndarray, coder: Coder) -> None:
@@ -249,7 +249,7 @@ class PackedFile(TensorFile):
 
         def base() -> np.ndarray:
             assert t.of is not None
-            other, begin = self._other(t, t.of), number * BLOCK
+            other, begin = self._reference(t, t.of), number * BLOCK
             ratio = WIDTHS.get(other.tensors[t.of.tensor].dtype, 1) // t.width
             return other.read(t.of.tensor, begin * ratio, (begin + out.size) * ratio)
 
@@ -258,16 +258,16 @@ class PackedFile(TensorFile):
             coder.decode(block, words, base if t.of else None, out)
         except Damaged as error:
             remedy = REMEDY
-            if t.of is not None and self._other(t, t.of).checksum(t.of.tensor) != t.of.crc32:
+            if t.of is not None and self._reference(t, t.of).checksum(t.of.tensor) != t.of.crc32:
                 remedy = (
-                    f"It was packed against another `{t.of.tensor}` than that in "
-                    f"{self._other(t, t.of).path}: name the right folder with --base."
+                    f"It was packed against another `{t.of.tensor}` than the one in "
+                    f"{self._reference(t, t.of).path}. Name the right folder with --base."
                 )
             raise ElvesError(
                 f"the tensor `{t.name}` in {self.path}, block {number}: {error}. {remedy}"
             ) from error
 
-    def _other(self, t: Tensor, of: Of) -> TensorFile:
+    def _reference(self, t: Tensor, of: Of) -> TensorFile:
         """Returns the file of the tensor that a tensor refers to; checks that it fits."""
         other = self if of.where == "file" else self._opened(t, of)
         info = other.tensors.get(of.tensor)
@@ -280,23 +280,22 @@ class PackedFile(TensorFile):
             fits = target.codec != DUPLICATE if t.codec == DUPLICATE else target.of is None
         if not fits:
             raise ElvesError(
-                f"the tensor `{t.name}` in {self.path}: expected `{of.tensor}` in {other.path} "
-                f"like it, got {info and (info.dtype, info.shape)}. Name the right folder with "
-                "--base."
+                f"the tensor `{t.name}` in {self.path}: `{of.tensor}` in {other.path} does not "
+                f"match ({info and (info.dtype, info.shape)}). Name the right folder with --base."
             )
         return other
 
     def _opened(self, t: Tensor, of: Of) -> TensorFile:
         folder = self._base if of.where == "base" else self.path.parent
         path = folder / of.file if folder else None
-        if path not in self._others:
+        if path not in self._references:
             if path is None or not path.is_file():
                 raise ElvesError(
-                    f"the tensor `{t.name}` in {self.path}: expected the file {path or of.file}, "
-                    "against which it was packed, got none. Name its folder with --base."
+                    f"the tensor `{t.name}` in {self.path}: the file {path or of.file}, against "
+                    "which it was packed, is missing. Name its folder with --base."
                 )
-            self._others[path] = open_tensors(path)
-        return self._others[path]
+            self._references[path] = open_tensors(path)
+        return self._references[path]
 
 
 def open_tensors(path: Path, *, base: Path | None = None, threads: int = 1) -> TensorFile:

@@ -70,14 +70,14 @@ def pack_path(
         if not files and packed and target is None:
             return []
         if not files:
-            got = f"{packed[0]}, which is packed already" if packed else "none"
-            raise ElvesError(f"expected safetensors in {source}, got {got}.")
+            reason = f": {packed[0]} is packed already" if packed else ""
+            raise ElvesError(f"{source} has no safetensors to pack{reason}.")
         bases = None if base is None else _Bases(base, stack)
         pieces = {name: _pieces(file, bases) for name, file in files.items()}
         if bases is not None and not bases.matches:
             raise ElvesError(
-                f"`base`: expected a folder with tensors of the names and shapes of {source}, got "
-                f"{base}."
+                f"`base`: {base} has no tensor with a name and shape of {source}. Name the model "
+                "that this one was fine-tuned from."
             )
         for name, file in files.items():
             _check_bound(file.path, pieces[name], options)
@@ -154,7 +154,7 @@ class _Bases:
 
     def __init__(self, base: Path, stack: ExitStack):
         if not base.exists():
-            raise ElvesError(f"`base`: expected a folder with safetensors, got {base}: no such.")
+            raise ElvesError(f"`base`: {base} does not exist. Name a folder with safetensors.")
         self.folder = base if base.is_dir() else base.parent
         self.matches = 0
         self._by_name: dict[str, Near] = {}
@@ -190,9 +190,8 @@ def _check_bound(path: Path, pieces: Sequence[Piece], options: Options) -> None:
     for piece in pieces:
         if piece.dtype == "F32" and _STATE.search(piece.name):
             raise ElvesError(
-                f"the tensor `{piece.name}` in {path}: expected no optimizer state with a bound, "
-                f"got {options.bound:g}. Nearly all second moments would become zero. Omit "
-                "--bound, or pack only the weights."
+                f"the tensor `{piece.name}` in {path}: optimizer state cannot have a bound, which "
+                "would make nearly all second moments zero. Omit --bound, or pack only the weights."
             )
     check_bound(path, pieces, options.bound)
 
@@ -200,7 +199,7 @@ def _check_bound(path: Path, pieces: Sequence[Piece], options: Options) -> None:
 def _files(source: Path) -> dict[Path, Path]:
     """Returns the complete files, by their paths in the folder; a single file by its name."""
     if not source.exists():
-        raise ElvesError(f"expected a safetensors file, or a folder with some, got none: {source}.")
+        raise ElvesError(f"{source} does not exist. Name a safetensors file or a folder.")
     if not source.is_dir():
         return {Path(source.name): source}
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
@@ -211,11 +210,11 @@ def _files(source: Path) -> dict[Path, Path]:
 def _expect_new(source: Path, target: Path) -> None:
     empty = source.is_dir() and target.is_dir() and not any(target.iterdir())
     if (target.exists() and not empty) or not target.absolute().parent.is_dir():
-        got = "which exists" if target.exists() else "whose folder does not exist"
-        raise ElvesError(f"expected a new path to write to, got {target}, {got}.")
+        problem = "exists already" if target.exists() else "is in no existing folder"
+        raise ElvesError(f"{target} {problem}. Name a new path to write to.")
     if source.is_dir() and target.absolute().is_relative_to(source.absolute()):
-        raise ElvesError(f"expected a place outside of {source}, got {target}.")
+        raise ElvesError(f"{target} is inside {source}. Name a place outside.")
 
 
 def _none_packed(source: Path) -> ElvesError:
-    return ElvesError(f"expected packed files in {source}, got none.")
+    return ElvesError(f"{source} has no packed files.")

@@ -159,30 +159,30 @@ def read_header(path: Path) -> tuple[Header, int]:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= _LONGEST:
-                raise ValueError(f"a header of {length} bytes")
+                raise ValueError(f"it would have {length} bytes")
             raw = file.read(length)
             size = file.seek(0, 2)
         outer = json.loads(raw)["__metadata__"]
         if zlib.crc32(outer["elves"].encode()) != int(outer["elves_crc32"], 16):
-            raise ValueError("a description with another checksum")
+            raise ValueError("its description does not match the checksum")
         description = json.loads(outer["elves"])
         if description["version"] != VERSION:
             raise ElvesError(
-                f"expected a packed file of version {VERSION}, got {path} of version "
-                f"{description['version']}. Read it with the program that wrote it, or a newer one."
+                f"{path} has version {description['version']}, but this program reads version "
+                f"{VERSION}. Read it with the program that wrote it, or a newer one."
             )
         header = _header(description)
         if encoded(header, 8 + length) != len(raw).to_bytes(8, "little") + raw:
-            raise ValueError("one that was changed")
+            raise ValueError("it was changed")
         end = 8 + length + sum(t.packed_bytes for t in header.tensors.values())
         if size != end:
-            raise ValueError(f"a file of {size} bytes instead of {end}")
+            raise ValueError(f"the file has {size} bytes instead of {end}")
     except OSError as error:
-        raise ElvesError(f"expected a packed file {path}, got {error.strerror}.") from error
+        raise ElvesError(f"The packed file {path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise ElvesError(
-            f"expected the header of {path} as it was written, got {str(error)[:200]}. Nothing of "
-            f"the file was read. {REMEDY}"
+            f"The header of {path} is damaged: {str(error)[:200]}. Nothing of the file was read. "
+            f"{REMEDY}"
         ) from error
     return header, 8 + length
 
@@ -190,13 +190,13 @@ def read_header(path: Path) -> tuple[Header, int]:
 def _header(fields: Mapping[str, Any]) -> Header:
     """Parses and checks the description. Raises ValueError, or the errors of wrong types."""
     if fields["block_bytes"] != BLOCK or fields["kind"] not in (SAFETENSORS, BYTES):
-        raise ValueError(f"blocks of {fields['block_bytes']} bytes of the kind {fields['kind']}")
+        raise ValueError(f"kind {fields['kind']} with {fields['block_bytes']}-byte blocks")
     head = base64.b64decode(fields["head"], validate=True)
     tensors = {name: _tensor(name, fields) for name, fields in fields["tensors"].items()}
     size, checksum = _count(fields["bytes"]), _count(fields["crc32"])
     header = Header(fields["kind"], head, size, checksum, fields["base"], tensors)
     if size != len(header.unpacked_head()) + sum(t.bytes for t in tensors.values()):
-        raise ValueError(f"{size} bytes, which its tensors do not have")
+        raise ValueError(f"its tensors do not have {size} bytes")
     return header
 
 
@@ -204,17 +204,17 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
     shape = tuple(_count(n) for n in fields["shape"])
     size, dtype, codec = _count(fields["bytes"]), fields["dtype"], fields["codec"]
     if codec not in (*CODECS, DUPLICATE) or not isinstance(dtype, str):
-        raise ValueError(f"`{name}` of {dtype} in {codec}")
+        raise ValueError(f"`{name}` has the dtype {dtype} and codec {codec}")
     if dtype in WIDTHS and math.prod(shape) * WIDTHS[dtype] != size:
-        raise ValueError(f"`{name}`, {dtype} of the shape {shape}, in {size} bytes")
+        raise ValueError(f"`{name}`, {dtype} {shape}, cannot have {size} bytes")
     of = None if fields["of"] is None else Of(*fields["of"])
     blocks = tuple(_count(n) for n in fields["blocks"])
     # Bounds the restored size by the file's size: no small file can request much memory.
     expected = 0 if codec == DUPLICATE else -(-size // BLOCK)
     if len(blocks) != expected or (codec == DUPLICATE and of is None):
-        raise ValueError(f"`{name}` with {len(blocks)} blocks instead of {expected}")
+        raise ValueError(f"`{name}` has {len(blocks)} blocks instead of {expected}")
     if not all(HEAD < n <= BLOCK + HEAD for n in blocks):
-        raise ValueError(f"`{name}` with a block of an impossible size")
+        raise ValueError(f"`{name}` has a block of impossible size")
     checksum = _count(fields["crc32"])
     bound, error = fields["bound"], fields["error"]
     return Tensor(name, dtype, shape, size, codec, bound, error, checksum, of, blocks)
@@ -222,5 +222,5 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} instead of an integer")
+        raise ValueError(f"{value!r} is no valid integer")
     return value

@@ -68,7 +68,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.bound is not None and not (math.isfinite(self.bound) and self.bound > 0):
-            raise ElvesError(f"`bound`: expected a finite number above 0, got {self.bound}.")
+            raise ElvesError(f"`bound`: must be a finite number above 0, but is {self.bound}.")
 
     @property
     def step(self) -> float | None:
@@ -114,9 +114,9 @@ def check_bound(path: Path, pieces: Sequence[Piece], bound: float) -> None:
     rms, name = min(every, default=(math.inf, ""))
     if bound > rms:
         raise ElvesError(
-            f"the tensor `{name}` in {path}: expected a bound of at most its root mean "
-            f"square, {rms:.3g}, got {bound:.3g}. The largest sensible one for this file "
-            f"is 2^{math.floor(math.log2(rms))}."
+            f"the tensor `{name}` in {path}: the bound {bound:.3g} exceeds its root mean square, "
+            f"{rms:.3g}. The largest sensible bound for this file is "
+            f"2^{math.floor(math.log2(rms))}."
         )
 
 
@@ -187,9 +187,7 @@ def save(
     pieces = []
     for name, x in tensors.items():
         if x.dtype not in names:
-            raise ElvesError(
-                f"the array `{name}`: expected a dtype of safetensors, got {x.dtype}. Cast it."
-            )
+            raise ElvesError(f"the array `{name}`: safetensors cannot store {x.dtype}. Cast it.")
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         pieces.append(Piece(name, names[x.dtype], tuple(x.shape), data))
     head = encode_header((p.name, p.dtype, p.shape, p.data.size) for p in pieces)

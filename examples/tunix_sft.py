@@ -6,8 +6,8 @@
 
 DIR is a Hugging Face folder of a Qwen3: config.json, tokenizer.json, *.safetensors. The data are
 records in Alpaca's format, {"instruction", "input", "output"}, as a JSON list or one a line; only
-answers count in the loss. With --out the run saves as it goes, and the same command goes on from
-its last checkpoint. Several devices divide the weights (FSDP).
+answers count in the loss. With --out the run saves checkpoints, and the same command resumes from
+the last. Several devices divide the weights (FSDP).
 """
 
 import argparse
@@ -62,13 +62,11 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
     size = options.batch_size
     if len(training) < size or not validation:
         raise SystemExit(
-            f"expected at least {size} records to train and one to validate, got {len(training)} "
-            f"and {len(validation)}; pass more, or a smaller --batch-size"
+            f"{len(training)} records to train and {len(validation)} to validate are too few: pass "
+            f"at least {size} and one, or a smaller --batch-size"
         )
     if size % jax.device_count():
-        raise SystemExit(
-            f"expected a --batch-size that {jax.device_count()} devices can divide, got {size}"
-        )
+        raise SystemExit(f"{jax.device_count()} devices cannot divide --batch-size {size}")
     starts = range(0, len(validation), size)
     evaluation = [padded(validation[i : i + size], options.length, size) for i in starts]
 
@@ -79,7 +77,7 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
     make = optax.inject_hyperparams(
         zenflow_jax.zenflow,
         static_args=zenflow_jax.STATIC_ARGS,
-        hyperparam_dtype=jnp.float32,  # else optax rounds to that of the parameters
+        hyperparam_dtype=jnp.float32,  # otherwise optax rounds to the parameters' dtype
     )
     tx = make(
         learning_rate=schedule,
@@ -105,7 +103,7 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
         trainer.with_gen_model_input_fn(model_input)
         hooks = ZenFlowHooks(trainer, hooks=Printed(len(evaluation)))
         if trainer.train_steps:
-            print(f"goes on from the checkpoint of step {trainer.train_steps}")
+            print(f"resuming from the checkpoint of step {trainer.train_steps}")
         trainer.train(batches(training, size, options.length, options.seed), evaluation)
     print(hooks.stats)
     return hooks
@@ -132,7 +130,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_mesh() -> Any:
-    """All devices in one row, as Tunix's models know them; None for one device."""
+    """Returns a mesh of all devices with the axes of Tunix's models; None for one device."""
     if jax.device_count() == 1:
         return None
     kinds = (AxisType.Auto, AxisType.Auto)
@@ -152,7 +150,7 @@ def read_records(path: Path | None) -> list[dict[str, str]]:
 
 
 def read_tokenizer(folder: Path | None) -> tuple[Any, int, int]:
-    """A function from text to tokens, the end token, and the size of the vocabulary."""
+    """Returns a function from text to tokens, the end token, and the vocabulary's size."""
     if folder is None:
         return lambda text: [1 + byte for byte in text.encode()], 0, 257
     settings = json.loads((folder / "config.json").read_text())
@@ -167,7 +165,7 @@ def read_tokenizer(folder: Path | None) -> tuple[Any, int, int]:
 
 
 def example(record: dict[str, str], encode: Any, end: int) -> tuple[list[int], int]:
-    """The tokens of a record, and how many of them are the prompt's."""
+    """Returns a record's tokens, and the number of prompt tokens."""
     text = record.get("input") or ""
     prompt = HEAD.format(WITH_INPUT if text else "", record["instruction"])
     prompt += f"### Input:\n{text}\n\n### Response:" if text else "### Response:"
@@ -176,7 +174,7 @@ def example(record: dict[str, str], encode: Any, end: int) -> tuple[list[int], i
 
 
 def padded(examples: list[tuple[list[int], int]], length: int, size: int) -> dict[str, np.ndarray]:
-    """A batch; where there are fewer examples, the rest of it counts for nothing."""
+    """Returns a batch; rows without an example do not count."""
     tokens = np.zeros((size, length), np.int32)
     is_token, answers = np.zeros((size, length), bool), np.zeros((size, length), bool)
     for i, (ids, prompt) in enumerate(examples):
@@ -189,7 +187,7 @@ def padded(examples: list[tuple[list[int], int]], length: int, size: int) -> dic
 def batches(
     examples: list[tuple[list[int], int]], size: int, length: int, seed: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Endless, a function of the seed: a run that goes on skips those that it has had."""
+    """Yields batches forever, by the seed; a resumed run skips those that it has had."""
     rng = np.random.default_rng(seed)
     while True:
         order = rng.permutation(len(examples))
@@ -199,7 +197,7 @@ def batches(
 
 
 def model_input(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The input of Tunix's default loss, which counts the tokens of `input_mask`."""
+    """Returns the input of Tunix's default loss, which counts the tokens in `input_mask`."""
     return {
         "input_tokens": batch["tokens"],
         "input_mask": batch["answers"],
@@ -239,12 +237,12 @@ def make_model(folder: Path | None, vocabulary: int, mesh: Any, dtype: str) -> q
 
 
 def shape_of(folder: Path) -> dict[str, Any]:
-    """The arguments of Tunix's configuration, by a Hugging Face config.json."""
+    """Returns the arguments of Tunix's configuration, from a Hugging Face config.json."""
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") != "qwen3":
         raise SystemExit(
-            f"expected the folder of a Qwen3 (model_type qwen3), got {config.get('model_type')} in "
-            f"{folder}; for other models change `make_model` to another of `tunix.models`"
+            f"{folder} has the model_type {config.get('model_type')}, not qwen3. For other models, "
+            "change `make_model` to use another of `tunix.models`."
         )
     rope = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     return {
@@ -262,7 +260,7 @@ def shape_of(folder: Path) -> dict[str, Any]:
 
 
 class Printed(tunix_hooks.TrainingHooks):
-    """Prints losses. Hooks of your own go with zenflow's."""
+    """Prints losses. Your own hooks work together with zenflow's."""
 
     def __init__(self, evaluation_batches: int):
         self._evaluation_batches = evaluation_batches

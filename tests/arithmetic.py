@@ -1,8 +1,8 @@
-"""The step of the slow reference on a leaf, and on each of its channels, in plain NumPy.
+"""The slow reference's step on a leaf and on each of its channels, in plain NumPy.
 
-A channel is an object that carries everything known of it, so that "selected", "deferred" and
-"waiting" are words about one object and not about where an array lives. When windows close and
-channels are selected is `reference.py`, which has the letters too.
+A channel is an object with its whole state, so that "selected", "deferred" and "waiting" describe
+one object and not an array's place. `reference.py` decides when windows close and channels are
+selected, and explains the letters.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from zenflow_jax import AutoSelect, AutoWindow
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Plain values of the options of `zenflow`, under the same names and with the same defaults."""
+    """The options of `zenflow`, with the same names and defaults."""
 
     b1: float = 0.9
     b2: float = 0.999
@@ -39,34 +39,34 @@ class Settings:
 
 @dataclasses.dataclass
 class Channel:
-    """One channel of one stack entry, whichever side it lives on. All arrays are float32."""
+    """A channel in a stack entry, on either side. All arrays are float32."""
 
-    where: tuple[Any, ...]  # index of its entries in the leaf
+    where: tuple[Any, ...]  # index of its elements in the leaf
     weight_decay: float
     selected: bool
     master: Any  # runs ahead of the parameter while `waiting`
     mu: Any
     nu: Any
-    window_sum: Any  # gradients since the window opened, steps that were skipped left out
+    window_sum: Any  # gradients since the window opened, without skipped steps
     steps: int = 0  # AdamW steps taken by this channel
     score: Any = np.float32(0)
-    waiting: bool = False  # an update was computed that the parameter has not received yet
+    waiting: bool = False  # the parameter has not received the latest update yet
 
 
 @dataclasses.dataclass
 class Leaf:
-    """A parameter in its own dtype, and its channels, one list for each group of them.
+    """A parameter in its own dtype, and its channels, a list for each group.
 
     Channels are selected within a group: a stack entry, or a shard of one.
     """
 
     param: np.ndarray
-    axis: int | None  # None for a resident leaf, which is one channel that is always selected
+    axis: int | None  # None for a resident leaf, which is a single channel, always selected
     stack: tuple[int, ...]
     k: int  # selected in each group
-    mail_dtype: np.dtype  # of gradients that go to the host
+    mail_dtype: np.dtype  # of gradients sent to the host
     groups: list[list[Channel]]
-    turns: list[int]  # for each group, with which others it closes its windows
+    turns: list[int]  # each group's turn to close windows
 
     @property
     def channels(self) -> Iterator[Channel]:
@@ -74,21 +74,21 @@ class Leaf:
 
     @property
     def offloaded(self) -> bool:
-        """Whether anything of it is deferred."""
+        """Returns whether any channel is deferred."""
         return any(len(group) > self.k for group in self.groups)
 
     @property
     def selected(self) -> np.ndarray | None:
-        """The selected channels `[*stack, k]`, ascending, int32; None if resident."""
+        """Returns the selected channels `[*stack, k]`, ascending, int32; None if resident."""
         if self.axis is None:
             return None
-        # Groups of one stack entry follow each other, so their channels' numbers go on.
+        # A stack entry's groups are consecutive, and so are their channels' numbers.
         flags = np.array([channel.selected for channel in self.channels])
         chosen = [np.flatnonzero(entry) for entry in flags.reshape(-1, self.param.shape[self.axis])]
         return np.array(chosen, np.int32).reshape(*self.stack, -1 if self.k else 0)
 
     def publish(self, channel: Channel) -> None:
-        """Make the parameter what it always is in the end: the cast of the master."""
+        """Sets the parameter to the master's cast."""
         self.param[channel.where] = channel.master.astype(self.param.dtype)
         channel.waiting = False
 
@@ -106,12 +106,11 @@ def make_leaf(
 
     assert -param.ndim <= axis < param.ndim, (axis, param.shape)
     axis %= param.ndim
-    # Both axes of a matrix belong to the matrix, whichever of them is the channel axis.
+    # Neither axis of a matrix is a stack axis, whichever is the channel axis.
     stack = param.shape[: min(axis, max(param.ndim - 2, 0))]
     n, rest = divmod(param.shape[axis], shards)
     assert rest == 0, (param.shape, axis, shards)
-    # The ratio means what its decimals say: 0.07 * 100 is 7.000000000000001 in binary, and 8 of 100
-    # are not 7 %.
+    # Rounded first: 0.07 * 100 is 7.000000000000001 in binary, but 8 of 100 are not 7 %.
     k = math.ceil(round(settings.topk_ratio * n, 6))
     between = (slice(None),) * (axis - len(stack))
     groups = [
@@ -119,14 +118,14 @@ def make_leaf(
         for entry in np.ndindex(*stack)
         for shard in range(shards)
     ]
-    # float16 has no room for gradients that were divided by a loss scale.
+    # Unscaled gradients do not fit float16.
     own: Any = np.float32 if param.dtype == np.float16 else param.dtype
     mail_dtype = settings.transfer_dtype or own
     return Leaf(param, axis, stack, k, np.dtype(mail_dtype), groups, [0] * len(groups))
 
 
 def weigh(leaf: Leaf, g: np.ndarray) -> tuple[float, float]:
-    """Root mean squares of the deferred and of the selected channels' gradient."""
+    """Returns root mean squares of the gradient in deferred and selected channels."""
     both = []
     for selected in (False, True):
         side = [g[c.where].ravel() for c in leaf.channels if c.selected == selected]
@@ -136,9 +135,9 @@ def weigh(leaf: Leaf, g: np.ndarray) -> tuple[float, float]:
 
 
 def adamw(channel: Channel, g: Any, lr: np.float32, s: Settings, steps: int = 1) -> None:
-    """Move master and moments by one AdamW step, with a mean gradient of so many steps.
+    """Moves master and moments by an AdamW step with the mean gradient of `steps` steps.
 
-    The parameter is left as it is.
+    The parameter does not change.
     """
     b1, b2, eps, decay = s.b1, s.b2, s.eps, channel.weight_decay
     scaling = s.window_scaling
@@ -150,8 +149,8 @@ def adamw(channel: Channel, g: Any, lr: np.float32, s: Settings, steps: int = 1)
     channel.steps += c
     n = np.float32(channel.steps)
     one = np.float32(1)
-    # As optax: `1 - b` is taken in Python's precision, `1 - b**n` in float32. The two differ in
-    # the fifth digit for b2 = 0.999 and n = 1.
+    # As in optax: `1 - b` in Python's precision, `1 - b**n` in float32. They differ in the fifth
+    # digit for b2 = 0.999 and n = 1.
     channel.mu = np.float32(1 - b1) * g + np.float32(b1) * channel.mu
     channel.nu = np.float32(1 - b2) * (g * g) + np.float32(b2) * channel.nu
     mu_hat = channel.mu / (one - np.float32(s.b1) ** n)
@@ -162,7 +161,7 @@ def adamw(channel: Channel, g: Any, lr: np.float32, s: Settings, steps: int = 1)
 
 
 def sums_of_squares(gradients: Sequence[np.ndarray]) -> np.ndarray:
-    # Where it overflows the step is skipped.
+    # If it overflows, the step is skipped.
     with np.errstate(over="ignore", invalid="ignore"):
         return np.array([np.sum(g * g, dtype=np.float32) for g in gradients], np.float32)
 
@@ -170,7 +169,7 @@ def sums_of_squares(gradients: Sequence[np.ndarray]) -> np.ndarray:
 def clipping_factor(squares: np.ndarray, max_grad_norm: float | None) -> np.float32:
     if max_grad_norm is None:
         return np.float32(1)
-    # Leaves that are finite can have an infinite sum. As in optax, the factor is then zero.
+    # Finite leaves can have an infinite sum. As in optax, the factor is then zero.
     with np.errstate(over="ignore"):
         norm = np.sqrt(np.sum(squares, dtype=np.float32))
     limit = np.float32(max_grad_norm)
@@ -178,7 +177,7 @@ def clipping_factor(squares: np.ndarray, max_grad_norm: float | None) -> np.floa
 
 
 def compact_one(moment: Any, *, first: bool) -> np.ndarray:
-    """A channel's moment after it was kept in 8 bits, with a scale for each 32 neighbours."""
+    """Rounds a channel's moment to 8 bits, with a scale for each 32 neighbours."""
     round_block = _round_first if first else _round_second
     flat = np.array(moment, np.float32).reshape(-1)
     for i in range(0, flat.size, 32):
@@ -187,7 +186,7 @@ def compact_one(moment: Any, *, first: bool) -> np.ndarray:
 
 
 def _round_first(m: np.ndarray) -> np.ndarray:
-    # Codes c from -127 to 127 stand for c (|c| + 60) / 23749 of the scale.
+    # Codes c from -127 to 127 stand for c (|c| + 60) / 23749 times the scale.
     top, largest = np.float32(127 * 187), np.max(abs(m))
     if largest < 2.0**-60:
         return np.zeros_like(m)
@@ -197,7 +196,7 @@ def _round_first(m: np.ndarray) -> np.ndarray:
 
 
 def _round_second(v: np.ndarray) -> np.ndarray:
-    # Codes c from 0 to 255 stand for roots of c / 255 of the scale; only zero's is 0.
+    # Codes c from 0 to 255 stand for roots c / 255 times the scale; only zero's is 0.
     root, top = np.sqrt(v), np.float32(255)
     scale = np.max(root)
     if scale < 2.0**-60:

@@ -1,4 +1,4 @@
-"""Holds runs to the slow reference or to `optax.adamw`, as close as each allows."""
+"""Compares runs with the slow reference or with `optax.adamw`, as closely as each allows."""
 
 import functools
 from collections.abc import Callable
@@ -23,25 +23,25 @@ from tests.runs import (
 )
 
 # Float32, the same operations in another order; parameters up to 4, where a unit in the last place
-# is 2.4e-7; updates near 1e-2, of which `1 - b2**n`, in float32 on one side and in float64 on the
-# other, may weigh 3e-5 each.
+# is 2.4e-7; updates near 1e-2, to which `1 - b2**n`, in float32 on one side and float64 on the
+# other, may add an error of 3e-5 each.
 ATOL = 1e-6
-# Moments are as large as gradients and their squares; relative to the largest of a leaf.
+# Moments are as large as gradients and their squares; relative to a leaf's largest.
 MOMENT_TOL = 1e-6
-# A master off by ATOL is cast to the other neighbour where it lies that close to the middle of two:
-# about one in 10,000 casts, and a deferred channel keeps what it has for a window.
+# A master off by ATOL is cast to the other neighbour if it is that close to the middle: about one
+# in 10,000 casts, and a deferred channel keeps the difference for a window.
 FLIPPED = 0.005
-# Of moments in 8 bits, in runs of some 20 steps, and of the masters that moved by them: a moment
-# off by MOMENT_TOL gets another code about once in 10,000 times, and keeps what comes of it.
+# Share of 8-bit moments, in runs of some 20 steps, and of masters that moved by them: a moment off
+# by MOMENT_TOL gets another code about once in 10,000 times, and keeps the difference.
 ANOTHER_CODE = 0.02
-# Of the largest moment: a code more or less, and what the steps since have made of it.
+# Share of the largest moment: a code more or less, and its effect on later steps.
 CODES_APART = 0.03
 
 
 KERNELS = ("numba", "numpy")
 SEEDS = (0, 1)
 
-# Of the norms in these runs, about half are above it.
+# About half of the norms in these runs exceed it.
 MAX_NORM = 30.0
 
 WARM = dict(
@@ -54,14 +54,14 @@ WARM = dict(
 
 
 def seeded(leaves: Leaves, options: Settings, seed: int) -> Training:
-    """A run whose gradients, kernel and threads go by the seed."""
-    # Numba compiles each pair of dtypes anew; `test_host_adam.py` has those that differ.
+    """Returns a run whose gradients, kernel and threads depend on the seed."""
+    # Numba compiles each pair of dtypes separately; `test_host_adam.py` tests different pairs.
     kernel = "numpy" if options.transfer_dtype else KERNELS[seed]
     return Training(leaves, options, seed=seed, host_kernel=kernel, threads=1 + seed)
 
 
 def slow_run(leaves: Leaves, settings: Settings, seed: int = 0, **more: Any) -> Reference:
-    """The slow reference, at the start of a run of these leaves."""
+    """Returns the slow reference at the start of a run with these leaves."""
     return Reference(
         list(initial_values(leaves, seed).values()),
         rate,
@@ -81,7 +81,7 @@ def reference(
     gradients: Callable[..., dict[str, np.ndarray]] = gradients,
     host_state: str = "float32",
 ) -> tuple[History, Any]:
-    """The run of the slow NumPy reference, and the reference itself for its counts."""
+    """Returns the slow reference's run, and the reference itself for its counts."""
     slow = slow_run(leaves, settings, seed, shards=shards, host_state=host_state)
     names = [x.name for x in leaves]
     params, selected = [], []
@@ -97,7 +97,7 @@ def reference(
 
 @functools.cache
 def adamw_program(leaves: Leaves, clip: float | None, weight_decay: float) -> tuple[Any, Any]:
-    """`optax.adamw`, with clipping in front of it if asked for, and its jitted step."""
+    """Returns `optax.adamw`, behind clipping if `clip` is not None, and its jitted step."""
     tx = optax.adamw(rate, weight_decay=weight_decay, mask={x.name: x.decay for x in leaves})
     if clip is not None:
         tx = optax.chain(optax.clip_by_global_norm(clip), tx)
@@ -112,7 +112,7 @@ def adamw(
     seed: int,
     shardings: Any = None,
 ) -> Any:
-    """Parameters after each step of `optax.adamw` on float32 masters, cast to their dtypes."""
+    """Returns parameters after each step of `optax.adamw` on float32 masters, cast."""
     tx, step = adamw_program(leaves, clip, weight_decay)
 
     def wide(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -127,10 +127,10 @@ def adamw(
     return seen
 
 
-def assert_close(ours: list[dict[str, np.ndarray]], theirs: list[dict[str, np.ndarray]]) -> None:
-    """Step by step: float32 within ATOL, bfloat16 equal but for a few neighbours."""
+def assert_close(actual: list[dict[str, np.ndarray]], desired: list[dict[str, np.ndarray]]) -> None:
+    """Compares each step: float32 within ATOL, bfloat16 equal except for a few neighbours."""
     flipped = total = 0
-    for t, (new, expected) in enumerate(zip(ours, theirs, strict=True), start=1):
+    for t, (new, expected) in enumerate(zip(actual, desired, strict=True), start=1):
         assert new.keys() == expected.keys()
         for name, x in new.items():
             y = expected[name]
@@ -146,23 +146,23 @@ def assert_close(ours: list[dict[str, np.ndarray]], theirs: list[dict[str, np.nd
 
 
 def _rank(x: np.ndarray) -> np.ndarray:
-    """The place of each bfloat16 among all of them, both zeros at 0."""
+    """Returns each bfloat16's rank among all, both zeros at 0."""
     bits = x.view(np.int16).astype(np.int32)
     return np.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
-def assert_agree(ours: History, theirs: History) -> None:
-    """Parameters, selections, masters, moments, step counts."""
-    assert_close(ours.params, theirs.params)
-    assert ours.skipped == theirs.skipped
+def assert_agree(actual: History, desired: History) -> None:
+    """Compares parameters, selections, masters, moments and step counts."""
+    assert_close(actual.params, desired.params)
+    assert actual.skipped == desired.skipped
     for t, (selected, expected) in enumerate(
-        zip(ours.selected, theirs.selected, strict=True), start=1
+        zip(actual.selected, desired.selected, strict=True), start=1
     ):
         for name, channels in selected.items():
             message = f"channels of {name} after step {t}"
             np.testing.assert_array_equal(channels, expected[name], err_msg=message)
-    for name, (master, mu, nu, steps) in ours.moments.items():
-        expected = theirs.moments[name]
+    for name, (master, mu, nu, steps) in actual.moments.items():
+        expected = desired.moments[name]
         np.testing.assert_array_equal(steps, expected[3], err_msg=f"steps of {name}")
         np.testing.assert_allclose(master, expected[0], rtol=0, atol=ATOL, err_msg=name)
         for x, y in ((mu, expected[1]), (nu, expected[2])):
@@ -170,15 +170,15 @@ def assert_agree(ours: History, theirs: History) -> None:
             np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name)
 
 
-def assert_agree_where_rounded(ours: History, theirs: History) -> None:
-    """As `assert_agree`, with moments in 8 bits: a few get the next code, and change more."""
-    assert ours.skipped == theirs.skipped
-    for selected, expected in zip(ours.selected, theirs.selected, strict=True):
+def assert_agree_where_rounded(actual: History, desired: History) -> None:
+    """Compares like `assert_agree`, for 8-bit moments: a few get the next code, and change more."""
+    assert actual.skipped == desired.skipped
+    for selected, expected in zip(actual.selected, desired.selected, strict=True):
         assert_same_bits(selected, expected)
     apart = total = 0
-    for name, (*wide, steps) in ours.moments.items():
-        *expected, their_steps = theirs.moments[name]
-        np.testing.assert_array_equal(steps, their_steps, err_msg=f"steps of {name}")
+    for name, (*wide, steps) in actual.moments.items():
+        *expected, expected_steps = desired.moments[name]
+        np.testing.assert_array_equal(steps, expected_steps, err_msg=f"steps of {name}")
         for x, y, tolerance in zip(wide, expected, (ATOL, MOMENT_TOL, MOMENT_TOL), strict=True):
             largest = np.abs(y).max(initial=0)
             np.testing.assert_allclose(x, y, rtol=0, atol=CODES_APART * largest, err_msg=name)
@@ -188,9 +188,9 @@ def assert_agree_where_rounded(ours: History, theirs: History) -> None:
     assert apart <= ANOTHER_CODE * total, f"{apart} of {total} numbers differ"
 
 
-def assert_same_bits(ours: Any, theirs: Any) -> None:
-    """Equal trees of arrays: structure, dtypes and every bit, NaN included."""
-    left, right = jax.tree.flatten(ours), jax.tree.flatten(theirs)
+def assert_same_bits(actual: Any, desired: Any) -> None:
+    """Compares trees of arrays: structure, dtypes and every bit, NaN included."""
+    left, right = jax.tree.flatten(actual), jax.tree.flatten(desired)
     assert left[1] == right[1]
     for x, y in zip(left[0], right[0], strict=True):
         x, y = np.asarray(x), np.asarray(y)

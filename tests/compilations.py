@@ -1,4 +1,4 @@
-"""Which programs are compiled, and how often."""
+"""Counts compilations, and names compiled programs."""
 
 import contextlib
 import logging
@@ -8,13 +8,13 @@ import jax
 
 
 def times_compiled(program):
-    """How often a jitted function was; jax 0.10.2 to 0.11.2 have no public name for it."""
+    """Returns a jitted function's compilations; jax 0.10.2 to 0.11.2 have no public name for it."""
     return program._cache_size()
 
 
 @contextlib.contextmanager
 def compilations():
-    """The names of the programs that this thread compiles, or finds compiled on disk."""
+    """Yields the names of programs that this thread compiles, or finds in the cache."""
     names, thread = [], threading.get_ident()
     handler, logger = logging.Handler(), logging.getLogger("jax")
 

@@ -1,16 +1,15 @@
-"""Settings that every test runs under.
+"""Settings for every test.
 
-Nothing here chooses a platform. A test that needs another set-up starts a process of its own.
+Nothing here chooses a platform. A test with another set-up starts a separate process.
 
-Compiling is most of the work of these tests. So the compiler for CPUs does not optimize, here or in
-the processes that tests start, but where `test_equality.py` compares with optax, and bits: its
-steps are compiled as users have them. `XLA_FLAGS=--xla_backend_optimization_level=3 make test`
-optimizes everything, and takes thrice as long.
+Compiling takes most of these tests' time. So the compiler for CPUs does not optimize, here or in
+the processes that tests start, except where `test_equality.py` compares with optax, or bits: its
+steps are compiled as for users. `XLA_FLAGS=--xla_backend_optimization_level=3 make test` optimizes
+everything, and takes three times as long.
 
-Many tests compile the same programs: workers of pytest-xdist, and the processes that tests start.
-So jax's compilation cache, in a folder that lives as long as the tests run, is shared by all of
-them. What it gives is the machine code that the compiler gave, and jax goes through tracing,
-lowering and its counts of compilations as without it.
+Workers of pytest-xdist and the processes that tests start compile the same programs. So all share
+jax's compilation cache, in a temporary folder. It returns the compiler's machine code, and jax
+traces, lowers and counts compilations as without it.
 """
 
 import atexit
@@ -20,6 +19,7 @@ import os
 import shutil
 import tempfile
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import jax
 import jaxtyping
@@ -28,15 +28,17 @@ from hypothesis import settings
 
 from tests import processes
 
-# They are run by `test_eight_devices.py`, in processes that have eight devices.
+LIBRARY = Path(__file__).parents[1] / "zenflow_jax"
+
+# `test_eight_devices.py` runs them, in processes with eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
 collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_devices"]
-# `make test-tunix` runs them, in an environment that has it.
+# `make test-tunix` runs them, in an environment with Tunix.
 if importlib.util.find_spec("tunix") is None:
     collect_ignore.append("in_tunix")
 
-# XLA reads them when jax starts its first backend. That for GPUs has none but optimized code, so
-# where it may be used, which is where a plugin of jax is installed, they stay away.
+# XLA reads these flags when jax starts its first backend. The GPU backend makes only optimized
+# code, so they are not set where one of jax's plugins is installed.
 if "optimization_level" not in os.environ.get("XLA_FLAGS", "") and not entry_points(
     group="jax_plugins"
 ):
@@ -44,26 +46,25 @@ if "optimization_level" not in os.environ.get("XLA_FLAGS", "") and not entry_poi
         f"{os.environ.get('XLA_FLAGS', '')} {processes.QUICK_TO_COMPILE}".strip()
     )
 
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else the process that started this one set it
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # otherwise a parent process has set it
     folder = tempfile.mkdtemp(prefix="zenflow_jax-compiled-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, value in {
         "jax_compilation_cache_dir": folder,
-        # Small programs, too: there are thousands, and each costs more to compile than to read.
+        # Small programs, too: there are thousands, and reading is faster than compiling.
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
 
-# XLA is told of each instruction in which line of Python it began, and not of all the frames above:
-# to write these into a program and to read them again was a fifth of the suite's time. No program
-# depends on them, and the compilation cache does not look at them.
+# XLA gets only the innermost line of Python for each instruction: to write and read all frames took
+# a fifth of the suite's time. Neither programs nor the compilation cache depend on them.
 jax.config.update("jax_include_full_tracebacks_in_locations", False)
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
-# An implicit promotion is how float32 arithmetic would turn into bfloat16 unseen, and an implicit
-# rank promotion is how a vector of channels would be laid along the wrong axis.
+# Implicit promotion could turn float32 arithmetic into bfloat16 unseen, and implicit rank promotion
+# could broadcast a vector of channels along the wrong axis.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -74,49 +75,62 @@ settings.load_profile("zenflow_jax")
 
 @pytest.fixture
 def promotion_as_users_have_it():
-    """Neither optax nor jax's own `dot_product_attention` is clean under strict promotion."""
+    """Allows promotion, which optax and jax's own `dot_product_attention` need."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @pytest.fixture
 def as_scripts_run():
-    """jax's own attention promotes, as other people's code does."""
+    """Allows all promotion, as in scripts: jax's own attention promotes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture
-def annotations_are_not_checked():
-    """As in a user's process; where they are, they get ahead of the library's own words."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture
 def no_picture(monkeypatch):
-    """Runs of the script in this process do not draw their losses, a quarter of a short run."""
+    """Stops scripts in this process from drawing losses, a quarter of a short run's time."""
     monkeypatch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
 
 
+# The annotations of the library are checked in its examples and in these tests alone: checks take a
+# third of a test's time.
+CHECKED = (
+    "test_engine.py",
+    "test_engine_save.py",
+    "test_groups.py",
+    "test_leaves.py",
+    "test_masters.py",
+    "test_memory.py",
+    "test_schedule.py",
+    "test_transform.py",
+)
+
+
+def is_checked(item: pytest.Item) -> bool:
+    if item.get_closest_marker("slow") is not None:
+        return False
+    return item.path.name in CHECKED or item.path.is_relative_to(LIBRARY)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # The annotations of the library are checked in tests that are not slow, which call each
-    # annotated function. What a slow test has traced would not be traced again.
-    slow = item.get_closest_marker("slow") is not None
-    if jaxtyping.config.jaxtyping_disable and not slow:
-        jax.clear_caches()
-    jaxtyping.config.update("jaxtyping_disable", slow)
+    if is_checked(item) and jaxtyping.config.jaxtyping_disable:
+        jax.clear_caches()  # a program that was traced without checks is not traced again
+    jaxtyping.config.update("jaxtyping_disable", not is_checked(item))
 
 
 def pytest_collection_finish() -> None:
-    # What is imported stays, and need not be looked through whenever tracing has made a million
-    # objects; of which few are garbage that counting references leaves.
+    # Imported objects stay, so the collector need not scan them whenever tracing has made a million
+    # objects, few of which are cyclic garbage.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the slowest tests, so that no worker waits for another's at the end."""
-    # The slowest have a timeout of their own.
+    """Starts with the slowest tests, so that no worker is left with one at the end."""
+    # The slowest have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
+    items.sort(key=is_checked)  # checks are switched on once
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))

@@ -1,6 +1,6 @@
-"""Stages of `benchmarks/on_gpu.py` that go wrong, each in another way, after they found something.
+"""Stages of `benchmarks/on_gpu.py` that fail in different ways, after a first result.
 
-They run in processes of their own, which `test_on_gpu.py` starts, and import no jax.
+They run in separate processes, which `test_on_gpu.py` starts, and import no jax.
 """
 
 import os
@@ -12,7 +12,7 @@ from benchmarks.on_gpu import PICTURE, StageLimits
 
 
 def failing(*names: str, seconds: float = 20.0, least: float = 0.0) -> list[StageLimits]:
-    """The stages of these names below."""
+    """Returns the stages below with these names."""
     return [StageLimits(name, "how?", f"{__name__}:{name}", seconds, least) for name in names]
 
 
@@ -37,7 +37,7 @@ def aborts(stage: Stage) -> None:
 
 
 def hangs(stage: Stage) -> None:
-    """Hangs when what it has found is in the report, which is written while it runs."""
+    """Hangs once its result is in the report, which is written while it runs."""
     _finds(stage)
     report = Path(os.environ["REPORT"])
     while not report.exists() or f"what {stage.name} found" not in report.read_text("utf-8"):

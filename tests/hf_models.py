@@ -1,4 +1,4 @@
-"""The models in `fixtures/`: made, loaded, run on what `transformers` was run on, and compared."""
+"""The models in `fixtures/`: makes, loads and runs them on `transformers`' inputs, and compares."""
 
 import functools
 import json
@@ -20,8 +20,8 @@ DECODERS = ["llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3"]
 ENCODERS = ["bert", "bert_masked"]
 FAMILIES = DECODERS + ENCODERS
 
-# The scaling of rotations in the fixture, as configs wrote it before transformers 5. Of the pairs
-# of channels of a head of 8 one keeps its speed, one is on the ramp and two are slowed down.
+# The fixture's scaling of rotations, as in configs before transformers 5. In a head of 8, one pair
+# of channels keeps its speed, one is on the ramp and two are slowed down.
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -30,13 +30,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 
-# Of the largest number of an output. float32, the same operations in another order: two layers of
-# sums over 24 numbers at most came to 6e-7.
+# Relative to the largest output. float32, the same operations in another order: two layers of sums
+# over at most 24 numbers differed by 6e-7.
 TOLERANCE = 3e-6
 
 
 def make(pretrained, *, labels=None, weight_dtype=jnp.float32, compute_dtype=None, **options):
-    """A model's definition, and the shapes of its weights."""
+    """Returns a model's definition, and its weights' shapes."""
     options |= {"weight_dtype": weight_dtype, "compute_dtype": compute_dtype or weight_dtype}
     labels = labels or pretrained.labels or 2
     return _traced(pretrained.config, labels, tuple(options.items()))
@@ -44,7 +44,7 @@ def make(pretrained, *, labels=None, weight_dtype=jnp.float32, compute_dtype=Non
 
 @functools.cache
 def _traced(config, labels, options):
-    """A model's definition and shapes, traced once for all tests that ask for them."""
+    """Returns a model's definition and shapes, traced once for all tests."""
 
     def split():
         model = make_model(config, labels=labels, rngs=nnx.Rngs(0), **dict(options))
@@ -55,7 +55,7 @@ def _traced(config, labels, options):
 
 
 def load(folder, **options):
-    """The contents of a folder, a model's definition, and its weights."""
+    """Returns a folder's contents, its model's definition, and its weights."""
     pretrained = read_folder(folder)
     graphdef, shapes = make(pretrained, **options)
     return pretrained, graphdef, load_weights(pretrained, shapes)
@@ -67,7 +67,7 @@ def expected(name):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def outputs(name, graphdef, params):
-    """The outputs that `transformers` was asked for, by our model; padding is 0."""
+    """Returns this project's outputs for the inputs of `transformers`; padding is 0."""
     of, model = expected(name), nnx.merge(graphdef, params)
     if name in DECODERS:
         return model(of["input_ids"])

@@ -1,4 +1,4 @@
-"""Meshes and placements that tests put leaves on, and settings that they train them with."""
+"""Meshes, placements and settings for tests on several devices."""
 
 import dataclasses
 from typing import Any
@@ -11,14 +11,14 @@ from tests.reference import Reference
 from tests.runs import EVERYTHING, Leaf, Leaves, Plan, Training
 from zenflow_jax import AutoSelect, AutoWindow
 
-# Sizes that eight devices can divide. Each leaf that travels is ten programs of the engine, on each
-# placement anew: so most runs have two, which differ in all that leaves differ in.
+# Sizes that eight devices divide. Each offloaded leaf has ten of the engine's programs, for each
+# placement: so most runs have two leaves, which differ in every respect.
 LEAVES: Leaves = (
     Leaf("bias", (16,), None, "float32"),
     Leaf("rows", (32, 8), -2, "float32", decay=False),
     Leaf("stacked_columns", (2, 8, 16), -1, "bfloat16"),
 )
-# Between them what FIRST, SECOND and THIRD of `runs` have.
+# Covers FIRST, SECOND and THIRD in `runs`.
 MORE_LEAVES: Leaves = (
     Leaf("bias", (16,), None, "float32"),
     Leaf("columns", (8, 32), -1, "bfloat16"),
@@ -26,15 +26,15 @@ MORE_LEAVES: Leaves = (
     Leaf("stack", (2, 16, 8), -2, "bfloat16"),
 )
 
-# With windows of four steps the stack is cut into ranges.
+# Windows of four steps cut the stack into ranges.
 IN_RANGES: Leaves = (
     Leaf("rows", (16, 8), -2, "float32"),
     Leaf("stack", (6, 16, 8), -2, "bfloat16"),
 )
 
-# Channels change hands at each boundary.
+# With a hand-over at each boundary.
 STALE = dataclasses.replace(EVERYTHING, topk_ratio=0.2, select_interval=4, full_warm_up_rounds=1)
-# Decided by numbers that all devices must have alike.
+# Decided by numbers that must be equal on all devices.
 ADAPTIVE = dataclasses.replace(
     STALE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.6, 3)
 )
@@ -47,7 +47,7 @@ MESHES = {
     "one": {"data": 1},
 }
 
-# Of each leaf, which mesh axes divide which of its axes. Axes that a mesh lacks divide nothing.
+# The mesh axes that divide each leaf's axes. Axes that a mesh lacks divide nothing.
 PLACEMENTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "replicated": {"bias": (), "columns": (), "rows": (), "stack": (), "stacked_columns": ()},
     "channels": {
@@ -104,7 +104,7 @@ def shardings(
 
 
 def pieces(leaves: Leaves, shardings: dict[str, NamedSharding]) -> list[int]:
-    """Of each leaf into how many pieces its channel axis is cut."""
+    """Returns the number of pieces of each leaf's channel axis."""
     counts = []
     for leaf in leaves:
         cut = shardings[leaf.name].shard_shape(leaf.shape)
@@ -113,7 +113,7 @@ def pieces(leaves: Leaves, shardings: dict[str, NamedSharding]) -> list[int]:
 
 
 def placements(training: Training) -> list[Any]:
-    """Where everything is, however it is written."""
+    """Returns the placement of every array, whatever its sharding's spelling."""
     return [
         (
             jax.tree_util.keystr(path),
@@ -125,7 +125,7 @@ def placements(training: Training) -> list[Any]:
 
 
 def assert_agrees(training: Training, plan: Plan, host_state: str = "float32") -> Reference:
-    """A run agrees with the reference, which it gives, and leaves everything where it was."""
+    """Compares a run with the reference and returns that; checks that no array has moved."""
     before, leaves = placements(training), training.leaves
     shards = pieces(leaves, training.shardings)
     expected, slow = comparisons.reference(

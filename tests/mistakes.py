@@ -1,4 +1,4 @@
-"""Two leaves, and what wrong calls of `zenflow` and of engines are made of."""
+"""Two leaves and their states, for wrong calls of `zenflow` and of engines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ DEVICE = jax.devices()[0]
 SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
 PARAMS = jax.device_put({"bias": jnp.zeros(3), "weight": jnp.ones((6, 3))}, DEVICE)
 SQUARE = {"bias": jnp.zeros(3), "weight": jnp.ones((3, 6))}
-NO_STATE, TWO_STATES = "one ZenFlowState in it, got 0", "one ZenFlowState in it, got 2"
+NO_STATE, TWO_STATES = "has 0 ZenFlowStates in it", "has 2 ZenFlowStates in it"
 IN_HOST_MEMORY = "Parameter ['weight'] is in host memory (pinned_host). Put it on a device;"
 
 
@@ -35,7 +35,7 @@ def assert_told(call: Callable[[], Any], exception: Any, word: str) -> None:
 
 
 def nnx_model() -> nnx.Module:
-    """A model whose parameters are `PARAMS`."""
+    """Returns a model whose parameters are `PARAMS`."""
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     model.weight = nnx.Param(PARAMS["weight"])
     del model.kernel

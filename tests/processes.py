@@ -1,4 +1,4 @@
-"""Processes of their own for tests that need another set-up, or that may hang or die."""
+"""Separate processes for tests that need another set-up, or that may hang or die."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# A seventh of the time that XLA takes for a step by default. The last one, which is no flag of its
-# own, leaves out what writes each fused loop by way of MLIR. Checked on jax 0.10.2 and 0.11.2, with
-# `xla_backend_extra_options` and without; a version that does not know it ignores it.
+# XLA compiles a step seven times as fast as by default. The last option, which is not a separate
+# flag, disables the MLIR emitters for fused loops. Checked on jax 0.10.2 and 0.11.2, with
+# `xla_backend_extra_options` and without; other versions ignore it.
 QUICK_TO_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -19,7 +19,7 @@ QUICK_TO_COMPILE = (
 
 
 def start(*command: str | Path, devices: int | None = 1) -> subprocess.Popen:
-    """Python with these arguments, in a process with so many CPU devices; None for what is set."""
+    """Starts Python with these arguments and number of CPU devices; None: as in the environment."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=Path(__file__).parents[1],
@@ -34,13 +34,13 @@ def start(*command: str | Path, devices: int | None = 1) -> subprocess.Popen:
 def start_process(
     module: str, function: str, *args: Any, devices: int | None = None
 ) -> subprocess.Popen:
-    """Calls a function of one of the test modules in a new interpreter."""
+    """Calls a test module's function in a new interpreter."""
     code = f"import tests.{module} as module; module.{function}(*{args!r})"
     return start("-c", code, devices=devices)
 
 
 def output(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]:
-    """The exit code of a process, which ends by itself, and the rest of what it writes."""
+    """Waits for a process to end by itself; returns its exit code and remaining output."""
     try:
         text, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -51,7 +51,7 @@ def output(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]
 
 
 def environment(devices: int | None = None) -> dict[str, str]:
-    """The environment of a process whose CPU is so many devices to jax."""
+    """Returns the environment for a process with `devices` CPU devices."""
     if devices is None:
         return dict(os.environ)
     flags = f"--xla_force_host_platform_device_count={devices} {QUICK_TO_COMPILE}"
@@ -59,7 +59,7 @@ def environment(devices: int | None = None) -> dict[str, str]:
 
 
 def assert_ends(process: subprocess.Popen, code: int | None = 0) -> str:
-    """It ends by itself, with that exit code, or any but 0 if None; what it wrote."""
+    """Checks that it ends by itself with that exit code, None: any but 0; returns its output."""
     ended, text = output(process)
     assert ended if code is None else ended == code, f"code {ended}:\n{text[-3000:]}"
     return text
@@ -67,7 +67,7 @@ def assert_ends(process: subprocess.Popen, code: int | None = 0) -> str:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that the kernel gives to nobody else, and that JAX's service can share."""
+    """Yields a port that the kernel gives to no other process, and that JAX's service can share."""
     with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as holder:
         # As the service binds: all addresses of both families, and ready to share.
         holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -79,7 +79,7 @@ def reserved_port() -> Iterator[int]:
 def run_together(
     module: str, function: str, count: int, devices: int, *args: Any, code: int | None = 0
 ) -> list[str]:
-    """The outputs of processes that each call `function(me, port, count, *args)` and end."""
+    """Returns the outputs of processes that each call `function(me, port, count, *args)`."""
     with reserved_port() as port:
         processes = [
             start_process(module, function, me, port, count, *args, devices=devices)

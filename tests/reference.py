@@ -1,9 +1,8 @@
-"""The arithmetic of ZenFlow in plain NumPy: slow, obvious, one channel after the other.
+"""ZenFlow's arithmetic in plain NumPy: slow, obvious, one channel after the other.
 
-Here is when windows close and channels are selected; what a step does to a channel is
-`arithmetic.py`. The tests hold the engine to these two files, which is why
-they import nothing of them but the names of options: a mistake shared by two of them would be seen
-by nobody.
+This file decides when windows close and channels are selected; `arithmetic.py` computes a channel's
+step. The tests compare the engine with these two files, which therefore import nothing of the
+library but names of options: no test would find a shared mistake.
 
 Letters: `t` the step, counted from 1; `g` a gradient; `n` channels in a stack entry, `k` of them
 selected; `*stack` the axes whose entries select separately.
@@ -24,16 +23,16 @@ from zenflow_jax import AutoSelect, AutoWindow
 
 @dataclasses.dataclass
 class Turn:
-    """Channels that close their windows together, and how far these windows are."""
+    """Channels that close their windows together, and the state of these windows."""
 
     number: int
-    groups: list[tuple[Leaf, list[list[Channel]]]]  # leaves, with those of their groups in it
-    arrives_at: int | None = None  # after which step, if known
-    open_steps: int = 0  # of the open window, skipped ones included
-    open_steps_taken: int = 0  # the same without them
+    groups: list[tuple[Leaf, list[list[Channel]]]]  # leaves, each with its groups in this turn
+    arrives_at: int | None = None  # the step before the pending update's arrival, if known
+    open_steps: int = 0  # in the open window, skipped steps included
+    open_steps_taken: int = 0  # without skipped steps
     boundaries: list[int] = dataclasses.field(default_factory=list)
     kept_share: list[float] = dataclasses.field(default_factory=list)
-    selected_at: int = 0  # how many boundaries there were at the last selection
+    selected_at: int = 0  # number of boundaries at the last selection
 
     @property
     def last_boundary(self) -> int:
@@ -49,7 +48,7 @@ class Turn:
                 leaf.publish(channel)
 
     def best_share(self) -> float:
-        """How much of the best channels' score the selected ones have, by the leaves' sizes."""
+        """Returns the selected channels' share of the best score, weighted by leaf size."""
         total = size = 0.0
         for leaf, groups in self.groups:
             if not leaf.offloaded:
@@ -70,24 +69,24 @@ class Reference:
     """Training with ZenFlow on one thread, for small arrays.
 
     Args:
-        params: Leaves of any shape and of any real floating dtype. They are copied.
-        learning_rate: A number, or a schedule. Step `t` asks it for the number of steps before it
-            that were not skipped, as optax does.
+        params: Leaves with any shape and real floating dtype, which are copied.
+        learning_rate: A number, or a schedule by the number of earlier steps that were not skipped,
+            as in optax.
         settings: The options.
         channel_axes: The channel axis of each leaf; None makes the leaf resident.
-        decay: Whether each leaf takes part in weight decay; None is all of them.
-        shards: Into how many equal pieces each leaf's channel axis is cut, each of which selects
-            on its own; None is one for every leaf.
+        decay: Whether each leaf has weight decay; None: all leaves.
+        shards: Number of equal pieces of each leaf's channel axis, which select separately; None:
+            one for every leaf.
         host_state: "compact" rounds moments of deferred channels to 8 bits.
 
     Attributes:
-        step_count: Steps so far, skipped ones included.
-        skipped: Steps whose gradient was not finite.
-        windows: Windows closed so far, also by a warm-up step.
-        reselections: Times that channels were chosen, the first choice included.
-        turns: The sets of leaves that take turns to close their windows; one is all at once.
-            `boundaries` of each are the steps after which a window closed, and `kept_share` the
-            share of the best score that was selected, at each of these steps.
+        step_count: Number of steps, skipped steps included.
+        skipped: Number of steps whose gradient was not finite.
+        windows: Number of closed windows, warm-up steps included.
+        reselections: Number of selections, the first included.
+        turns: The sets of leaves that take turns to close their windows; a single turn has all.
+            Each has `boundaries`, the steps after which a window closed, and `kept_share`, the
+            selected share of the best score at each of them.
     """
 
     def __init__(
@@ -121,13 +120,13 @@ class Reference:
             waiting = [leaf for leaf in self._leaves if leaf.offloaded]
             count = _take_turns(waiting, settings.update_interval)
         self.turns = [Turn(i, _in_turn(self._leaves, i)) for i in range(count)]
-        # Of each step since the last boundary, unless it was skipped: per leaf the root mean square
-        # of the gradient's deferred channels and of its selected ones.
+        # For each step since the last boundary that was not skipped: per leaf the root mean squares
+        # of the gradient's deferred and selected channels.
         self.weights: list[list[tuple[float, float]]] = []
         self._last_lr = np.float32(0)
 
     def step(self, gradients: Sequence[Any]) -> list[np.ndarray]:
-        """The parameters after one training step and the exchange behind it, copied."""
+        """Makes a training step and its exchange; returns a copy of the parameters."""
         gradients = [np.asarray(g).astype(np.float32) for g in gradients]
         for leaf, g in zip(self._leaves, gradients, strict=True):
             assert g.shape == leaf.param.shape, (g.shape, leaf.param.shape)
@@ -154,7 +153,7 @@ class Reference:
         else:
             self.skipped += 1
 
-        # What this step weighs is not known yet when it is decided what follows it.
+        # This step's weights are not known yet when its boundary is decided.
         if self._exchange(self.step_count):
             self.weights = []
         elif weights:
@@ -162,7 +161,7 @@ class Reference:
         return self.params
 
     def flush(self) -> list[np.ndarray]:
-        """The parameters, copied, after what arrives without a loss of provisional steps.
+        """Merges updates that replace no provisional step; returns a copy of the parameters.
 
         Open windows stay open.
         """
@@ -177,11 +176,11 @@ class Reference:
 
     @property
     def selected(self) -> list[np.ndarray | None]:
-        """Per leaf the selected channels `[*stack, k]`, ascending, int32; None if resident."""
+        """Returns each leaf's selected channels `[*stack, k]`, ascending, int32; None: resident."""
         return [leaf.selected for leaf in self._leaves]
 
     def moments(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Master, moments (float32) and AdamW steps (int32) of leaf `i`, each of its shape."""
+        """Returns master, moments (float32) and AdamW steps (int32) of leaf `i`, in its shape."""
         leaf = self._leaves[i]
         master, mu, nu = (np.zeros(leaf.param.shape, np.float32) for _ in range(3))
         steps = np.zeros(leaf.param.shape, np.int32)
@@ -200,11 +199,11 @@ class Reference:
             leaf.publish(channel)
             return
         self._move_provisionally(leaf, channel, g)
-        # It is clipped where it is added up, and rounded before: to what travels.
+        # Rounded to the mail's dtype before clipping and summing.
         mail = g.astype(leaf.mail_dtype).astype(np.float32)
         total = channel.window_sum + factor * mail
         if self._settings.send_gradients == "per_window":
-            # The sum is what travels.
+            # The mail is the sum.
             total = total.astype(leaf.mail_dtype).astype(np.float32)
         channel.window_sum = total
 
@@ -220,11 +219,11 @@ class Reference:
         leaf.param[channel.where] = new.astype(leaf.param.dtype)
 
     def _exchange(self, t: int) -> bool:
-        """Does all that follows step `t`; whether any window closes there."""
+        """Makes the exchange after step `t`; returns whether any window closes."""
         for turn in self.turns:
             if turn.arrives_at == t:
                 turn.merge()
-        # Not a generator: `any` would stop at the first one.
+        # Not a generator, at whose first True `any` would stop.
         return any([self._exchange_in_turn(t, turn) for turn in self.turns])
 
     def _exchange_in_turn(self, t: int, turn: Turn) -> bool:
@@ -232,12 +231,12 @@ class Reference:
         warm = t <= s.full_warm_up_rounds
         if not warm and not self._window_ends(t, turn):
             return False
-        # A warm-up step is a window of its own, and never leaves anything waiting.
+        # A warm-up step is a whole window, and leaves no update pending.
         staleness = 0 if warm else self._staleness
         self._close_window(turn, overlap=staleness != 0)
         turn.arrives_at = None if staleness is None else t + staleness
 
-        # The first boundary there is: the end of the warm-up, or else of the first window.
+        # The first boundary: the end of the warm-up, or of the first window without one.
         no_boundary = not turn.boundaries
         first = t == s.full_warm_up_rounds if s.full_warm_up_rounds else no_boundary
         selects = first or (not warm and self._selection_is_due(t, turn))
@@ -250,7 +249,7 @@ class Reference:
 
     @property
     def _staleness(self) -> int | None:
-        """Steps from the end of a window to where its update arrives; None is its next end."""
+        """Returns the steps from a window's end to its update's arrival; None: the next end."""
         s = self._settings
         if s.staleness is not None or isinstance(s.update_interval, AutoWindow):
             return s.staleness
@@ -264,7 +263,7 @@ class Reference:
             return True
         if not self.weights:
             return False
-        # A leaf is ripe when what piled up weighs as much as one important step.
+        # A leaf is ripe when its deferred sum weighs as much as one selected step.
         ripe = [
             bool(sum(d for d, _ in steps) >= np.mean([selected for _, selected in steps]))
             for steps in zip(*self.weights, strict=True)
@@ -280,15 +279,15 @@ class Reference:
         if rule is None:
             longest = s.update_interval
             rule = 16 * (longest.max_interval if isinstance(longest, AutoWindow) else longest)
-        # Whose windows close earlier selects as much earlier.
+        # A turn whose windows close earlier also selects earlier.
         return any((u - s.full_warm_up_rounds + turn.number) % rule == 0 for u in window)
 
     def _close_window(self, turn: Turn, *, overlap: bool) -> None:
-        # The update before this one first: after the next lines the masters are a window further.
+        # Merge the earlier update first: the next lines advance the masters by a window.
         turn.merge()
         taken = turn.open_steps_taken
         for _, channel in turn.channels:
-            # Selection moves only between windows, so "deferred now" is "deferred all along".
+            # Selections change only between windows, so a channel deferred now was so all along.
             if not channel.selected and taken:
                 mean = channel.window_sum / np.float32(taken)
                 arithmetic.adamw(channel, mean, self._last_lr, self._settings, taken)
@@ -314,14 +313,14 @@ class Reference:
                     if was and not channel.selected:
                         self._keep_on_host(channel)
                     channel.score = np.float32(0)
-                    # The device starts from the parameter, so a channel that enters cannot wait.
+                    # The device starts from the parameter, so an entering channel cannot wait.
                     if channel.selected and channel.waiting:
                         leaf.publish(channel)
         self.reselections += 1
 
 
 def _in_turn(leaves: Sequence[Leaf], number: int) -> list[tuple[Leaf, list[list[Channel]]]]:
-    """The leaves that close windows in this turn, with the groups that do."""
+    """Returns the leaves that close windows in this turn, with these groups."""
     pairs = [
         (leaf, [g for g, its in zip(leaf.groups, leaf.turns, strict=True) if its == number])
         for leaf in leaves
@@ -330,9 +329,9 @@ def _in_turn(leaves: Sequence[Leaf], number: int) -> list[tuple[Leaf, list[list[
 
 
 def _take_turns(leaves: Sequence[Leaf], most: int) -> int:
-    """Gives each leaf with deferred channels its turns; how many turns there are.
+    """Gives each leaf with deferred channels its turns; returns the number of turns.
 
-    Stacks of layers are cut into ranges if the turns would have too different numbers of bytes.
+    Stacks of layers are cut into ranges if the turns' bytes would differ too much.
     """
     everything = sum(leaf.param.nbytes for leaf in leaves)
     best = None
@@ -362,7 +361,7 @@ def _take_turns(leaves: Sequence[Leaf], most: int) -> int:
 def _deal(
     ranges: Sequence[tuple[Leaf, range]], turns: int
 ) -> tuple[list[int], list[tuple[Leaf, range, int]]]:
-    """The largest first, each to the turn with the fewest bytes that has nothing of its leaf."""
+    """Deals the largest first, each to the turn with the fewest bytes and none of its leaf."""
     loads, dealt = [0] * turns, []
 
     def size(leaf_and_layers: tuple[Leaf, range]) -> int:

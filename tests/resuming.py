@@ -1,4 +1,4 @@
-"""Runs that are saved at some step and go on in new objects, or on other devices."""
+"""Runs that are saved at some step and resumed in new objects, or on other devices."""
 
 import copy
 from pathlib import Path
@@ -17,7 +17,7 @@ PLAN = Plan(19, bad=(8,), flush_at=(13,))
 
 
 def copied(tree: Any) -> Any:
-    """A copy of the tree, placed alike, whose arrays share nothing with it."""
+    """Returns a deep copy of the tree, placed like it."""
     return jax.tree.map(
         lambda x: jax.device_put(np.array(x), x.sharding) if isinstance(x, jax.Array) else x.copy(),
         tree,
@@ -25,7 +25,7 @@ def copied(tree: Any) -> Any:
 
 
 def put_by_name(saved: Any, fresh: Any) -> Any:
-    """A tree of NumPy arrays where a fresh one's are, as docs/checkpoints.md says."""
+    """Places a tree of NumPy arrays like a fresh tree, as in docs/checkpoints.md."""
     by_name = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(saved)}
     return jax.tree_util.tree_map_with_path(
         lambda k, like: jax.device_put(by_name[jax.tree_util.keystr(k)], like.sharding), fresh
@@ -33,12 +33,12 @@ def put_by_name(saved: Any, fresh: Any) -> Any:
 
 
 def saved(training: Training) -> Any:
-    """Parameters, optimizer state and engine state."""
+    """Returns copies of parameters, optimizer state and engine state."""
     return copied((training.params, training.state, training.engine.state()))
 
 
 def resumed(training: Training, tree: Any, **engine: Any) -> Training:
-    """A training that goes on from what was saved, with another engine."""
+    """Returns a training that resumes from saved trees, with another engine."""
     new = copy.copy(training)
     new.engine, new.engine_options = None, {**runs.KERNEL, **engine}
     new.params, new.state, engine_state = tree
@@ -52,20 +52,20 @@ def go(training: Training, plan: Plan, until: int) -> None:
 
 
 def end(training: Training) -> Any:
-    """Parameters and state at the end, without the token that each engine has of its own."""
+    """Returns the final parameters and state, without the engine's own token."""
     training.flush()
     return training.params, training.state._replace(token=None)
 
 
 def without_tokens(tree: Any) -> Any:
-    """A tree of `saved`, without the tokens that each engine in a process has of its own."""
+    """Returns trees from `saved` without the tokens, which differ between engines."""
     params, state, engine_state = tree
     counts = {name: x for name, x in engine_state["counts"].items() if name != "token"}
     return params, state._replace(token=None), engine_state | {"counts": counts}
 
 
 def counted(training: Training) -> dict[str, Any]:
-    """The counts that must go on where the saved run was."""
+    """Returns the counts that a resumed run must continue."""
     stats = training.engine.stats
     names = ("steps", "skipped_steps", "windows", "window_lengths", "reselections", "kept_share")
     return {name: getattr(stats, name) for name in names}
@@ -76,7 +76,7 @@ def abstract(tree: Any) -> Any:
 
 
 def save_by_orbax(training: Training, folder: Path) -> None:
-    """Both ways: the engine's state with the rest, and streamed into a folder of its own."""
+    """Saves both ways: the engine's state with the rest, and streamed into a separate folder."""
     engine_state = training.engine.state()
     tree = {"params": training.params, "opt_state": training.state, "engine": engine_state}
     with ocp.StandardCheckpointer() as checkpointer:
@@ -88,10 +88,10 @@ def save_by_orbax(training: Training, folder: Path) -> None:
 
 
 def resume_by_orbax(training: Training, folder: Path, **engine: Any) -> Any:
-    """A fresh training goes on from there; both ways have the same for its devices.
+    """Resumes a fresh training; checks that both ways give the same for its devices.
 
     Returns:
-        What `EngineRestore` gave.
+        The result of `EngineRestore`.
     """
     template = {
         "params": abstract(training.params),
@@ -114,13 +114,13 @@ def resume_by_orbax(training: Training, folder: Path, **engine: Any) -> Any:
 
 
 def assert_same_state(placed: Any, streamed: Any) -> None:
-    """This process has the same parts of a state as the streamed one."""
+    """Checks that this process has the same parts of a state as the streamed state."""
     comparisons.assert_same_bits(
         (placed["counts"], placed["options"]), (streamed["counts"], streamed["options"])
     )
     for shards, stored in zip(placed["leaves"], streamed["leaves"], strict=True):
         assert shards.keys() == stored.keys()
-        for name in shards.keys() - {"total"}:  # of which a window without a step has none
+        for name in shards.keys() - {"total"}:  # missing in a window without a step
             for shard in shards[name].addressable_shards:
                 index = [
                     s.indices(n)[:2] for s, n in zip(shard.index, stored[name].shape, strict=True)
@@ -138,7 +138,7 @@ def read_engine_state(folder: Path) -> Any:
 
 
 def assert_saved(folder: Path, expected: dict) -> None:
-    """The written state is what `engine.state()` gave at the same moment."""
+    """Checks that the written state equals `engine.state()` at the same moment."""
     written = read_engine_state(folder)
     assert jax.tree.structure(written) == jax.tree.structure(expected)
     for name in ("counts", "options"):

@@ -1,7 +1,7 @@
-"""Runs of an engine, which tests compare by `comparisons.py`.
+"""An engine's runs, which tests compare by `comparisons.py`.
 
-Every run makes the same gradients from (seed, step) alone, so two runs see the same ones whatever
-their parameters are, and a difference in one step does not grow in the next.
+Gradients depend only on (seed, step), so two runs have the same gradients whatever their parameters
+are, and a difference in one step does not grow in the next.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tests.reference import Settings
 
 
 class Leaf(NamedTuple):
-    """One parameter. `axis` is its channel axis, counted from the back; None keeps it resident."""
+    """A parameter. `axis` is its channel axis, counted from the end; None keeps it resident."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,10 +31,10 @@ class Leaf(NamedTuple):
 
 Leaves = tuple[Leaf, ...]
 
-# Names are in jax's order of a dict. Between them the three trees have channels on a leading or
-# trailing axis, on either under a stack axis, and ahead of the last two, most in both dtypes; and
-# leaves that are resident for their rank, for their user, or for having no elements. One tree with
-# everything would take thrice as long to compile, in every setting.
+# Names are in jax's order of a dict. Together the three trees have channels on a leading or
+# trailing axis, on either under a stack axis, and before the last two, mostly in both dtypes; and
+# leaves that are resident because of their rank, their user, or zero elements. A single tree with
+# all of this would compile three times as long, in every setting.
 FIRST: Leaves = (
     Leaf("bias", (5,), None, "bfloat16", decay=False),
     Leaf("columns", (4, 10), -1, "bfloat16"),
@@ -53,13 +53,13 @@ THIRD: Leaves = (
     Leaf("stack", (2, 7, 3), -2, "float32", decay=False),
     Leaf("stacked_columns", (2, 3, 6), -1, "bfloat16"),
 )
-# Stacks are most of it: with windows of three or four steps both are cut into ranges.
+# Mostly stacks: windows of three or four steps cut both into ranges.
 SCANNED: Leaves = (
     Leaf("layers", (7, 6, 4), -2, "bfloat16"),
     Leaf("rows", (10, 4), -2, "float32"),
     Leaf("wide", (3, 4, 8), -1, "float32", decay=False),
 )
-# For tests that are about something else than arithmetic.
+# For tests that are not about arithmetic.
 FEW: Leaves = (
     Leaf("bias", (5,), None, "float32"),
     Leaf("columns", (4, 10), -1, "bfloat16"),
@@ -67,7 +67,7 @@ FEW: Leaves = (
 )
 ONE: Leaves = (Leaf("columns", (4, 10), -1, "bfloat16"),)
 
-# Windows in turn, a warm-up, channels that change hands, clipping, provisional steps.
+# Rolling windows, a warm-up, hand-overs, clipping, provisional steps.
 EVERYTHING = Settings(
     topk_ratio=0.3,
     update_interval=4,
@@ -77,18 +77,18 @@ EVERYTHING = Settings(
     max_grad_norm=5.0,
     provisional_share=0.5,
 )
-# Windows of three steps, channels change hands at each boundary.
+# Windows of three steps, with a hand-over at each boundary.
 BUSY = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
-# Longer ones, without changes of hands after the first.
+# Longer windows, without hand-overs after the first.
 CALM = Settings(topk_ratio=0.3, update_interval=4, select_interval=400)
 # The same, but all leaves close their windows together, and updates take as long as a window.
 TOGETHER = dataclasses.replace(CALM, rolling=False)
-# The kernel that needs no compiler. Both give the same bits.
+# The kernel without a compiler. Both kernels give the same bits.
 KERNEL = {"host_kernel": "numpy", "threads": 1}
 
 
 class Plan(NamedTuple):
-    """Steps of a run at which something happens."""
+    """A run's length, and its special steps."""
 
     steps: int
     bad: tuple[int, ...] = ()  # steps whose gradient is not finite
@@ -99,21 +99,21 @@ QUIET = Plan(0)
 
 
 class History(NamedTuple):
-    """The results of a run."""
+    """A run's results."""
 
     params: list[dict[str, np.ndarray]]  # after each step
-    selected: list[dict[str, np.ndarray]]  # channels after each step, of leaves that have any
-    moments: dict[str, tuple[np.ndarray, ...]]  # master, mu, nu, steps at the end, leaf's shape
+    selected: list[dict[str, np.ndarray]]  # channels after each step, without resident leaves
+    moments: dict[str, tuple[np.ndarray, ...]]  # final master, mu, nu, steps in the leaf's shape
     skipped: int
 
 
 def rate(count: Any) -> jax.Array:
-    """A schedule, for a Python int or a traced one."""
+    """Returns a schedule's rate, for a Python int or a traced int."""
     return 1e-2 * 0.95 ** jnp.asarray(count, jnp.float32)
 
 
 def initial(leaves: Leaves, seed: int = 0) -> dict[str, jax.Array]:
-    """Parameters, bound to the first device."""
+    """Returns parameters, committed to the first device."""
     return place(initial_values(leaves, seed), None)
 
 
@@ -123,7 +123,7 @@ def initial_values(leaves: Leaves, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def place(values: dict[str, np.ndarray], shardings: Any) -> dict[str, jax.Array]:
-    """Arrays on the devices of their shardings; without any, on this process's first device."""
+    """Places arrays by their shardings; without any, on this process's first device."""
     if shardings is None:
         return jax.device_put(values, jax.local_devices()[0])
     # Unlike `device_put`, this talks to no other process.
@@ -134,18 +134,18 @@ def place(values: dict[str, np.ndarray], shardings: Any) -> dict[str, jax.Array]
 
 
 def fetch(x: jax.Array) -> np.ndarray:
-    """All of an array, wherever its parts are; a copy."""
+    """Copies a whole array, wherever its parts are."""
     whole = x.is_fully_addressable
     return np.array(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
 def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, np.ndarray]:
-    """The gradient of a step, each leaf in its dtype; channels differ much, and not for long."""
+    """Returns a step's gradient, each leaf in its dtype; channels differ much, but not for long."""
     rng = np.random.default_rng((seed, step))
     values = {x.name: rng.normal(size=x.shape) * np.exp(rng.normal(size=x.shape)) for x in leaves}
     if bad:
-        # Each in its turn: in a leaf that is resident and one that travels, and a number that is
-        # finite while its square is not.
+        # Steps differ in the leaf, resident or offloaded, and in the value; the last is finite, but
+        # its square is not.
         names = [x.name for x in leaves if x.shape and 0 not in x.shape]
         flat = values[names[step % len(names)]].flat
         flat[step % len(flat)] = [np.nan, np.inf, 3e38][step % 3]
@@ -158,17 +158,17 @@ def apply(params: Any, updates: Any) -> Any:
 
 
 def with_a_bit(x: jax.Array, place: tuple[int, ...], bit: int) -> jax.Array:
-    """`x` with another bit at a place, placed alike."""
+    """Returns `x` with a flipped bit, placed like `x`."""
     values = np.array(x)
     values.view(f"uint{8 * values.itemsize}")[place] ^= 1 << bit
     return jax.device_put(values, x.sharding)
 
 
 def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
-    """`zenflow` for these leaves."""
+    """Returns `zenflow` for these leaves."""
 
     def of(path: Any) -> Leaf:
-        # Not the last key: flax nnx adds one of its own.
+        # Not the last key, because flax nnx adds its own.
         return next(x for x in leaves if f"['{x.name}']" in jax.tree_util.keystr(path))
 
     return zenflow_jax.zenflow(
@@ -187,7 +187,7 @@ def programs(
     partition: bool,
     optimized: bool,
 ) -> tuple[Any, Any]:
-    """Transformation and jitted step, compiled once however many runs use them."""
+    """Returns transformation and jitted step, compiled once for all runs."""
     tx = transformation(leaves, settings, partition_replicated=partition)
     return tx, jitted(tx, donate=donate)
 
@@ -196,9 +196,9 @@ def programs(
 def init_on_devices(
     leaves: Leaves, settings: Settings, partition: bool, placed: tuple[tuple[str, Any], ...]
 ) -> Any:
-    """`tx.init` of an engine's run on a mesh, as one program however many runs use it.
+    """Returns `tx.init` on a mesh as one program, shared by all runs.
 
-    Outside of jit it is a hundred small ones, which are compiled anew for each placement.
+    Outside of jit it is a hundred small programs, which compile again for each placement.
     """
     tx = transformation(
         leaves, settings, partition_replicated=partition, param_shardings=dict(placed)
@@ -206,7 +206,7 @@ def init_on_devices(
     return jax.jit(tx.init)
 
 
-# Whether steps are compiled as users have them, which `processes.QUICK_TO_COMPILE` switches off.
+# Whether steps are compiled as for users, which `processes.QUICK_TO_COMPILE` disables.
 optimized = False
 OPTIMIZED = {
     "xla_backend_optimization_level": 3,
@@ -216,7 +216,7 @@ OPTIMIZED = {
 
 
 def jitted(tx: Any, *, donate: bool = False) -> Any:
-    """A user's training step, (params, state, gradients) to (params, state)."""
+    """Returns a user's training step, (params, state, gradients) to (params, state)."""
 
     @functools.partial(
         jax.jit,
@@ -232,11 +232,10 @@ def jitted(tx: Any, *, donate: bool = False) -> Any:
 
 
 class Training:
-    """A run in the shape of a user's loop: `step`, then `exchange`, sometimes `flush`.
+    """A run with a user's loop: `step`, then `exchange`, sometimes `flush`.
 
-    `shardings` are of each leaf, None is one device; where devices hold the same, `partition` has
-    them share the work.
-    `gradients` replaces the function of this name. What is left are arguments of the engine.
+    `shardings` has one for each leaf, None means one device; with `partition`, devices share the
+    work on copies. `gradients` replaces the function above. All other arguments are the engine's.
     """
 
     def __init__(
@@ -259,7 +258,7 @@ class Training:
         self.tx, self.program = programs(leaves, settings, donate, partition, optimized)
         self.params = place(initial_values(leaves, seed), shardings)
         init = self.tx.init
-        if shardings is not None:  # else as most users call it, outside of jit
+        if shardings is not None:  # otherwise outside of jit, as most users call it
             placed = tuple((leaf.name, shardings[leaf.name]) for leaf in leaves)
             init = init_on_devices(leaves, settings, partition, placed)
         self.state = init(self.params)
@@ -274,7 +273,7 @@ class Training:
         self.engine.close()
 
     def renew(self, **options: Any) -> None:
-        """Replaces the engine by one that is made of parameters and state as they are now."""
+        """Replaces the engine by a new engine for the current parameters and state."""
         if self.engine is not None:
             self.engine.close()
         options = self.engine_options | options
@@ -293,7 +292,7 @@ class Training:
         self.params, self.state = self.engine.flush(self.params, self.state)
 
     def go(self, steps: int, plan: Plan = QUIET) -> None:
-        """So many steps, each with its exchange, as a plan has them."""
+        """Makes `steps` steps by a plan, each with its exchange."""
         for _ in range(steps):
             self.step(bad=self.t + 1 in plan.bad)
             self.exchange()
@@ -301,41 +300,41 @@ class Training:
                 self.flush()
 
     def follow(self, plan: Plan) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Each step of the plan, with the parameters after it."""
+        """Yields each step in the plan, with the parameters after it."""
         while self.t < plan.steps:
             self.go(1, plan)
             yield self.t, self.values()
 
-    # What no public name shows of an engine.
+    # An engine's private parts.
 
     @property
     def on_their_way(self) -> list[Any]:
-        """Futures of the updates that have not reached the parameters, the oldest first."""
+        """Returns futures of the pending updates, the oldest first."""
         return [pending.update for pending in self.engine._updates.pending.values()]
 
     @property
     def unread(self) -> list[Any]:
-        """The mails that the worker has not read."""
+        """Returns the mails that the worker has not read."""
         return list(self.engine._mailbox._unread)
 
     @property
     def host(self) -> Any:
-        """The arrays that the worker has."""
+        """Returns the worker's arrays."""
         return self.engine._worker.host
 
     def settle(self) -> None:
-        """Waits until the worker has nothing to do, without a flush."""
+        """Waits until the worker is idle, without a flush."""
         self.engine._mailbox.drain()
         self.engine._updates.wait()
 
     def await_end(self) -> None:
-        """Waits until the worker has ended, as with a failure."""
+        """Waits until the worker has ended, after a failure."""
         thread = self.engine._worker._thread
         thread.join(60)
         assert not thread.is_alive()
 
     def fail_elsewhere(self) -> None:
-        """As if another process had failed, and this one's worker has ended with that."""
+        """Simulates another process's failure, which ends this process's worker."""
         self.engine._worker.fail("process 1 failed: the memory is gone")
         self.await_end()
 
@@ -357,7 +356,7 @@ class Training:
         }
 
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
-        """All that is known of every channel, from whichever side it lives on."""
+        """Returns every channel's state, from device or host."""
         of_leaves = {}
         on_host = self.engine.state()["leaves"]
         for leaf, s in zip(self.leaves, self.state.leaves, strict=True):
@@ -382,7 +381,7 @@ class Training:
 
 
 def _along(x: Any, leaf: Leaf) -> Any:
-    """`(*stack, channels)` with unit axes for the others."""
+    """Returns `(*stack, channels)` with unit axes for the leaf's others."""
     axis = leaf.axis % len(leaf.shape)
     stack = x.ndim - 1
     return x.reshape(

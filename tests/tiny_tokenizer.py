@@ -1,6 +1,6 @@
-"""Tokenizers of a few hundred tokens, in folders as Hugging Face has them.
+"""Tokenizers with a few hundred tokens, in Hugging Face folders.
 
-WordPiece and BPE on bytes, written down here, so every machine and version has the same ids.
+WordPiece and byte-level BPE, defined here, so every machine and version has the same ids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORDS = (
     "sat so the this to was what who why"
 ).split()
 
-# Pairs that are joined, in this order; Ġ stands for a space in front of a word.
+# Pairs to merge, in this order; Ġ stands for a space before a word.
 MERGES = [
     ("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "a"), ("i", "n"), ("i", "s"), ("Ġ", "is"),
     ("o", "n"), ("e", "r"),
@@ -28,7 +28,7 @@ TURN, TURN_END = "<|turn|>", "<|turn_end|>"
 
 
 def write_wordpiece(folder: Path) -> int:
-    """Writes BERT's kind of tokenizer, whose `[PAD]` is 0; returns its vocabulary."""
+    """Writes a tokenizer like BERT's, whose `[PAD]` is 0; returns its vocabulary's size."""
     characters = sorted(string.ascii_lowercase + string.digits + ".,!?'-;:")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     pieces = [*special, *characters, *("##" + c for c in characters), *WORDS]
@@ -43,7 +43,7 @@ def write_wordpiece(folder: Path) -> int:
         pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
         special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")],
     )
-    # As some folders have it: lengths of another use, which must not count.
+    # Some folders have lengths from another use, which must be ignored.
     tokens.enable_truncation(3)
     tokens.enable_padding(length=7)
     names = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
@@ -54,9 +54,9 @@ def write_wordpiece(folder: Path) -> int:
 
 
 def write_byte_level(folder: Path, *, begin: bool = True, also: Sequence[str] = ()) -> int:
-    """Writes a decoder's kind of tokenizer into the folder, without a token to pad with.
+    """Writes a tokenizer like a decoder's into the folder, without a padding token.
 
-    Texts have a `begin` token in front, as Llama's, or none, as Qwen's; `also` are special tokens.
+    Texts get a `begin` token, as in Llama, or none, as in Qwen; `also` are special tokens.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, *(left + right for left, right in MERGES)]

@@ -39,16 +39,10 @@ class Command:
     source: Path = option(help="A safetensors file, or a folder with some.", positional=True)
     target: Path | None = option(None, "New file or folder to write.", positional=True)
     bound: str | None = option(
-        None,
-        "Largest error of a float32 weight, such as 2^-24. Default: none. Tensors of other "
-        "dtypes keep their bits.",
+        None, "Largest error of a float32 weight, such as 2^-24. Default: none at all."
     )
-    base: Path | None = option(
-        None,
-        "Model that this one was fine-tuned from: only the differences are kept, and reading "
-        "them needs the base.",
-    )
-    threads: int | None = option(None, "Number of threads. Default: the number of cores.")
+    base: Path | None = option(None, "Model of which the differences are kept.")
+    threads: int | None = option(None, "Number of threads. Default: all cores.", above=0)
     replace: bool = option(False, "Replace each file by the packed one. Without TARGET.")
     restore: bool = option(False, "Restore a packed file or folder.")
     check: bool = option(False, "Decode a packed file or folder, to check whether it is intact.")
@@ -101,22 +95,19 @@ def _print_result(command: Command, packed: Sequence[Result], seconds: float) ->
 
 
 def _check(command: Command) -> None:
-    verbs = [name for name in ("restore", "check") if getattr(command, name)]
-    verb = f"--{verbs[0]}" if verbs else "--replace" if command.replace else ""
-    packing = [f"--{name}" for name in ("bound", "replace") if getattr(command, name)]
-    if len(verbs) > 1 or (verbs and packing):
-        others = [f"--{name}" for name in verbs[1:]] + packing
-        raise ElvesError(f"expected {verb} alone, got {' and '.join(others)} as well.")
-    if verb in ("", "--restore") and command.target is None:
-        raise ElvesError("expected a second path, of what is to be made, got none.")
-    if verb not in ("", "--restore") and command.target is not None:
-        raise ElvesError(f"expected one path with {verb}, got a second one, {command.target}.")
-    if command.threads is not None and command.threads < 1:
-        raise ElvesError(f"`--threads`: expected at least 1, got {command.threads}.")
-    if not verbs and (command.source / CHECKSUMS).is_file():
+    names = ("restore", "check", "replace", "bound")
+    flags = [f"--{name}" for name in names if getattr(command, name)]
+    if len(flags) > 1 and flags != ["--replace", "--bound"]:
+        raise ElvesError(f"{flags[0]} excludes {' and '.join(flags[1:])}.")
+    in_place = command.check or command.replace
+    if in_place and command.target is not None:
+        raise ElvesError(f"{flags[0]} takes one path. Leave out {command.target}.")
+    if not in_place and command.target is None:
+        raise ElvesError("The target is missing. Name a second path.")
+    if not (command.restore or command.check) and (command.source / CHECKSUMS).is_file():
         raise ElvesError(
-            f"expected a model, got the checkpoint {command.source}, which no run could read when "
-            f"it is packed. Export its weights ({command_of('finetune')} --export), and pack these."
+            f"{command.source} is a checkpoint, which no run could read when packed. Export its "
+            f"weights ({command_of('finetune')} --export), and pack these."
         )
 
 
@@ -127,7 +118,7 @@ def _number(text: str) -> float:
         return float(power[1]) ** int(power[2]) if power else float(text)
     except (ValueError, OverflowError) as error:
         raise ElvesError(
-            f"`--bound`: expected a number above 0, such as 2^-24 or 6e-8, got {text}."
+            f"`--bound`: must be a number above 0, such as 2^-24 or 6e-8, but is {text}."
         ) from error
 
 
@@ -141,31 +132,23 @@ def _bytes(count: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, 2 after an error with a message, or 130 after Ctrl-C."""
+    left, place, status = "", None, 2
     try:
         command = read_arguments(Command, argv, program=PROGRAM)
-    except Failure as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    left = f"{command.source} is unchanged."
-    if command.replace:
-        left = (
-            f"Each file of {command.source} is intact, packed or not; run the same command again."
-        )
-    try:
+        place, left = command.target or command.source, f"{command.source} is unchanged."
+        if command.replace:
+            left = f"Each file of {place} is intact, packed or not; run the same command again."
         run(command)
-    except ElvesError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return 0
+    except (Failure, ElvesError) as error:
+        message = f"error: {error}"
     except OSError as error:
-        place = finished(Path(error.filename or command.target or command.source))
-        sys.stderr.write(
-            f"error: {place}: {error.strerror}. Make room or see to the permissions. {left}\n"
-        )
-        return 2
+        place = finished(Path(error.filename or place))
+        message = f"error: {place}: {error.strerror}. Make room or see to the permissions. {left}"
     except KeyboardInterrupt:
-        sys.stderr.write(f"stopped by SIGINT. {left}\n")
-        return 130
-    return 0
+        message, status = f"stopped by SIGINT. {left}", 130
+    sys.stderr.write(f"{message}\n")
+    return status
 
 
 if __name__ == "__main__":

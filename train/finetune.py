@@ -54,37 +54,28 @@ from train.tasks.chosen import labels_and_best
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
-def train(
-    settings: Settings,
-    console: Console,
-    stop: StopRequest,
-    peers: Peers,
-    *,
-    fresh: bool = False,
-    timeline: Path | None = None,
-    force: bool = False,
-) -> None:
+def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -> None:
     """Trains a run, or the rest of it, and leaves the results in the run's folder.
 
     With `steps` 0 it shows the metrics of a validation, and writes nothing. A `run` is resumed from
-    its newest intact checkpoint, unless the start must be `fresh`. `timeline` is a file for the
-    last steps. Raises `Stopped` if a signal ends the run.
+    its newest intact checkpoint, unless the start must be `fresh`. Raises `Stopped` if a signal
+    ends the run.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
+    settings, start = command.settings, command.start
+    timeline = Path(start.timeline) if start.timeline else None
     if settings.steps != 0:
         check_path(Path(settings.output_dir, settings.run or ""))
-    sources = read(settings, timeline=timeline, force=force, say=say)
+    sources = read(settings, timeline=timeline, force=command.planning.force, say=say)
     if settings.steps == 0:
         evaluate(sources, say)
         return
     job, opt_state = prepare(sources, stop.check)
-    folder = make_run_folder(
-        job.settings.output_dir, job.settings.run, label=job.settings.optimizer, fresh=fresh
-    )
+    folder = make_run_folder(job.settings, fresh=start.fresh)
     peers.restart = (
-        f"Start all of them again with --run {folder.name}: the run is resumed from its last "
-        "checkpoint, if it has one."
+        f"Restart all processes with --run {folder.name}: the run resumes from its last "
+        "checkpoint, if any."
     )
     for line in job.notes:
         say(line)
@@ -107,9 +98,9 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     These are the validated weights: without the updates that were pending then.
     """
     if settings.run is None:
-        raise SettingsError("`--export`: expected the name of a run (--run), got none.")
+        raise SettingsError("`--export`: needs the name of a run. Pass --run.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"`--export`: expected a new or an empty folder, got {target}.")
+        raise SettingsError(f"`--export`: {target} is not new or empty. Name another folder.")
     target = target.absolute()  # since "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
@@ -131,7 +122,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     step = checkpoints.find(checkpoint, rival=rival)
     if step is None:
         _copy(end, target)
-        say(f"{target} has the model of {folder}, of step {summary['steps']}, which did best")
+        say(f"{target} has the best model of {folder}, from step {summary['steps']}")
         return
     config = models.config_of(origin, settings)
     build = models.builder(config, settings, labels=len(labels))
@@ -159,7 +150,7 @@ def _copy(model: Path, target: Path) -> None:
             else:
                 shutil.copyfile(model, part / model.name)
     except OSError as error:
-        raise CheckpointError(f"expected to copy {model} to {target}, got: {error}.") from error
+        raise CheckpointError(f"{model} cannot be copied to {target}: {error}.") from error
 
 
 def show_plan(
@@ -211,9 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in CANNOT_WRITE or command is None:
             raise
         message = (
-            f"expected to write the run's files to {command.settings.output_dir}, got: {error}. "
-            "Free disk space or fix the permissions, and start it again with --run: it is "
-            "resumed from its last checkpoint, if it has one."
+            f"the run's files cannot be written to {command.settings.output_dir}: {error}. Free "
+            "disk space or fix the permissions, and start again with --run, which resumes from "
+            "the last checkpoint, if any."
         )
     sys.stderr.write(f"error: {message}\n")
     return 2
@@ -237,15 +228,7 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
     # Before reading anything, which may take minutes.
     peers = Peers(host, restart="Start all of them again.", say=say)
     with StopRequest(say) as stop, peers:
-        train(
-            command.settings,
-            console,
-            stop,
-            peers,
-            fresh=start.fresh,
-            timeline=Path(start.timeline) if start.timeline else None,
-            force=command.planning.force,
-        )
+        train(command, console, stop, peers)
     return 0
 
 

@@ -26,7 +26,7 @@ from flax import nnx
 from tokenizers.decoders import DecodeStream
 
 from train import Failure, command_of
-from train.cli.arguments import option, out_of_bounds, read_arguments
+from train.cli.arguments import option, read_arguments
 from train.cli.settings import Dir, SettingsError
 from train.huggingface import loading
 from train.huggingface.chat_template import ASSISTANT, ConversationError, read_template
@@ -51,40 +51,28 @@ class Options:
     """Continues a prompt with a decoder in a Hugging Face folder, or classifies texts with BERT."""
 
     prompt: str = option(
-        help="Text to continue, or an instruction: see --format. For BERT: text to classify, or - "
-        "for a text in each line of the standard input.",
+        help="Text to continue or classify, or an instruction; -: a text per line of stdin (BERT).",
         positional=True,
     )
-    model: Dir = option(
-        help="Folder of the model (of the run NAME: runs/NAME/model), or org/name on the Hub."
-    )
+    model: Dir = option(help="Folder of the model, as runs/NAME/model, or org/name on the Hub.")
     format: Literal["auto", "text", "alpaca", "chat"] = option(
-        "auto",
-        "text: the prompt as it is. alpaca: as an instruction. chat: as a user's message. auto: "
-        "as the run that wrote the folder was trained (its config.json says so), otherwise "
-        "text.",
+        "auto", "The prompt as it is, as an instruction, as a user's message; auto: as trained."
     )
     system: str | None = option(None, "chat: system message ahead of the prompt.")
     max_tokens: int = option(256, "Largest number of tokens to write.", least=1)
     temperature: float | None = option(
-        None,
-        "Divides the logits; 0 is greedy decoding. Default: 0, or 1 with --top-k or --top-p.",
-        least=0,
+        None, "Divides the logits; 0: greedy. Default: 0, or 1 with --top-k or --top-p.", least=0
     )
-    top_k: int | None = option(None, "Sample from this many most likely tokens.", least=1)
-    top_p: float | None = option(
-        None, "Sample from the fewest tokens whose probabilities add up to this.", above=0
-    )
+    top_k: int | None = option(None, "Sample from so many most likely tokens.", least=1)
+    top_p: float | None = option(None, "Sample from the fewest with this probability.", above=0)
     seed: int = option(0, "Seed of the sampling.", least=0)
     dtype: Literal["bfloat16", "float32"] | None = option(
         None, "Dtype of weights and products. Default: the folder's."
     )
 
-    def check(self) -> None:
-        for name, expected in out_of_bounds(self):
-            raise SettingsError(f"`{name}`: expected {expected}, got {getattr(self, name)}.")
+    def __post_init__(self):
         if self.top_p is not None and self.top_p > 1:
-            raise SettingsError(f"`top_p`: expected a share of at most 1, got {self.top_p}.")
+            raise SettingsError(f"`top_p`: must be a share of at most 1, but is {self.top_p}.")
 
     @property
     def sampling(self) -> Sampling:
@@ -102,7 +90,6 @@ class Prompt(NamedTuple):
 
 def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
     """Writes the continuation of the prompt in pieces; `say` shows lines about it."""
-    options.check()
     folder = model_folder(options.model)
     options = dataclasses.replace(options, model=str(folder))
     origin = read_folder(folder)
@@ -118,8 +105,8 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     room = origin.config.positions - len(prompt.tokens)
     if room < 1 or not prompt.tokens:
         raise SettingsError(
-            f"`prompt`: expected one token at least and at most {origin.config.positions - 1}, for "
-            f"which the model in {folder} has positions, got {len(prompt.tokens)}."
+            f"`prompt`: must have 1 to {origin.config.positions - 1} tokens, for the positions of "
+            f"the model in {folder}, but has {len(prompt.tokens)}."
         )
     say(f"{len(prompt.tokens)} tokens of prompt, {prompt.description}")
     graphdef, params = _load(origin, options.dtype)
@@ -163,8 +150,8 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
         return _chat_prompt(options, tokenizer, because)
     if options.system is not None:
         raise SettingsError(
-            f"`system`: expected none with --format {form}, got {options.system!r}. Pass --format "
-            "chat for a model with a chat template."
+            f"`system`: --format {form} has no system message. Leave out {options.system!r}, or "
+            "pass --format chat for a model with a chat template."
         )
     text, form_of_prompt = options.prompt, "as it is"
     if form == "alpaca":

@@ -40,8 +40,8 @@ def _run(script: str) -> int:
         if error.name is None or error.name.partition(".")[0] in ("train", "elves", "zenflow_jax"):
             raise
         sys.stderr.write(
-            f"error: no module {error.name}, which this command needs. Install it with the "
-            'others: pip install "zenflow_jax[train]"\n'
+            f"error: this command needs the module {error.name}, which is not installed. Install "
+            'it: pip install "zenflow_jax[train]"\n'
         )
         return 2
     except KeyboardInterrupt:

@@ -79,7 +79,7 @@ def iter_master_params(
     state = find_state(opt_state)
     weights, _, places = match_leaves(params, state)
     moment = engine._settled(params, opt_state)
-    step, begun = engine.stats.steps, moment()
+    step, start = engine.stats.steps, moment()
     numbers = itertools.count()  # of the offloaded leaves
     leaf_at = {
         place: (leaf, None if leaf.spec.resident else next(numbers))
@@ -88,11 +88,11 @@ def iter_master_params(
 
     def of_host(number: int) -> jax.Array:
         engine._check_open()
-        if moment() != begun:
+        if moment() != start:
             raise RuntimeError(
-                f"expected the masters of step {step}, got to step {engine.stats.steps} "
-                "or to other parameters before all of them were asked for. Make no step, call "
-                "no `flush`, and go through those of one tree of parameters at a time."
+                f"Parameters changed while the masters of step {step} were read (now step "
+                f"{engine.stats.steps}). Read all masters before the next step, `flush` or "
+                "`iter_master_params`."
             )
         return engine._updates.masters(number)
 
@@ -110,15 +110,15 @@ def iter_master_params(
 
 @jax.jit
 def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
-    """One leaf's masters: `host` on deferred channels; elsewhere the device's, or the parameter.
+    """Returns a leaf's masters: `host` on deferred channels, else the device's or the parameter.
 
-    A deferred channel's master counts where the parameter is its cast.
+    A deferred channel's master is used where the parameter is its cast.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     if leaf.channels is None:
         return current_masters(weight, leaf, spec).astype(jnp.float32)
 
-    def one(shard, weight, leaf, host):
+    def masters(shard, weight, leaf, host):
         place = positions(shard.to_local(leaf.channels), shard.block.n)
         wide = selected = weight.astype(jnp.float32)
         if leaf.master is not None:
@@ -130,4 +130,4 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
     takes = [layout.block, leaf_layout(spec), layout.part]
-    return on_each_device(one, spec, takes, layout.block)(weight, leaf, host)
+    return on_each_device(masters, spec, takes, layout.block)(weight, leaf, host)

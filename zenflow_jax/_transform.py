@@ -4,11 +4,10 @@
 step counts, step the selected channels, and send the gradients to the host.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,25 +48,7 @@ from zenflow_jax._spec.resolve import LeafRules, resolve_specs
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
-_Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
-
-def _without_offload(factory: _Factory) -> _Factory:
-    """Wraps `zenflow` to refuse `offload`, an argument of earlier versions, by name."""
-
-    @functools.wraps(factory)
-    def checked(*args: Any, **options: Any) -> Any:
-        if "offload" in options:
-            raise TypeError(
-                "`offload` is no argument any more: deferred channels are always with a "
-                "`HostEngine`. Leave it out. For `offload=False` use version 0.2."
-            )
-        return factory(*args, **options)
-
-    return checked  # pyright: ignore[reportReturnType]
-
-
-@_without_offload
 def zenflow(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,
@@ -328,6 +309,6 @@ def _scalar(x: Any) -> Any:
 def _raise_if_lost(lost: jax.Array) -> None:
     if not isinstance(lost, Tracer) and bool(lost):
         raise RuntimeError(
-            "expected `params, opt_state = engine.exchange(params, opt_state)` between two calls "
-            "of `update`, got none: the last step's mail is lost."
+            "`update` was called twice without an exchange, so the last step's mail is lost. Call "
+            "`params, opt_state = engine.exchange(params, opt_state)` after each `update`."
         )

@@ -94,8 +94,8 @@ class AttachedStep:
         """Returns the engine; raises before the first call if that makes it."""
         if self._engine is None:
             raise RuntimeError(
-                "expected a step that has been called, got one before its first call, which makes "
-                "the engine. Call it first, or pass `attach(step, HostEngine(params, opt_state))`."
+                "The step has no engine before its first call. Call it first, or pass "
+                "`attach(step, HostEngine(params, opt_state))`."
             )
         return self._engine
 
@@ -149,8 +149,7 @@ class AttachedStep:
         """
         if self._closed:
             raise RuntimeError(
-                "expected an attached step that is open, got one after `close`, or after its "
-                "`with` block. Attach again, to the run's last checkpoint: "
+                "The attached step is closed. Attach again from the run's last checkpoint: "
                 '`attach(step, engine_options={"engine_state": ...})`.'
             )
         take, least = _taker(args, self._fields)
@@ -190,13 +189,13 @@ def _taker(
             find_state(argument)  # raises with a remedy: the argument has no state
     if fields is not None:
         raise TypeError(
-            f"expected a train state with `{'` and `'.join(fields)}` as the first argument, got "
-            f"{_kinds(args)}. Pass it by position."
+            f"The first argument has no `{'` and `'.join(fields)}`: {_kinds(args)}. Pass the train "
+            "state first, by position."
         )
     raise TypeError(
-        "expected (params, opt_state, ...) or (train_state, ...) or an nnx (model, optimizer, ...) "
-        f"by position, with zenflow's state in it, got {_kinds(args)}. If a train state's fields "
-        'have other names, name them: `attach(step, fields=("model", "opt_state"))`.'
+        f"No zenflow state is among the arguments {_kinds(args)}. Pass (params, opt_state, ...), "
+        "(train_state, ...) or an nnx (model, optimizer, ...) by position. If the train state has "
+        'other fields, name them: `attach(step, fields=("model", "opt_state"))`.'
     )
 
 
@@ -211,8 +210,8 @@ def _take_nnx(args: tuple[Any, ...], out: Any) -> _Taken:
 def _take_pair(out: Any) -> _Taken:
     if not isinstance(out, tuple | list) or len(out) < 2 or not has_state(out[1]):
         raise TypeError(
-            "expected a step that returns (params, opt_state, ...), as it takes them, got "
-            f"{_kinds(out)}. Attach a function that puts them in this order."
+            f"The step returns {_kinds(out)}. Attach a function that returns (params, opt_state, "
+            "...), in the order of its arguments."
         )
     return out[0], out[1], lambda *pair: _like(out, [*pair, *out[2:]])
 
@@ -223,8 +222,8 @@ def _take_train_state(fields: tuple[str, str], out: Any) -> _Taken:
     places = [i for i, x in enumerate(values) if _has(x, fields)]
     if len(places) != 1:
         raise TypeError(
-            f"expected a step that returns one train state with `{'` and `'.join(fields)}`, alone "
-            f"or in a tuple, got {len(places)} in {_kinds(out)}. Attach one that returns it first."
+            f"The step returns {len(places)} train states with `{'` and `'.join(fields)}` in "
+            f"{_kinds(out)}. Attach a step that returns one, alone or in a tuple."
         )
     state = values[places[0]]
     is_dict = isinstance(state, Mapping)
@@ -247,9 +246,8 @@ def _replaced(state: Any, new: dict[str, Any]) -> Any:
     if dataclasses.is_dataclass(state) and not isinstance(state, type):
         return dataclasses.replace(state, **new)
     raise TypeError(
-        "expected a train state that is a dataclass, a named tuple, a dict or has `replace`, got "
-        f"{type(state).__name__}. Call `params, opt_state = engine.exchange(...)` after each step "
-        "instead, and put both where they belong."
+        f"The train state, a {type(state).__name__}, is no dataclass, named tuple or dict, and has "
+        "no `replace`. Call `params, opt_state = engine.exchange(...)` after each step yourself."
     )
 
 
@@ -276,7 +274,7 @@ def _kinds(values: Any) -> str:
 
 def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) -> None:
     if isinstance(step, AttachedStep):
-        raise TypeError("expected a train step, got one that is attached already. Use that one.")
+        raise TypeError("The step is attached already. Use it as it is.")
     for name, value, fits, expected in (
         ("step", step, callable(step), "a function"),
         ("engine", engine, engine is None or isinstance(engine, HostEngine), "a HostEngine"),
@@ -286,9 +284,8 @@ def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) 
             raise TypeError(f"`{name}` must be {expected}, got {type(value).__name__}.")
     check_int_or_none("flush_every", flush_every, 1)
     if fields is not None and not (isinstance(fields, tuple | list) and len(fields) == 2):
-        raise ValueError(f"`fields` must be two names, got {fields!r}: parameters, state.")
+        raise ValueError(f"`fields` is {fields!r}. Pass two names: of parameters and of state.")
     if engine is not None and options is not None:
         raise ValueError(
-            "`engine_options` are for an engine that is made at the first call, got them with an "
-            "`engine`. Pass them where you make it."
+            "`engine` and `engine_options` exclude each other. Pass the options to the engine."
         )

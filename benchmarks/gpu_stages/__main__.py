@@ -1,4 +1,4 @@
-"""Runs one stage in this process: `on_gpu.py` starts one such process after the other.
+"""Runs one stage in this process; `on_gpu.py` starts these processes in turn.
 
     python -m benchmarks.gpu_stages benchmarks.gpu_stages.facts:run --name facts --folder F
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu_stages.notes import Notes, Stage, notes_path
 from benchmarks.machine import NoGPU
 
-#: Exit status of a stage that found no GPU: the other stages will not find one either.
+#: Exit status of a stage without a GPU: the other stages have none either.
 NO_GPU = 3
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
-    # The last thing that is heard of a stage that hangs is where each of its threads was.
+    # A stage that hangs prints the stacks of its threads before it is killed.
     faulthandler.enable()
     faulthandler.dump_traceback_later(args.seconds + 2)
     notes = Notes(notes_path(args.folder, args.name))
@@ -41,7 +41,7 @@ def main() -> None:
         notes.keep(failed=str(error))
         print(error, file=sys.stderr)
         sys.exit(NO_GPU)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the report says it
+    except Exception as error:  # noqa: BLE001 - the report has any error
         traceback.print_exc()
         notes.keep(failed="".join(traceback.format_exception_only(error)).strip()[:2000])
         sys.exit(1)

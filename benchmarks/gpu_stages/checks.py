@@ -1,12 +1,11 @@
-"""The questions of the stage `correct`, and what answers them.
+"""The questions of the stage `correct`, and their answers.
 
     python -m benchmarks.gpu_stages.checks rows.jsonl 0
 
-Answers from the question of that number on, and writes to the file when it begins with one and
-what came of it. A question raises an `AssertionError` that says what differs and by how much.
-What is held against what: `optax.adamw`, the slow NumPy reference of the whole arithmetic
-(`tests/reference.py`), the same run done in another way that must give the same bits. Runs and
-comparisons are those of the tests (`tests/runs.py`, `tests/comparisons.py`).
+Answers the questions from that number on, and records each start and verdict in the file. A
+question raises an `AssertionError` that names the difference. It compares runs with `optax.adamw`,
+with the slow NumPy reference (`tests/reference.py`), or with another form of the same run, bit by
+bit. Runs and comparisons come from the tests (`tests/runs.py`, `tests/comparisons.py`).
 """
 
 import argparse
@@ -33,10 +32,10 @@ from tests.runs import SCANNED, SECOND, THIRD, Leaf, Leaves, Plan, Training
 from train.model.attention import attention
 from zenflow_jax import streaming
 
-#: Float32 of another machine, whose powers and roots round otherwise: twice what a CPU is allowed.
+#: Twice a CPU's tolerance in float32, because a GPU's powers and roots round differently.
 TOLERANCE = 2e-6
 SETTINGS = Settings(weight_decay=0.01, topk_ratio=0.2, update_interval=4, select_interval=8)
-STEPS = 18  # four windows and an open one, the first and a second selection
+STEPS = 18  # four windows and an open window, two selections
 
 
 def changed(**options: Any) -> Settings:
@@ -52,7 +51,7 @@ MANY: Leaves = (
 
 
 def drawn(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, jax.Array]:
-    """The gradient of a step for large leaves: the device draws it, which is fast."""
+    """Returns a step's gradient for large leaves; the device draws it, which is fast."""
     del seed, bad
     return _draw(leaves)(jnp.int32(step))
 
@@ -75,7 +74,7 @@ def large(leaves: Leaves, settings: Settings = SETTINGS, **options: Any) -> Trai
 
 
 def flushed(training: Training, steps: int = STEPS) -> dict[str, np.ndarray]:
-    """The parameters after so many steps, when everything has come in."""
+    """Returns the parameters after `steps` steps and a flush."""
     with training:
         training.go(steps)
         training.flush()
@@ -122,12 +121,12 @@ def mail_that_leaves_later_has_the_same_bits(leaves: Leaves) -> None:
 
 
 def a_resumed_run_goes_on_bit_for_bit(leaves: Leaves) -> None:
-    """From the middle of a window, with an update under way."""
+    """Resumes inside a window, with an update in flight."""
     for sending in ("during_step", "per_window"):
         with large(leaves, send_gradients=sending) as training:
             training.go(10)
             params, engine_state = jax.device_get((training.params, training.engine.state()))
-            # As a checkpoint has it: values, without their places.
+            # As in a checkpoint: values without their shardings.
             places = jax.tree.map(lambda x: x.sharding, training.state)
             state = jax.tree.map(np.array, training.state)
             expected = flushed(training, STEPS - 10)
@@ -140,8 +139,8 @@ def a_resumed_run_goes_on_bit_for_bit(leaves: Leaves) -> None:
         comparisons.assert_same_bits(flushed(again, STEPS - 10), expected)
 
 
-def masters_asked_for_in_an_open_window_are_not_overwritten(leaves: Leaves) -> None:
-    """The next windows write what the uploads of `master_params` just before them read."""
+def masters_requested_in_an_open_window_are_not_overwritten(leaves: Leaves) -> None:
+    """The next windows write the memory that the uploads of `master_params` read."""
     ends = []
     for wait in (True, False):
         with large(leaves) as training:
@@ -176,7 +175,7 @@ def donation_changes_no_bit(leaves: Leaves, *, donate: tuple[int, ...], sending:
 
 
 def _update_nnx(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any) -> None:
-    """One step with gradients that are given as pure arrays."""
+    """Makes a step from gradients in pure arrays."""
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, gradients)
     optimizer.update(model, state)
@@ -200,8 +199,8 @@ def donation_by_nnx_jit_changes_no_bit(_: Leaves) -> None:
     )
 
 
-def attention_is_that_of_its_plain_form(_: Leaves) -> None:
-    """In bfloat16, with the masks of packed texts and of windows; twice with the same bits."""
+def attention_equals_its_plain_form(_: Leaves) -> None:
+    """Compares in bfloat16, with masks for packed texts and windows; repeats give the same bits."""
     shapes = ((2, 256, 4, 64), (2, 256, 2, 64), (2, 256, 2, 64))
     keys = jax.random.split(jax.random.key(0), 3)
     heads = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
@@ -218,24 +217,24 @@ def attention_is_that_of_its_plain_form(_: Leaves) -> None:
         return jax.device_get(gradient([x.astype(dtype) for x in heads]))
 
     for mask, window in ((None, None), (packed, None), (packed, 50)):
-        ours, again = (gradients(mask, window, jnp.bfloat16) for _ in range(2))
+        fused, repeated = (gradients(mask, window, jnp.bfloat16) for _ in range(2))
         with jax.default_matmul_precision("highest"):
-            plain = gradients(mask, window, jnp.float32)  # which cuDNN's kernel does not take
-        for one, other, expected in zip(ours, again, plain, strict=True):
-            np.testing.assert_array_equal(one, other)
-            off = np.abs(np.float32(one) - expected).max() / np.abs(expected).max()
+            plain = gradients(mask, window, jnp.float32)  # cuDNN's kernel does not support float32
+        for x, again, expected in zip(fused, repeated, plain, strict=True):
+            np.testing.assert_array_equal(x, again)
+            off = np.abs(np.float32(x) - expected).max() / np.abs(expected).max()
             assert off < 0.03, f"off by {off:.1%} of the largest"
 
 
-#: In the order of their worth; what may abort the process comes last.
+#: The most important first; questions that may abort the process come last.
 QUESTIONS: dict[str, Callable[[Leaves], None]] = {
-    # First: where it fails nobody may stream, whatever else is right.
-    "scanned layers that stream: those of a plain scan": lambda _: streaming.check_device(),
+    # First: if it fails, streaming is unusable.
+    "streamed gradients equal those of a plain scan": lambda _: streaming.check_device(),
     "S = 1 is `optax.adamw`": windows_of_one_step_are_adamw,
     **{f"the reference: {x}": functools.partial(equals_the_reference, name=x) for x in REFERENCE},
     "mail that leaves later: same bits": mail_that_leaves_later_has_the_same_bits,
     "resume: same bits": a_resumed_run_goes_on_bit_for_bit,
-    "master_params, then steps at once": masters_asked_for_in_an_open_window_are_not_overwritten,
+    "master_params, then steps at once": masters_requested_in_an_open_window_are_not_overwritten,
     "a step of NaN changes nothing": a_step_of_nan_changes_nothing,
     **{
         f"donated: arguments {donate}, {sending}": functools.partial(
@@ -248,7 +247,7 @@ QUESTIONS: dict[str, Callable[[Leaves], None]] = {
             ((0, 1, 2), "per_window"),
         )
     },
-    "attention by cuDNN: that of its plain form": attention_is_that_of_its_plain_form,
+    "attention by cuDNN equals its plain form": attention_equals_its_plain_form,
     "donated: nnx.jit": donation_by_nnx_jit_changes_no_bit,
 }
 
@@ -263,7 +262,7 @@ def questions(rehearse: bool) -> dict[str, Callable[[Leaves], None]]:
 def answer(path: Path, begin: int, *, rehearse: bool) -> None:
     """Appends two lines of JSON for each question from `begin` on."""
     chosen = questions(rehearse)
-    # In a rehearsal the same leaves everywhere, so that what is compiled serves all questions.
+    # A rehearsal uses the same leaves everywhere, so that all questions share programs.
     leaves = SECOND if rehearse else MANY
 
     def note(number: int, **more: Any) -> None:
@@ -280,8 +279,8 @@ def answer(path: Path, begin: int, *, rehearse: bool) -> None:
             verdict = "pass"
         except Exception as error:  # noqa: BLE001 - a question that fails never stops the next
             traceback.print_exc()
-            said = " ".join(str(error).split())[:300]
-            verdict = f"FAILED, {type(error).__name__}: {said}"
+            message = " ".join(str(error).split())[:300]
+            verdict = f"FAILED, {type(error).__name__}: {message}"
         note(number, verdict=verdict, s=time.perf_counter() - start)
 
 
@@ -292,7 +291,7 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     if jax.devices()[0].platform == "cpu" and not args.rehearse:
-        print(f"expected a GPU, got {jax.devices()}; pass --rehearse on a CPU", file=sys.stderr)
+        print(f"No GPU, only {jax.devices()}. Pass --rehearse on a CPU.", file=sys.stderr)
         sys.exit(NO_GPU)
     comparisons.ATOL = comparisons.MOMENT_TOL = TOLERANCE
     answer(args.path, args.first, rehearse=args.rehearse)

@@ -1,8 +1,7 @@
-"""Does it compute here what it should?
+"""Are the results on this GPU correct?
 
-Asks each question of `checks.py`, in a process that is not this one: what must not happen is also
-that a process aborts or hangs. Then that question has failed, and another process goes on with the
-next.
+Asks each question in `checks.py`, in another process. If that aborts or hangs, the question has
+failed, and a new process continues with the next question.
 """
 
 import json
@@ -18,10 +17,10 @@ from benchmarks.gpu_stages.__main__ import NO_GPU
 from benchmarks.gpu_stages.notes import Stage, table
 from benchmarks.machine import NoGPU
 
-#: A question that takes longer hangs. The first one of a process also starts jax and compiles; a
-#: CPU in a rehearsal may be busy with anything.
+#: A question that takes longer hangs. A process's first question also starts jax and compiles; in a
+#: rehearsal the CPU may be busy.
 _LONGEST_S, _LONGEST_REHEARSED_S = 45.0, 300.0
-#: With less time left no question is asked any more.
+#: No question starts with less time left.
 _LEAST_S = 6.0
 
 
@@ -33,7 +32,7 @@ def run(stage: Stage) -> None:
 
 
 def _ask_all(stage: Stage) -> dict[str, str]:
-    """The verdicts of all questions by name; the report has each as soon as it is there."""
+    """Returns the verdicts of all questions by name; the report gets each at once."""
     path = stage.folder / "correct.rows.jsonl"
     path.write_text("", encoding="utf-8")
     rows: dict[str, str] = {}
@@ -43,10 +42,8 @@ def _ask_all(stage: Stage) -> dict[str, str]:
         entries = _entries(path)
         if not entries:
             if status == NO_GPU:
-                raise NoGPU("expected a GPU for the checks, got none; the log says what jax has.")
-            raise RuntimeError(
-                f"expected the checks to begin; their process {machine.ended(status)}."
-            )
+                raise NoGPU("The checks found no GPU. The log shows jax's devices.")
+            raise RuntimeError(f"The checks did not start: their process {machine.ended(status)}.")
         last = entries[-1]
         total, first = last["of"], last["number"] + 1
         if "verdict" not in last:
@@ -59,7 +56,7 @@ def _ask_all(stage: Stage) -> dict[str, str]:
 
 
 def _ask(stage: Stage, path: Path, first: int, rows: dict[str, str]) -> int | None:
-    """Lets a process answer from question `first` on; its exit status, None if it was killed."""
+    """Lets a process answer from `first` on; returns its exit status, None if it was killed."""
     command = [sys.executable, "-m", "benchmarks.gpu_stages.checks", str(path), str(first)]
     command += ["--rehearse"] if stage.rehearse else []
     longest = _LONGEST_REHEARSED_S if stage.rehearse else _LONGEST_S
@@ -91,12 +88,12 @@ def _ask(stage: Stage, path: Path, first: int, rows: dict[str, str]) -> int | No
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """What the process has written, its whole lines."""
+    """Returns the complete lines that the process has written."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _show(stage: Stage, rows: dict[str, str]) -> None:
-    cells = [(name, said if said == "pass" else f"**{said}**") for name, said in rows.items()]
+    cells = [(name, x if x == "pass" else f"**{x}**") for name, x in rows.items()]
     stage.notes.put("Each question by itself", table(["question", "verdict"], cells))
     stage.notes.keep(rows=rows)

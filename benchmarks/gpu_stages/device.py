@@ -1,4 +1,4 @@
-"""The device that a stage works on, and what its allocator says."""
+"""A stage's device, and its allocator's statistics."""
 
 import resource
 
@@ -9,34 +9,34 @@ from benchmarks.machine import NoGPU
 
 
 def require_gpu(stage: Stage) -> jax.Device:
-    """The first device, which must be a GPU unless this is a rehearsal.
+    """Returns the first device, which must be a GPU unless this is a rehearsal.
 
     Raises:
-        NoGPU: If it is none.
+        NoGPU: If it is not a GPU.
     """
     device = jax.devices()[0]
     if device.platform == "cpu" and not stage.rehearse:
         raise NoGPU(
-            f"expected a GPU, got jax {jax.__version__} with {jax.devices()}. Install jax with "
-            'CUDA, `pip install ".[cuda12]"`, or pass --rehearse to see the stages on this CPU.'
+            f"There is no GPU: jax {jax.__version__} has {jax.devices()}. Install jax with CUDA, "
+            '`pip install ".[cuda12]"`, or pass --rehearse to run the stages on this CPU.'
         )
     return device
 
 
 def usable_bytes(device: jax.Device) -> int | None:
-    """Device memory that jax's allocator may give; None where it does not say (on a CPU)."""
+    """Returns the device memory of jax's allocator; None if unknown (on a CPU)."""
     stats = device.memory_stats()
     return stats["bytes_limit"] if stats else None
 
 
 def peak_bytes(device: jax.Device) -> int | None:
-    """The most that was ever given at a time in this process; None likewise."""
+    """Returns the allocator's peak in this process; None if unknown."""
     stats = device.memory_stats()
     return stats["peak_bytes_in_use"] if stats else None
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether it is XLA's error about device memory, or was caused by it."""
+    """Returns whether this is XLA's out-of-memory error, or was caused by it."""
     while error is not None:
         if "RESOURCE_EXHAUSTED" in str(error):
             return True
@@ -45,5 +45,5 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def host_peak_bytes() -> int:
-    """Returns the most memory that this process ever had in RAM, pinned memory included."""
+    """Returns this process's peak memory in RAM, pinned memory included."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,8 +1,8 @@
 """What is this machine, and how fast are its parts?
 
-The figures that the library's own are to be held against: what crosses between host and device in
-each way that there is, what each side's memory does, and whether a copy that is started between two
-programs runs beside the one that is under way, which `send_gradients="after_step"` rests on.
+These numbers put the library's own into perspective: the speed of each kind of transfer between
+host and device, of each side's memory, and whether a copy that starts between two programs overlaps
+with the running program, as `send_gradients="after_step"` needs.
 """
 
 import statistics
@@ -27,7 +27,7 @@ def run(stage: Stage) -> None:
     device = require_gpu(stage)
     small = stage.rehearse
     _name(stage, device)
-    # jax copies arrays of NumPy to pinned memory first, but for those of a GiB and more.
+    # jax copies NumPy arrays below one GiB to pinned memory first.
     for size in (2**20, 2**22) if small else (2**27, 2**30):
         _crossings(stage, device, size)
     _beside(stage, device, *((2**22, 256, 4) if small else (2**30, 8192, 150)))
@@ -49,7 +49,7 @@ def _name(stage: Stage, device: jax.Device) -> None:
 
 
 def seconds(work: Callable[[], Any], repeats: int = _REPEATS) -> float:
-    """The median time until what `work` returns is there; it is done once before."""
+    """Returns the median time until the results of `work` are ready, after a first call."""
     jax.block_until_ready(work())
     samples = []
     for _ in range(repeats):
@@ -60,14 +60,14 @@ def seconds(work: Callable[[], Any], repeats: int = _REPEATS) -> float:
 
 
 def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
-    """To and from the device, in GB/s: plain NumPy memory, mapped or not, jax's pinned memory."""
+    """Measures transfers in GB/s: NumPy memory, mapped or not, and jax's pinned memory."""
     on_device = jax.sharding.SingleDeviceSharding(device)
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     pageable = np.ones(size // 4, np.float32)
     on_gpu = jax.block_until_ready(jax.device_put(pageable, on_device))
     in_pinned = jax.block_until_ready(jax.device_put(on_gpu, pinned))
 
-    # A new array each time: jax keeps the copy that it has made of an old one.
+    # A new array each time, because jax caches an array's copy.
     new = jax.jit(lambda x: x + 1)
 
     def up() -> jax.Array:
@@ -89,7 +89,7 @@ def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
             lambda: rate(lambda: jax.device_put(on_gpu, pinned)),
         ),
         (
-            "`np.asarray` of what a kernel has just made",
+            "`np.asarray` of a kernel's new result",
             nothing,
             lambda: rate(lambda: np.asarray(new(on_gpu))),
         ),
@@ -105,15 +105,15 @@ def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
 
 
 def _while_mapped(array: np.ndarray, device: jax.Device, measure: Callable[[], str]) -> str:
-    """What `measure` returns while the driver has the array's memory pinned; else the error.
+    """Returns the result of `measure` while the driver has pinned the array, or the error.
 
-    An engine could have that done once for what it uploads again and again.
+    An engine could pin its upload buffers once in this way.
     """
-    # No public name: jaxlib's client has it in 0.10.2 and 0.11.2, and a test asks for it.
+    # Not public: jaxlib's client has it in 0.10.2 and 0.11.2, and a test checks for it.
     client, address = device.client, array.ctypes.data
     try:
         client.dma_map(address, array.nbytes)
-    except jax.errors.JaxRuntimeError as error:  # as of a CPU
+    except jax.errors.JaxRuntimeError as error:  # always on a CPU
         return str(error).splitlines()[0]
     try:
         return measure()
@@ -122,7 +122,7 @@ def _while_mapped(array: np.ndarray, device: jax.Device, measure: Callable[[], s
 
 
 def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) -> None:
-    """Whether copies run beside a kernel: on one clock, together and one after the other."""
+    """Measures whether copies overlap with a kernel: together, and one after the other."""
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     on_device = jax.sharding.SingleDeviceSharding(device)
     x = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
@@ -140,12 +140,12 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
         "pinned_host to device": lambda: jax.device_put(on_host, on_device),
     }
     rows, data = [], {}
-    one = seconds(lambda: kernel(x, jnp.int32(1)))
+    once = seconds(lambda: kernel(x, jnp.int32(1)))
     for name, copy in copies.items():
         alone = seconds(copy)
-        # A kernel that takes a little longer than the copy: then "together" is its time, if they
-        # run beside each other, and the sum if they do not.
-        times = jnp.int32(min(most, max(1, round(1.5 * alone / one))))
+        # A kernel that takes a little longer than the copy: "together" is then the kernel's time if
+        # they overlap, and otherwise the sum.
+        times = jnp.int32(min(most, max(1, round(1.5 * alone / once))))
         work = seconds(lambda times=times: kernel(x, times))
         after = seconds(
             lambda copy=copy, times=times: (kernel(x, times).block_until_ready(), copy())
@@ -158,19 +158,19 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
     stage.notes.put(
         "Does an eager `device_put` run beside a kernel?",
         table(head, ([*cells, f"{hidden:.0%}"] for *cells, hidden in rows))
-        + "\n\nHidden is the share of the shorter one that costs nothing.",
+        + "\n\nHidden is the overlapping share of the shorter one.",
     )
     stage.notes.keep(beside=data)
 
 
 def _arithmetic(stage: Stage, size: int, width: int) -> None:
-    """The device's memory and its matrix units, as fast as they can be."""
+    """Measures the top speed of the device's memory and matrix units."""
     x = jnp.ones(size // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     copied = 2 * size / seconds(lambda: copy(x))
     x.delete()
     keys = jax.random.split(jax.random.key(0))
-    # Random: on zeros the units are faster than on anything that is ever multiplied.
+    # Random, because the units are faster on zeros than on real data.
     a, b = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys)
     product = jax.jit(lambda a, b: a @ b)
     flops = 2 * width**3 / seconds(lambda: product(a, b), 10)
@@ -183,7 +183,7 @@ def _arithmetic(stage: Stage, size: int, width: int) -> None:
 
 
 def _host_memory(stage: Stage, size: int) -> None:
-    """What host updates have: 24 bytes read and written, 4 read, of each of `size` elements."""
+    """Measures host memory as an update uses it: 24 bytes read and written, 4 read per element."""
     arrays = [np.ones(size, np.float32) for _ in range(4)]
     rates: dict[int, float] = {}
     most = machine.cores()

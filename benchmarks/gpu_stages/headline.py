@@ -1,8 +1,8 @@
-"""How large a model trains here that would not with AdamW?
+"""How large a model trains here that AdamW could not?
 
-`sizes.py` picks the largest Llama shape from device and host memory; it is trained on real text for
-8 steps, from random weights. In the end `adamw` is tried on the same shape: that it does not fit is
-to be seen, not only counted.
+`sizes.py` picks the largest Llama shape for device and host memory; it trains on real text for 8
+steps, from random weights. At the end `adamw` is tried on the same shape, to show that it does not
+fit.
 """
 
 import sysconfig
@@ -27,11 +27,11 @@ from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import PEERS, Runner
 
 _STEPS = 8
-#: Of the machine that are tried, if what should fit on paper does not.
+#: Shares of the machine to try, in case the estimate does not fit.
 _SHARES = (1.0, 0.85)
-#: What a second try needs.
+#: Time for a second try.
 _AGAIN_S = 50.0
-#: To see that AdamW has no room.
+#: Time to try AdamW.
 _FOR_ADAMW_S = 15.0
 
 
@@ -43,10 +43,10 @@ def run(stage: Stage) -> None:
         chosen = sizes.headline(smaller, rehearse=stage.rehearse)
         if chosen is None:
             raise RuntimeError(
-                f"expected room for the smallest shape of sizes.py, got {smaller}. Use a machine "
-                "with more host memory."
+                f"The smallest shape in sizes.py does not fit {smaller}. Use a machine with more "
+                "host memory."
             )
-        _say(stage, chosen, limits)
+        _report_choice(stage, chosen, limits)
         model = make_model(chosen.config, scan_layers=True, remat=True)
         assert model.parameters == chosen.parameters
         try:
@@ -54,14 +54,14 @@ def run(stage: Stage) -> None:
         except RuntimeError as error:
             if not out_of_memory(error) or share == _SHARES[-1] or stage.left < _AGAIN_S:
                 raise
-            said = str(error).splitlines()[0][:300]
-            stage.notes.put(f"{_size(chosen.parameters)} did not fit", said)
+            reason = str(error).splitlines()[0][:300]
+            stage.notes.put(f"{_size(chosen.parameters)} did not fit", reason)
             continue
         _try_adamw(stage, chosen, model)
         return
 
 
-def _say(stage: Stage, chosen: Headline, limits: Machine) -> None:
+def _report_choice(stage: Stage, chosen: Headline, limits: Machine) -> None:
     n = chosen.parameters
     rows = [
         ("the shape", f"{chosen.shape}, {_size(n)}"),
@@ -72,19 +72,19 @@ def _say(stage: Stage, chosen: Headline, limits: Machine) -> None:
         ),
         ("by", f"`{chosen.peer}`, `prefetch_bytes=0`, layers scanned and rematerialized"),
         (
-            "it should need, on paper",
+            "estimated need",
             f"{n * sizes.device_need(chosen.peer, scan=True, prefetch=False) / 1e9:.1f} GB on the "
             f"device, at most {n * sizes.host_need(chosen.peer) / 1e9:.1f} GB on the host",
         ),
-        ("AdamW's largest, on paper", _size(chosen.adamw)),
+        ("AdamW's largest, estimated", _size(chosen.adamw)),
     ]
     text = table(["", ""], rows)
     if not chosen.beats_adamw:
         text += (
-            "\n\n**On this machine AdamW trains as large a model: host memory, not the device's, is"
-            " what bounds zenflow.**"
+            "\n\n**On this machine AdamW trains a model as large: host memory, not device memory,"
+            " limits zenflow.**"
         )
-    stage.notes.put("What was picked, and why", text)
+    stage.notes.put("The choice, and its reasons", text)
     stage.notes.keep(chosen=chosen._asdict() | {"config": chosen.config._asdict()})
 
 
@@ -129,20 +129,20 @@ def _put(
     rows = [
         ("steps", f"{len(times)} of {_STEPS}, {chosen.batch} x {chosen.length} tokens each"),
         ("set up", f"{ready:.1f} s"),
-        ("step, waited for, s", ", ".join(f"{s:.2f}" for s in times) + " (the first compiles)"),
+        ("step with its wait, s", ", ".join(f"{s:.2f}" for s in times) + " (the first compiles)"),
         (
             "tokens/s, by the median",
             f"{chosen.batch * chosen.length / later[len(later) // 2]:,.0f}",
         ),
         ("loss", ", ".join(f"{loss:.3f}" for loss in losses)),
         (
-            "device peak, as the allocator saw it",
-            "not said on a CPU"
+            "device peak, by the allocator",
+            "unknown on a CPU"
             if peak is None
             else f"{peak / 1e9:.2f} GB, {peak / n:.2f} a parameter",
         ),
         ("host peak (VmHWM, pinned included)", f"{host / 1e9:.2f} GB, {host / n:.2f} a parameter"),
-        ("of it arrays of the engine, without mail", f"{stats.host_bytes / 1e9:.2f} GB"),
+        ("the engine's arrays, without mail", f"{stats.host_bytes / 1e9:.2f} GB"),
         ("windows, selections", f"{stats.windows}, {stats.reselections}"),
         (
             "the loop waited for the host",
@@ -160,7 +160,7 @@ def _size(n: int) -> str:
 
 
 def _try_adamw(stage: Stage, chosen: Headline, model: Model) -> None:
-    """Sets `optax.adamw` up for the same model and makes a step, if it can be."""
+    """Tries a step with `optax.adamw` on the same model."""
     title = "`optax.adamw` on the same shape"
     if stage.left < _FOR_ADAMW_S and not stage.rehearse:
         stage.notes.put(title, f"Not tried: {max(stage.left, 0):.0f} s were left.")
@@ -170,22 +170,22 @@ def _try_adamw(stage: Stage, chosen: Headline, model: Model) -> None:
         runner.set_up()
         runner.advance(1)
         runner.wait()
-        said = "**Fits.**"
+        result = "**Fits.**"
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        said = f"Does not fit: {str(error).splitlines()[0][:200]}"
+        result = f"Does not fit: {str(error).splitlines()[0][:200]}"
     finally:
         runner.take_down()
-    stage.notes.put(title, said)
-    stage.notes.keep(adamw_fits=said == "**Fits.**")
+    stage.notes.put(title, result)
+    stage.notes.keep(adamw_fits=result == "**Fits.**")
 
 
 def batches(count: int, batch: int, length: int) -> np.ndarray:
-    """Batches of text that every machine has: the sources of Python's standard library.
+    """Returns batches of text from Python's standard library, which every machine has.
 
     Returns:
-        int32 `(count, batch, length + 1)`, a byte for a token.
+        int32 `(count, batch, length + 1)`; a token is a byte.
     """
     needed = count * batch * (length + 1)
     text = bytearray()

@@ -1,4 +1,4 @@
-"""What a stage is given, and what it finds: written to disk line by line, whole at any moment."""
+"""A stage's input and its results, which are on disk and complete at any moment."""
 
 import dataclasses
 import json
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class Notes:
-    """What one stage has found so far, in a JSON file that is replaced at every change.
+    """A stage's results so far, in a JSON file that is replaced at every change.
 
     Args:
-        path: Of the file. What it holds already is kept.
+        path: Path of the file, whose contents are kept.
     """
 
     def __init__(self, path: Path):
@@ -25,17 +25,17 @@ class Notes:
             self.sections, self.data = written["sections"], written["data"]
 
     def put(self, title: str, text: str) -> None:
-        """Sets what the report says under a title, in Markdown; a later text takes its place."""
+        """Sets the report's text under a title, in Markdown; a later text replaces it."""
         self.sections[title] = text
         self._save()
 
     def keep(self, **figures: Any) -> None:
-        """Sets figures for report.json, and for the stages that come later."""
+        """Sets figures for report.json, and for later stages."""
         self.data |= figures
         self._save()
 
     def _save(self) -> None:
-        # Never half a file, whenever the process is ended.
+        # Atomic, because the process may be killed at any time.
         new = self.path.with_suffix(".new")
         text = json.dumps({"sections": self.sections, "data": self.data}, indent=1)
         new.write_text(text, encoding="utf-8")
@@ -44,14 +44,14 @@ class Notes:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What `run` of a stage is given.
+    """The argument of a stage's `run`.
 
     Attributes:
-        name: Of the stage.
-        folder: Where notes of all stages and pictures are.
-        rehearse: Whether this is a CPU, and sizes shall be tiny.
-        until: When it should have ended, in seconds of `time.monotonic`; it is killed soon after.
-        notes: Its own.
+        name: Name of the stage.
+        folder: Folder for all stages' notes and pictures.
+        rehearse: Whether to run tiny sizes on a CPU.
+        until: Its time limit, in seconds of `time.monotonic`; it is killed soon after.
+        notes: The stage's notes.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Stage:
 
     @property
     def left(self) -> float:
-        """Seconds until it should have ended."""
+        """Returns the seconds until its time limit."""
         return self.until - time.monotonic()
 
     def of(self, other: str) -> dict[str, Any]:
-        """The figures that another stage has kept, {} if it has not run."""
+        """Returns another stage's figures; {} if it has not run."""
         return Notes(notes_path(self.folder, other)).data
 
 
@@ -75,6 +75,6 @@ def notes_path(folder: Path, name: str) -> Path:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
+    """Returns a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)

@@ -1,12 +1,11 @@
-"""Do the steps of the stages fit on a GPU, and does its compiler take them?
+"""Do the stages' steps fit on a GPU, and does its compiler accept them?
 
     export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
     python -m benchmarks.gpu_stages.programs --gpu h100 --host-gib 125
 
-Compiles every step that `step_time` and `headline` would run on such a machine, which
-need not be there (`gpu_program.py` says how), and prints the device memory that each one takes
-beside what jax's allocator may give. What an engine holds between steps is added, as `sizes.py` has
-it. Answers: `benchmarks/LOG.md`.
+Compiles every step that `step_time` and `headline` would run on such a machine, which need not
+exist (see `gpu_program.py`), and prints each step's device memory next to the allocator's limit.
+The engine's bytes between steps, from `sizes.py`, are added. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -24,13 +23,12 @@ from benchmarks.step_time_peers import PEERS
 from train.model.decoder import DecoderConfig
 from zenflow_jax.planning._gpus import GPUS
 
-#: The share of a GPU's memory that `on_gpu.py` lets jax have. CUDA takes some of it before: 0.7 GB
-#: seen elsewhere.
+#: jax's share of a GPU's memory in `on_gpu.py`. CUDA takes some of it before: 0.7 GB elsewhere.
 _SHARE, _TAKEN = 0.92, 7e8
 
 
 class Program(NamedTuple):
-    """A step that a stage runs."""
+    """A stage's step."""
 
     peer: str
     config: DecoderConfig
@@ -42,12 +40,12 @@ class Program(NamedTuple):
 
 
 def described(gpu: str, host_gib: float) -> Machine:
-    """What jax may have of a machine."""
+    """Returns jax's share of a machine's memory."""
     return Machine(int(_SHARE * (GPUS[gpu].memory - _TAKEN)), int(host_gib * 2**30))
 
 
 def programs(machine: Machine) -> list[Program]:
-    """Every step of the stages, once; windows of other lengths are the same program."""
+    """Returns every step of the stages once; windows of other lengths share its program."""
     known: dict[Any, Program] = {}
 
     def add(peer: str, prefetch: bool, *rest: Any, expected: bool = True) -> None:
@@ -70,7 +68,7 @@ def programs(machine: Machine) -> list[Program]:
 
 
 def lower_for_cuda(program: Program) -> str:
-    """The program as it is given to XLA for a GPU; needs neither one nor its compiler."""
+    """Returns the program that XLA gets for a GPU; needs neither GPU nor its compiler."""
     device = jax.devices()[0]
     on_device = jax.sharding.SingleDeviceSharding(device)
     host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")

@@ -1,4 +1,4 @@
-"""The report of what the stages found: report.md to read, report.json with every figure."""
+"""Writes the stages' report: report.md to read, report.json with every figure."""
 
 import dataclasses
 import json
@@ -15,33 +15,33 @@ _LAST_LINES = 25
 
 @dataclasses.dataclass
 class Outcome:
-    """How a stage went."""
+    """A stage's outcome."""
 
     stage: str
     question: str
     ended: str = "not run yet"
     seconds: float = 0.0
-    well: bool = False  # whether it did all that it is there for
-    last_lines: str = ""  # of its output, if it did not end well
+    well: bool = False  # whether it completed
+    last_lines: str = ""  # of its output, if it did not complete
 
 
 def write(out: Path, work: Path, machine: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """Writes report.md and report.json, each of which replaces the one before as a whole.
+    """Writes report.md and report.json, which replace earlier ones atomically.
 
     Args:
-        out: Where they go.
-        work: Where the stages' notes are.
-        machine: What goes on top, and is said of all figures.
-        outcomes: Of all stages that were asked for, in their order.
+        out: Folder for the report.
+        work: Folder with the stages' notes.
+        machine: Facts for the report's head, about all figures.
+        outcomes: Outcomes of all requested stages, in order.
     """
     notes = {o.stage: Notes(notes_path(work, o.stage)) for o in outcomes}
     # jax's name of the device, as nvidia-smi may be missing.
     device = next((n.data["device"] for n in notes.values() if "device" in n.data), machine["GPU"])
     lines = [f"# What {device} shows, {machine['date']}", ""]
     if machine["rehearsal"]:
-        lines += ["**A rehearsal on a CPU, with tiny models: no figure here means anything.**", ""]
+        lines += ["**A rehearsal on a CPU, with tiny models: the figures mean nothing.**", ""]
     lines += [f"* {name}: {value}" for name, value in machine.items() if name != "rehearsal"]
-    lines += ["", table(["stage", "how it went", "s"], map(_row, outcomes))]
+    lines += ["", table(["stage", "outcome", "s"], map(_row, outcomes))]
     for number, outcome in enumerate(outcomes, start=1):
         stage_notes = notes[outcome.stage]
         lines += ["", f"## {number}. {outcome.stage}: {outcome.question}", ""]
@@ -65,9 +65,9 @@ def _row(outcome: Outcome) -> tuple[str, str, str]:
 
 
 def last_lines(log: Path) -> str:
-    """The end of a stage's output."""
+    """Returns the end of a stage's output."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    # What is shown between fences must not end them.
+    # The output must not end the fences around it.
     return "\n".join(x[:300] for x in text.splitlines()[-_LAST_LINES:]).replace("```", "'''")
 
 

@@ -1,7 +1,7 @@
-"""The sizes of the models that the stages `step_time` and `headline` train, and by which peers.
+"""The models and peers of the stages `step_time` and `headline`.
 
-Decided from two sizes alone, device and host memory, so that `programs.py` can compile every step
-of it beforehand. What a peer of `step_time_peers.py` needs is so many bytes per parameter; the
+They depend only on the sizes of device and host memory, so that `programs.py` can compile every
+step beforehand. Each peer in `step_time_peers.py` needs a number of bytes per parameter; the
 constants are from `benchmarks/LOG.md`.
 """
 
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from benchmarks.step_time_model import MODELS, Preset, llama
 from train.model.decoder import DecoderConfig
 
-#: Bytes per parameter at the peak of a step, layers written out and scanned; infinite where there
-#: is no such step. `benchmarks/LOG.md`, "What do a loss by parts of the vocabulary and cuDNN's
+#: Bytes per parameter at a step's peak, with layers written out and scanned; infinite without such
+#: a step. `benchmarks/LOG.md`, "What do a loss by parts of the vocabulary and cuDNN's
 #: attention save?", 1.1 B parameters, 4 x 1024 tokens, compiled for an H200.
 STEP_BYTES = {
     "adamw": (14.87, 16.60),
@@ -26,12 +26,12 @@ STEP_BYTES = {
     "zenflow-s4-r0.05-exchange": (4.96, 5.35),
     "zenflow-s4-r0.05-device": (6.93, 7.27),
 }
-#: A gradient or a sum that is being copied while the next step runs (the same entries).
+#: A gradient or a sum in flight while the next step runs (the same entries).
 _COPYING_BYTES = {"zenflow-s4-r0.05-exchange": 2.0, "zenflow-s4-r0.05-device": 2.0}
-#: Of one mail of a bf16 model, and of an update on its way back.
+#: A bf16 model's mail, or its update in flight.
 _MAIL_BYTES = 2.0
-#: Mails that may exist at a time: `buffers` in `zenflow_jax/_exchange/pinned.py`, of one leaf and
-#: for windows of 4 and more. Many leaves that take turns need fewer.
+#: Mails that may exist at a time: `buffers` in `zenflow_jax/_exchange/pinned.py`, for one leaf and
+#: windows of at least 4. Many leaves that take turns need fewer.
 _MAILS = {
     "offload": 6,
     "offload-x4": 6,
@@ -40,41 +40,40 @@ _MAILS = {
     "zenflow-s4-r0.05-exchange": 6,
     "zenflow-s4-r0.05-device": 2,
 }
-#: Where more than five mails are kept they are added up, in float32 ("Is it cheaper to add up mail
-#: as it comes, or in the update?").
+#: More than five mails are added up, in float32 ("Is it cheaper to add up mail as it comes, or in
+#: the update?").
 _SUM_BYTES = 4.0
-#: Masters, which have in them what is uploaded, and moments; the hand-over of a twentieth of the
-#: channels.
+#: Masters, which contain the uploads, and moments; the hand-over of a twentieth of the channels.
 _STATE_BYTES, _HAND_OVER_BYTES = 12.0, 0.6
-#: Pinned memory that uploads of pageable memory go through, a leaf or two at a time. Assumed.
+#: Pinned memory for uploads from pageable memory, a leaf or two at a time. Assumed.
 _STAGING_BYTES = 1.0
-#: Of the host's memory, for the system, Python, CUDA and XLA; a process that takes too much is
-#: killed, which costs the stage. Assumed.
+#: Host memory for the system, Python, CUDA and XLA; a process that uses too much is killed, and
+#: its stage lost. Assumed.
 HOST_RESERVE = 16e9
-#: AdamW's weights, masters and moments: what has to be on the device even between two steps.
+#: AdamW's weights, masters and moments, which are on the device even between steps.
 ADAMW_STATE_BYTES = 2.0 + 12.0
 
 
 class Machine(NamedTuple):
-    device_bytes: int  # that jax's allocator may give
+    device_bytes: int  # the limit of jax's allocator
     host_bytes: int
 
 
 class Part(NamedTuple):
-    """Peers that are compared at one size; `until` is when, as a share of the stage's time."""
+    """Peers to compare at one size; `until` is the time limit, as a share of the stage's time."""
 
     title: str
     config: DecoderConfig
     scan: bool
     batch: int
     length: int
-    peers: tuple[str, ...]  # the ones that matter most first
+    peers: tuple[str, ...]  # the most important first
     until: float
-    together: bool  # whether all of them have room beside each other
+    together: bool  # whether all fit at the same time
 
 
 class Headline(NamedTuple):
-    """The largest model that a machine trains, and by which peer."""
+    """The largest model that a machine trains, and its peer."""
 
     shape: str
     config: DecoderConfig
@@ -82,7 +81,7 @@ class Headline(NamedTuple):
     batch: int
     length: int
     parameters: int
-    adamw: int  # parameters of the largest one that AdamW trains
+    adamw: int  # parameters of the largest model that AdamW trains
 
     @property
     def beats_adamw(self) -> bool:
@@ -90,7 +89,7 @@ class Headline(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Sizes of a model of the Llama family, of which some layers may be left out."""
+    """Sizes of a Llama-like model, from which some layers may be left out."""
 
     name: str
     sizes: dict[str, int]
@@ -106,12 +105,12 @@ SHAPES = (
     Shape("Llama 2 70B", {"width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}, 80),
 )
 _TINY = (Shape("tiny", {"width": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocabulary": 256}, 1),)
-#: What a rehearsal takes its CPU for, so that the choices fall on `_TINY` as they should elsewhere.
+#: A rehearsal's machine, for which `_TINY` is chosen as other shapes are elsewhere.
 _REHEARSED = Machine(device_bytes=int(3.4e5), host_bytes=int(HOST_RESERVE + 6e5))
 
 
 def parameters(config: DecoderConfig) -> int:
-    """Of a decoder without biases whose head is not its embedding."""
+    """Returns the parameters of a decoder without biases, with a separate head."""
     c = config
     attention = c.width * c.head_width * (2 * c.heads + 2 * c.kv_heads)
     layer = attention + 3 * c.width * c.ffn + 2 * c.width
@@ -119,19 +118,19 @@ def parameters(config: DecoderConfig) -> int:
 
 
 def program(peer: str) -> str:
-    """The peer whose program it shares: windows of other lengths are the same to the device."""
+    """Returns the peer whose program it shares: the device program does not depend on windows."""
     return re.sub(r"^zenflow-s\d+-r[\d.]+?(?=-|$)", "zenflow-s4-r0.05", peer)
 
 
 def device_need(peer: str, *, scan: bool, prefetch: bool) -> float:
-    """Device memory at the peak, bytes per parameter, what an engine holds there included."""
+    """Returns peak device memory in bytes per parameter, an engine's included."""
     peer = program(peer)
     uploads = _MAIL_BYTES if prefetch and peer in _MAILS else 0.0
     return STEP_BYTES[peer][scan] + _COPYING_BYTES.get(peer, 0.0) + uploads
 
 
 def host_need(peer: str) -> float:
-    """Host memory at the peak, bytes per parameter."""
+    """Returns peak host memory in bytes per parameter."""
     peer = program(peer)
     if peer not in _MAILS:
         return 12.0 if peer == "parked" else 0.0
@@ -141,7 +140,7 @@ def host_need(peer: str) -> float:
 
 
 def most(peer: str, machine: Machine, *, scan: bool, prefetch: bool) -> float:
-    """Parameters of the largest model that fits."""
+    """Returns the parameters of the largest model that fits."""
     device = machine.device_bytes / device_need(peer, scan=scan, prefetch=prefetch)
     host = host_need(peer)
     return min(device, (machine.host_bytes - HOST_RESERVE) / host) if host else device
@@ -154,7 +153,7 @@ def _half(shape: Shape) -> int:
 def _shapes_upto(
     limit: float, length: int, shapes: Sequence[Shape]
 ) -> Iterator[tuple[str, DecoderConfig]]:
-    """Of each shape the one with most layers, half of them or more, that is no larger."""
+    """Yields each shape with the most layers, at least half, that stays within `limit`."""
     for shape in shapes:
         for layers in range(shape.layers, _half(shape) - 1, -1):
             config = llama(length, layers=layers, **shape.sizes)
@@ -165,9 +164,9 @@ def _shapes_upto(
 
 
 def headline(machine: Machine, *, rehearse: bool = False) -> Headline | None:
-    """The largest model for this machine; None if not even the smallest fits.
+    """Returns the largest model for this machine; None if not even the smallest fits.
 
-    Layers are scanned, as what is written out would be compiled for longer than the stage has.
+    Layers are scanned, because written out they would compile for longer than the stage lasts.
     """
     machine = _REHEARSED if rehearse else machine
     length, batch = (32, 1) if rehearse else (1024, 4)
@@ -184,7 +183,7 @@ def headline(machine: Machine, *, rehearse: bool = False) -> Headline | None:
 
 
 def beyond_adamw(machine: Machine, *, rehearse: bool = False) -> tuple[str, DecoderConfig] | None:
-    """The smallest model of which AdamW's state alone does not fit on the device.
+    """Returns the smallest model whose AdamW state alone does not fit on the device.
 
     Returns:
         Its name and sizes, or None if no peer has room for it either.
@@ -207,7 +206,7 @@ def beyond_adamw(machine: Machine, *, rehearse: bool = False) -> tuple[str, Deco
     return f"{name} with {config.layers} layers", config
 
 
-#: In the order of their worth.
+#: The most important first.
 _WRITTEN = (
     "adamw",
     "zenflow-s4-r0.05",
@@ -220,7 +219,7 @@ _WRITTEN = (
     "zenflow-s8-r0.05",
     "zenflow-s1-r0.05",
 )
-#: Where layers are scanned, gradients that leave behind the scan have nothing to hide behind.
+#: With scanned layers, no work can hide gradients that leave after the scan.
 _SCANNED = (
     "adamw",
     "zenflow-s4-r0.05-streamed",
@@ -234,12 +233,12 @@ _SCANNED = (
 
 
 def preset_of(rehearse: bool) -> Preset:
-    """The model that several stages train."""
+    """Returns the model that several stages train."""
     return Preset(llama(32, layers=1, **_TINY[0].sizes), 1, 32) if rehearse else MODELS["1b"]
 
 
 def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
-    """What the stage `step_time` compares, in the order of its worth."""
+    """Returns the comparisons of the stage `step_time`, the most important first."""
     limits = _REHEARSED if rehearse else machine
     preset = preset_of(rehearse)
     few, many = preset.batch, 16
@@ -252,8 +251,8 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
         together = beside_each_other(peers, parameters(config), limits, scan=scan)
         return Part(title, config, scan, batch, preset.length, tuple(peers), until, together)
 
-    # As many as have room together: so each is set up once, and a round is its steps.
-    # Of a rehearsal as few as show that it works: what peers compute is held by tests of their own.
+    # As many as fit together, so that each is set up only once.
+    # A rehearsal needs only two: other tests check the results of peers.
     first = _WRITTEN[:2] if rehearse else _leading(_WRITTEN, preset.config, limits, scan=False)
     parts = [part(first, 0.6, scan=False, batch=few)]
     if not rehearse:
@@ -271,7 +270,7 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
 
 
 def beside_each_other(peers: Sequence[str], n: int, machine: Machine, *, scan: bool) -> bool:
-    """Whether peers with `n` parameters each have room in both memories at a time."""
+    """Returns whether peers with `n` parameters each fit both memories at the same time."""
     device = sum(device_need(peer, scan=scan, prefetch=True) for peer in peers)
     host = sum(host_need(peer) for peer in peers)
     return n * device <= machine.device_bytes and n * host <= machine.host_bytes - HOST_RESERVE
@@ -280,7 +279,7 @@ def beside_each_other(peers: Sequence[str], n: int, machine: Machine, *, scan: b
 def _leading(
     peers: Sequence[str], config: DecoderConfig, machine: Machine, *, scan: bool
 ) -> Sequence[str]:
-    """The first peers, as many as have room beside each other; four at least."""
+    """Returns the first peers, as many as fit at the same time, but at least four."""
     n = parameters(config)
     count = 4
     while count < len(peers) and beside_each_other(peers[: count + 1], n, machine, scan=scan):

@@ -1,7 +1,7 @@
-"""What does a training step cost, beside everything else that one could do?
+"""How long does a training step take, compared with all alternatives?
 
-`benchmarks/step_time.py` with the peers and sizes of `sizes.py`, the most valuable first and for as
-long as there is time. The report has a table after every round.
+Runs `benchmarks/step_time.py` with the peers and sizes in `sizes.py`, the most valuable first, as
+long as time permits. The report has a table after every round.
 """
 
 import json
@@ -24,10 +24,10 @@ from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer
 from benchmarks.step_time_report import Comparison, draw, figures, table, to_json
 
-#: A part is not begun with less time than this for each billion of parameters, as nothing would
-#: come of it: masters and moments are made on the host, and nothing is interrupted. Assumed.
+#: A part does not start with less time than this per billion parameters, which would yield nothing:
+#: the host makes masters and moments without interruption. Assumed.
 _LEAST_S = 18.0
-#: Rounds that are enough; time ends most parts before.
+#: Enough rounds; most parts run out of time before.
 _ROUNDS = 7
 _STEPS = 16  # in a stretch: whole windows of all peers
 
@@ -49,16 +49,16 @@ def run(stage: Stage) -> None:
             _compare(stage, part, until, done)
         except Exception as error:  # noqa: BLE001 - the next part may have better luck
             traceback.print_exc()
-            what = "the device's memory is full" if out_of_memory(error) else repr(error)[:500]
-            stage.notes.put(f"{part.title}: failed", what)
+            reason = "the device is out of memory" if out_of_memory(error) else repr(error)[:500]
+            stage.notes.put(f"{part.title}: failed", reason)
             failed.append(part.title)
-    # One line for each peer: of one model in one form.
+    # One line for each peer, so only one model in one form.
     written = [c for t, c in done.items() if t.endswith("a step") and "written out" in t]
     written = [c for c in written if figures(c)]
     if written:
         draw(written, stage.folder / "step_time.png")
     if not any(figures(c) for c in done.values()):
-        raise RuntimeError("expected the time of a step, got none: no peer came so far")
+        raise RuntimeError("No peer completed a stretch, so there are no step times.")
     if failed:
         raise RuntimeError(f"{len(failed)} parts failed, the first is: {failed[0]}")
 
@@ -72,7 +72,7 @@ def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]
         stage.notes.put(part.title, table(comparison) + "\n\n" + _words(part, comparison))
         stage.notes.keep(
             parts={title: figures(c) for title, c in done.items()},
-            # All samples, for whoever wants more than medians.
+            # All samples, not only medians.
             samples=json.loads(json.dumps(to_json(list(done.values()), {})["comparisons"])),
         )
 
@@ -98,9 +98,9 @@ def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]
 
 
 def _compile_ahead(peers: Sequence[Peer], model: Model, part: Part) -> int:
-    """Compiles the steps of all peers at a time, into the cache; how many steps that has then.
+    """Compiles all peers' steps in parallel, into the cache; returns its number of steps.
 
-    Compiling is most of what a first turn takes, and one compilation uses few of a host's cores.
+    Compiling takes most of a first turn, and one compilation uses few cores.
     """
     start = time.monotonic()
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -124,7 +124,7 @@ def _compile_ahead(peers: Sequence[Peer], model: Model, part: Part) -> int:
 
 
 def _compiled() -> int:
-    """Steps in the cache."""
+    """Returns the number of steps in the cache."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     return len(list(Path(folder).glob("jit_step-*-cache"))) if folder else 0
 

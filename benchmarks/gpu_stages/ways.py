@@ -1,10 +1,10 @@
 """Does each way of sending gradients train the same, at full size?
 
-A model is trained in each way for some steps, with donated parameters and state, from the same
-weights on the same text; losses and weights are held against those of `after_step`, whose step
-copies nothing. `during_step` must have its bits. Where layers stream the compiler makes another
-program of the same arithmetic, so what is held there is that losses agree, and that each leaf ends
-near. Beside that, how long a step takes that somebody waits for, with windows of one step.
+Each way trains a model for some steps, with donated parameters and state, from the same weights on
+the same text; losses and weights are compared with those of `after_step`, whose step copies
+nothing. `during_step` must have the same bits. With streamed layers the compiler makes another
+program from the same arithmetic, so losses and final leaves need only be close. The table also has
+the time of a step with its wait, in windows of one step.
 """
 
 import hashlib
@@ -28,19 +28,19 @@ _WAYS: dict[str, dict[str, Any]] = {
     "during_step": {},
     "gradients stream": {"stream": True},
 }
-#: The first of each is the one that the others are held against.
+#: The others are compared with the first.
 _WRITTEN = ("after_step", "during_step")
 _SCANNED = ("after_step", "gradients stream")
-#: Of losses, and of what a leaf has moved: matmuls of bf16 in another order. Assumed, as no GPU has
-#: shown it; updates that are lost or doubled are further off.
+#: Relative tolerances for losses, and for a leaf's change: bf16 matmuls in another order. Assumed,
+#: not measured on a GPU; lost or doubled updates differ by more.
 _OF_LOSS, _OF_MOVES = 1e-2, 0.2
 
 
 class End(NamedTuple):
     losses: list[float]
-    step_s: float  # the median of those after the second
-    digest: str  # of all bits of all weights
-    samples: list[np.ndarray]  # some of each leaf
+    step_s: float  # the median after the second step
+    digest: str  # of all weights' bits
+    samples: list[np.ndarray]  # some values of each leaf
 
 
 def run(stage: Stage) -> None:
@@ -63,11 +63,11 @@ def run(stage: Stage) -> None:
                 end, verdict = None, f"FAILED, {type(error).__name__}: {str(error)[:300]}"
             losses = ", ".join(f"{loss:.4f}" for loss in end.losses) if end else "-"
             rows.append((size, way, losses, f"{end.step_s:.3f}" if end else "-", verdict))
-            header = ["parameters", "way", "losses", "a step, s", "beside the first"]
+            header = ["parameters", "way", "losses", "a step, s", "compared with the first"]
             stage.notes.put("Losses, and weights at the end", table(header, rows))
             stage.notes.keep(ways=rows)
             if first is None:
-                break  # there is nothing to hold the others against
+                break  # there is nothing to compare the others with
     failed = [f"{way}: {verdict}" for _, way, *_, verdict in rows if verdict.startswith("FAILED")]
     if failed:
         raise AssertionError(f"{len(failed)} of {len(rows)} did not pass, the first: {failed[0]}")
@@ -107,10 +107,10 @@ def compared(end: End, first: End, start: list[np.ndarray], *, must_be_same: boo
     if end.digest == first.digest and end.losses == first.losses:
         return "the same bits"
     pairs = zip(end.losses, first.losses, strict=True)
-    of_loss = max(abs(one - other) / other for one, other in pairs)
+    of_loss = max(abs(loss - expected) / expected for loss, expected in pairs)
     moves = (np.linalg.norm(x - y) for x, y in zip(first.samples, start, strict=True))
     apart = (np.linalg.norm(x - y) for x, y in zip(end.samples, first.samples, strict=True))
     of_moves = np.max([x / max(move, 1e-30) for x, move in zip(apart, moves, strict=True)])
-    said = f"losses off by {of_loss:.1e}, the leaf furthest off by {of_moves:.1e} of its way"
+    verdict = f"losses differ by {of_loss:.1e}, the worst leaf by {of_moves:.1e} of its change"
     near = of_loss <= _OF_LOSS and of_moves <= _OF_MOVES
-    return said if near and not must_be_same else f"FAILED: {said}"
+    return verdict if near and not must_be_same else f"FAILED: {verdict}"

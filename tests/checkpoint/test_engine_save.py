@@ -48,19 +48,13 @@ def values(training):
     return jax.tree.map(np.array, training.engine.state())
 
 
-@pytest.mark.parametrize(
-    ("leaves", "changes"),
-    [
-        (SECOND, {"send_gradients": "per_window", "staleness": 0}),
-        pytest.param(SCANNED, {"staleness": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["added up on the device", "stacks in ranges"],
-)
-def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_what_is_saved_after_every_step_is_of_that_step(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_CHUNK", 7)  # elements that are written at once
-    settings = dataclasses.replace(SETTINGS, **changes)
+    # Of stacks in ranges.
+    settings = dataclasses.replace(SETTINGS, send_gradients="per_window", staleness=2)
     streams = []
-    with Training(leaves, settings, donate=True) as training:
+    with Training(SCANNED, settings, donate=True) as training:
         for t in range(PLAN.steps + 1):
             go(training, PLAN, t)
             stream = training.engine.stream(ALL)
@@ -73,7 +67,7 @@ def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_pat
         for stream, _ in streams:
             stream.close()
         result = end(training)
-    with Training(leaves, settings, donate=True) as training:
+    with Training(SCANNED, settings, donate=True) as training:
         go(training, PLAN, PLAN.steps)
         comparisons.assert_same_bits(end(training), result)
 
@@ -169,12 +163,12 @@ def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path
         told = []  # to the processes that still see the file: without a word they would wait
         with monkeypatch.context() as patch:
             patch.setattr(resume, "agree", lambda refusal, *_: told.append(refusal))
-            with pytest.raises(FileNotFoundError, match="as it was when .*, got none"):
+            with pytest.raises(FileNotFoundError, match="was deleted after the engine"):
                 resumed(training, (training.params, training.state, restored))
-        assert "got none" in told[0]
+        assert "was deleted" in told[0]
         training.go(1)  # in the same window: only the sum is another one
         save(training, tmp_path)
-        with pytest.raises(ValueError, match="expected .* as it was when .* written since"):
+        with pytest.raises(ValueError, match="was overwritten after"):
             np.asarray(restored["leaves"][0]["mu"])
 
 
@@ -206,13 +200,13 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     with Training(ONE, SETTINGS) as training:
         engine = training.engine
         for call, error, words in (
-            (lambda: zenflow_jax.EngineSave(engine.state()), TypeError, "`HostEngine`, got dict"),
+            (lambda: zenflow_jax.EngineSave(engine.state()), TypeError, "`engine` is a dict"),
             (
                 lambda: zenflow_jax.EngineSave(engine, copy_bytes=-1),
                 ValueError,
                 "`copy_bytes` must be at least 0, got -1",
             ),
-            (lambda: save(training, "gs://bucket/9"), ValueError, "a file system, got gs://"),
+            (lambda: save(training, "gs://bucket/9"), ValueError, "gs://.* is not on a file s"),
         ):
             with pytest.raises(error, match=words):
                 call()
@@ -232,35 +226,35 @@ def test_files_that_are_not_whole_or_of_several_saves_are_refused_by_name(tmp_pa
             patch.setattr(jax, "process_index", lambda: process)
             stream.write(tmp_path)
 
-    refused(FileNotFoundError, "`EngineSave` wrote in .*, got none of engine-00000-of-00001.*Take")
+    refused(FileNotFoundError, "lacks engine-00000-of-00001.*Use another")
     with Training(ONE, SETTINGS) as training:
         stream = training.engine.stream(ALL)
         next(stream.snapshot.leaves())
         stream.close()
-        with pytest.raises(RuntimeError, match="expected to write 1 parts .* got all but 1"):
+        with pytest.raises(RuntimeError, match="closed before 1 of 1 parts"):
             stream.write(tmp_path)
-        refused(ValueError, "expected a whole file of an engine's state, got")
+        refused(ValueError, "is no complete file of an engine's state")
         (path,) = tmp_path.iterdir()
         path.unlink()
         save(training, tmp_path)
         whole = path.read_bytes()
         (leaf,) = read_engine_state(tmp_path)["leaves"]
         leaf["mu"].pieces.clear()
-        with pytest.raises(ValueError, match="expected all of leaves/0/mu .* got 0 of 40 elem"):
+        with pytest.raises(ValueError, match="only 0 of 40 elements of leaves/0/mu"):
             np.asarray(leaf["mu"])
         for text, words in (
-            (whole[:-1], "in which .* is not whole. Take another"),
-            (whole[:100], "expected a whole file of an engine's state, got .*engine-00000-of-0000"),
-            (b"\xff" * 64, "expected a whole file .*a header of"),
-            (whole.replace(b"zenflow_jax engine", b"zenflow_jax ENGINE"), "a file of format"),
+            (whole[:-1], "is incomplete in its .* Use another"),
+            (whole[:100], "engine-00000-of-00001.* is no complete file of an en"),
+            (b"\xff" * 64, "is no complete file .* its header has"),
+            (whole.replace(b"zenflow_jax engine", b"zenflow_jax ENGINE"), "its format is"),
         ):
             path.write_bytes(text)
             refused(ValueError, words)
         path.write_bytes(whole)
         save_as(1)
-        refused(ValueError, "of 1 processes .*, got engine-00001-of-00002")
+        refused(ValueError, "also has engine-00001-of-00002.* each of 1 processes")
         path.unlink()
-        refused(FileNotFoundError, "of 2 processes .* none of engine-00000-of")
+        refused(FileNotFoundError, "lacks engine-00000-of-.* each of 2 processes")
         training.go(1)
         save_as(0)
-        refused(ValueError, "files of one save in .*, got some of steps 0 and 1")
+        refused(ValueError, "mixes files of several saves, from steps 0 and 1")

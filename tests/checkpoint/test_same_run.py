@@ -25,7 +25,7 @@ def refused(training, tree, words):
 
 
 def of(name):
-    return rf"got other values of \['{name}'\]\. Save .* together, and change none"
+    return rf"has other values in \['{name}'\] than .*together, and change none"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -47,15 +47,10 @@ def test_every_bit_of_a_parameter_is_in_its_fingerprint(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("leaves", "changes"),
-    [(FIRST, {"staleness": 2}), (SECOND, {"send_gradients": "per_window"})],
-    ids=["in turn", "added up on the device"],
-)
-def test_a_parameter_with_another_bit_is_refused_by_its_name(leaves, changes):
-    settings = dataclasses.replace(SETTINGS, **changes)
+def test_a_parameter_with_another_bit_is_refused_by_its_name():
+    settings = dataclasses.replace(SETTINGS, send_gradients="per_window", staleness=2)
     rng = np.random.default_rng(0)
-    with Training(leaves, settings, donate=True) as training:
+    with Training(SECOND, settings, donate=True) as training:
         # What is not finite is compared as well.
         training.params["rows"] = training.params["rows"].at[7].set(jnp.nan)
         for t in (1, 8, 11, 13):  # of a skipped step, with updates on their way, of a flush
@@ -76,8 +71,8 @@ def test_parameters_that_a_flush_has_not_reached_are_refused_and_those_it_has_wi
         params, state, engine_state = saved(training)
         training.flush()
         flushed = saved(training)
-        refused(training, (params, *flushed[1:]), "got other values of")
-        refused(training, (flushed[0], state, engine_state), "got other values of")
+        refused(training, (params, *flushed[1:]), "has other values in")
+        refused(training, (flushed[0], state, engine_state), "has other values in")
         refused(training, (flushed[0], state, flushed[2]), "after step 10 of another run")
 
 

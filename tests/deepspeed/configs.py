@@ -1,9 +1,9 @@
-"""DeepSpeed's own sample of a config, one of a whole training, and changes of them."""
+"""DeepSpeed's sample config, a config for a whole training, and changes to them."""
 
 import copy
 from typing import Any
 
-# As it stands in DeepSpeed's ZenFlow tutorial.
+# As in DeepSpeed's ZenFlow tutorial.
 TUTORIAL = {
     "zero_optimization": {
         "stage": 2,
@@ -31,16 +31,16 @@ TRAINING = {
 RULES = "zero_optimization.zenflow"
 OFFLOAD = "zero_optimization.offload_optimizer"
 ADAM = "optimizer.params"
-REMOVE = Ellipsis  # as it reads the same in every process of the tests
+REMOVE = Ellipsis  # prints the same in every process of the tests
 
-# float32 against Python's floats, as a share of the highest rate; 1.9e-7 is the most that 545,000
-# values of DeepSpeed's own classes differed by.
+# float32 against Python's floats, as a share of the highest rate; at most, 545,000 values of
+# DeepSpeed's own classes differed by 1.9e-7.
 RATE_TOLERANCE = 1e-6
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def changed(values: dict[str, Any], config: Any = TRAINING) -> Any:
-    """The config with other values at paths such as "optimizer.params.lr"."""
+    """Returns the config with other values at paths such as "optimizer.params.lr"."""
     config = copy.deepcopy(config)
     for path, value in values.items():
         *sections, key = path.split(".")

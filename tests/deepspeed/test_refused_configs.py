@@ -18,9 +18,6 @@ from tests.deepspeed.configs import (
 )
 from zenflow_jax.deepspeed import from_deepspeed
 
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
-
 WRONG = {
     RULES: [True],
     f"{RULES}.topk_ratio": [0, 1.0, "0.1", True],
@@ -77,15 +74,15 @@ def selected(strategy, interval):
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
-        (selected("step", 3), {}, "select_interval`.* update_interval=4 .* got 3"),
-        (selected("epoch", 1), {"steps_per_epoch": 3}, "select_.* update_interval=4 .* got 3"),
-        (selected("step", "auto"), {}, 'select_interval`.* a whole number .* got "auto"'),
+        (selected("step", 3), {}, "select_interval` means 3 steps .* update_interval=4 "),
+        (selected("epoch", 1), {"steps_per_epoch": 3}, "means 3 steps .* update_interval=4 "),
+        (selected("step", "auto"), {}, 'select_interval` is "auto".* a whole number '),
         (selected("epoch", 1), {}, "select_strategy`.* steps_per_epoch="),
-        (sized(32, 8, 3), {}, "`train_batch_size`: expected .*devices="),
-        (sized(32, 8, 4), {"devices": 2}, "`train_batch_size`: expected .*devices="),
-        (sized(30, 8, None), {}, "`train_batch_size`: expected .*devices="),
-        (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "got a schedule"),
-        (scheduled("WarmupLR") | {"optimizer": REMOVE}, {}, "got none"),
+        (sized(32, 8, 3), {}, "`train_batch_size` is 32.* Use .*devices="),
+        (sized(32, 8, 4), {"devices": 2}, "`train_batch_size` is 32.* Use .*devices="),
+        (sized(30, 8, None), {}, "`train_batch_size` is 30.* Use .*devices="),
+        (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "is a schedule"),
+        (scheduled("WarmupLR") | {"optimizer": REMOVE}, {}, "`learning_rate` is missing"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(changes, arguments, words):

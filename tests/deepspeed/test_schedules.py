@@ -9,8 +9,6 @@ import pytest
 from tests.deepspeed.configs import RATE_TOLERANCE, changed, scheduled
 from zenflow_jax.deepspeed import from_deepspeed
 
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
 
 def deepspeed_rate(i, name, *, lowest, highest, first, last, warmup, shape, total):
     """The rate of iteration `i`; `first` and `last` are shares of `highest`."""

@@ -1,4 +1,4 @@
-"""Small runs of `zenflow` under optax alone, that tests of the transformation compare."""
+"""Small runs of `zenflow` in optax, for tests of the transformation."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ ATOL = 1e-6
 DEVICE = jax.devices()[0]
 STEPS = 5
 SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
-# What each key of a run's parameters is: of "weight", 2 of 6 channels are selected.
+# Each parameter's shape: 2 of the 6 channels of "weight" are selected.
 SHAPES = {"bias": (3,), "weight": (6, 3)}
 
 
@@ -32,7 +32,7 @@ def make(learning_rate: Any = schedule, **options):
 def example_params(dtype: Any = "float32"):
     rng = np.random.default_rng(1)
     params = {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
-    # Bound to a device as what a jitted step returns is, or the second step would compile anew.
+    # Committed to a device like a jitted step's results, or the second step would compile again.
     return jax.device_put(jax.tree.map(lambda p: jnp.asarray(p, dtype), params), DEVICE)
 
 
@@ -47,7 +47,7 @@ def gradients_at(step: int, dtype: Any = "float32"):
 
 
 def train(tx, steps=STEPS, *, params=None, gradients=gradients_at, prepare=lambda t, state: None):
-    """Parameters and state after some steps, each with its exchange; `prepare` changes a state."""
+    """Returns parameters and state after `steps` exchanges; `prepare` changes a state."""
     params = example_params() if params is None else params
     state, update = tx.init(params), jax.jit(tx.update)
     engine = zenflow_jax.HostEngine(params, state, **KERNEL)
@@ -61,12 +61,12 @@ def train(tx, steps=STEPS, *, params=None, gradients=gradients_at, prepare=lambd
     return params, state
 
 
-PLAIN = make()  # one for all runs without a wrapper, so that they share a program
+PLAIN = make()  # for all runs without a wrapper, so that they share a program
 
 
 @functools.cache
 def alone():
-    """The run that wrapped ones are compared with."""
+    """Returns the parameters of the run without a wrapper."""
     return train(PLAIN)[0]
 
 
@@ -77,12 +77,12 @@ def assert_close(actual, desired):
 
 
 def exchanged(state):
-    """The state after an engine's exchange, as far as the next step can see."""
+    """Returns the state after an exchange, as far as it affects the next step."""
     return state._replace(token=jnp.zeros_like(state.token))
 
 
 def describe(tree):
-    """Everything about its arrays but the numbers."""
+    """Returns everything about a tree's arrays except the numbers."""
     return [
         (
             jax.tree_util.keystr(path),

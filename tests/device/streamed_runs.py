@@ -1,4 +1,4 @@
-"""Runs of a model whose layers stream, or do not, that tests of streaming compare."""
+"""Runs of a model with or without streamed layers, for tests of streaming."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def model(dtype, shardings=None):
     }
     layers["scale"] = jnp.ones((LAYERS, WIDTH), dtype)
     head = jax.random.normal(keys[2], (WIDTH, 5)).astype(dtype)
-    # From NumPy, as a process can put nothing of its devices on those of others.
+    # From NumPy, because a process cannot copy its device arrays to other processes' devices.
     params = jax.device_get({"layers": layers, "head": head})
     return jax.device_put(params, shardings or jax.local_devices()[0])
 
@@ -52,7 +52,7 @@ def batches(steps, dtype):
 
 
 def run(dtype, *, stream, steps=14, bad=None, shardings=None, **options):
-    """Parameters and the state of their leaves after some steps, the window's rest flushed."""
+    """Returns parameters and their leaves' state after some steps and a flush."""
     tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | options))
     params = model(dtype, shardings)
     opt_state = tx.init(params)

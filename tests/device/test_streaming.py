@@ -69,19 +69,6 @@ def of_a_layer_used_twice(weights, x, y):
     return jax.grad(lambda w: loss(w, x, y) + loss(w, 2 * x, y))(weights)
 
 
-def of_a_penalty(weights, x, y):
-    def penalized(weights):
-        matrices = [w for w in jax.tree.leaves(weights["layers"]) if w.ndim == 3]
-        return loss(weights, x, y) + sum(jnp.sum(w**2) for w in matrices)
-
-    return jax.grad(penalized)(weights)
-
-
-def of_moved_weights(weights, x, y):
-    first = jax.grad(loss)(weights, x, y)
-    return jax.grad(loss)(jax.tree.map(lambda w, g: w - 0.1 * g, weights, first), x, y)
-
-
 def updates_from(gradients_of, opt_state_of_gradients=None):
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2, **OPTIONS)
     opt_state = tx.init(params)
@@ -95,7 +82,7 @@ def updates_from(gradients_of, opt_state_of_gradients=None):
     return jax.tree.leaves(step(params, opt_state, before, *next(batches(1, "float32"))))
 
 
-MISUSES = of_a_small_mean, of_a_layer_used_twice, of_a_penalty, of_moved_weights
+MISUSES = of_a_small_mean, of_a_layer_used_twice
 
 
 @pytest.mark.parametrize("gradients_of", [*MISUSES, behind(optax.scale(0.5))])
@@ -211,7 +198,5 @@ def test_streamed_weights_are_no_parameters():
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
     state = tx.init(params)
     weights = streaming.stream(params, state)
-    with pytest.raises(
-        ValueError, match=r"expected the parameters themselves .* `streaming.stream`"
-    ):
+    with pytest.raises(ValueError, match=r"as `streaming.stream` returns it. Pass the parameters"):
         tx.update(params, state, weights)

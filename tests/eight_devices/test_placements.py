@@ -159,7 +159,7 @@ def test_parameters_that_something_else_changes_are_refused(where, leaf, check):
         run.go(8)  # then a step is compared
         other = other_on_the_last_device(run.params, run.shardings)[leaf]
         run.params = run.params | runs.place({leaf: other}, run.shardings)
-        with pytest.raises(RuntimeError, match=rf"got other values of \['{leaf}'\] after step"):
+        with pytest.raises(RuntimeError, match=rf"zenflow changed \['{leaf}'\] in or after step"):
             run.go(6)
 
 

@@ -13,6 +13,7 @@ import zenflow_jax
 from benchmarks.collectives import collectives, compiled_step, placements
 from tests import runs
 from tests.compilations import compilations
+from zenflow_jax import find_state
 from zenflow_jax._exchange import pinned
 
 N = 4096
@@ -66,10 +67,11 @@ def divided():
 
 def test_a_limit_of_pinned_memory_is_for_the_mail_of_each_device(monkeypatch):
     asked = []
-    monkeypatch.setattr(pinned, "check_pinned", lambda mail, *_: asked.append(mail))
-    with divided():
+    monkeypatch.setattr(pinned, "check_pinned", lambda needs, _: asked.append(needs["mail"]))
+    with divided() as training:
         whole = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in AHEAD)
-        assert asked == [whole // 8] * 8
+        mails = pinned.buffers(find_state(training.opt_state))
+        assert asked == [whole // 8 * mails] * 8
 
 
 def test_nothing_is_compiled_after_the_second_selection():

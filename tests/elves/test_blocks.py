@@ -111,15 +111,15 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 24))
         (
             "planes",
             struct.pack("<4I", len(BOMB) + 1, 0, 0, 0) + b"\1" + BOMB,
-            "a frame of 100 bytes, got one of 16777216",
+            "the frame has 16777216 bytes, not 100",
         ),
-        ("planes", struct.pack("<4I", 100, 100, 100, 2**32 - 1), "100 more bytes, got 0"),
-        ("zstd", BOMB, "a frame of 400 bytes, got one of 16777216"),
-        ("zstd", b"nothing", "a zstd frame"),
-        ("distance", BOMB, "another codec than distance, which 0.2 alone can read"),
+        ("planes", struct.pack("<4I", 100, 100, 100, 2**32 - 1), "only 0 of 100 bytes"),
+        ("zstd", BOMB, "the frame has 16777216 bytes, not 400"),
+        ("zstd", b"nothing", "the zstd frame"),
+        ("distance", BOMB, "only version 0.2 reads the codec distance"),
         ("elf", struct.pack("<hBI", -23, 1, 2**31), "planes and outliers"),
-        ("elf", struct.pack("<hBI", -23, 0, 1) + struct.pack("<II", 100, 0), "places below 100"),
-        ("stored", bytes(399), "400 bytes, got 399"),
+        ("elf", struct.pack("<hBI", -23, 0, 1) + struct.pack("<II", 100, 0), "an outlier at 100 "),
+        ("stored", bytes(399), "399 bytes, not 400"),
         ("delta", bytes(16), "without a base"),
         ("stored", bytes(400), "the checksum 5"),
     ],
@@ -128,9 +128,3 @@ def test_a_forged_block_is_refused_before_it_takes_memory(codec, body, message):
     block = sealed(body, 5, CODECS.index(codec))
     with pytest.raises(Damaged, match=message):
         restored(block, Words(4, True, 2**-23), 400)
-
-
-def test_errors_need_a_bound():
-    block = CODER.encode(raw(weights(99)), Words(4, True, 2**-9)).data
-    with pytest.raises(Damaged, match="without a bound"):
-        restored(block, F32, 4 * 99)

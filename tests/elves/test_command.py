@@ -75,11 +75,11 @@ def test_a_damaged_tensor_stops_the_reading_of_a_model(packed_llama, capsys):
     data[at + 20] ^= 16
     path.write_bytes(data)
     assert compress.main(["--check", str(model)]) == 2
-    assert f"`{name}` in {path}, block 0: expected the bytes" in capsys.readouterr().err
+    assert f"`{name}` in {path}, block 0: the bytes do not match" in capsys.readouterr().err
     with pytest.raises(ModelError, match=f"`{name}` in .*, block 0: .* Copy the file again"):
         load(model)
     path.write_bytes(data[:-1])
-    with pytest.raises(ModelError, match="expected the header of .*, got a file of"):
+    with pytest.raises(ModelError, match="The header of .* is damaged: the file has"):
         read_folder(model)
 
 
@@ -99,14 +99,14 @@ def test_what_was_packed_is_restored_and_checked(model, tmp_path, capsys):
 def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent)
     for arguments, message in (
-        ("model", "expected a second path"),
-        ("model out --replace", "expected one path with --replace"),
-        ("model out --bound small", "expected a number above 0, such as 2^-24"),
-        ("model out --bound nan", "expected a finite number above 0"),
-        ("model out --threads 0", "`--threads`: expected at least 1"),
-        ("model --check", "expected packed files in"),
-        ("model out --restore --bound 2^-9", "expected --restore alone"),
-        ("model out --base gone", "`base`: expected a folder"),
+        ("model", "Name a second path"),
+        ("model out --replace", "--replace takes one path"),
+        ("model out --bound small", "must be a number above 0, such as 2^-24"),
+        ("model out --bound nan", "must be a finite number above 0"),
+        ("model out --threads 0", "`threads`: must be a finite number above 0"),
+        ("model --check", "model has no packed files"),
+        ("model out --restore --bound 2^-9", "--restore excludes --bound"),
+        ("model out --base gone", "`base`: gone does not exist"),
         ("model out --bond 1", "unknown option --bond. Did you mean --bound"),
     ):
         assert compress.main(arguments.split()) == 2
@@ -137,12 +137,12 @@ def test_a_checkpoint_is_not_packed_and_a_packed_one_is_restored(model, tmp_path
     # As an earlier version left it: the checksums of before, and those of the packed files.
     (packed / "unpacked.json").write_text("before")
     (packed / "checksums.json").write_text("after")
-    assert "is packed (python -m train.compress --restore" in find_damage(packed)
+    assert "is packed (unpack it: python -m train.compress --restore" in find_damage(packed)
     assert compress.main(["--restore", str(packed), str(back)]) == 0
     assert (back / "checksums.json").read_text() == "before"
     assert not (back / "unpacked.json").exists()
     capsys.readouterr()
     for arguments in ([str(back), str(tmp_path / "new")], [str(back), "--replace"]):
         assert compress.main(arguments) == 2
-        assert "expected a model, got the checkpoint" in capsys.readouterr().err
+        assert "is a checkpoint, which no run could read" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

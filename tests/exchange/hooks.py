@@ -1,4 +1,4 @@
-"""Shows a test what the thread of an engine's worker does."""
+"""Lets tests observe the thread of an engine's worker."""
 
 import weakref
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Hooks:
 
 
 def hooked(monkeypatch: Any) -> Hooks:
-    """The hooks of all engines that are made from now on."""
+    """Returns the hooks of all engines that are made from now on."""
     hooks = Hooks()
 
     class State(HostState):
@@ -39,12 +39,12 @@ def hooked(monkeypatch: Any) -> Hooks:
 
 
 def views_of_mail(monkeypatch: Any) -> list[weakref.ref]:
-    """A list of the NumPy views that the worker takes of mail and hand-overs from now on."""
+    """Returns a list of the worker's NumPy views of mail and hand-overs from now on."""
     views = []
 
     def view(x, view=worker.view):
-        views.append(weakref.ref(seen := view(x)))
-        return seen
+        views.append(weakref.ref(array := view(x)))
+        return array
 
     monkeypatch.setattr(worker, "view", view)
     return views

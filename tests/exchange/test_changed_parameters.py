@@ -13,14 +13,11 @@ from tests import runs
 from tests.runs import FIRST, Settings, Training
 from zenflow_jax._exchange.integrity import Integrity
 
-# Other tests of engines do.
-pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
-
 WINDOWS = {"update_interval": 2, "select_interval": 4}
 SETTINGS = Settings(topk_ratio=0.3, weight_decay=0.1, provisional_share=None, **WINDOWS)
 TOGETHER = dataclasses.replace(SETTINGS, rolling=False)
 MOVING = dataclasses.replace(SETTINGS, provisional_share=0.5)
-REFUSED = "nothing but zenflow changes, got other values of"
+REFUSED = "Something other than zenflow changed"
 
 
 def clip(params):
@@ -63,7 +60,6 @@ def go_and(call):
         (SETTINGS, one_layer, go, r"\['stack'\]"),
         (MOVING, turn, go, r"\['columns'\]"),
         # Before they are saved.
-        (SETTINGS, load, go_and(Training.flush), r"\['rows'\]"),
         (MOVING, load, go_and(lambda x: x.engine.state()), r"\['rows'\]"),
         (AT_ONCE, load, go_and(Training.flush), r"\['rows'\]"),
     ],
@@ -75,7 +71,7 @@ def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(
     with Training(FIRST, settings) as run:
         run.go(8)  # the next step is compared
         run.params = change(run.params)
-        with pytest.raises(RuntimeError, match=f"{REFUSED} {words} after step 9"):
+        with pytest.raises(RuntimeError, match=f"{REFUSED} {words} in or after step 9"):
             end(run)
         # And nothing goes on by accident.
         for call in (run.exchange, run.flush, run.engine.state):
@@ -133,16 +129,15 @@ def train(behind=(), params=PARAMS, between=lambda t, params: params, check="sam
             optax.masked(optax.set_to_zero(), {name: name == "b1" for name in MANY}),
             {"params": MANY},
         ),
-        (optax.add_decayed_weights(1e-2), {}),
         # Without the leaf that would give it away.
         (optax.add_decayed_weights(1e-2), {"params": WITHOUT_RESIDENT, **NONE_SELECTED}),
         # No further in a window than provisional steps may move them, but not so in a step.
         (optax.scale(0.9), {"params": {"low": PARAMS["low"]}, **NONE_SELECTED}),
     ],
-    ids=["frozen", "decay", "moving decay", "shorter steps in low precision"],
+    ids=["frozen", "moving decay", "shorter steps in low precision"],
 )
 def test_what_acts_behind_zenflow_is_refused(behind, options):
-    with pytest.raises(RuntimeError, match=f"{REFUSED}.*Let zenflow be the last of its chain"):
+    with pytest.raises(RuntimeError, match=f"{REFUSED}.*Put zenflow last in its chain"):
         train([behind], **options)
 
 
@@ -159,7 +154,7 @@ def test_one_number_that_was_changed_is_refused_where_all_are_compared(name, pla
     def set_one(t, params):
         return params | {name: params[name].at[place].multiply(1.02)} if t == 13 else params
 
-    with pytest.raises(RuntimeError, match=f"{REFUSED} .'{name}'. after step 15"):
+    with pytest.raises(RuntimeError, match=f"{REFUSED} .'{name}'. in or after step 15"):
         train(between=set_one, check="all", **options)
 
 
@@ -167,8 +162,7 @@ def test_one_number_that_was_changed_is_refused_where_all_are_compared(name, pla
     "options",
     [
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
-        {"b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "after_step"},
-        {"send_gradients": "per_window", **NONE_SELECTED},
+        {"b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "per_window", **NONE_SELECTED},
         {"provisional_share": 1.0, "update_interval": 4, "select_interval": 4},
         # Numbers that an update of zero may change, or that equal nothing.
         {"params": filled(0.0, -0.0, 1e-40, -1e-40), "weight_decay": 0.0, **NONE_SELECTED},

@@ -25,7 +25,7 @@ from zenflow_jax import HostEngine, _engine
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import parts, updates
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.arrays import blank
+from zenflow_jax._host.arrays import aligned_zeros
 
 OPTIONS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
 
@@ -147,7 +147,7 @@ def test_the_first_state_shares_no_buffer_with_the_parameters_nor_with_itself():
 
 
 def test_an_upload_does_not_share_memory_with_the_array_it_came_from():
-    x = blank((1024,))  # where the CPU backend would share the memory
+    x = aligned_zeros((1024,))  # where the CPU backend would share the memory
     on_device = memory.upload(x, jax.devices()[0])
     x += 1
     np.testing.assert_array_equal(on_device, 0)

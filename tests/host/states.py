@@ -1,4 +1,4 @@
-"""States of a leaf on the host, in mid-run, and a step on them."""
+"""A leaf's states on the host in mid-run, and a step on them."""
 
 import copy
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = [np.float32, BFLOAT16, np.float16]
 KERNELS = ["numba", "numpy"]
 RATE, B1, B2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
-# What the engine passes: Python floats that hold float32 values.
+# The engine's arguments: Python floats with float32 values.
 SCALARS = AdamScalars(*(float(np.float32(x)) for x in (RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY)))
 STEP = window_step(SCALARS, 1, None)
 
@@ -28,12 +28,12 @@ class State(NamedTuple):
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """The large ones."""
+        """Returns the large arrays."""
         return [*self.masters.arrays, *self.mu.arrays, *self.nu.arrays]
 
     @property
     def wide(self) -> list[np.ndarray]:
-        """Masters and moments in float32, copied."""
+        """Returns float32 copies of masters and moments."""
         return [np.array(x.as_float32()) for x in (self.masters, self.mu, self.nu)]
 
     def copy(self) -> "State":
@@ -49,12 +49,12 @@ def new_masters(values: np.ndarray, dtype: Any = np.float32) -> Masters:
 def new_state(
     shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32, *, compact: bool = False
 ) -> State:
-    """A state in mid-run, in which every channel has taken another number of steps."""
+    """Returns a state in mid-run, with another step count for every channel."""
     rng = np.random.default_rng(seed)
     master, mu, nu = rng.standard_normal((3, *shape)).astype(np.float32)
     # The first moment's bias correction is 1 from 158 steps on, the second's not by far.
     steps = 20 * rng.permutation(shape[0] * shape[2]).astype(np.int32)
-    # Second moments away from zero: directions near 1, as training has them.
+    # Second moments away from zero: directions near 1, as in training.
     nu = np.square(nu) + 0.1
     moments = new_moments(shape, compact=compact)
     for x, values in zip(moments, (mu, nu), strict=True):
@@ -64,7 +64,7 @@ def new_state(
 
 def new_gradient(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
     gradient = np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-    gradient.flags.writeable = False  # as a view of a jax array is
+    gradient.flags.writeable = False  # like a view of a jax array
     return gradient
 
 
@@ -81,13 +81,13 @@ def step(
     scale: float = 1.0,
     of_window: WindowStep = STEP,
 ) -> int:
-    """Takes the step and tells in how many chunks; with one gradient, or a list with factors."""
+    """Takes the step with a gradient, or a list with factors; returns the number of chunks."""
     gradients = total if isinstance(total, list) else [(total, 1.0)]
     return sum(1 for _ in adam.adamw(*state, gradients, scale, active, of_window))
 
 
 def draw_channels(shape: tuple[int, ...], k: int) -> np.ndarray:
-    """`k` channels of each entry, ascending."""
+    """Returns `k` channels of each entry, ascending."""
     entries, _, n, _ = shape
     rng = np.random.default_rng(0)
     drawn = [np.sort(rng.permutation(n)[:k]) for _ in range(entries)]
@@ -100,5 +100,5 @@ def bits(*arrays: np.ndarray | Masters | Moment) -> list[bytes]:
 
 
 def by_channel(x: np.ndarray) -> np.ndarray:
-    """`(entries, n)` laid along the channels of `(entries, rows, n, tail)`."""
+    """Returns `(entries, n)` broadcast along the channels of `(entries, rows, n, tail)`."""
     return x[:, None, :, None]

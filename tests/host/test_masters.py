@@ -5,7 +5,7 @@ import pytest
 
 from tests.host.states import BFLOAT16, DTYPES, KERNELS, SCALARS, State, bits, new_masters, step
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.arrays import ALIGNMENT, CHUNK, blank
+from zenflow_jax._host.arrays import ALIGNMENT, CHUNK, aligned_zeros
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import new_moments
 from zenflow_jax._spec.scalars import window_step
@@ -71,5 +71,5 @@ def test_parameters_become_masters_without_rounding(dtype):
 
 @pytest.mark.parametrize("size", [1, 33, 10**5])
 def test_arrays_are_where_jax_takes_them_over_without_a_copy(size):
-    arrays = [blank((size,), dtype) for dtype in DTYPES for _ in range(9)]
+    arrays = [aligned_zeros((size,), dtype) for dtype in DTYPES for _ in range(9)]
     assert {x.ctypes.data % ALIGNMENT for x in arrays} == {0}

@@ -75,7 +75,6 @@ def test_what_is_written_is_rounded_as_the_reference_rounds_it_and_not_a_second_
     assert bits(compact(moment.as_float32(), first=first)) == bits(moment)
 
 
-@pytest.mark.usefixtures("annotations_are_not_checked")  # of each tile
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("dtype", "shape"),

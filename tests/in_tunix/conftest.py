@@ -1,9 +1,9 @@
-"""Settings under which Tunix runs."""
+"""Settings for tests with Tunix."""
 
 import jax
 import pytest
 
-# Tunix, optax and flax use what jax calls deprecated, and promote dtypes.
+# Tunix, optax and flax use deprecated parts of jax, and promote dtypes.
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_numpy_rank_promotion", "allow")
 

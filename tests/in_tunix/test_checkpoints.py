@@ -115,7 +115,7 @@ def test_the_last_checkpoint_has_all_updates_and_a_longer_run_goes_on_from_it(tm
 
 def test_a_checkpoint_of_a_trainer_without_hooks_is_refused(tmp_path):
     make_trainer(zenflow(**LATE), 2, tmp_path).train(batches())
-    with pytest.raises(ValueError, match=f"expected `{ITEM}` in the checkpoint of step 2 in .*"):
+    with pytest.raises(ValueError, match=f"checkpoint of step 2 in .* lacks `{ITEM}`"):
         ZenFlowHooks(make_trainer(zenflow(**LATE), 2, tmp_path))
 
 
@@ -125,5 +125,5 @@ def test_another_checkpoint_manager_is_refused():
 
     trainer = make_trainer(zenflow(**LATE), 2)
     trainer.checkpoint_manager = Other()
-    with pytest.raises(ValueError, match="with Tunix's `CheckpointManager`, got Other"):
+    with pytest.raises(ValueError, match="checkpoint manager, a Other"):
         ZenFlowHooks(trainer)

@@ -161,31 +161,18 @@ def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
     assert "with update_interval=4. The bus needs" in fast.advice
     assert slow.hides.smallest_interval is None
     assert slow.hidden < 0.01
-    assert "more than 80% with any up to 16" in slow.advice
+    assert "more than 80% with any other up to 16" in slow.advice
     offload = planned(1e6, optimizer="offload")
     assert offload.hidden == 0
     assert "Every step waits" in offload.advice
-
-
-@pytest.mark.parametrize(
-    ("of_intervals", "expected"),
-    [
-        ({2: 0.7, 4: 0.34}, "needs 34% of the available time with update_interval=4."),
-        ({4: 0.84, 8: 0.5}, "needs 84% .* update_interval=4: update_interval=8 needs at most 80%."),
-        ({4: 1.2, 8: 0.5}, "needs 120% .*=4, so steps wait for it: update_interval=8 needs"),
-        ({4: 2.0, 16: 0.9}, "needs 200% .*=4, and more than 80% with any up to 16. Use a larger"),
-    ],
-)
-def test_the_sentence_names_longer_windows_only_where_the_host_is_too_busy(of_intervals, expected):
-    assert re.search(expected, library.Hiding(4, of_intervals[4], of_intervals).advice)
 
 
 def test_a_plan_names_all_that_it_lacks_and_nothing_else():
     small = dataclasses.replace(GPUS["h100"], memory=1000)
     plan = library.plan(*step_of("zenflow"), device=small, host_memory_bytes=1000)
     both = (
-        r"Does not fit: the device lacks [^()]*\(needs [^ ]* GB{}, [^()]*\) and the host lacks "
-        r"[^()]*\([^()]*\)\."
+        r"Does not fit: the device is [^()]* short \(needs [^ ]* GB{}, [^()]*\) and the host is "
+        r"[^()]* short \([^()]*\)\."
     )
     assert re.fullmatch(both.format(" without gradients and activations"), plan.advice)
     assert re.fullmatch(both.format(""), plan.with_peak(2000).advice)
@@ -237,5 +224,5 @@ def test_an_unknown_device_or_way_to_keep_moments_and_a_step_without_jit_are_ref
         library.plan(same, params, opt_state, prefetch_bytes=-1)
     with pytest.raises(ValueError, match="must be one of h100, .*got 'v100'"):
         library.plan(same, {}, {}, device="v100")
-    with pytest.raises(TypeError, match=r"expected a step that is jitted, got function"):
+    with pytest.raises(TypeError, match=r"`step` is a function"):
         library.plan(lambda p, s: (p, s), params, opt_state)

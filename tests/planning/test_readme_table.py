@@ -56,7 +56,6 @@ def test_all_rows_are_read():
     assert len(ROWS) == 6
 
 
-@pytest.mark.usefixtures("annotations_are_not_checked")  # `test_planner.py` does
 @pytest.mark.parametrize("row", PLANNED, ids=lambda row: f"{row[0]} {row[3]}")
 def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
     gpu, memory, command, model, on_device, on_host = row

@@ -150,7 +150,7 @@ def test_what_the_arguments_leave_open_follows_from_the_windows(options, name, e
 
 @pytest.mark.parametrize("options", [dict(rolling=False), dict(update_interval=AutoWindow())])
 def test_longer_steps_of_updates_that_are_a_window_late_are_warned_of(options):
-    with pytest.warns(UserWarning, match="pass window_scaling=None"):
+    with pytest.warns(UserWarning, match="Pass window_scaling=None"):
         zenflow_jax.zenflow(1e-2, **options)
     with warnings.catch_warnings(action="error"):
         zenflow_jax.zenflow(1e-2, window_scaling=None, **options)

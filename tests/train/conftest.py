@@ -1,4 +1,4 @@
-"""Tokenizers that many tests read with, and disks that are soon full."""
+"""Tokenizers for many tests, and small disks."""
 
 import contextlib
 import shutil
@@ -24,7 +24,7 @@ def decoder(tmp_path_factory):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A function that mounts a disk of a size, such as "2m", and gives its folder."""
+    """Yields a function that mounts a disk with a size, such as "2m", and returns its folder."""
     folder = tmp_path / "disk"
     with contextlib.ExitStack() as mounted:
 
@@ -33,7 +33,7 @@ def small_disk(tmp_path):
             command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
             missing = shutil.which("mount") is None
             if missing or subprocess.run(command, capture_output=True).returncode:
-                pytest.skip("needs the right to mount a file system, which this user does not have")
+                pytest.skip("this user has no right to mount a file system")
             mounted.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
             return folder
 

@@ -1,4 +1,4 @@
-"""Runs of the training script, in this process or in one of its own, and files for them."""
+"""Runs of the training script, in this process or a separate one, and their files."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ from benchmarks.kill_test import steps_of
 from train.cli.settings import Settings
 from train.run import models, setup
 
-# A decoder of one layer on the text of Python's library.
+# A decoder with one layer, on the text of Python's library.
 TINY = {
     "corpus_megabytes": 0.3,
     "sequence_length": 16,
@@ -29,15 +29,15 @@ TINY_MESH = TINY | {
     "steps": 5,
     "log_every": 1,
     "learning_rate": 1e-2,
-    # The settings in which zenflow is adamw, whatever it selects: it selects inside each shard.
+    # With these settings zenflow equals adamw, whatever it selects: it selects inside each shard.
     "update_interval": 1,
     "staleness": 0,
-    "host_kernel": "numpy",  # in a fresh checkout each process would compile Numba's
+    "host_kernel": "numpy",  # otherwise each process compiles Numba's in a fresh checkout
 }
 
 
 def write_config(folder: Path, **settings) -> str:
-    """Writes settings whose runs are in `folder / "runs"`; gives the file."""
+    """Writes settings for runs in `folder / "runs"`; returns the file."""
     path = folder / "job.toml"
     values = {"output_dir": str(folder / "runs")} | settings
     lines = (f"{key} = {json.dumps(value)}\n" for key, value in values.items())
@@ -46,7 +46,7 @@ def write_config(folder: Path, **settings) -> str:
 
 
 def small_model(**changed) -> nnx.Module:
-    """The model of `TINY`, with other settings."""
+    """Returns the model of `TINY`, with changed settings."""
     settings = Settings(**TINY | changed)
     return models.builder(models.config_of(None, settings), settings)()
 
@@ -64,7 +64,7 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def records(*items: dict) -> str:
-    """Lines of JSON."""
+    """Returns lines of JSON."""
     return "".join(json.dumps(item) + "\n" for item in items)
 
 
@@ -73,15 +73,15 @@ def summary(run: Path) -> dict:
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file."""
+    """Returns the rows of a CSV file."""
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def cut_short(whole: Path, target: Path, *, after: int) -> None:
-    """Copies a run as it was when it had saved the checkpoint of a step.
+    """Copies a run as it was after the checkpoint of a step.
 
-    Its metrics go further, as in a run that is killed between two saves.
+    Its metrics continue, as in a run that is killed between two saves.
     """
     shutil.copytree(whole, target)
     saved = steps_of(target / "checkpoints")

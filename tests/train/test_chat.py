@@ -162,7 +162,7 @@ def test_a_template_that_marks_answers_together_cannot_leave_one_out(written):
         "{% generation %}{{ messages | map(attribute='content') | join }}{% endgeneration %}"
     )
     assert of.conversation(talk("a", "b", "c", "d")).answers == [(0, 4)]
-    with pytest.raises(ConversationError, match=r"once for each answer, .* got 1 for 2"):
+    with pytest.raises(ConversationError, match=r"has 1 `{% generation %}` for 2 answers"):
         of.conversation(talk("a", "b", "c", "d"), skipped=[1])
 
 
@@ -197,7 +197,7 @@ def test_a_folder_has_its_template_in_one_of_several_files(tmp_path, tokenizer):
         (tmp_path / name).write_text(json.dumps(content))
         assert read_template(tmp_path, tokenizer.tokens).render(talk("a")) == text
     (tmp_path / "other").write_text("{% if %}")
-    for name, reason in (("other", "Jinja cannot parse"), ("none", "cannot read")):
+    for name, reason in (("other", "Jinja cannot parse"), ("none", "cannot be read")):
         with pytest.raises(TokenizerError, match=reason):
             read_template(tmp_path, tokenizer.tokens, tmp_path / name)
 
@@ -210,7 +210,7 @@ def test_a_template_can_neither_reach_out_nor_know_the_date(written):
         "{{ raise_exception('No.') }}",
         "{{ messages[3].content + 'a' }}",
     ):
-        with pytest.raises(ConversationError, match="expected messages that the template in"):
+        with pytest.raises(ConversationError, match="the template in .* refuses the messages"):
             written(text).render(talk("a"))
 
 
@@ -299,11 +299,11 @@ def test_what_ends_a_turn_ends_what_is_generated(tmp_path, tokenizer):
     prompt = generate.read_prompt(options, tokenizer)
     turns = text.replace("Be kind.", "Say no.")
     assert tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False) == turns != text
-    with pytest.raises(SettingsError, match="`system`: expected none with --format text"):
+    with pytest.raises(SettingsError, match="`system`: --format text has no system message"):
         generate.read_prompt(dataclasses.replace(options, format="text"), tokenizer)
     skips = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|end|>{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(skips)
-    with pytest.raises(SettingsError, match=r"`format`: .*writes `content` of message 1 \(role 's"):
+    with pytest.raises(SettingsError, match=r"`format`: .*skips `content` of message 1 \(role 's"):
         generate.read_prompt(options, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No.') }}")
     with pytest.raises(SettingsError, match="`format`: .*No.*--format text"):

@@ -109,5 +109,5 @@ def test_broken_lines_of_qqp_are_left_out_and_named(tmp_path, bert):
     assert task.notes[0].endswith("lines 8, 10")
 
     write_glue(tmp_path, "qqp", dev=tsv(*rows))
-    with pytest.raises(DataError, match=r"dev\.tsv, line 8: expected 6 columns"):
+    with pytest.raises(DataError, match=r"dev\.tsv, line 8: needs 6 columns"):
         glue.make("qqp", folder, bert, sequence_length=16)

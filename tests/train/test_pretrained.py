@@ -35,7 +35,7 @@ from tests.hf_models import (
 )
 from train.huggingface import saving
 from train.huggingface.loading import ModelError, load_weights, newly_drawn, read_folder
-from train.huggingface.saving import save_folder
+from train.huggingface.saving import dtype_of, save_folder
 from train.huggingface.tensors import transpose
 from train.model.attention import attention
 from train.model.blocks import Stacked, linear
@@ -68,7 +68,7 @@ def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
 
 def test_attention_that_keeps_all_scores_on_a_gpu_says_why(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    reason = pytest.warns(UserWarning, match="does not take these arrays")
+    reason = pytest.warns(UserWarning, match="does not support these arrays")
     for dtype, warns in ((jnp.bfloat16, reason), (jnp.float32, nullcontext())):
         x = jax.ShapeDtypeStruct((1, 8, 2, 12), dtype)  # cuDNN takes multiples of 8
         with warns, jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
@@ -220,7 +220,7 @@ def test_what_is_saved_loads_with_the_same_bits(tmp_path, name):
         again, _, loaded = load(tmp_path / "saved", **options)
         assert_same_bits(loaded, params)
         assert again.config == pretrained.config
-        assert again.raw["dtype"] == jnp.dtype(dtype).name
+        assert again.raw["dtype"] == dtype_of(pretrained).name
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
@@ -240,7 +240,7 @@ def test_each_tensor_is_saved_in_the_dtype_that_it_was_read_in(tmp_path):
 
     change_tensors(folder, lambda of: {name: narrowed(name, x) for name, x in of.items()})
     pretrained, _, params = load(folder, scan_layers=True)
-    save_folder(tmp_path / "saved", pretrained, params, as_read=True)
+    save_folder(tmp_path / "saved", pretrained, params)
     saved, read = (load_file(x / "model.safetensors") for x in (tmp_path / "saved", folder))
     assert_same_bits(saved, read)
     assert {str(x.dtype) for x in saved.values()} == {"float32", "bfloat16"}
@@ -253,7 +253,7 @@ def test_a_classifier_is_saved_with_its_labels(tmp_path):
     params = load_weights(pretrained, make(pretrained, labels=3)[1])
 
     def config(**options):
-        save_folder(tmp_path / "saved", pretrained, params, as_read=True, **options)
+        save_folder(tmp_path / "saved", pretrained, params, **options)
         saved = read_folder(tmp_path / "saved")
         assert saved.labels == 3
         assert {tensor.dtype for tensor in saved.tensors.values()} == {"BF16"}
@@ -262,7 +262,6 @@ def test_a_classifier_is_saved_with_its_labels(tmp_path):
     named = config(labels=["no", "perhaps", "yes"])
     assert named["architectures"] == ["BertForSequenceClassification"]
     assert named["label2id"] == {"no": 0, "perhaps": 1, "yes": 2}
-    assert config()["id2label"]["2"] == "LABEL_2"
 
 
 def test_only_a_model_is_replaced_and_files_of_the_tokenizer_go_along(tmp_path):
@@ -281,7 +280,7 @@ def test_only_a_model_is_replaced_and_files_of_the_tokenizer_go_along(tmp_path):
         "vocab.txt",
     ]
     (saved / "thesis.tex").write_text("a year's work")
-    with pytest.raises(ModelError, match=r"nothing but a model.*thesis.tex"):
+    with pytest.raises(ModelError, match=r"files other than a model.*thesis.tex"):
         save_folder(saved, pretrained, params)
     assert (saved / "thesis.tex").exists()
     with pytest.raises(ModelError, match="from which the model was read"):
@@ -307,7 +306,7 @@ def test_a_failed_write_leaves_what_was_there_and_a_kill_one_of_both(
 
     with monkeypatch.context() as patch:
         patch.setattr(atomic.os, "fsync", full)
-        with pytest.raises(ModelError, match=r"to write the model to .*No space left"):
+        with pytest.raises(ModelError, match=r"the model cannot be written to .*No space left"):
             save_folder(saved, pretrained, zeros)
     assert_same_bits(load(saved)[2], params)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

@@ -32,7 +32,7 @@ MIXED_LAYERS = {
         ("llama2", {"attention_bias": True}, "`attention_bias` True"),
         ("llama2", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5"),
         ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
-        ("llama2", {"hidden_size": None}, "`hidden_size` nothing"),
+        ("llama2", {"hidden_size": None}, "`hidden_size` missing"),
         ("llama2", {"num_key_value_heads": 3}, "`num_key_value_heads` divisor 4"),
         ("llama2", {"head_dim": 3}, "`head_dim` even"),
         ("llama2", {"rms_norm_eps": -1.0}, "`rms_norm_eps` -1.0"),
@@ -55,8 +55,8 @@ MIXED_LAYERS = {
         ("bert", {"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
         ("bert", {"is_decoder": True}, "`is_decoder`"),
         ("bert", {"intermediate_size": 23}, "output.dense (16, 23) (16, 24)"),
-        ("llama2", {"num_hidden_layers": 3}, "got none layers.2. and 8 more"),
-        ("llama2", {"num_hidden_layers": 1}, "besides `model.layers.1. and 8 more"),
+        ("llama2", {"num_hidden_layers": 3}, "lacks layers.2. and 8 more"),
+        ("llama2", {"num_hidden_layers": 1}, "also `model.layers.1. and 8 more"),
         ("qwen2", {"tie_word_embeddings": False}, "`lm_head.weight`"),
     ],
     ids=str,
@@ -78,7 +78,7 @@ def with_tensor(name, shape, dtype=np.float32):
 def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path):
     for i, (name, change, words) in enumerate(
         (
-            ("llama2", without("model.norm.weight"), ["`norm.weight`", "got none"]),
+            ("llama2", without("model.norm.weight"), ["lacks", "`norm.weight`"]),
             ("bert", without("classifier.weight"), ["`classifier.bias`"]),
             ("llama2", with_tensor("score.weight", (2,)), ["`score.weight`"]),
             ("llama2", with_tensor("model.norm.weight", (16,), np.int8), ["F32, F16, BF16", "I8"]),
@@ -102,7 +102,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert_refused(folder, shard, "of none", "Copy the file again")
 
     shutil.copyfile(folder / "model-00001-of-00002.safetensors", shard)
-    assert_refused(folder, folder, "as the config.json says, got none")
+    assert_refused(folder, folder, "which the model in its config.json has")
     (folder / index).write_text("{}")
     assert_refused(folder, folder / index, "`weight_map`")
     (folder / index).unlink()
@@ -113,6 +113,13 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert_refused(folder, config, "object", "list")
     config.unlink()
     assert_refused(folder, config, "No such file")
+
+
+def test_files_that_are_no_model_are_refused_with_what_to_do(tmp_path):
+    (tmp_path / "model-Q8_0.gguf").touch()
+    assert_refused(tmp_path, "GGUF file model-Q8_0.gguf", "folder of safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    assert_refused(tmp_path, "LoRA adapter", "merge_and_unload", "base model, org/base")
 
 
 def test_a_pickle_is_refused_with_the_class_that_converts_it(tmp_path):

@@ -29,30 +29,31 @@ def config_file(folder: Path, text: str) -> Path:
     [
         ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `?learning_rate"),
         ("max_steps = 5", "`max_steps`.*Did you mean `?steps"),
-        ('steps = "ten"', "--steps: expected None or INT, got 'ten'"),
-        ("steps = 30.0", r"--steps: expected None or INT, got '30\.0'"),
+        ('steps = "ten"', "--steps: must be None or INT, but is 'ten'"),
+        ("steps = 30.0", r"--steps: must be None or INT, but is '30\.0'"),
         ("steps = true", "--steps: expected one argument"),
-        ("steps = -1", "`steps`: expected a finite number of at least 0"),
+        ("steps = -1", "`steps`: must be a finite number of at least 0"),
         ("progress = 1", "--progress/--no-progress: ignored explicit argument '1'"),
-        ("[steps]\nmany = 3", "`steps`: expected a single value, got .*many"),
-        ('data = ["a", "b"]', "`data`: expected a single value"),
-        ('optimizer = "adam"', "--optimizer: expected zenflow.adamw.offload, got 'adam'"),
-        ("learning_rate = nan", "`learning_rate`: expected a finite number above 0, got nan"),
-        ("validation_share = 10", "`validation_share`: expected a share.*got 10"),
-        ("width = 250", "`width`: expected a multiple of 8.*got 250"),
-        ("b1 = 1.0", "`b1`: expected a share from 0"),
-        ("seed = 4294967296", "`seed`: expected a number below"),
+        ("[steps]\nmany = 3", "`steps`: must be a single value, but is .*many"),
+        ('data = ["a", "b"]', "`data`: must be a single value"),
+        ('optimizer = "adam"', "--optimizer: must be zenflow.adamw.offload, but is 'adam'"),
+        ("learning_rate = nan", "`learning_rate`: must be a finite number above 0, but is nan"),
+        ("validation_share = 10", "`validation_share`: must be a share.*but is 10"),
+        ("width = 250", "`width`: must be a multiple of 8.*but is 250"),
+        ("b1 = 1.0", "`b1`: must be a share from 0"),
+        ("seed = 4294967296", "`seed`: must be a number below"),
         ("steps = 3\nwidth 4", "the config is not valid TOML: .*line 2"),
-        ('run = ".."', "`run`: expected the name of a folder"),
+        ('run = ".."', "`run`: must be the name of a folder"),
         ('update_interval = "often"', "--update-interval: .*'often'"),
         ("select_interval = 64.0", r"--select-interval: .*'64\.0'"),
-        ("full_warm_up_share = 1", "`full_warm_up_share`: expected a share .*got 1"),
+        ("full_warm_up_share = 1", "`full_warm_up_share`: must be a share .*but is 1"),
         (
             "full_warm_up_share = 0.05\nfull_warm_up_rounds = 20",
-            "`full_warm_up_share`: expected it or `full_warm_up_rounds`, got both: 0.05 and 20",
+            "`full_warm_up_share`: excludes `full_warm_up_rounds`, but they are 0.05 and 20",
         ),
-        ("early_stopping_patience = 3", "`keep_best`: expected True, as early_stopping_patience"),
-        ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: expected it or `warmup_steps`"),
+        ('stream = "gradients"', "`scan_layers`: must be .* as stream is 'gradients'"),
+        ("early_stopping_patience = 3", "`keep_best`: must be True, as early_stopping_patience"),
+        ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: excludes `warmup_steps`"),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, text, expected):
@@ -63,12 +64,12 @@ def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, tex
 
 def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
     config_file(tmp_path, "")
-    with pytest.raises(SettingsError, match="config file, .*No such file.*Did you mean job"):
+    with pytest.raises(SettingsError, match="cannot be read: No such file.*Did you mean job"):
         load_settings(tmp_path / "jobb.toml")
-    with pytest.raises(SettingsError, match="config file, .*directory"):
+    with pytest.raises(SettingsError, match="config file cannot be read: .*directory"):
         load_settings(tmp_path)
     for argv in ([], ["--steps", "3"]):
-        with pytest.raises(SettingsError, match="expected a config file as the first"):
+        with pytest.raises(SettingsError, match="the first argument must be a config file"):
             read_command_line(argv, program="train")
 
 
@@ -95,28 +96,28 @@ def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, mon
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--steps", "ten"], "--steps: expected None or INT, got 'ten'"),
-        (["--optimizer", "sgd"], "--optimizer: expected zenflow|adamw|offload, got 'sgd'"),
+        (["--steps", "ten"], "--steps: must be None or INT, but is 'ten'"),
+        (["--optimizer", "sgd"], "--optimizer: must be zenflow|adamw|offload, but is 'sgd'"),
         (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
         (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
         (["--num_train_epochs", "3", "--max_steps", "4"], "--epochs? unknown option --max-steps."),
         (["--resume"], "Did you mean --run?"),
-        (["extra", "words"], "expected an option, got 'extra words'. A text with spaces"),
+        (["extra", "words"], "unexpected argument 'extra words'. Quote texts with spaces"),
         (["--qqq"], "unknown option --qqq. All options are in"),
         (["--lora", "8"], "unknown option --lora. There is no LoRA: all weights are trained"),
         (["--load_in_4bit", "True"], "--load-in-4bit. There is no quantized training"),
-        (["--device", "cpu"], "got 'cpu'. There is no option for the device of a run: JAX_PLATF"),
-        (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
-        (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),
-        (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: expected a training"),
-        (["--text-column", "body"], "`text_column`: expected text, as standard_library does not"),
-        (["--corpus-megabytes", "1e-6"], "expected text for at least one window"),
-        (["--sequence-length", "10000000"], "expected text for at least one window"),
+        (["--device", "cpu"], "is 'cpu'. There is no option for the device of a run: JAX_PLATF"),
+        (["--timeline", "x.bmp"], "`--timeline`: must be a file ending in"),
+        (["--timeline", "none/x.png"], "`--timeline`: must be a file ending in"),
+        (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: needs steps with host"),
+        (["--text-column", "body"], "`text_column`: must be text, as standard_library does not"),
+        (["--corpus-megabytes", "1e-6"], "fill no window of"),
+        (["--sequence-length", "10000000"], "fill no window of 10000000"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must lie in [0, 1]"),
         (["--select-interval", "0"], "select_interval"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
-        (["--task", "language", "--plan"], "`model`: expected a path, for language"),
+        (["--task", "language", "--plan"], "`model`: must be a path for language"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

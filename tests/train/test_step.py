@@ -38,7 +38,7 @@ def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_holds_every_examp
     assert sorted(epoch[:, 0].tolist()) == list(range(6))
     epochs = [Batches(numbers(9), batch_size=n, seed=0).per_epoch for n in (1, 4, 9)]
     assert epochs == [9, 3, 1]
-    with pytest.raises(SettingsError, match="`batch_size`: expected at most 9, .*got 10"):
+    with pytest.raises(SettingsError, match="`batch_size`: must be at most 9, .*but is 10"):
         Batches(numbers(9), batch_size=10, seed=0)
 
 

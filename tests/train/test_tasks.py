@@ -196,7 +196,7 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_
     task = alpaca_task(folder, decoder, length=len(prompt))
     assert len(task.train) == 2
     assert task.notes[0].endswith(
-        "train.json: left out 1 of 3 examples, in which no answer to learn begins within "
+        "train.json: left out 1 of 3 examples without an answer to learn that begins within "
         f"{len(prompt)} tokens"
     )
     lengths = sorted(len(prompt) + n for n in (len(answer) + 5, len(answer) + 1, 1))
@@ -209,7 +209,7 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_
         assert task.train[i]["weights"].tolist() == [0] * (len(prompt) - 1) + [1]
         assert task.train.lengths[i] == task.train.longest == len(prompt)
 
-    with pytest.raises(DataError, match="but in all of 3 examples it begins later"):
+    with pytest.raises(DataError, match="in none of 3 examples an answer"):
         alpaca_task(folder, decoder, length=len(prompt) - 1)
 
 

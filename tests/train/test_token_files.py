@@ -70,7 +70,7 @@ def assert_same(one, other):
             np.testing.assert_array_equal(a[name], b[name], strict=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["language", "alpaca"])
 def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch, decoder, kind):
     monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 2**15)
     peaks, sizes = [], []
@@ -117,11 +117,11 @@ def test_a_later_start_reads_what_an_earlier_one_has_encoded(tmp_path, monkeypat
 
 def test_a_cache_has_what_is_whole_and_names_what_is_damaged(tmp_path, decoder):
     path = file_of("language", tmp_path, 5)
-    with pytest.raises(DataError, match="`token_cache`: expected a folder .*jsonl"):
+    with pytest.raises(DataError, match="`token_cache`: cannot write to .*jsonl"):
         task_of("language", path, decoder, store=partial(store_tokens, cache=path))
     store = partial(store_tokens, cache=tmp_path / "cache")
     path.write_text(path.read_text() + "{}")
-    with pytest.raises(DataError, match="line 6: expected a field 'text'"):
+    with pytest.raises(DataError, match="line 6: the field 'text' is missing"):
         task_of("language", path, decoder, store=store)
     assert not [*(tmp_path / "cache").iterdir()]
 
@@ -139,13 +139,13 @@ def test_a_cache_has_what_is_whole_and_names_what_is_damaged(tmp_path, decoder):
         (folder / name).unlink()
         if content is not None:
             (folder / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"{folder}: expected tokens .* Delete that folder"):
+        with pytest.raises(DataError, match=rf"{folder}: tokens .* cannot be read .* Delete that"):
             store(overtaken, decoder, [path], [])
 
 
 def test_a_full_disk_is_an_error_that_names_the_option(tmp_path, decoder, small_disk):
     path, disk = file_of("language", tmp_path, 40), small_disk("40k")
-    with pytest.raises(DataError, match=rf"room .* in {disk}, got: .*No space.* --token-cache"):
+    with pytest.raises(DataError, match=rf"written to {disk}: .*No space.* --token-cache"):
         task_of("language", path, decoder, store=partial(store_tokens, cache=disk))
     assert not [*disk.iterdir()]
 

@@ -156,9 +156,9 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
         assert finetune.main([*command, "--export", name, str(tmp_path / name)]) == 0
         assert_weights_of_checkpoint(folder, step, tmp_path / name)
     for name, target, options, expected in (
-        ("7", "new", [], r"`--export`: expected one of .* \(6, 12, 13; .*\), got 7"),
-        ("best", "best", [], "expected a new or an empty folder"),
-        ("best", "new", ["--width", "32"], "`width`: expected 16, .*got 32. Pass --width 16, or"),
+        ("7", "new", [], r"`--export`: 7 is no checkpoint .* 6, 12, 13 \(val"),
+        ("best", "best", [], "is not new or empty"),
+        ("best", "new", ["--width", "32"], "`width`: is 32, but was 16 .*Pass --width 16, or"),
     ):
         assert finetune.main([*command, "--export", name, str(tmp_path / target), *options]) == 2
         assert re.search(expected, capsys.readouterr().err)
@@ -211,7 +211,7 @@ def test_a_run_that_stops_early_keeps_the_best_of_all_validations(tmp_path, monk
     options = ["--steps", "20", "--early-stopping-patience", "2", "--run", "a"]
     assert finetune.main([*config, *options]) == 0
     shown = re.findall(r"(?m)^(?:step +|validation after )(\d+)", capsys.readouterr().out)
-    assert "".join(shown) == "0112244666"  # lines of steps and validations, in order
+    assert "".join(shown) == "011224466"  # lines of steps and validations, in order
     ended = summary(tmp_path / "runs" / "a")
     assert (ended["steps"], ended["best_step"]) == (6, 2)
     assert_weights_of_checkpoint(tmp_path / "runs" / "a", 2, tmp_path / "runs" / "a")
@@ -229,7 +229,7 @@ def test_a_folder_with_files_that_are_no_runs_is_not_written_to(tmp_path, capsys
         folder.mkdir(parents=True)
         (folder / name).write_text("precious")
         assert finetune.main([*tiny_command(tmp_path), "--run", folder.name]) == 2
-        expected = f"`run`: expected a new folder or a run's, got {folder} with a {name}"
+        expected = f"`run`: {folder} has a {name}, but is no run's folder"
         assert re.search(expected, capsys.readouterr().err)
         assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "precious")]
 

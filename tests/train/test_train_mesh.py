@@ -41,17 +41,17 @@ def placed(leaf, *shape):
 def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
     mesh = sharding.make_mesh
     for call, words in (
-        (lambda: mesh(""), "^`mesh`: expected `axis=size` pairs.*got ''"),
-        (lambda: mesh("data=0"), "^`mesh`: expected `axis=size` pairs.*got 'data=0'"),
-        (lambda: mesh("tensr=1"), "^`mesh`: expected axes of data, fsdp, tensor, got `tensr`"),
-        (lambda: mesh("data=1,data=1"), "^`mesh`: expected every axis once, got `data` twice"),
-        (lambda: mesh("data=64,fsdp=3"), r"expected .* of devices, here \d+ .*, which is 192"),
-        (lambda: placed("a/up/kernel", 4, 4), "a size of `fsdp` that divides .*got fsdp=3"),
-        (lambda: placed("bias", 4), r"`bias`.* needs a rule in .*, got none"),
-        (lambda: placed("norm/scale", 4, 4), r"`norm/scale`.* needs a rule in .*, got \(None,\)"),
-        (lambda: Launch(processes=2), "together, got --processes alone"),
-        (lambda: Launch(coordinator="a", processes=2, process=0), "expected HOST:PORT, got a"),
-        (lambda: Launch(coordinator="a:1", processes=2, process=2), "from 0 to .*got 2 with .* 2"),
+        (lambda: mesh(""), "^`mesh`: needs `axis=size` pairs.*but has ''"),
+        (lambda: mesh("data=0"), "^`mesh`: needs `axis=size` pairs.*but has 'data=0'"),
+        (lambda: mesh("tensr=1"), "^`mesh`: needs axes among data, fsdp, tensor, but has `tensr`"),
+        (lambda: mesh("data=1,data=1"), "^`mesh`: needs every axis once, but has `data` twice"),
+        (lambda: mesh("data=64,fsdp=3"), r"needs .* of devices, here \d+ .* the product 192"),
+        (lambda: placed("a/up/kernel", 4, 4), "a size of `fsdp` that divides .*but has fsdp=3"),
+        (lambda: placed("bias", 4), r"`bias`.* needs a rule in .*, has none"),
+        (lambda: placed("norm/scale", 4, 4), r"`norm/scale`.* needs a rule .* has \(None,\)"),
+        (lambda: Launch(processes=2), "--processes is not enough. Pass .* together"),
+        (lambda: Launch(coordinator="a", processes=2, process=0), "must be HOST:PORT, but is a"),
+        (lambda: Launch(coordinator="a:1", processes=2, process=2), "below --processes 2, .*is 2"),
     ):
         with pytest.raises(SettingsError, match=words):
             call()
@@ -61,7 +61,7 @@ def test_the_batch_is_split_over_data_and_fsdp():
     both = abstract_mesh(data=2, fsdp=2, tensor=2)
     assert sharding.batch_sharding(both, 4).spec == PartitionSpec(("data", "fsdp"))
     assert sharding.batch_sharding(abstract_mesh(tensor=8), 4).spec == PartitionSpec(())
-    expected = "`batch_size`: expected a multiple of 6, .*data and fsdp .*got 8.*--batch-size 12"
+    expected = "`batch_size`: must be a multiple of 6, .*data and fsdp .*is 8.*--batch-size 12"
     with pytest.raises(SettingsError, match=expected):
         sharding.batch_sharding(abstract_mesh(data=2, fsdp=3, tensor=2), 8)
 

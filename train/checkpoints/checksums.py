@@ -32,7 +32,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 def find_damage(folder: Path) -> str | None:
     """Returns the first damage in a checkpoint; None if it is intact."""
     if (folder / UNPACKED).exists():
-        return f"it is packed ({command_of('compress')} --restore {folder} makes it what it was)"
+        return f"it is packed (unpack it: {command_of('compress')} --restore {folder})"
     try:
         text = (folder / CHECKSUMS).read_text(encoding="utf-8")
         listed = {name: (int(size), int(crc)) for name, (size, crc) in json.loads(text).items()}
@@ -47,5 +47,5 @@ def find_damage(folder: Path) -> str | None:
         if name not in listed:
             return f"{name} is not in {CHECKSUMS}"
         if files[name] != listed[name]:
-            return f"{name} has other bytes than {CHECKSUMS} says"
+            return f"{name} does not match {CHECKSUMS}"
     return None

@@ -80,18 +80,18 @@ def check_same_run(
             if name == "full_warm_up_rounds":
                 also += "--full-warm-up-share None "
             raise SettingsError(
-                f"`{name}`: expected {before}, as in the run that {folder} is of, got {value}. "
+                f"`{name}`: is {value}, but was {before} in the run that wrote {folder}. "
                 f"Pass {also}{' '.join(option_words(name, before))}, {otherwise}"
             )
     for name, value in wanted["model"].items():
         before = saved.get("model", {}).get(name, value)
         if before != value:
             raise SettingsError(
-                f"`model`: expected a config.json with the {name} of the run that {folder} is of, "
-                f"{before}, got {value}: that is another model."
+                f"`model`: its config.json has the {name} {value}, but the model in {folder} has "
+                f"{before}. Name the model of that run."
             )
     if saved["data"] != wanted.get("data", saved["data"]):
         raise SettingsError(
-            f"expected the data that the run of {folder} has read, got other data: other files (of "
-            "standard_library: another Python), another tokenizer, or of chats another template."
+            f"the data differs from the data of the run that wrote {folder}: in its files (for "
+            "standard_library: in the Python version), its tokenizer, or its chat template."
         )

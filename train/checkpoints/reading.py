@@ -40,8 +40,8 @@ def check_path(folder: Path) -> None:
     folder = folder.absolute()
     if signs := re.findall(r"[][*?\\]", str(folder)):  # orbax 0.12.8
         raise SettingsError(
-            f"`output_dir`: checkpoints cannot be read from the path {folder}, which has a "
-            f"{signs[0]} in it. Name another --output-dir, or rename the folder."
+            f"`output_dir`: checkpoints cannot be read from {folder}, because of the "
+            f"{signs[0]} in its path. Name another --output-dir, or rename the folder."
         )
 
 
@@ -125,8 +125,8 @@ class SavedCheckpoints:
             rated = ", ".join(str(s) for s in steps if s in self._figures) or "none"
             remedy = " Train with --keep-best, or name a step." if wanted == "best" else ""
             raise SettingsError(
-                f"`--export`: expected one of the checkpoints in {self._folder} ({listed}; "
-                f"validated: {rated}), got {wanted}.{remedy}"
+                f"`--export`: {wanted} is no checkpoint in {self._folder}, which has {listed} "
+                f"(validated: {rated}).{remedy}"
             )
         self._read_checked(step)
         return step
@@ -247,9 +247,9 @@ def check_arrays(
     for name in [*wanted, *saved]:
         if saved.get(name) != wanted.get(name):
             raise SettingsError(
-                f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
-                f"got {wanted.get(name, 'none')}: that checkpoint is of another model, "
-                f"optimizer or mesh, or of another layout (zenflow_jax {version} wrote it, this is "
+                f"the array `{name}` is {saved.get(name, 'absent')} in {folder}, but "
+                f"{wanted.get(name, 'absent')} in this run: another model, optimizer or mesh, or "
+                f"another layout (zenflow_jax {version} wrote it, this is "
                 f"{zenflow_jax.__version__}). Pass {folder.parent.parent / 'settings.toml'} as the "
                 "config, or name another --run to start again."
             )

@@ -199,7 +199,7 @@ class Checkpoints(SavedCheckpoints):
             text = " ".join(str(error).split())
             got = text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
             self._failed = (
-                f"expected to write checkpoint {self._writing} to {self._folder}, got: "
+                f"checkpoint {self._writing} cannot be written to {self._folder}: "
                 f"{got}. Free disk space or fix the permissions; older "
                 "checkpoints are unchanged."
             )

@@ -124,8 +124,8 @@ def read_arguments(
         if not names:
             extra = " ".join(unknown)
             raise ArgumentError(
-                f"expected an option, got {extra!r}. A text with spaces needs quotes. All options "
-                f"are in {program} --help"
+                f"unexpected argument {extra!r}. Quote texts with spaces. All options are in "
+                f"{program} --help"
             )
         alone = [f"--{x.name}" for x in fields(kind) if x.metadata.get("positional")]
         known = [x.replace("_", "-") for x in vars(values)]
@@ -227,10 +227,13 @@ def _read(kinds: Sequence[Any], text: str) -> Any:
         with contextlib.suppress(ValueError):
             return get_args(kind)[0](text) if get_origin(kind) is Annotated else kind(text)
     words = " or ".join("None" if kind is NoneType else _word(kind) for kind in kinds)
-    raise argparse.ArgumentTypeError(f"expected {words}, got {text!r}.")
+    raise argparse.ArgumentTypeError(f"must be {words}, but is {text!r}.")
 
 
 def _build(kind: Any, values: dict[str, Any]) -> Any:
     """Builds the dataclass, and its nested dataclasses, from the values of all options."""
     nested = {n: _build(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
-    return kind(**{spec.name: (values | nested)[spec.name] for spec in fields(kind)})
+    built = kind(**{spec.name: (values | nested)[spec.name] for spec in fields(kind)})
+    for name, expected in out_of_bounds(built):
+        raise ArgumentError(f"`{name}`: must be {expected}, but is {getattr(built, name)}.")
+    return built

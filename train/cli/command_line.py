@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train import CONFIGS, Failure, command_of
-from train.cli.arguments import did_you_mean, option, out_of_bounds, read_arguments
-from train.cli.settings import File, Settings, SettingsError, bad_value, option_words
+from train.cli.arguments import did_you_mean, option, read_arguments
+from train.cli.settings import File, Settings, SettingsError, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -27,9 +27,7 @@ PROGRAM = command_of("finetune")
 class Launch:
     """Several processes (docs/multi_host.md): all three options, or none under SLURM."""
 
-    coordinator: str | None = option(
-        None, "HOST:PORT at which process 0 listens; the same for all processes."
-    )
+    coordinator: str | None = option(None, "HOST:PORT of process 0, the same for all processes.")
     processes: int | None = option(None, "Number of processes.")
     process: int | None = option(None, "Number of this process, from 0.")
 
@@ -40,17 +38,17 @@ class Launch:
             return
         if None in values.values():
             every = ", ".join(f"--{name}" for name in values)
-            raise SettingsError(f"expected {every} together, got {named} alone.")
+            raise SettingsError(f"{named} is not enough. Pass {every} together.")
         host, _, port = self.coordinator.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise SettingsError(
-                f"`--coordinator`: expected HOST:PORT, got {self.coordinator}. Name the machine of "
-                "process 0 and a free port, such as 10.0.0.1:29500."
+                f"`--coordinator`: must be HOST:PORT, but is {self.coordinator}. Name the machine "
+                "of process 0 and a free port, such as 10.0.0.1:29500."
             )
         if not 0 <= self.process < self.processes:
             raise SettingsError(
-                f"`--process`: expected a number from 0 to one below --processes, got "
-                f"{self.process} with --processes {self.processes}."
+                f"`--process`: must be at least 0 and below --processes {self.processes}, but is "
+                f"{self.process}."
             )
 
 
@@ -59,9 +57,7 @@ class Start:
     """Start: options that are not keys of the TOML file."""
 
     fresh: bool = option(False, "Fail instead of resuming a run.")
-    timeline: File | None = option(
-        None, "Draw the last steps: .png, .svg, .pdf or .json (docs/timeline.md)."
-    )
+    timeline: File | None = option(None, "Draw the last steps: .png, .svg, .pdf or .json.")
     export: tuple[str, str] | None = option(
         None,
         "Write the weights of a checkpoint of --run to DIR; STEP may be best.",
@@ -75,7 +71,7 @@ class Start:
             path, endings = Path(self.timeline), (".png", ".svg", ".pdf", ".json")
             if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
                 raise SettingsError(
-                    f"`--timeline`: expected a file that ends in {', '.join(endings)}, got {path}."
+                    f"`--timeline`: must be a file ending in {', '.join(endings)}, but is {path}."
                 )
 
 
@@ -89,16 +85,9 @@ class Planning:
     )
     host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).", above=0)
     host_bandwidth: float | Literal["here"] | None = option(
-        None,
-        "Speed of host memory in GB/s; here: measured. Default: measured if the GPU is "
-        "here, or usual for --device.",
-        above=0,
+        None, "Speed of host memory in GB/s; here: measured. Default: usual for --device.", above=0
     )
     force: bool = option(False, "Start a run even if its memory cannot suffice.")
-
-    def __post_init__(self):
-        for name, expected in out_of_bounds(self):
-            raise SettingsError(bad_value(name, expected, getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +123,7 @@ def load_settings(path: str | Path) -> Settings:
                 f"{PROGRAM} --help"
             )
         if not isinstance(value, str | int | float):
-            raise SettingsError(f"{path}: `{key}`: expected a single value, got {value}.")
+            raise SettingsError(f"{path}: `{key}`: must be a single value, but is {value}.")
         words.append("=".join(option_words(key, value)))
     try:
         return read_arguments(Settings, words, program=PROGRAM)
@@ -150,8 +139,8 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
         config, overrides, settings = f"({' | '.join(shipped())} | FILE.toml)", alone, Settings()
     else:
         raise SettingsError(
-            f"expected a config file as the first argument, by its path or name, got "
-            f"{argv[0] if argv else 'nothing'}. For example: {program} quickstart. All names "
+            f"the first argument must be a config file's path or name, but is "
+            f"{argv[0] if argv else 'missing'}. For example: {program} quickstart. All names "
             f"are {', '.join(shipped())}."
         )
     default = Command(settings=settings)
@@ -179,9 +168,9 @@ def _check_place(config: Path, output_dir: str, run: str | None) -> None:
         return
     if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
         raise SettingsError(
-            f"`--run`: expected the folder of {config} in {Path(output_dir).absolute()}, found "
-            "none. Paths in the settings of a run are relative to the folder where it was "
-            "started: start it there again."
+            f"`--run`: the folder of {config} is not in {Path(output_dir).absolute()}. Paths in "
+            "a run's settings are relative to the folder where it was started: start it there "
+            "again."
         )
 
 
@@ -191,7 +180,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         near = did_you_mean(path.stem, [file.stem for file in path.parent.glob("*.toml")])
         raise SettingsError(
-            f"{path}: expected a config file, got: {error.strerror}.{near} (Those that come with "
+            f"{path}: the config file cannot be read: {error.strerror}.{near} (Configs in "
             f"zenflow_jax have names: {', '.join(shipped())}.)"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

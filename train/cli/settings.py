@@ -250,7 +250,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             self._check(name, False, expected)
         self._check("seed", self.seed < 2**32, "a number below 2**32")
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
-        wanted = "a share above 0 and below 1, such as 0.001, as every run validates (1 only with "
+        wanted = "a share above 0 and below 1, such as 0.001: every run validates (1 only with "
         self._check("validation_share", is_share, wanted + "--steps 0)")
         for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
@@ -280,7 +280,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         values = getattr(self, share), getattr(self, count)
         if values[0] is not None and values[1]:
             raise SettingsError(
-                f"`{share}`: expected it or `{count}`, got both: {values[0]} and {values[1]}."
+                f"`{share}`: excludes `{count}`, but they are {values[0]} and {values[1]}."
             )
 
     def check_task(self, paths: Iterable[str] = ("model", "data")) -> None:
@@ -290,7 +290,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         """
         own = self.task == "standard_library"
         for name in paths:
-            wanted = f"none for {self.task}" if own else f"a path, for {self.task}"
+            wanted = f"left out for {self.task}" if own else f"a path for {self.task}"
             self._check(name, own == (getattr(self, name) is None), wanted)
         for setting in fields(self):
             tasks = setting.metadata["tasks"]
@@ -314,7 +314,7 @@ _OF_STREAMS: dict[str, dict[str, Any]] = {
 def bad_value(name: str, expected: str, got: object) -> str:
     got = repr(got) if got == "" else got
     remedy = f"Change it in the config or pass {flag_of(name)}."
-    return f"`{name}`: expected {expected}, got {got}. {remedy}"
+    return f"`{name}`: must be {expected}, but is {got}. {remedy}"
 
 
 def flag_of(name: str) -> str:

@@ -66,7 +66,7 @@ class Peers:
             missing = set(range(1, jax.process_count())) - set(self._connections.values())
             if missing:
                 listed = ", ".join(map(str, sorted(missing)))
-                self._say(f"no connection to process {listed}: jax would notice its death late")
+                self._say(f"no connection to process {listed}: its death will be noticed late")
             return
         host, port, token = processes.from_first("").split()
         try:

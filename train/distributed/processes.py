@@ -59,8 +59,8 @@ def check_same(settings: str, data: int) -> None:
     others = np.flatnonzero(checksums != checksums[0])
     if len(others):
         raise SettingsError(
-            "settings or data differ from those of process 0 in "
-            f"process {', '.join(map(str, others))}."
+            f"settings or data of process {', '.join(map(str, others))} differ from process 0's. "
+            "Start all with the same command and files."
         )
 
 
@@ -97,7 +97,7 @@ def _refuse_mpirun() -> None:
     is_srun = all(os.environ.get(name) == os.environ.get(its) for name, its in slurms.items())
     if int(os.environ.get(size, 1)) > 1 and (open_mpi or not is_srun):
         raise SettingsError(
-            "expected --coordinator, --processes and --process under mpirun, got none. Start: "
+            "mpirun needs --coordinator, --processes and --process. Start: "
             f"mpirun ... sh -c 'exec {PROGRAM} ... --coordinator HOST:PORT "
             f"--processes ${size} --process ${rank}', with the machine of rank 0 as HOST."
         )

@@ -62,13 +62,13 @@ def make_mesh(text: str | None) -> Mesh | None:
     all_devices = f"{len(devices)} {devices[0].device_kind} device(s) in {processes} process(es)"
     if text is None:
         if processes > 1:
-            raise _mesh_error(f"a mesh over {all_devices}, such as data={len(devices)}", "none")
+            raise _mesh_error(f"axes over {all_devices}, such as data={len(devices)}", "none")
         return None
     axes = mesh_axes(text)
     product = math.prod(axes.values())
     if product != len(devices):
         expected = f"sizes that multiply to the number of devices, here {all_devices}"
-        raise _mesh_error(expected, f"{text}, which is {product}")
+        raise _mesh_error(expected, f"{text} with the product {product}")
     return mesh_over(axes)
 
 
@@ -97,9 +97,9 @@ def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> Named
     if batch_size % parts:
         times = f", times {micro_batches} micro-batches" if micro_batches > 1 else ""
         raise SettingsError(
-            f"`batch_size`: expected a multiple of {parts}, the devices along "
-            f"{' and '.join(axes)} of the mesh{times}, got {batch_size}. It counts the "
-            "sequences of all devices together: pass "
+            f"`batch_size`: must be a multiple of {parts}, the number of devices along "
+            f"{' and '.join(axes)} of the mesh{times}, but is {batch_size}. It counts the "
+            "sequences on all devices together: pass "
             f"--batch-size {math.ceil(batch_size / parts) * parts}, or another --mesh."
         )
     return NamedSharding(mesh, PartitionSpec(axes))
@@ -143,10 +143,10 @@ def mesh_axes(text: str) -> dict[str, int]:
     for pair in text.split(","):
         name, _, size = (part.strip() for part in pair.partition("="))
         if not (name and size.isdecimal() and int(size) > 0):
-            form = "`axis=size` pairs with commas between them, such as data=2,fsdp=4"
+            form = "`axis=size` pairs, separated by commas, such as data=2,fsdp=4"
             raise _mesh_error(form, repr(text))
         if name not in MESH_AXES:
-            raise _mesh_error(f"axes of {', '.join(MESH_AXES)}", f"`{name}`")
+            raise _mesh_error(f"axes among {', '.join(MESH_AXES)}", f"`{name}`")
         if name in axes:
             raise _mesh_error("every axis once", f"`{name}` twice")
         axes[name] = int(size)
@@ -160,7 +160,7 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         rule = (None, *rule)
     if rule is None or len(rule) != len(shape):
         raise SettingsError(
-            f"`{name}` {shape} needs a rule in train/distributed/sharding.py, got {rule or 'none'}."
+            f"`{name}` {shape} needs a rule in train/distributed/sharding.py, has {rule or 'none'}."
         )
     axes = []
     for dimension, (size, axis) in enumerate(zip(shape, rule, strict=True)):
@@ -179,4 +179,4 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def _mesh_error(expected: str, got: str) -> SettingsError:
-    return SettingsError(f"`mesh`: expected {expected}, got {got}.")
+    return SettingsError(f"`mesh`: needs {expected}, but has {got}.")

@@ -112,12 +112,12 @@ class ChatTemplate:
             got = ", ".join(map(repr, dict.fromkeys(roles)))
             remedy = rename_roles(*roles)
             raise ConversationError(
-                f"expected a message of the role {ASSISTANT!r}, got only those of {got}"
+                f"no message has the role {ASSISTANT!r}, only {got}"
                 + (f". {remedy}" if remedy else "")
             )
         whole = self._render(messages, False, tools)
         if _PLACE in whole:
-            raise ConversationError("expected text, got the noncharacter U+FDD2")
+            raise ConversationError("the text has the noncharacter U+FDD2")
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
         learned = [i for i in of_assistant if i not in skipped]
         if self._marks_answers:
@@ -125,14 +125,12 @@ class ChatTemplate:
             ends = [*itertools.accumulate(map(len, parts))]
             text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
             if not any(start < stop for start, stop in spans):
-                raise ConversationError(
-                    f"expected text in `{{% generation %}}` of {self.where}, got none"
-                )
+                raise ConversationError(f"`{{% generation %}}` of {self.where} renders no text")
             if learned != of_assistant:
                 if len(spans) != len(of_assistant):
                     raise ConversationError(
-                        f"expected `{{% generation %}}` of {self.where} once for each answer, as "
-                        f"some are not learned, got {len(spans)} for {len(of_assistant)}"
+                        f"some answers are not learned, but {self.where} has {len(spans)} "
+                        f"`{{% generation %}}` for {len(of_assistant)} answers"
                     )
                 spans = [spans[of_assistant.index(i)] for i in learned]
             return Conversation(text, [(start, stop) for start, stop in spans if start < stop])
@@ -161,9 +159,9 @@ class ChatTemplate:
                 stop = self._stop(whole, with_place(i + 1), with_place(len(messages)))
         if start is None or stop is None or content not in whole[start:stop]:
             raise ConversationError(
-                f"expected to find the answer in message {i + 1}, which the template in "
-                f"{self.where} hides. Put `{{% generation %}}` and `{{% endgeneration %}}` around "
-                "what the assistant writes, and pass it with --chat-template"
+                f"the template in {self.where} hides the answer in message {i + 1}. Put "
+                "`{% generation %}` and `{% endgeneration %}` around the assistant's text, and "
+                "pass the template with --chat-template"
             )
         answer = whole[start:stop].rstrip()
         return start, start + len(answer) if answer.endswith(self._marks) else stop
@@ -184,14 +182,14 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         text = json.dumps(messages, ensure_ascii=False, default=str) if self._marks_answers else ""
         if _BEGIN in text or _END in text:
-            raise ConversationError("expected text, got the noncharacter U+FDD0 or U+FDD1")
+            raise ConversationError("the text has the noncharacter U+FDD0 or U+FDD1")
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
             return self._template.render(**self.special, messages=list(messages), **options)
         # A template can fail like any program.
         except Exception as error:
             raise ConversationError(
-                f"expected messages that the template in {self.where} takes, got: {error}"
+                f"the template in {self.where} refuses the messages: {error}"
             ) from error
 
 
@@ -233,7 +231,7 @@ def read_template_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"cannot read the chat template {file}: {error}.") from error
+        raise TokenizerError(f"The chat template {file} cannot be read: {error}.") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

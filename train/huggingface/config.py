@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train import Failure
+from train.huggingface.json_files import read_object
 from train.model.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.model.encoder import EncoderConfig
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 TASK = "zenflow_task"  # the key for the task that a run trained
 
 # The supported models: `model_type` of the config, and the class of `transformers`.
@@ -69,16 +71,35 @@ class ModelError(Failure):
     """A folder does not contain the requested model."""
 
 
+def read_raw(folder: Path) -> dict[str, Any]:
+    """Reads the config.json of a folder; for other kinds of folders names a remedy."""
+    if folder.is_dir() and not (folder / CONFIG).exists():
+        quantized = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+        if (folder / ADAPTER).exists():
+            base = read_object(folder / ADAPTER, ModelError).get("base_model_name_or_path")
+            raise ModelError(
+                f"`model`: {folder} has a LoRA adapter and no model. Merge it first with peft: "
+                f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+                f".save_pretrained(DIR), and copy the tokenizer; or train its base model, {base}."
+            )
+        if quantized:
+            raise ModelError(
+                f"`model`: {folder} has the GGUF file {quantized[0]}, which is not supported. "
+                "Use the folder of safetensors that it was made from."
+            )
+    return read_object(folder / CONFIG, ModelError)
+
+
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
     """Returns the sizes and options of the model, from the content `raw` of the file `path`."""
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise ModelError(
-            f"`model_type` in {path}: expected one of {', '.join(ARCHITECTURES)}, got {kind!r}."
+            f"`model_type` in {path}: must be one of {', '.join(ARCHITECTURES)}, but is {kind!r}."
         )
     keys = _Keys(path, raw)
     for key, value in FIXED[ARCHITECTURES[kind]].items():
-        keys.check(key, raw.get(key) in (None, value), f"{value!r}, as the models here have it")
+        keys.check(key, raw.get(key) in (None, value), f"{value!r} for the models here")
     sizes = {name: keys.count(key) for name, key in SIZES.items()}
     if ARCHITECTURES[kind] == "decoder":
         return _decoder(keys, kind, **sizes)
@@ -182,8 +203,8 @@ class _Keys:
             raise self.error(key, expected)
 
     def error(self, key: str, expected: str) -> ModelError:
-        got = repr(self.raw[key]) if key in self.raw else "nothing"
-        return ModelError(f"`{self.prefix}{key}` in {self.path}: expected {expected}, got {got}.")
+        got = repr(self.raw[key]) if key in self.raw else "missing"
+        return ModelError(f"`{self.prefix}{key}` in {self.path}: must be {expected}, but is {got}.")
 
     def _read(self, key: str, default: Any, expected: str, *kinds: type) -> Any:
         value = default if self.raw.get(key) is None else self.raw[key]

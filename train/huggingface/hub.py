@@ -31,7 +31,7 @@ def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     except (OSError, ValueError) as error:  # the Hub's errors and network errors
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"`model`: {name} is no folder, and the Hub does not give it: {reason} "
+            f"`model`: {name} is no folder, and not available from the Hub: {reason} "
             f"({type(error).__name__}). Check the name and the network, log in with `hf auth "
             f"login` for a gated model, or copy a folder that `hf download {name} --local-dir DIR` "
             "has made elsewhere."

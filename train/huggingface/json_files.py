@@ -12,9 +12,9 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
-        raise error(f"expected the file {path}, got: {problem.strerror}.") from problem
+        raise error(f"the file {path} cannot be read: {problem.strerror}.") from problem
     except (ValueError, RecursionError) as problem:  # not UTF-8, or not JSON
         raise error(f"{path} is not valid JSON ({problem}).") from problem
     if not isinstance(content, dict):
-        raise error(f"expected a JSON object in {path}, got {type(content).__name__}.")
+        raise error(f"{path} has a JSON {type(content).__name__}, not an object.")
     return content

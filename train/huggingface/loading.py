@@ -15,9 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
+from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config, read_raw
 from train.huggingface.hub import model_folder
-from train.huggingface.json_files import read_object
 from train.huggingface.tensors import (
     DTYPES,
     Reader,
@@ -64,11 +63,9 @@ def read_folder(model: str | Path) -> Pretrained:
     """Reads and checks `config.json` and the headers of the safetensors files, no weights."""
     folder = model_folder(model)
     if not folder.is_dir():
-        got = "which is a file" if folder.is_file() else f"where there is none (in {Path.cwd()})"
-        raise ModelError(
-            f"expected a Hugging Face folder, or org/name on the Hub, got {folder}, {got}."
-        )
-    raw = read_object(folder / CONFIG, ModelError)
+        problem = "is a file" if folder.is_file() else f"does not exist (in {Path.cwd()})"
+        raise ModelError(f"{folder} {problem}. Pass a Hugging Face folder, or org/name on the Hub.")
+    raw = read_raw(folder)
     config = read_config(folder / CONFIG, raw)
     architecture = ARCHITECTURES[raw["model_type"]]
     headers = read_headers(folder, architecture)
@@ -177,19 +174,19 @@ def _check_tensors(pretrained: Pretrained) -> None:
     folder, tensors = pretrained.folder, pretrained.tensors
     if missing := expected.keys() - tensors.keys():
         raise ModelError(
-            f"expected {first_of(missing)} in {folder}, as the config.json says, got none."
+            f"{folder} lacks {first_of(missing)}, which the model in its config.json has."
         )
     if extra := tensors.keys() - expected.keys():
         raise ModelError(
-            f"expected {tensors[min(extra)].file} to hold the tensors of the model of config.json "
-            f"alone, got {first_of(tensors[name].name for name in extra)} besides."
+            f"{tensors[min(extra)].file} also has "
+            f"{first_of(tensors[name].name for name in extra)}, unlike the model in config.json."
         )
     for name, shape in expected.items():
         tensor = tensors[name]
         if tensor.shape != shape or tensor.dtype not in DTYPES:
             raise ModelError(
-                f"`{tensor.name}` in {tensor.file}: expected the shape {shape} and one of the "
-                f"dtypes {', '.join(DTYPES)}, got {tensor.shape} {tensor.dtype}."
+                f"`{tensor.name}` in {tensor.file}: must have the shape {shape} and a dtype of "
+                f"{', '.join(DTYPES)}, but is {tensor.shape} {tensor.dtype}."
             )
 
 

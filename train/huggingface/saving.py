@@ -77,8 +77,8 @@ def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.n
             write()
     except OSError as error:
         raise ModelError(
-            f"expected to write the model to {path}, got: {error}. Free disk space or fix the "
-            "permissions, and start the run again: it is resumed from its last checkpoint."
+            f"the model cannot be written to {path}: {error}. Free disk space or fix the "
+            "permissions, and start the run again: it resumes from its last checkpoint."
         ) from error
     finally:
         # All processes must gather: otherwise they would wait for a process that has failed.
@@ -91,7 +91,6 @@ def save_folder(
     pretrained: Pretrained,
     params: Any,
     *,
-    as_read: bool = False,
     labels: Sequence[str] = (),
     values: Iterator[Any] | None = None,
     texts: Mapping[str, str] | None = None,
@@ -99,26 +98,22 @@ def save_folder(
 ) -> None:
     """Writes a folder that `read_folder` and `transformers` load.
 
-    All processes must call it; the first process writes, atomically.
+    All processes must call it; the first process writes, atomically. Each tensor gets its dtype in
+    the original folder, and a new tensor the most frequent one.
 
     Args:
         path: A new folder, or one that contains only a model, which is replaced.
         pretrained: The original folder of the model.
         params: Its parameters, scanned or not: jax arrays, or complete NumPy arrays.
-        as_read: Each tensor gets its dtype in `pretrained`, and a new tensor the most
-            frequent one; otherwise the dtype of its leaf, which keeps the bits.
-        labels: Names of the classes by id. () for those of the folder if their number fits, else
-            LABEL_0 and so on.
+        labels: Names of the classes by id; () for those of the folder.
         values: Arrays that replace the leaves of `params`; each is requested when it is written.
         texts: Files of the new folder, by name, instead of copies.
         task: The task that the parameters were trained on, for the config.
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
-    dtypes = [
-        [_dtype_in(pretrained, name) if as_read else np.dtype(x.dtype) for name in of.names]
-        for of, (_, x) in zip(sources, leaves, strict=True)
-    ]
+    read, usual = pretrained.tensors, dtype_of(pretrained)
+    dtypes = [[DTYPES[read[n].dtype] if n in read else usual for n in of.names] for of in sources]
     tensors = _gathered(iter([x for _, x in leaves]) if values is None else values, sources, dtypes)
 
     def write() -> None:
@@ -129,7 +124,7 @@ def save_folder(
             for of, each in zip(sources, dtypes, strict=True)
             for name, dtype in zip(of.names, each, strict=True)
         ]
-        content = _config(pretrained, dict(leaves), entries, labels)
+        content = _config(pretrained, entries, labels)
         content |= {} if task is None else {TASK: task}
         config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         with atomic_path(path, folder=True) as part:
@@ -155,11 +150,6 @@ def dtype_of(pretrained: Pretrained) -> np.dtype:
     return DTYPES[dtypes.most_common(1)[0][0]]
 
 
-def _dtype_in(pretrained: Pretrained, name: str) -> np.dtype:
-    tensor = pretrained.tensors.get(name)
-    return dtype_of(pretrained) if tensor is None else DTYPES[tensor.dtype]
-
-
 def _gathered(
     leaves: Iterable[jax.Array | np.ndarray],
     sources: Iterable[Source],
@@ -180,10 +170,7 @@ def _gathered(
 
 
 def _config(
-    pretrained: Pretrained,
-    leaves: Mapping[str, Any],
-    entries: Sequence[Entry],
-    labels: Sequence[str],
+    pretrained: Pretrained, entries: Sequence[Entry], labels: Sequence[str]
 ) -> dict[str, Any]:
     """Returns the config of the original folder, updated."""
     config = dict(pretrained.raw)
@@ -194,11 +181,7 @@ def _config(
     if config.get("tie_word_embeddings") and "lm_head.weight" in pretrained.tensors:
         config["tie_word_embeddings"] = False
     if pretrained.architecture == "encoder":
-        count = leaves["classifier/bias"].shape[0]
-        if not labels and count != pretrained.labels:
-            labels = [f"LABEL_{i}" for i in range(count)]
         if labels:
-            assert len(labels) == count, f"{count} labels and the names {labels}"
             config["id2label"] = {str(i): name for i, name in enumerate(labels)}
             config["label2id"] = {name: i for i, name in enumerate(labels)}
         # From the previous head; without it, the number of labels decides.
@@ -210,13 +193,13 @@ def _check_replaceable(path: Path, origin: Path) -> None:
     """Refuses to replace a folder that is not a model's, or the original of the model."""
     if path.resolve() == origin.resolve():
         raise ModelError(
-            f"expected another folder than {origin}, from which the model was read, got that one."
+            f"{origin} is the folder from which the model was read. Name another folder."
         )
     names = {file.name for file in path.iterdir()} if path.exists() else set()
     others = names - {*COPIED, CONFIG, SINGLE, INDEX}
     others = [x for x in others if not re.fullmatch(r"model-.*\.safetensors", x)]
     if others:
         raise ModelError(
-            f"expected a new folder or one with nothing but a model to write to, got {path}, which "
-            f"holds {', '.join(sorted(others)[:3])}."
+            f"{path} has files other than a model: {', '.join(sorted(others)[:3])}. Name a new "
+            "folder."
         )

@@ -29,7 +29,7 @@ _ID = "call00000"
 #: Number of forms to remember.
 FORMS = 1024
 
-_REMEDY = "which skips it. Pass another with --chat-template, or leave that out"
+_REMEDY = "Pass another template with --chat-template, or leave it out"
 
 
 class TemplateChecks:
@@ -50,16 +50,14 @@ class TemplateChecks:
         self._failures.update(failure)
         for number, name in missing:
             i, where = int(number.partition(".")[0]), self._template.where
-            wanted = f"expected a template that writes `{name}`"
+            problem = f"the template in {where} skips `{name}`"
             if name == "tools":
-                raise ConversationError(f"{wanted}, got {where}, {_REMEDY}")
+                raise ConversationError(f"{problem}. {_REMEDY}")
             if name in ("content", "tool_calls", "arguments"):
                 role = messages[i]["role"]
                 renamed = rename_roles(role)
-                remedy = f"which skips that role. {renamed}" if renamed else _REMEDY
-                raise ConversationError(
-                    f"{wanted} of message {i + 1} (role {role!r}), got {where}, {remedy}"
-                )
+                remedy = renamed or _REMEDY
+                raise ConversationError(f"{problem} of message {i + 1} (role {role!r}). {remedy}")
             self._fields[name] += 1
 
     def notes(self) -> list[str]:
@@ -68,8 +66,8 @@ class TemplateChecks:
         counts = {
             "fields of messages that it does not write": self._fields,
             f"roles besides {', '.join(USUAL)}, which zenflow-generate does not use": self._roles,
-            "conversations that it does not write with other texts in them, so that no check shows "
-            "what it skips": self._failures,
+            "conversations that it refuses with marks for texts, so that no check shows skipped "
+            "parts": self._failures,
         }
         return [f"{where}: {label}: {listed(count)}" for label, count in counts.items() if count]
 

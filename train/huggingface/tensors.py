@@ -193,15 +193,12 @@ class Reader(contextlib.ExitStack):
         return all(np.array_equal(*pair) for pair in pairs)
 
     def _cut(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+        if tensor.file not in self._files:
+            self._files[tensor.file] = self.enter_context(_opened(tensor.file))
         try:
-            return self._file(tensor.file).get_slice(tensor.name)[index]
+            return self._files[tensor.file].get_slice(tensor.name)[index]
         except elves.ElvesError as error:
             raise ModelError(str(error)) from error
-
-    def _file(self, path: Path):
-        if path not in self._files:
-            self._files[path] = self.enter_context(_opened(path))
-        return self._files[path]
 
 
 def _opened(path: Path) -> Any:
@@ -224,7 +221,7 @@ def _read_header(path: Path) -> list[Tensor]:
     except (OSError, SafetensorError) as error:
         size = f"{path.stat().st_size} bytes" if path.exists() else "none"
         raise ModelError(
-            f"cannot read the safetensors file {path}, of {size} ({error}). Copy the file again."
+            f"the safetensors file {path}, of {size}, is damaged ({error}). Copy the file again."
         ) from error
 
 
@@ -233,7 +230,7 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
         raise _no_safetensors(folder)
     files = read_object(index, ModelError).get("weight_map")
     if not isinstance(files, dict):
-        raise ModelError(f"`weight_map` in {index}: expected an object, got {files!r}.")
+        raise ModelError(f"`weight_map` in {index}: must be an object, but is {files!r}.")
     tensors = []
     for file in sorted(set(files.values())):
         tensors += [tensor for tensor in _read_header(folder / file) if tensor.name in files]
@@ -241,16 +238,16 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
 
 
 def _no_safetensors(folder: Path) -> ModelError:
-    expected = f"expected {SINGLE} or {INDEX} in {folder}, got"
+    problem = f"{folder} has no {SINGLE} or {INDEX}, but"
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
     if not pickles:
         others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
-        return ModelError(f"{expected} {others or 'neither'}.")
+        return ModelError(f"{problem} {others or 'nothing similar'}.")
     # The class decides which head is kept.
     name = (read_object(folder / CONFIG, ModelError).get("architectures") or ["AutoModel"])[0]
     return ModelError(
-        f"{expected} {pickles[0]}: a pickle, which can run any program when it is read. Convert it "
-        f"with torch and transformers' {name}: from_pretrained, save_pretrained."
+        f"{problem} {pickles[0]}: a pickle, which can run any program when read. Convert it with "
+        f"torch and transformers' {name}: from_pretrained, save_pretrained."
     )
 
 

@@ -45,8 +45,8 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
     last = max(tokens.get_vocab(with_added_tokens=True).values(), default=-1)
     if last >= vocabulary:
         raise TokenizerError(
-            f"{folder / TOKENIZER}: expected ids below {vocabulary}, the model's `vocab_size`, but "
-            f"the last one is {last}. Use the tokenizer that came with the model."
+            f"{folder / TOKENIZER}: ids must be below {vocabulary}, the model's `vocab_size`, but "
+            f"the last id is {last}. Use the tokenizer that came with the model."
         )
     entries = {
         name: read_object(folder / name, TokenizerError)
@@ -61,8 +61,8 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
     lacks = "eos_token" if end is None and needs_end else "pad_token" if pad is None else None
     if lacks:
         raise TokenizerError(
-            f"{folder}: expected a token to {'pad with' if lacks == 'pad_token' else 'end with'}, "
-            f"found no `{lacks}` in {' or '.join(_NAMED)}, nor its id in {' or '.join(_NUMBERED)}. "
+            f"{folder}: there is no {'padding' if lacks == 'pad_token' else 'end'} token: neither "
+            f"`{lacks}` in {' or '.join(_NAMED)}, nor its id in {' or '.join(_NUMBERED)}. "
             f"Add `{lacks}` to tokenizer_config.json."
         )
     # A model may have an id for padding that its tokenizer lacks.
@@ -85,15 +85,14 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER
     if not path.is_file():
         raise TokenizerError(
-            f"expected {path}, found none. Create one with transformers: "
+            f"{path} does not exist. Create it with transformers: "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     try:
         tokens = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no exception class of its own
         raise TokenizerError(
-            f"expected a tokenizer in {path}, but `tokenizers` {tokenizers.__version__} cannot "
-            f"read it: {error}."
+            f"`tokenizers` {tokenizers.__version__} cannot read a tokenizer from {path}: {error}."
         ) from error
     # The task decides about lengths, and some files contain those of another use.
     tokens.no_truncation()
@@ -127,7 +126,13 @@ def _special(
         token = entries.get(name, {}).get(f"{kind}_token")
         if isinstance(token, dict):  # a token with its flags
             token = token.get("content")
-        if token is not None and (number := tokens.token_to_id(token)) is not None:
+        if token is not None:
+            number = tokens.token_to_id(token) if isinstance(token, str) else None
+            if number is None:
+                raise TokenizerError(
+                    f"{folder / name}: `{kind}_token` is {token!r}, which {TOKENIZER} lacks. Name "
+                    "a token of that file."
+                )
             return number
     for name in _NUMBERED:
         number = entries.get(name, {}).get(f"{kind}_token_id")
@@ -136,8 +141,8 @@ def _special(
         if number is not None and number != -1:  # some configs write -1 for none
             if type(number) is not int or not 0 <= number < vocabulary:
                 raise TokenizerError(
-                    f"{folder / name}: expected `{kind}_token_id` to be an id from 0 to "
-                    f"{vocabulary - 1}, got {number!r}."
+                    f"{folder / name}: `{kind}_token_id` must be from 0 to {vocabulary - 1}, but "
+                    f"is {number!r}."
                 )
             return number
     return None

@@ -17,6 +17,7 @@ import jax
 
 import zenflow_jax
 from train import Failure
+from train.cli.settings import StepSettings
 
 # How many steps later the device's record of a skipped step is read, so that reading never
 # waits.
@@ -236,13 +237,13 @@ def check_finite(figures: Mapping[str, float], remedy: str) -> None:
     """Raises `NotFiniteError` if the validation before the first step is not finite."""
     for name, value in figures.items():
         if not math.isfinite(value):
-            raise NotFiniteError(f"expected a finite validation {name}, got {value}. {remedy}")
+            raise NotFiniteError(f"the validation {name} is {value}. {remedy}")
 
 
-def causes_of_infinity(model: str | None, dtype: str, learning_rate: float) -> str:
-    weights = "" if model is None else f"a weight in {model}, "
-    computed = "" if dtype == "float32" else f", or {dtype} (--dtype float32)"
+def causes_of_infinity(run: StepSettings) -> str:
+    weights = "" if run.model is None else f"a weight in {run.model}, "
+    computed = "" if run.dtype == "float32" else f", or {run.dtype} (--dtype float32)"
     return (
         f"Possible causes: {weights}the data, a learning rate that is too large (here "
-        f"{learning_rate:g}){computed}."
+        f"{run.learning_rate:g}){computed}."
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,7 +115,7 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
             write(timeline, path)
             line = f"timeline of the last steps: {path}"
         except OSError as error:
-            line = f"expected to write the timeline to {path}, got: {error}"
+            line = f"the timeline cannot be written to {path}: {error}"
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -124,12 +123,9 @@ def command_of_use(model: Path, task: str) -> str | None:
     """Returns the command that uses the model in this folder; None if no command does."""
     if is_pair_task(task):
         return None
-    path = Path(os.path.abspath(model))
-    if path.is_relative_to(cwd := Path.cwd()):
-        path = path.relative_to(cwd)
     prompts = {"language": "The beginning of a text", "alpaca": "An instruction"}
     prompt = {**prompts, "chat": "A question"}.get(task, "A text")
-    return f'{command_of("generate")} --model {shlex.quote(str(path))} "{prompt}"'
+    return f'{command_of("generate")} --model {shlex.quote(str(model))} "{prompt}"'
 
 
 def summary_table(figures: Mapping[str, Any]) -> Table:

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from train.cli.settings import SettingsError
 
@@ -18,12 +18,8 @@ PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb
 BOARD_EVERY_S = 30.0  # the interval of TensorBoard's readers
 
 
-class Reporter(Protocol):
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Records finite values by name, such as `train/loss`."""
-        ...
-
-    def finish(self) -> None: ...
+# It has `log(figures, step)`, for finite values by name, such as `train/loss`, and `finish()`.
+Reporter = Any
 
 
 def check_reporter(kind: str) -> None:
@@ -33,7 +29,7 @@ def check_reporter(kind: str) -> None:
             importlib.import_module(PACKAGES[kind])
     except ImportError as error:
         raise SettingsError(
-            f"`report_to`: expected an installed package, got none for {kind} ({error}): "
+            f"`report_to`: the package for {kind} is not installed ({error}). Install it: "
             f'pip install "{PACKAGES[kind]}".'
         ) from error
 

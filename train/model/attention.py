@@ -58,8 +58,8 @@ def _takes(kernel, *arrays) -> bool:
     except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
         if jax.default_backend() == "gpu" and arrays[0].dtype != jnp.float32:
             warnings.warn(
-                "Attention keeps the scores of all pairs of positions in memory: cuDNN's flash "
-                f"kernel does not take these arrays ({error}).",
+                "Attention stores the scores of all pairs of positions, because cuDNN's flash "
+                f"kernel does not support these arrays ({error}).",
                 stacklevel=3,
             )
         return False

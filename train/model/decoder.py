@@ -141,7 +141,7 @@ class Decoder(Stacked):
         return self.run_blocks(x, *self.block_inputs(tokens, positions))
 
     def block_inputs(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[Any, ...]:
-        """Returns what all blocks read: rotations, and each token's text as its index in the row."""
+        """Returns all blocks' inputs: rotations, and each token's text as its index in the row."""
         text = None
         if positions is None:
             positions = jnp.arange(tokens.shape[1])[None]

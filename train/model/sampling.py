@@ -50,8 +50,8 @@ def continue_tokens(
         number = int(token[0])
         if number < 0:
             raise Failure(
-                "expected finite logits, got some that are not: a weight of the model is infinite "
-                "or no number, or --dtype is too narrow for it."
+                "some logits are not finite: a weight of the model is infinite or NaN, or --dtype "
+                "is too narrow for it."
             )
         yield number
         if number in ends:

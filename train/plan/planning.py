@@ -26,9 +26,8 @@ from train.distributed.sharding import (
     mesh_over,
     weight_shardings,
 )
-from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
+from train.huggingface.config import ARCHITECTURES, CONFIG, read_config, read_raw
 from train.huggingface.hub import model_folder
-from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained
 from train.run import models
 from train.run.memory import host_bytes
@@ -287,7 +286,7 @@ class PlannedStep(NamedTuple):
 def folder_of_config(model: str) -> Pretrained:
     """Returns a model's folder, of which only `config.json` is read."""
     folder = model_folder(model, [CONFIG])
-    raw = read_object(folder / CONFIG, ModelError)
+    raw = read_raw(folder)
     config = read_config(folder / CONFIG, raw)
     return Pretrained(folder, ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
 

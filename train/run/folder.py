@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -14,7 +13,7 @@ from typing import Any
 from elves.atomic import write_text_atomically
 from train.checkpoints.compatibility import DEEPSPEED
 from train.cli.command_line import to_toml
-from train.cli.settings import SettingsError
+from train.cli.settings import Settings, SettingsError
 from train.distributed import processes
 from train.huggingface.chat_template import TEMPLATE
 from train.run import models
@@ -22,45 +21,43 @@ from train.run import models
 # Names the process that holds the lock. It stays when the run ends.
 LOCK = "lock"
 
-# Errors of file systems without locks.
-NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
-
 # The files that a run overwrites.
 WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
 WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
-def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
-    """Returns the folder of the run in `output_dir`, the same for every process.
+def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
+    """Returns the folder of the run, the same for every process.
 
-    `run` names it, and may have an earlier start unless `fresh`; None makes one with this `label`.
+    A named run may have an earlier start unless `fresh`; without a name the folder is new.
     """
+    output_dir, run = settings.output_dir, settings.run
     if not processes.is_first():
         return Path(processes.from_first(""))
     parent = Path(output_dir)
     try:
-        folder = new_run_folder(parent, label) if run is None else parent / run
+        folder = new_run_folder(parent, settings.optimizer) if run is None else parent / run
         folder.mkdir(parents=True, exist_ok=True)
         names = {p.name for p in folder.iterdir()}
     except OSError as error:
-        got = f"{output_dir} ({error.strerror}). Name another --output-dir"
-        raise SettingsError(f"`output_dir`: expected a folder to write to, got {got}.") from error
+        problem = f"cannot write to {output_dir} ({error.strerror})"
+        raise SettingsError(f"`output_dir`: {problem}. Name another --output-dir.") from error
     # Every start makes a lock, but a copied run may lack it.
     is_run = bool(names & {LOCK, "checkpoints"})
     names.discard(LOCK)
     if not is_run and names & WRITTEN:
         raise SettingsError(
-            f"`run`: expected a new folder or a run's, got {folder} with a {min(names & WRITTEN)}."
+            f"`run`: {folder} has a {min(names & WRITTEN)}, but is no run's folder. Name another."
         )
     if fresh and names:
         raise SettingsError(
-            f"`--fresh`: expected {folder} to be new or empty, got a folder with {min(names)}."
+            f"`--fresh`: {folder} is not new or empty: it has {min(names)}. Name another --run."
         )
     written = names & {models.WEIGHTS, models.FOLDER}
     if written and "checkpoints" not in names:
         raise SettingsError(
-            f"`run`: expected a folder with checkpoints to resume from, or a new one, got {folder} "
-            f"with a {written.pop()} and no checkpoints."
+            f"`run`: {folder} has a {written.pop()}, but no checkpoints to resume from. Name a new "
+            "--run."
         )
     processes.from_first(str(folder))
     return folder
@@ -104,14 +101,12 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise SettingsError(
-                f"`run`: expected {folder} to be used by one process, got another that trains in "
-                f"it: {file.read().strip() or 'unknown'}. Stop it (on SIGTERM it saves), or name "
+                f"`run`: {folder} is in use by another process: "
+                f"{file.read().strip() or 'unknown'}. Stop it (on SIGTERM it saves), or name "
                 "another --run."
             ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            say(f"the file system of {folder} has no locks: start no second process with this run")
+        except OSError:  # some file systems have no locks
+            say(f"the file system of {folder} has no locks: do not start this run twice")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

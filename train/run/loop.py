@@ -83,7 +83,7 @@ class Run:
             if self._has_ended():
                 return False
         elif (self.folder / "settings.toml").is_file():  # a start that ended before its first save
-            self._say(f"no checkpoint to resume from in {self.folder}: the run starts again")
+            self._say(f"{self.folder} has no checkpoint to resume from: the run starts again")
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
@@ -106,7 +106,7 @@ class Run:
         if done == steps and last and last["steps"] == done:
             larger = "--steps" if steps == self.job.settings.steps else "--early-stopping-patience"
             self._say(
-                f"{self.folder} has done all its {done} steps. Pass a larger {larger} to "
+                f"{self.folder} has completed all {done} steps. Pass a larger {larger} to "
                 f"continue it, with {self.folder / 'settings.toml'} as the config, or name "
                 "another --run to start again."
             )
@@ -114,7 +114,7 @@ class Run:
         self._say(f"resuming from checkpoint {done} in {self.folder}")
         if done > steps:
             raise SettingsError(
-                f"`steps`: expected at least {done}, which {self.folder} has done, got {steps}."
+                f"`steps`: must be at least {done}, completed in {self.folder}, but is {steps}."
             )
         return False
 

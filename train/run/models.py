@@ -199,7 +199,7 @@ def write(
     if origin is None:
         write_weights(folder / WEIGHTS, params, values)
     else:
-        save_folder(folder, origin, params, values=values, as_read=True, **options)
+        save_folder(folder, origin, params, values=values, **options)
 
 
 def template_files(chat_template: str | None) -> dict[str, str]:

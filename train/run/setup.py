@@ -85,7 +85,7 @@ def read(
     settings, deepspeed = optimizers.with_deepspeed(original := settings, batch_parts(mesh))
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
-            "`--timeline`: expected a training with work on the host (zenflow or offload), got "
+            "`--timeline`: needs steps with host work (zenflow or offload), but the run has "
             f"{settings.optimizer} with steps {settings.steps}."
         )
     if settings.steps == 0:
@@ -98,16 +98,7 @@ def read(
         # A classifier has no logits over tokens.
         vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
         check_memory(parameters, vocabulary, mesh, settings)
-    task = make_task(
-        settings,
-        origin,
-        path=settings.data and Path(settings.data),
-        sequence_length=settings.sequence_length,
-        validation_share=settings.validation_share,
-        seed=settings.seed,
-        say=say,
-    )
-    task = with_best(task, settings.best)
+    task = with_best(make_task(settings, origin, say), settings.best)
     # Validations use micro-batches too, since these fit the device.
     parts, most = settings.micro_batches, settings.eval_batches
     sample = partial(
@@ -121,8 +112,7 @@ def read(
     samples = {name: sample(source, batches=most) for name, source in task.validation.items()}
     tested, checksum = {}, task.checksum
     if settings.test_data is not None:
-        options = {"sequence_length": settings.sequence_length, "say": say}
-        test = make_test(settings, origin, task, **options)
+        test = make_test(settings, origin, task, say)
         tested = {"test": sample(test.validation["validation"])}
         task = task._replace(notes=(*task.notes, *test.notes))
         checksum ^= test.checksum
@@ -176,9 +166,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         validate=figures_on(sources.samples),
         test=figures_on(sources.test) if sources.test else None,
         notes=notes,
-        causes_of_infinity=causes_of_infinity(
-            settings.model, settings.dtype, settings.learning_rate
-        ),
+        causes_of_infinity=causes_of_infinity(settings),
     )
     return job, opt_state
 
@@ -274,8 +262,7 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     for name, value in figures.items():
         per = f" nats per {task.target}" if name.rpartition("/")[2] == "loss" else ""
         say(f"{name} {value:.4f}{per}")
-    causes = causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
-    check_finite(figures, causes)
+    check_finite(figures, causes_of_infinity(settings))
     processes.leave()
 
 
@@ -284,7 +271,7 @@ def _check_evaluation(run: str | None, model: str | None, output_dir: str) -> No
     trained = Path(output_dir) / str(run) / models.FOLDER
     if run is not None and (model is None or Path(model).resolve() != trained.resolve()):
         raise SettingsError(
-            f"`steps`: expected some for the run {run}, got 0, which shows the figures of "
-            f"{model or 'a model that is not trained'}. For those of what the run has trained pass "
-            f"--model {trained}; for those of that model pass --run None."
+            f"`steps`: 0 with the run {run} would only show metrics of "
+            f"{model or 'an untrained model'}. For the model that the run has trained, pass "
+            f"--model {trained}; for that model, pass --run None."
         )

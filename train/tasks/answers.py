@@ -75,8 +75,8 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
             yield chunk
         if not ends:
             notes.append(
-                f"{template.where}: puts no special token after an answer, so a model may not "
-                "learn where to end"
+                f"{template.where}: no special token follows an answer, so a model may not learn "
+                "to stop"
             )
         notes += reader.notes(common_place(paths))
 
@@ -114,14 +114,13 @@ def task_of_answers(
         where, count = common_place(paths), len(encoded.whole)
         if not len(rows):
             raise DataError(
-                f"{where}: expected an answer to learn that begins within {sequence_length} "
-                f"tokens, but in all of {count} examples it begins later, or there is none. Use a "
-                "longer `sequence_length`."
+                f"{where}: in none of {count} examples an answer to learn begins within "
+                f"{sequence_length} tokens. Use a longer `sequence_length`."
             )
         if len(rows) < count:
             notes.append(
-                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer to "
-                f"learn begins within {sequence_length} tokens"
+                f"{where}: left out {count - len(rows)} of {count} examples without an answer to "
+                f"learn that begins within {sequence_length} tokens"
             )
         sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
     if len(sides) == 1:

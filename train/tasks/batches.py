@@ -102,7 +102,7 @@ class Batches(_Shuffled):
         super().__init__(source, **options)
         if self._size > len(source):
             most = f"at most {len(source)}, all the training data"
-            raise SettingsError(f"`batch_size`: expected {most}, got {self._size}.")
+            raise SettingsError(f"`batch_size`: must be {most}, but is {self._size}.")
         # Finding the number of an example takes longer than reading it.
         self._order = self._order.repeat()
         self._last: tuple[int, list[int]] = (-1, [])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from train.cli.settings import DataSettings, SettingsError
+from train.cli.settings import Settings, SettingsError
 from train.huggingface.chat_template import read_template
 from train.huggingface.loading import Pretrained
 from train.huggingface.tokenizer import read_tokenizer
@@ -18,69 +18,69 @@ OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 KINDS = {"decoder": "a decoder, such as a Llama or Qwen", "encoder": "an encoder, such as a BERT"}
 
 
-def make_test(data: DataSettings, origin: Pretrained, task: Task, **options: Any) -> Task:
+def make_test(
+    settings: Settings, origin: Pretrained, task: Task, say: Callable[[str], None]
+) -> Task:
     """Returns the task with the examples of `test_data` for validation, and none to train on."""
-    file = Path(data.test_data)
+    file = Path(settings.test_data)
     if not file.is_file():
-        raise SettingsError(f"`test_data`: expected a file, got {file}, which is not a file.")
-    test = make_task(data, origin, path=file, validation_share=1.0, known=task.labels, **options)
+        raise SettingsError(f"`test_data`: {file} is not a file. Name a file.")
+    # Without steps, all examples may validate.
+    whole = dataclasses.replace(settings, data=str(file), validation_share=1.0, steps=0)
+    test = make_task(whole, origin, say, known=task.labels)
     if test.labels != task.labels:
         raise SettingsError(
-            f"`test_data`: expected the labels to train on, {', '.join(task.labels)}, got "
-            f"{', '.join(test.labels)} in {file}."
+            f"`test_data`: {file} has the labels {', '.join(test.labels)}, but the training data "
+            f"{', '.join(task.labels)}. Use the same labels."
         )
     return test
 
 
 def make_task(
-    data: DataSettings,
+    settings: Settings,
     origin: Pretrained | None,
-    *,
-    path: Path | None,
-    sequence_length: int,
-    validation_share: float,
     say: Callable[[str], None],
-    seed: int = 0,
     known: Sequence[str] = (),
 ) -> Task:
-    """Reads the data in `path`; `origin` is the folder of the model, with its tokenizer.
+    """Reads the data of the settings; `origin` is the folder of the model, with its tokenizer.
 
     The classes are the `known` ones, or else those of the model's head, if all labels are among
     them.
     """
-    task = data.task
-    options = {"sequence_length": sequence_length, "validation_share": validation_share}
-    options["seed"] = seed
+    task, path = settings.task, settings.data and Path(settings.data)
+    options = settings.subset(("sequence_length", "validation_share", "seed"))
     if task == "standard_library":
-        return standard_library.make(corpus_megabytes=data.corpus_megabytes, **options)
+        return standard_library.make(corpus_megabytes=settings.corpus_megabytes, **options)
     kind = "decoder" if task in OF_DECODERS else "encoder"
     if origin.architecture != kind:
         raise SettingsError(
-            f"`model`: expected {KINDS[kind]}, as the task {task} needs, got "
-            f"{KINDS[origin.architecture]} in {origin.folder}. Name another --model or --task."
+            f"`model`: the task {task} needs {KINDS[kind]}, but {origin.folder} is "
+            f"{KINDS[origin.architecture]}. Name another --model or --task."
         )
-    check_length(sequence_length, origin)
+    check_length(settings.sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
     tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
-    store = partial(store_tokens, cache=data.token_cache and Path(data.token_cache), say=say)
+    store = partial(
+        store_tokens, cache=settings.token_cache and Path(settings.token_cache), say=say
+    )
     if task == "language":
-        joined = data.packing == "joined"
+        joined = settings.packing == "joined"
         return language.make(
-            path, tokenizer, joined=joined, field=data.text_column, store=store, **options
+            path, tokenizer, joined=joined, field=settings.text_column, store=store, **options
         )
     if task == "alpaca":
         return answers.make_alpaca(path, tokenizer, store=store, **options)
     if task == "chat":
-        file = data.chat_template and Path(data.chat_template)
+        file = settings.chat_template and Path(settings.chat_template)
         template = read_template(origin.folder, tokenizer.tokens, file)
         return answers.make_chat(path, tokenizer, template, store=store, **options)
     if task == "classification":
         columns = classification.Columns(
-            data.text_column, data.label_column, data.second_text_column
+            settings.text_column, settings.label_column, settings.second_text_column
         )
         known = known or class_names(origin)
         return classification.make(path, tokenizer, columns, known=known, **options)
-    return glue.make(task, path, tokenizer, sequence_length=sequence_length)
+    return glue.make(task, path, tokenizer, sequence_length=settings.sequence_length)
 
 
 def with_best(task: Task, best: str | None) -> Task:
@@ -115,7 +115,6 @@ def check_length(sequence_length: int, origin: Pretrained) -> None:
     longest = origin.config.positions
     if sequence_length > longest:
         raise SettingsError(
-            f"`sequence_length`: expected at most {longest}, for which the model in "
-            f"{origin.folder} has positions, got {sequence_length}. Pass "
-            f"--sequence-length {longest}."
+            f"`sequence_length`: {sequence_length} exceeds the {longest} positions of the model in "
+            f"{origin.folder}. Pass --sequence-length {longest}."
         )

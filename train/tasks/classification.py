@@ -122,8 +122,8 @@ def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
     yield f"{len(classes)} classes, with their examples: {shorten(counted)}"
     if shares.max() >= UNBALANCED:
         yield (
-            f"accuracy is {shares.max():.3f} where every text counts as {classes[order[-1]]!r}; "
-            "--best macro_f1 has --keep-best weigh all classes alike"
+            f"accuracy is {shares.max():.3f} if every text counts as {classes[order[-1]]!r}; with "
+            "--best macro_f1, --keep-best weighs all classes alike"
         )
 
 
@@ -137,8 +137,8 @@ def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -
     if not 2 <= len(classes) <= max(MANY_CLASSES, len(labels) // 2):
         listed = ", ".join(shorten(repr(label)) for label in classes[:3])
         raise DataError(
-            f"{data}: expected at least two classes in column {column!r}, and few, got "
-            f"{len(classes)} in {len(labels)} rows: {listed}. Name the column with --label-column."
+            f"{data}: column {column!r} has {len(classes)} classes in {len(labels)} rows: {listed}."
+            " Name a column with at least two, and few, with --label-column."
         )
     return classes
 
@@ -152,8 +152,8 @@ def _ids(side: Rows, classes: list[str], known: Sequence[str], column: str) -> l
         ids.append(exact.get(label, folded.get(label.lower(), -1)))
         if ids[-1] < 0:
             raise DataError(
-                f"{place}: expected one of the labels to train on in column {column!r}: "
-                f"{shorten(', '.join(map(repr, exact)))}, got {label!r}."
+                f"{place}: the label {label!r} in column {column!r} is none of the training data: "
+                f"{shorten(', '.join(map(repr, exact)))}."
             )
     return ids
 
@@ -173,7 +173,7 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
             else:
                 blank.append(where.rpartition(" ")[2])
         if len(rows.labels) == before:
-            raise DataError(f"{path}: expected examples, found none.")
+            raise DataError(f"{path}: the file has no examples.")
         if blank:
             notes.append(f"{path.name}: left out {len(blank)} rows without text: {first_30(blank)}")
     return rows
@@ -201,9 +201,9 @@ def _label(where: str, record: dict[str, Any], column: str, names: list[str] | N
         case str() if label.strip():
             return re.sub(r"^(-?\d+)\.0+$", r"\1", label.strip())
         case int() | str() | None:  # such as -1 for unlabelled rows
-            raise DataError(f"{where}: expected a label in column {column!r}, found none.")
-    got = f"{shorten(repr(label))}. Name another one with --label-column"
-    raise DataError(f"{where}: expected the label of a class in column {column!r}, got {got}.")
+            raise DataError(f"{where}: column {column!r} has no label.")
+    problem = f"column {column!r} has no class, but {shorten(repr(label))}"
+    raise DataError(f"{where}: {problem}. Name another column with --label-column.")
 
 
 def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -216,13 +216,18 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     else:
         tsv = ((n, line.removesuffix("\n").split("\t")) for n, line in lines(path) if line.strip())
         rows, remedy = ((n, [_unquoted(cell) for cell in cells]) for n, cells in tsv), AS_CSV
+    first = next(lines(path), (1, ""))[1]
+    if "\r" in first.strip() and not first.endswith("\n"):
+        raise DataError(
+            f"{path}: lines end with a bare carriage return. Convert it: tr '\\r' '\\n' < A > B"
+        )
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     _check_header(path, names, columns)
     for number, cells in rows:
         where = f"{path}, line {number}"
         if len(cells) != len(names):
-            wanted = f"{len(names)} columns, as the header has"
-            raise DataError(f"{where}: expected {wanted}, got {len(cells)}. {remedy}.")
+            problem = f"{len(cells)} columns, but the header has {len(names)}"
+            raise DataError(f"{where}: {problem}. {remedy}.")
         yield where, dict(zip(names, cells, strict=True))
 
 
@@ -243,8 +248,8 @@ def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
                 yield number, cells
     except csv.Error as error:
         raise DataError(
-            f"{path}, line {begin}: expected CSV, got a row that ends in line {reader.line_num}, "
-            f'which cannot be read ({error}). Write each `"` inside of a text as `""`.'
+            f"{path}, line {begin}: the row to line {reader.line_num} is not valid CSV ({error}). "
+            'Write each `"` inside of a text as `""`.'
         ) from error
     finally:
         csv.field_size_limit(longest)
@@ -265,9 +270,9 @@ def _check_header(path: Path, names: list[str], columns: Columns) -> None:
         flags["--second-text-column"] = columns.second
     for flag, column in flags.items():
         if names.count(column) != 1:
-            got = ", ".join(map(repr, names)) or "an empty file"
+            header = ", ".join(map(repr, names)) or "empty"
             remedy = "Rename all but one." if column in names else f"Name it with {flag}."
             raise DataError(
-                f"{path}, line 1: expected a header with one column {column!r}, got "
-                f"{shorten(got)}. {remedy}"
+                f"{path}, line 1: the header needs one column {column!r}, but is "
+                f"{shorten(header)}. {remedy}"
             )

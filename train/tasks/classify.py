@@ -28,14 +28,14 @@ def check_classifier(origin: Pretrained) -> None:
     """Refuses a folder whose model cannot classify a single text."""
     if origin.labels is None:
         raise SettingsError(
-            "`model`: expected a decoder, or an encoder with a head that classifies, got "
-            f"{origin.folder} ({origin.raw['model_type']}), which has none. Pass runs/NAME/model."
+            f"`model`: {origin.folder} ({origin.raw['model_type']}) has no head that classifies. "
+            "Pass a decoder, or a trained encoder: runs/NAME/model."
         )
     task = origin.raw.get(TASK)
     if is_pair_task(task):
         raise SettingsError(
-            f"`model`: expected a model of the classes of single texts, got {origin.folder}, which "
-            f"was trained on pairs ({task})."
+            f"`model`: {origin.folder} was trained on pairs of texts ({task}). Pass a model that "
+            "classifies single texts."
         )
 
 

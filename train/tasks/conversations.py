@@ -46,20 +46,17 @@ class Conversations:
         if self._with_system:
             notes.append(
                 f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
-                "system message: ask the model with one, too (zenflow-generate --system)"
+                "system message: prompt the model with one, too (zenflow-generate --system)"
             )
         return notes
 
     def _written(
         self, where: str, messages: list[dict], tools: list | None, skipped: set[int]
     ) -> Conversation:
-        # OpenAI has arguments of calls as JSON text.
-        parsed = [
-            m | {"tool_calls": [_parsed(f"{where}, message {n}", call) for call in m["tool_calls"]]}
-            if "tool_calls" in m
-            else m
-            for n, m in enumerate(messages, 1)
-        ]
+        parsed = [dict(message) for message in messages]
+        for n, message in enumerate(parsed, 1):
+            if calls := message.get("tool_calls"):  # OpenAI has their arguments as JSON text
+                message["tool_calls"] = [_parsed(f"{where}, message {n}", call) for call in calls]
         try:
             conversation = self._template.conversation(parsed, tools, skipped)
         except ConversationError:
@@ -76,11 +73,11 @@ def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]],
     if MESSAGES not in record:
         names = ", ".join(map(repr, record)) or "none"
         remedy = fields.conversation_remedy(record)
-        raise DataError(f"{where}: expected a field {MESSAGES!r}, found {names}. {remedy}.")
+        raise DataError(f"{where}: the field {MESSAGES!r} is missing (fields: {names}). {remedy}.")
     messages = record[MESSAGES]
     if not isinstance(messages, list) or not messages:
         got = shorten(repr(messages))
-        raise DataError(f"{where}: expected a list of messages in {MESSAGES!r}, got {got}.")
+        raise DataError(f"{where}: {MESSAGES!r} must be a list of messages, but is {got}.")
     checked, skipped = [], set()
     for i, message in enumerate(messages):
         place = f"{where}, message {i + 1}"
@@ -93,7 +90,7 @@ def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]],
 def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         got = shorten(repr(message))
-        raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, got {got}.')
+        raise DataError(f'{where}: must be {{"role": ..., "content": ...}}, but is {got}.')
     # Files that were tables have a column for each field of any message.
     message = {name: value for name, value in message.items() if value is not None}
     for name, value in message.items():
@@ -115,8 +112,8 @@ def _expect_objects(where: str, field: str, items: Any) -> None:
     )
     if not fitting:
         raise DataError(
-            f"{where}: expected a list in the field {field!r}, with an object "
-            f'{{"type": "function", "function": {{...}}}} for each, got {shorten(repr(items))}.'
+            f"{where}: the field {field!r} must be a list of objects "
+            f'{{"type": "function", "function": {{...}}}}, but is {shorten(repr(items))}.'
         )
 
 
@@ -129,6 +126,6 @@ def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         got = shorten(repr(arguments))
         raise DataError(
-            f"{where}: expected JSON in the arguments of a call ({error}), got {got}."
+            f"{where}: the arguments of a call are not valid JSON ({error}): {got}."
         ) from error
     return call | {"function": parsed} if "function" in call else parsed

@@ -59,7 +59,7 @@ class Examples:
     def split(self, data: Path, *, validation_share: float, seed: int) -> list[Examples]:
         """Returns the examples of `data` that train, and those that validate."""
         if len(self) < 2 and validation_share < 1:
-            raise DataError(f"expected at least two examples in {data}, got {len(self)}.")
+            raise DataError(f"{data} needs at least two examples, but has {len(self)}.")
         sides = []
         for side in self._drawn(validation_share=validation_share, seed=seed):
             sides.append(copy.copy(self))
@@ -168,7 +168,7 @@ def describe_example(
         weights = example.get("weights", np.ones(len(tokens) - 1))
         stop = source.lengths[0] + 1 if isinstance(source, Padded) else len(tokens)
         text = _marked(tokens[:stop], np.append(0, weights)[:stop], tokenizer)
-    return (f"an example, what is learned in ⟦⟧: {text!r}",)
+    return (f"an example, with learned text in ⟦⟧: {text!r}",)
 
 
 def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer) -> str:

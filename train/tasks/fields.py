@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from train.huggingface.chat_template import ASSISTANT
+from train.huggingface.chat_template import ASSISTANT, rename_roles
 from train.huggingface.template_checks import listed
 from train.tasks.batches import DataError
 from train.tasks.files import shorten
@@ -19,9 +19,9 @@ _PAIRS = (
     "That is preference data (DPO, KTO), and training on preferences is not supported. Keep "
     "only the good answers, without that field"
 )
-_MEDIA = "Models here read only text. Leave those examples out"
-_PARTS = "An answer is learned as a whole, or with `weight` 0 not at all. Remove the field"
-_KWARGS = "Templates do not get it here. Remove the field, or write it into the messages"
+_MEDIA = "Models here read only text. Leave out those examples"
+_PARTS = "Answers are learned as a whole, or not at all with `weight` 0. Remove the field"
+_KWARGS = "Templates do not receive it here. Remove the field, or write it into the messages"
 
 REFUSED = {
     **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), _PAIRS),
@@ -74,8 +74,8 @@ class Fields:
             if name not in WEIGHTS:
                 self._others[name] += 1
             elif value != 1:
-                got = f"{where}: expected 1 in the field {name!r}, got {shorten(repr(value))}."
-                raise DataError(f"{got} Leave that example out.")
+                problem = f"{where}: the field {name!r} must be 1, but is {shorten(repr(value))}."
+                raise DataError(f"{problem} Leave out that example.")
 
     def notes(self, where: object) -> list[str]:
         """Returns a sentence that lists the other fields, each with its number of records."""
@@ -90,7 +90,7 @@ def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> Non
     if name == "label" and not isinstance(value, bool):  # names a class; a bool is a verdict (KTO)
         return
     got = shorten(repr(value))
-    raise DataError(f"{where}: expected no field {name!r}, got {got}. {refused[name]}.")
+    raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {refused[name]}.")
 
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
@@ -102,11 +102,11 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
             continue
         if not isinstance(value, int | float) or value not in (0, 1):
             got = shorten(repr(value))
-            raise DataError(f"{where}: expected 0 or 1 in the field {name!r}, got {got}.")
+            raise DataError(f"{where}: the field {name!r} must be 0 or 1, but is {got}.")
         if value and not of_assistant:
             raise DataError(
-                f"{where}: expected 0 in the field {name!r}, as only what the role {ASSISTANT!r} "
-                f"writes is learned, got {value!r}. Remove the field."
+                f"{where}: the field {name!r} is {value!r}, but only messages of the role "
+                f"{ASSISTANT!r} are learned. Remove the field."
             )
         learned = learned and bool(value)
     return learned
@@ -121,7 +121,7 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
     for name in misnamed + lacking:
         names = ", ".join(map(repr, record)) or "none"
         remedy = alpaca_remedy(record)
-        raise DataError(f"{where}: expected a field {name!r}, found {names}. {remedy}.")
+        raise DataError(f"{where}: the field {name!r} is missing (fields: {names}). {remedy}.")
 
 
 def alpaca_remedy(record: Mapping[str, Any]) -> str:
@@ -136,7 +136,7 @@ def alpaca_remedy(record: Mapping[str, Any]) -> str:
 def conversation_remedy(record: Mapping[str, Any]) -> str:
     """Returns the remedy for a record without `messages`."""
     if "conversations" in record:
-        return f"Rename it to `messages`, and in its items {_ITEMS}"
+        return _conversations_remedy(record["conversations"])
     if "message_tree_id" in record or {"message_id", "parent_id"} <= record.keys():
         return "That is a tree of messages (OASST): make a conversation of each path through it"
     if "instruction" in record:
@@ -147,6 +147,18 @@ def conversation_remedy(record: Mapping[str, Any]) -> str:
     if "prompt" in record:
         return 'Write [{"role": "user", "content": PROMPT}, {"role": "assistant", ...}] into it'
     return "Rename the field"
+
+
+def _conversations_remedy(messages: Any) -> str:
+    messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    roles = dict.fromkeys(str(message.get("from", message.get("role"))) for message in messages)
+    steps = ["Rename it to `messages`"]
+    if not messages or any("from" in message for message in messages):
+        steps[0] += f", and in its items {_ITEMS}"
+    if "function_call" in roles:
+        del roles["function_call"]
+        steps.append("Make each 'function_call' a message of the assistant with `tool_calls`")
+    return ". ".join(filter(None, [*steps, rename_roles(*roles)]))
 
 
 def _is_empty(value: Any) -> bool:

@@ -45,13 +45,10 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         return Files([data], [], [])
     kinds = " or ".join("*" + suffix for suffix in suffixes)
     if not data.is_dir():
-        got = f"the file {data}" if data.exists() else f"nothing at {data}"
-        raise DataError(f"`data`: expected a file {kinds}, or a folder of such, found {got}.")
+        problem = "is another file" if data.exists() else "does not exist"
+        raise DataError(f"`data`: {data} {problem}. Name a file {kinds}, or a folder of them.")
     if ".arrow" in suffixes and (parts := tables.saved_parts(data)) is not None:
-        files = Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
-        if not files.train:
-            raise DataError(f"expected a part train in {data}, found {', '.join(parts) or 'none'}.")
-        return files
+        return Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
     parts = {path.name: [path] for path in _fitting(data, suffixes)}
     below = {
         folder.name: files
@@ -61,14 +58,11 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     if not parts and not any(map(_side_of, below)):
         names = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "no files"
         remedy = f" Pass --data {data / min(below)}" if below else ""
-        raise DataError(f"`data`: expected files {kinds} in {data} itself, found {names}.{remedy}")
-    train, validation, notes = _sides(data, parts or below)
-    if not train:
-        beside = f"beside {', '.join(parts or below)} in {data}"
-        raise DataError(f"expected files train*{suffixes[0]} {beside}, found none.")
+        raise DataError(f"`data`: {data} itself has no files {kinds}, but {names}.{remedy}")
+    files = _sides(data, parts or below)
     if parts and below:
-        notes.append(f"{data}: left out the folders in it: {', '.join(below)}")
-    return Files(train, validation, notes)
+        files.notes.append(f"{data}: left out the folders in it: {', '.join(below)}")
+    return files
 
 
 def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -89,10 +83,13 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
         of_side[_side_of(name)].append(name)
     notes, unnamed = [], of_side[None]
     if of_side["train"] and unnamed:
-        notes.append(f"{data}: left out {', '.join(unnamed)}, since there is train*")
+        notes.append(f"{data}: left out {', '.join(unnamed)}, beside train*")
     if of_side["test"]:
         notes.append(f"{data}: left out the test data {', '.join(of_side['test'])}")
     train = of_side["train"] or unnamed
+    if not train:
+        present = ", ".join(parts) or "nothing"
+        raise DataError(f"{data} has no training data (train*), but {present}.")
     return Files(
         [file for name in train for file in parts[name]],
         [file for name in of_side["validation"] for file in parts[name]],
@@ -105,9 +102,7 @@ def _side_of(name: str) -> str | None:
 
     `train-00000-of-00002` and `chat_train` name one, `trains` and `how-to-train-a-dog` do not.
     """
-    words = [
-        word for word in re.split(r"[-_. \d]+", _SHARD.sub("", Path(name).stem.lower())) if word
-    ]
+    words = re.findall(r"[^-_. \d]+", _SHARD.sub("", Path(name).stem.lower()))
     sides = {
         side
         for word in (words[:1] + words[-1:])
@@ -115,7 +110,7 @@ def _side_of(name: str) -> str | None:
         if re.fullmatch(f"({pattern})(set|data)?", word)
     }
     if len(sides) > 1:
-        raise DataError(f"`data`: cannot tell whether {name} is to train on. Rename it.")
+        raise DataError(f"`data`: {name} could be training or other data. Rename it.")
     return sides.pop() if sides else None
 
 
@@ -129,11 +124,11 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{path}, line {number}: expected UTF-8, got {line[error.start]:#x} at byte "
+                    f"{path}, line {number}: the text is not UTF-8: {line[error.start]:#x} at byte "
                     f"{error.start + 1} of the line ({error.reason})."
                 ) from error
             if "\0" in text:  # usually UTF-16, or a damaged file
-                raise DataError(f"{path}, line {number}: expected UTF-8 text, got NUL.")
+                raise DataError(f"{path}, line {number}: the text has a NUL. Convert it to UTF-8.")
             yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
 
 
@@ -169,7 +164,7 @@ def expect_examples(
             yield example
             empty = False
         if empty:
-            raise DataError(f"{path}: expected examples, found none.")
+            raise DataError(f"{path}: the file has no examples.")
 
 
 def text_field(
@@ -178,11 +173,11 @@ def text_field(
     """Returns the text in a field of a record; `DataError`, with the `remedy`, if there is none."""
     if field not in record:
         names = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{where}: expected a field {field!r}, found {names}. {remedy}.")
+        raise DataError(f"{where}: the field {field!r} is missing (fields: {names}). {remedy}.")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: expected a text in the field {field!r}, got "
+            f"{where}: the field {field!r} must be text, but is "
             f"{shorten(json.dumps(text, default=repr))}."
         )
     return text
@@ -234,12 +229,12 @@ def _parse(where: str, text: str, *, line: bool = False) -> Any:
         else:
             place, reason = where, str(error)
         got = shorten(text.strip())
-        raise DataError(f"{place}: expected JSON ({reason}), got {got!r}.") from error
+        raise DataError(f"{place}: the text is not valid JSON ({reason}): {got!r}.") from error
 
 
 def _object(where: str, item: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(item, dict):
         raise DataError(
-            f'{where}: expected an object {{"field": ...}}, got {shorten(json.dumps(item))}.'
+            f'{where}: must be an object {{"field": ...}}, but is {shorten(json.dumps(item))}.'
         )
     return where, item

@@ -148,8 +148,8 @@ def _find(name: str, fmt: Format, data: Path) -> tuple[Path, Files]:
         ", ".join(file for files in layout.values() for file in files) for layout in fmt.layouts
     )
     raise DataError(
-        f"expected the files of {name} in {data} or in {fmt.folder} below it: {wanted}, got "
-        "others. They are those of GLUE's download, https://gluebenchmark.com/tasks."
+        f"{data} and its folder {fmt.folder} lack files of {name}: {wanted}. Download them from "
+        "GLUE, https://gluebenchmark.com/tasks."
     )
 
 
@@ -168,14 +168,14 @@ def _read(path: Path, fmt: Format, broken: list[int] | None, labels: list[int]) 
             continue
         if not row:
             raise DataError(
-                f"{where}: expected {len(names)} columns ({', '.join(names)}), got {len(cells)}."
+                f"{where}: needs {len(names)} columns ({', '.join(names)}), but has {len(cells)}."
             )
         if not all(texts):
             missing = fmt.sentences[texts.index("")]
-            raise DataError(f"{where}: expected text in column {missing!r}, found it empty.")
+            raise DataError(f"{where}: column {missing!r} is empty.")
         if row[fmt.label] not in ids:
             raise DataError(
-                f"{where}: expected a label of {', '.join(ids)} in column {fmt.label!r}, got "
+                f"{where}: column {fmt.label!r} must have a label of {', '.join(ids)}, but has "
                 f"{row[fmt.label]!r}."
             )
         labels.append(ids[row[fmt.label]])
@@ -187,7 +187,7 @@ def _header(path: Path, fmt: Format, line: str) -> tuple[str, ...]:
     names = tuple(line.removesuffix("\n").split("\t"))
     if missing := [column for column in needed if column not in names]:
         raise DataError(
-            f"{path}, line 1: expected a header with the columns {', '.join(needed)} between tabs, "
-            f"got {shorten(line.strip())!r} without {', '.join(missing)}."
+            f"{path}, line 1: the header {shorten(line.strip())!r} lacks {', '.join(missing)}. It "
+            f"must have the columns {', '.join(needed)}, separated by tabs."
         )
     return names

@@ -62,9 +62,9 @@ def make(
         count = int(lengths.sum())
         if count <= sequence_length and (part, validation_share) != ("train", 1):
             raise DataError(
-                f"expected text for at least one window of {sequence_length} + 1 tokens in the "
-                f"part for {part} of {data}, got {count} tokens. Give more text, a shorter "
-                "`sequence_length` or another `validation_share`."
+                f"the {part} part of {data} has {count} tokens, too few for a window of "
+                f"{sequence_length} + 1. Provide more text, a shorter `sequence_length` or another "
+                "`validation_share`."
             )
         checksum = zlib.crc32(lengths, zlib.crc32(begins, checksum))
     windows, validation = (Windows(side, sequence_length, joined=joined) for side in sides)
@@ -172,7 +172,7 @@ def _pieces_of(
                 yield piece
             count, blank = count + (number >= 0), blank + (number < 0)
         if not count:
-            raise DataError(f"{path}: expected text, found an empty file or none but blank texts.")
+            raise DataError(f"{path}: the file is empty, or has only blank texts.")
         if blank:
             notes.append(f"{path.name}: blank texts left out: {blank}")
     notes += fields.notes(common_place(paths))

@@ -47,10 +47,6 @@ def source_files(root: Path) -> list[Path]:
         # In place, so that the walk does not enter them: site-packages can be huge.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
-    if not paths:
-        raise DataError(
-            f"expected the source files (*.py) of Python's standard library below {root}, got none."
-        )
     return sorted(paths, key=Path.as_posix)
 
 
@@ -75,7 +71,7 @@ def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:
         raise DataError(
-            f"expected text for at least one window of {sequence_length} bytes, got {len(text)} "
-            "bytes. Raise `corpus_megabytes`."
+            f"{len(text)} bytes of text fill no window of {sequence_length} bytes. Raise "
+            "`corpus_megabytes`."
         )
     return Windows(as_one(text), sequence_length)

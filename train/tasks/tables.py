@@ -69,8 +69,8 @@ def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
         return {"": _files_of(folder)}
     if (folder / INFO).is_file() and any(folder.glob("*.arrow")):
         raise DataError(
-            f"expected a folder that `save_to_disk` of `datasets` has written, got {folder} with "
-            f"no {STATE}: a part of its cache. Save it: dataset.save_to_disk(DIR)."
+            f"{folder} is in the cache of `datasets`, without {STATE}. Save the data and pass that "
+            "folder: dataset.save_to_disk(DIR)."
         )
     return None
 
@@ -84,30 +84,30 @@ def _files_of(folder: Path) -> list[Path]:
 def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
     """Returns the schema and the batches of a table; Arrow files and streams alike."""
     try:
-        import pyarrow as arrow
+        import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            f"expected pyarrow, which reads {path.name}, got none ({error}). Install it: pip "
+            f"reading {path.name} needs pyarrow, which is not installed ({error}). Install it: pip "
             "install pyarrow"
         ) from error
     try:
         if path.name.lower().endswith(".parquet"):
-            with arrow.parquet.ParquetFile(path) as table:
+            with pyarrow.parquet.ParquetFile(path) as table:
                 yield table.schema_arrow, table.iter_batches(batch_size=ROWS)
             return
-        with arrow.memory_map(str(path)) as file:
+        with pyarrow.memory_map(str(path)) as file:
             begin = file.read(6)
             file.seek(0)
             if begin == b"ARROW1":
-                reader = arrow.ipc.open_file(file)
+                reader = pyarrow.ipc.open_file(file)
                 yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
             else:
-                reader = arrow.ipc.open_stream(file)
+                reader = pyarrow.ipc.open_stream(file)
                 yield reader.schema, reader
-    except (arrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise DataError(
-            f"{path}: expected a table, got {size} bytes that pyarrow cannot read ({error}). A "
-            "repository that was cloned without git-lfs has pointers only."
+            f"{path}: pyarrow cannot read a table from its {size} bytes ({error}). A repository "
+            "cloned without git-lfs has only pointers."
         ) from error

@@ -71,8 +71,8 @@ def store_tokens(
             return Encoded._make([*map(_map_file, files, dtypes), record["checksum"]])
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
-                f"{folder}: expected tokens that an earlier start has written, got {error!r}. "
-                "Delete that folder."
+                f"{folder}: tokens from an earlier start cannot be read ({error!r}). Delete that "
+                "folder."
             ) from error
 
 
@@ -85,8 +85,8 @@ def _write_folder(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        wanted = f"`token_cache`: expected a folder to write to, got {folder.parent}"
-        raise DataError(f"{wanted} ({error.strerror}).") from error
+        problem = f"`token_cache`: cannot write to {folder.parent} ({error.strerror})"
+        raise DataError(f"{problem}. Name another folder.") from error
     notes: list[str] = []
     try:
         with atomic_path(folder, folder=True) as part, contextlib.ExitStack() as stack:
@@ -118,8 +118,8 @@ def _write(
                 files[i].flush()
             except OSError as error:
                 raise DataError(
-                    f"expected room for the tokens of the data in {where}, got: {error}. Make room "
-                    "or name a folder with more: --token-cache DIR."
+                    f"the tokens cannot be written to {where}: {error}. Free disk space or name "
+                    "another folder: --token-cache DIR."
                 ) from error
 
     for tokens, marks, starts, whole, _ in chunks:

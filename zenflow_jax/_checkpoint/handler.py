@@ -15,7 +15,7 @@ from zenflow_jax._spec.rules import check_int_or_none
 
 
 class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
-    """Writes an engine's state from the engine's own memory, while the run goes on.
+    """Writes an engine's state from the engine's own memory, while the run continues.
 
     orbax finds it by the arguments `EngineSave` and `EngineRestore`.
 
@@ -60,7 +60,7 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
     ) -> dict[str, Any]:
-        """Restores what `EngineSave` wrote into `directory`; `args` may be None."""
+        """Restores the state that `EngineSave` wrote into `directory`; `args` may be None."""
         del args
         return read_engine_state(_local(directory))
 
@@ -108,8 +108,8 @@ class EngineSave(ocp.args.CheckpointArgs):
     def __post_init__(self) -> None:
         if not hasattr(self.engine, "stream"):
             raise TypeError(
-                f"expected a `HostEngine`, got {type(self.engine).__name__}. `PyTreeSave` and "
-                "`StandardSave` save `engine.state()`."
+                f"`engine` is a {type(self.engine).__name__}. Pass a `HostEngine`; to save "
+                "`engine.state()` use `PyTreeSave` or `StandardSave`."
             )
         check_int_or_none("copy_bytes", self.copy_bytes, 0)
 
@@ -117,7 +117,7 @@ class EngineSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_restore=True)
 @dataclasses.dataclass
 class EngineRestore(ocp.args.CheckpointArgs):
-    """Restores what `EngineSave` saved, for `HostEngine(engine_state=...)`.
+    """Restores the state that `EngineSave` saved, for `HostEngine(engine_state=...)`.
 
     The result is a tree like `engine.state()`, but large arrays stay in their files until the new
     engine reads them, on any number of devices and processes. Keep the files until then.
@@ -143,7 +143,7 @@ class EngineRestore(ocp.args.CheckpointArgs):
 def _local(directory: epath.PathLike) -> Path:
     if "://" in str(directory):
         raise ValueError(
-            f"expected a folder of a file system, got {directory}. Save `engine.state()` by "
-            "`PyTreeSave` or `StandardSave` there, or mount it."
+            f"{directory} is not on a file system. Mount it, or save `engine.state()` there with "
+            "`PyTreeSave` or `StandardSave`."
         )
     return Path(directory)

@@ -43,9 +43,8 @@ def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np
     piece = piece_of(x, index)
     if piece is None and not x.is_fully_addressable:
         raise ValueError(
-            f"expected this process's part {part.index} of {name} of {part.spec.name} in its "
-            f"memory, got an array on {x.sharding}. Restore with "
-            "`abstract_engine_state(opt_state)` as the template."
+            f"The restored {name} of {part.spec.name} lacks this process's part {part.index}: it "
+            f"is on {x.sharding}. Restore with `abstract_engine_state(opt_state)` as the template."
         )
     return np.asarray(x)[index] if piece is None else piece
 
@@ -90,9 +89,8 @@ def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
         channels = host_channels(part.of(states[part.leaf].channels), part)
         if channels.size and not 0 <= channels.min() <= channels.max() < part.spec.n:
             raise UnfitRunError(
-                f"expected each device to have its share of the selected channels of "
-                f"{part.spec.name}, got a selection that was made over fewer devices. Resume where "
-                "no more devices divide its channel axis than in the saved run."
+                f"Fewer devices than now divided the channel axis of {part.spec.name} when its "
+                "channels were selected. Resume with at most as many devices along this axis."
             )
 
 
@@ -133,16 +131,16 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
         specs = [leaf.spec for leaf in state.leaves]
         options = {name: np.asarray(x) for name, x in options.items()}
         old, new = (_describe_options(x, specs) for x in (options, options_of(state)))
-        for what in new:
-            if old.get(what) != new[what]:
+        for name in new:
+            if old.get(name) != new[name]:
                 raise UnfitRunError(
-                    f"expected {what} as in the saved run, {old.get(what)}, got {new[what]}. "
-                    f"{_MAY_CHANGE}"
+                    f"This run differs from the saved run: {name} is {new[name]}, but was "
+                    f"{old.get(name)}. {_MAY_CHANGE}"
                 )
     if jax.tree.structure(saved) != jax.tree.structure(expected):
         raise ValueError(
-            "expected `engine_state` with the structure of `abstract_engine_state(opt_state)`, got "
-            f"{str(jax.tree.structure(saved))[:200]}. Pass what `engine.state()` returned for a "
+            "`engine_state` has another structure than `abstract_engine_state(opt_state)`: "
+            f"{str(jax.tree.structure(saved))[:200]}. Pass the result of `engine.state()` from a "
             "run with the same parameters and options."
         )
     for (path, x), y in zip(
@@ -150,8 +148,8 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
     ):
         if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
             raise UnfitRunError(
-                f"expected {y.dtype} {tuple(y.shape)} at {jax.tree_util.keystr(path)} of "
-                f"`engine_state`, got {x.dtype} {tuple(x.shape)}. {_MAY_CHANGE}"
+                f"`engine_state` has {x.dtype} {tuple(x.shape)} at {jax.tree_util.keystr(path)}, "
+                f"but this run needs {y.dtype} {tuple(y.shape)}. {_MAY_CHANGE}"
             )
 
 
@@ -159,15 +157,16 @@ def _check_layout(written: Any) -> None:
     """Refuses another layout, from files or from any saver's tree."""
     names = written if isinstance(written, Mapping) else {}
     if list(names) != [_version.LAYOUT_NAME]:
-        layout = ", ".join(names) or "one that does not say its layout, of a version before 0.2.0"
+        layout = ", ".join(names) or "unknown, from a version before 0.2.0"
         raise UnfitRunError(
-            f"expected an `engine_state` of {_version.LAYOUT_NAME}, got {layout}. Go on with the "
-            "version that wrote it, or begin a new run with its parameters, from `tx.init(params)`."
+            f"This version reads an `engine_state` of {_version.LAYOUT_NAME}; the layout of this "
+            f"one is {layout}. Continue with the version that wrote it, or start a new run from "
+            "its parameters, with `tx.init(params)`."
         )
 
 
 _MAY_CHANGE = (
-    "A resumed run needs the parameters and options of the saved one, but for learning rate, "
+    "Resume with the saved run's parameters and options. Only these may change: learning rate, "
     "betas, eps, weight decay, `max_grad_norm`, devices, processes, `partition_replicated` and "
     "`send_gradients` (unless that is 'per_window'). "
     "The number of selected channels also depends on the number of devices that divide a channel "
@@ -231,17 +230,16 @@ def find_difference(
     `sums` are the parameters' fingerprints; a 0 in `counts` matches any.
     """
     same = (counts.fingerprints == 0) | (counts.fingerprints == _as_saved(sums))
-    others = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
+    changed = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
     if (counts.step, counts.token) != (step, token):
         problem = (
-            "expected the `opt_state` that `exchange` or `flush` returned when the engine's state "
-            f"was taken, after step {counts.step}, got one after step {step}"
-            f"{' of another run' if counts.step == step else ''}"
+            f"`engine_state` is from after step {counts.step}, but `opt_state` is from after step "
+            f"{step}{' of another run' if counts.step == step else ''}"
         )
-    elif others:
+    elif changed:
         problem = (
-            "expected `params` to be those of the step at which `opt_state` and `engine_state` "
-            f"were saved, got other values of {first_names(others)}"
+            f"`params` has other values in {first_names(changed)} than when `opt_state` and "
+            "`engine_state` were saved"
         )
     else:
         return None
@@ -265,14 +263,14 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
     for process, (_, refused, *moment) in of_processes.items():
         if refused:
             raise ValueError(
-                f"expected a checkpoint of one run in every process, but process {process} has "
-                "refused what it has read. Its own message says why."
+                f"Process {process} refused its checkpoint. See its own error message, and restore "
+                "the same checkpoint in every process."
             )
         if moment != first[2:]:
             raise ValueError(
-                f"expected the same state in every process, got one of step {moment[0]} in "
-                f"process {process} and one of step {first[2]} in process {leader}, or of "
-                "different runs. Restore the same checkpoint in all of them."
+                f"Process {process} restored a state from step {moment[0]}, and process {leader} "
+                f"one from step {first[2]} or another run. Restore the same checkpoint in every "
+                "process."
             )
     return first[0]
 

@@ -34,7 +34,7 @@ from zenflow_jax._exchange.progress import Counts, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.arrays import blank
+from zenflow_jax._host.arrays import aligned_zeros
 from zenflow_jax._host.state import HostLeaf
 
 # Elements to assemble at once, where the format in memory differs from the file's.
@@ -158,12 +158,12 @@ class Snapshot:
 
     @property
     def done(self) -> bool:
-        """Returns whether no writer has to wait for the saver any longer."""
+        """Returns whether no writer has to wait for the saver any more."""
         with self._condition:
             return self._in_use is None and self._unsaved.keys() <= self._copied
 
     def before_write(self, i: int, ended: Callable[[], bool]) -> bool:
-        """Waits until leaf `i` may be written; returns False if `ended` says so first."""
+        """Waits until leaf `i` may be written; returns False if `ended` returns True first."""
         with self._condition:
             leaf = self._unsaved.get(i)
             if leaf is not None and i not in self._copied and leaf.nbytes <= self._room:
@@ -181,7 +181,7 @@ class Snapshot:
             return True
 
     def leaves(self) -> Iterator[tuple[int, Any]]:
-        """Yields each leaf as it was; asking for the next leaf releases the last."""
+        """Yields each leaf as it was; requesting the next leaf releases the last."""
         while True:
             with self._condition:
                 if not self._unsaved:
@@ -269,9 +269,8 @@ class EngineStream:
                 missing -= 1
             if missing:
                 raise RuntimeError(
-                    f"expected to write {len(self.places)} parts of an engine's state, got all but "
-                    f"{missing} when it was closed. Save again, and let orbax finish: "
-                    "`wait_until_finished`."
+                    f"The save was closed before {missing} of {len(self.places)} parts of the "
+                    "engine's state were written. Save again, and call `wait_until_finished`."
                 )
 
     def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
@@ -322,7 +321,7 @@ class EngineStream:
         """Makes an array for part `i`, zero where nothing is saved."""
         places = self.places[i]
         place = places.get(name, places["master"])  # where the sum would be
-        array = blank(_size(place), self._array(i, name).dtype)
+        array = aligned_zeros(_size(place), self._array(i, name).dtype)
         if name in places:
             for begin, elements in self._elements(i, leaf, name):
                 array.reshape(-1)[begin : begin + elements.size] = elements.reshape(-1)

@@ -1,7 +1,7 @@
-"""Files of an engine's state: written in pieces, in any order, and read on demand.
+"""Files with an engine's state: written in pieces, in any order, and read on demand.
 
 They have the safetensors format. That format's own library writes only whole arrays from memory,
-for which a checkpoint has no room. `saving.py` describes the contents.
+for which there is no room during a save. `saving.py` describes the contents.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from zenflow_jax._host.arrays import blank
+from zenflow_jax._host.arrays import aligned_zeros
 
 #: The format name in the files' metadata. Change it when names or pieces change; the layout number
 #: (`_version.py`) covers the meaning of arrays.
@@ -33,7 +33,7 @@ _LONGEST = 2**30
 def new_file(
     path: Path, arrays: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str]
 ) -> Iterator[Callable[..., None]]:
-    """Makes a new file, which is on the disk when the block has ended without an error.
+    """Makes a new file, which is on disk when the block ends without an error.
 
     Until then it has no header, so it is unreadable. `arrays` has each array's dtype and shape.
     Yields `write(name, elements, begin=0)` for consecutive elements, starting at index `begin`.
@@ -83,16 +83,15 @@ class _Tensor:
 
     def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
         """Reads a slice into `out`; refuses a deleted or replaced file."""
-        state = "none"
+        change = "deleted"
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             if _stamp(file.fileno()) == self.stamp:
                 np.copyto(out, np.memmap(file, self.dtype, "r", self.begin, self.shape)[index])
                 return
-            state = "one that was written since"
-        raise (FileNotFoundError if state == "none" else ValueError)(
-            f"expected {self.path} as it was when the engine's state was restored, got {state}. "
-            "Restore again, and delete or save over that checkpoint only when the engine is made: "
-            "it reads its large arrays itself."
+            change = "overwritten"
+        raise (FileNotFoundError if change == "deleted" else ValueError)(
+            f"{self.path} was {change} after the engine's state was restored. Restore again, and "
+            "keep that checkpoint until the engine is made: it reads the large arrays itself."
         )
 
 
@@ -108,12 +107,12 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _LONGEST:
-                raise ValueError(f"a header of {length} bytes")
+                raise ValueError(f"its header has {length} bytes")
             header = json.loads(file.read(length))
             stamp = _stamp(file.fileno())
         metadata = header.pop("__metadata__")
         if metadata.get("format") != FORMAT:
-            raise ValueError(f"a file of format {metadata.get('format')}")
+            raise ValueError(f"its format is {metadata.get('format')}")
         tensors = {
             name: _Tensor(
                 path,
@@ -128,11 +127,10 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
             begin, end = header[name]["data_offsets"]
             size = math.prod(x.shape) * x.dtype.itemsize
             if end - begin != size or begin < 0 or 8 + length + end > stamp[0]:
-                raise ValueError(f"{stamp[0]} bytes, in which {name} is not whole")
+                raise ValueError(f"{name} is incomplete in its {stamp[0]} bytes")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"expected a whole file of an engine's state, got {path}: {error}. Take another "
-            "checkpoint."
+            f"{path} is no complete file of an engine's state: {error}. Use another checkpoint."
         ) from error
     return metadata, tensors
 
@@ -156,7 +154,7 @@ class StoredArray:
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part: `index` has a slice with start and stop for each axis."""
-        out = blank([s.stop - s.start for s in index], self.dtype)
+        out = aligned_zeros([s.stop - s.start for s in index], self.dtype)
         read = 0
         for start, piece in self.pieces.items():
             ends = [a + n for a, n in zip(start, piece.shape, strict=True)]
@@ -168,8 +166,8 @@ class StoredArray:
                 read += out[place].size
         if read != out.size and not self._zero_elsewhere:
             raise ValueError(
-                f"expected all of {self._name} in the files of the engine's state, got {read} of "
-                f"{out.size} elements of {index}. Take another checkpoint."
+                f"The engine state's files have only {read} of {out.size} elements of {self._name} "
+                f"at {index}. Use another checkpoint."
             )
         return out
 
@@ -208,8 +206,8 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
     if len(moments) > 1:
         steps = " and ".join(str(step) for step, _ in sorted(moments))
         raise ValueError(
-            f"expected files of one save in {folder}, got some of steps {steps}, or of other runs. "
-            "Take another checkpoint, or put all the files of one into a folder."
+            f"{folder} mixes files of several saves, from steps {steps} or other runs. Use another "
+            "checkpoint, or keep only the files of one save in the folder."
         )
     return tree
 
@@ -219,12 +217,11 @@ def _check_files(folder: Path, paths: Sequence[Path], processes: int) -> None:
     names = {path.name for path in paths}
     if names == expected:
         return
-    missing, others = sorted(expected - names), sorted(names - expected)
+    missing, extra = sorted(expected - names), sorted(names - expected)
     raise (FileNotFoundError if missing else ValueError)(
-        f"expected the files of {processes} processes that `EngineSave` wrote in {folder}, got "
-        f"{f'none of {missing[0]}' if missing else f'{others[0]} as well'}. Take another "
-        "checkpoint, and leave nothing but the files of one save there. What `engine.state()` gave "
-        "and another saver wrote, restore by that one."
+        f"{folder} {f'lacks {missing[0]}' if missing else f'also has {extra[0]}'}: `EngineSave` "
+        f"writes one file for each of {processes} processes. Use another checkpoint, or keep only "
+        "the files of one save there. If another saver wrote `engine.state()`, restore with it."
     )
 
 

@@ -66,7 +66,9 @@ def merge(
     `after` are rows of the channels selected during the window and since: the update has neither.
     """
 
-    def one(shard: Shard, weight: Array, upload: Array, during: Array, after: Array) -> Array:
+    def merge_leaf(
+        shard: Shard, weight: Array, upload: Array, during: Array, after: Array
+    ) -> Array:
         block = shard.block
         either = (contains(x.reshape(*block.stack, block.k), block.n) for x in (during, after))
         selected = broadcast_channels(next(either) | next(either), block)
@@ -75,7 +77,7 @@ def merge(
     uploads = {True: iter(donated), False: iter(kept)}
     widths = channel_widths(specs)
     new = each_leaf(
-        one,
+        merge_leaf,
         specs,
         lambda lay: [lay.block, lay.part, lay.each_device, lay.each_device],
         lambda lay: lay.block,
@@ -116,7 +118,7 @@ def choose(
 ) -> tuple[Arrays, Array, Arrays, Arrays]:
     """Returns the channels to select, also as rows, the current masters, and zero scores."""
 
-    def one(
+    def choose_in_leaf(
         shard: Shard, weight: Any, scores: Array, channels: Array, master: Array | None
     ) -> tuple[Array, Array, Array]:
         chosen = shard.to_global(top_channels(scores, shard.part.k))
@@ -125,7 +127,7 @@ def choose(
         return chosen, master, jnp.zeros_like(scores)
 
     made = each_leaf(
-        one,
+        choose_in_leaf,
         specs,
         lambda lay: [lay.block, lay.channels, lay.channels, lay.part],
         lambda lay: (lay.channels, lay.part, lay.channels),
@@ -142,13 +144,13 @@ def choose(
 def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
     """Returns the parameters, with the masters' casts on the selected channels."""
 
-    def one(shard: Shard, weight: Array, master: Array, channels: Array) -> Array:
+    def enter_leaf(shard: Shard, weight: Array, master: Array, channels: Array) -> Array:
         place = positions(shard.to_local(channels), shard.block.n)
         new = gather_to_channels(shard.gather(master.astype(shard.block.dtype)), place, shard.block)
         return jnp.where(broadcast_channels(place >= 0, shard.block), new, weight)
 
     new = each_leaf(
-        one,
+        enter_leaf,
         specs,
         lambda lay: [lay.block, lay.part, lay.channels],
         lambda lay: lay.block,

@@ -35,25 +35,25 @@ def take(x: Shaped[Array, "..."], index: Int[Array, "..."], spec: LeafSpec) -> S
     assert spec.axis is not None
     axis = spec.axis - len(spec.stack)
 
-    def one(x, index):
+    def take_entry(x, index):
         # "clip" is the cheapest mode; a selection's indices are always in range.
         return jnp.take(x, index, axis=axis, mode="clip")
 
     for _ in spec.stack:
-        one = jax.vmap(one)
-    return one(x, index)
+        take_entry = jax.vmap(take_entry)
+    return take_entry(x, index)
 
 
 def positions(channels: Int[Array, "... k"], n: int) -> Int[Array, "... n"]:
     """Returns each channel's place among the selected channels; -1 if it is deferred."""
 
-    def one(channels):
+    def in_entry(channels):
         place = jnp.arange(channels.shape[0], dtype=jnp.int32)
         return jnp.full((n,), -1, jnp.int32).at[channels].set(place, unique_indices=True)
 
     for _ in channels.shape[:-1]:
-        one = jax.vmap(one)
-    return one(channels)
+        in_entry = jax.vmap(in_entry)
+    return in_entry(channels)
 
 
 def gather_to_channels(

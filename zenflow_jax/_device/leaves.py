@@ -47,23 +47,23 @@ class Places:
             by_name.setdefault(plain_name(path), []).append(i)
         # A user's container may give two leaves the same path. Their order tells them apart, unless
         # leaves are missing or added.
-        ours = Counter(spec.name for spec in self._specs)
-        missing = [name for name in ours if name not in by_name]
+        counts = Counter(spec.name for spec in self._specs)
+        missing = [name for name in counts if name not in by_name]
         if missing:
-            others = sorted(by_name.keys() - ours.keys())
+            unknown = sorted(by_name.keys() - counts.keys())
             raise ValueError(
-                f"expected `params` with the leaf {first_names(missing) or 'of a bare array'} that "
-                f"the state was made for, got {len(paths)} leaves without it"
-                f"{f', and {first_names(others)} that it does not know' if others else ''} (of an "
-                "nnx model, pass `nnx.state(model)`; leave `optax.flatten` out)."
+                f"`params` lacks {first_names(missing) or 'the bare array'}, which the state was "
+                f"made for, among its {len(paths)} leaves"
+                f"{f', and has {first_names(unknown)} instead' if unknown else ''}. Pass the tree "
+                "that `tx.init` saw: for an nnx model `nnx.state(model)`, and no `optax.flatten`."
             )
-        for name, count in ours.items():
+        for name, count in counts.items():
             if len(by_name[name]) != count:
                 raise ValueError(
-                    f"expected {count} leaves at {name}, as the state has them, got "
-                    f"{len(by_name[name])}: leaves of one path cannot be told apart."
+                    f"`params` has {len(by_name[name])} leaves at {name}, and the state {count}. "
+                    "Leaves with the same path cannot be told apart: pass all of them."
                 )
-        rest = {name: iter(by_name[name]) for name in ours}
+        rest = {name: iter(by_name[name]) for name in counts}
         return [next(rest[spec.name]) for spec in self._specs]
 
 
@@ -83,8 +83,9 @@ def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape != spec.shape or dtype != spec.dtype:
             raise ValueError(
-                f"expected `params` to hold {spec.dtype.name} {spec.shape} at {spec.name}, as the "
-                f"state does, got {type(leaf).__name__ if shape is None else f'{dtype} {shape}'}."
+                f"{spec.name} is {type(leaf).__name__ if shape is None else f'{dtype} {shape}'} in "
+                f"`params`, but {spec.dtype.name} {spec.shape} in the state. Pass the tree that "
+                "`tx.init` saw."
             )
 
 
@@ -100,19 +101,19 @@ def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
     """Returns the parameters' leaves; refuses parameters or gradients that do not fit the state."""
     if not isinstance(state, ZenFlowState):
         raise ValueError(
-            "expected the ZenFlowState that `tx.init(params)` returned, got a "
-            f"{type(state).__name__}."
+            f"The state is a {type(state).__name__}. Pass the ZenFlowState that `tx.init(params)` "
+            "returned."
         )
     if params is None:
         raise ValueError(
-            "expected the parameters, as in `tx.update(gradients, opt_state, params)`, got None."
+            "`params` is None. Pass the parameters: `tx.update(gradients, opt_state, params)`."
         )
     specs = [leaf.spec for leaf in state.leaves]
-    for what, tree in (("gradients", updates), ("params", params)):
+    for argument, tree in (("gradients", updates), ("params", params)):
         leaves = jax.tree.leaves_with_path(tree, is_leaf=is_streamed)
         if len(leaves) != len(specs):
             raise ValueError(
-                f"`{what}` must have the {len(specs)} leaves that `init` saw, got {len(leaves)}."
+                f"`{argument}` has {len(leaves)} leaves. Pass the {len(specs)} that `init` saw."
             )
         for (path, x), spec in zip(leaves, specs, strict=True):
             name, shape, real = (
@@ -120,28 +121,28 @@ def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
                 tuple(x.shape),
                 jnp.issubdtype(x.dtype, jnp.floating),
             )
-            fits = x.dtype == spec.dtype if what == "params" else real
+            fits = x.dtype == spec.dtype if argument == "params" else real
             if (name, shape) != (spec.name, spec.shape) or not fits:
-                dtype = spec.dtype.name if what == "params" else "real floating point"
+                dtype = spec.dtype.name if argument == "params" else "real floating point"
                 raise ValueError(
-                    f"`{what}` must have {dtype} {spec.shape} at {spec.name}, as `init` saw it, "
-                    f"got {x.dtype} {shape} at {name}."
+                    f"`{argument}` has {x.dtype} {shape} at {name}. Pass {dtype} {spec.shape} at "
+                    f"{spec.name}, as `init` saw it."
                 )
-            if is_streamed(x) and what == "params":
+            if is_streamed(x) and argument == "params":
                 raise ValueError(
-                    f"expected the parameters themselves as `params`, got {name} as "
-                    "`streaming.stream` returns it."
+                    f"`params` has {name} as `streaming.stream` returns it. Pass the parameters "
+                    "themselves."
                 )
     return jax.tree.leaves(params)
 
 
 def check_outside_of_shard_map(
-    what: str, remedy: str = "call it on the gradients that come out"
+    name: str, remedy: str = "call it on the gradients that come out"
 ) -> None:
     """Refuses calls inside `shard_map` and `pmap`, where each device would decide by itself."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(
-            f"expected `{what}` outside of `jax.shard_map` and `jax.pmap`, got it inside one over "
+            f"`{name}` is called inside `jax.shard_map` or `jax.pmap` over "
             f"{', '.join(map(repr, axes))}: {remedy}."
         )

@@ -81,12 +81,12 @@ def commit(tree: Any, like: Any) -> Any:
     if len(like.sharding.device_set) > 1 or not like.committed:
         return tree  # uncommitted parameters keep the state uncommitted
 
-    def one(x: Any) -> Any:
+    def commit(x: Any) -> Any:
         if isinstance(x, Tracer) or x.committed:
             return x
         return jax.device_put(x, beside(like, x.sharding.memory_kind))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(commit, tree)
 
 
 def view(x: jax.Array) -> np.ndarray:
@@ -132,11 +132,9 @@ def zeros_like(x: jax.Array, sharding: jax.sharding.Sharding | None = None) -> j
     return put_everywhere([piece], x.shape, sharding)[0]
 
 
-def in_host_memory(blank: jax.Array) -> jax.Array:
-    """Returns `blank` if it is in host memory, else zeros like it in host memory."""
-    if blank.sharding.memory_kind == HOST:
-        return blank
-    return zeros_like(blank, blank.sharding.with_memory_kind(HOST))
+def in_host_memory(x: jax.Array) -> jax.Array:
+    """Returns a placeholder if it is in host memory, else zeros like it in host memory."""
+    return x if x.sharding.memory_kind == HOST else zeros_like(x, x.sharding.with_memory_kind(HOST))
 
 
 def put_everywhere(

@@ -25,7 +25,7 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
     for weight, spec in zip(weights, specs, strict=True):
         if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
             raise TypeError(
-                f"expected `params` of jax arrays, got {type(weight).__name__} at {spec.name}: use "
+                f"{spec.name} in `params` is {type(weight).__name__}, not a jax array. Use "
                 "`jax.device_put`, outside of jit."
             )
         check_memory(spec.name, weight)
@@ -34,13 +34,13 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         placed, expected = placement_of(weight), spec.placement
         if placed is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
             raise ValueError(
-                f"expected each leaf on one device or placed by a NamedSharding, got {spec.name} "
-                f"on {weight.sharding}."
+                f"{spec.name} has the sharding {weight.sharding}. Put it on one device, or use a "
+                "NamedSharding."
             )
         if expected is None and placed is not None and placed.mesh.size > 1:
             raise ValueError(
-                f"expected {spec.name} on one device, as the state takes it to be, got "
-                f"{weight.sharding}: call `tx.init` outside of jit, or pass `param_shardings`."
+                f"{spec.name} has the sharding {weight.sharding}, but its state was made for one "
+                "device. Call `tx.init` outside of jit, or pass `param_shardings`."
             )
         if (
             expected is not None
@@ -52,18 +52,20 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
             )
         ):
             raise ValueError(
-                f"expected {spec.name} divided by the mesh axes {expected.block} of "
-                f"{dict(expected.mesh.shape)}, as `tx.init` saw it, got {weight.sharding}: keep it "
-                "there, as by `jax.jit(step, out_shardings=...)`."
+                f"{spec.name} has the sharding {weight.sharding}, but `tx.init` saw it divided by "
+                f"the mesh axes {expected.block} of {dict(expected.mesh.shape)}. Keep it there, "
+                "for example with `jax.jit(step, out_shardings=...)`."
             )
     devices = {frozenset(weight.sharding.device_set) for weight in weights}
     if len(devices) > 1:
         names = sorted(sorted(map(str, group)) for group in devices)
-        raise ValueError(f"expected all leaves on the same devices, got {names[0]} and {names[1]}.")
+        raise ValueError(
+            f"Leaves are on different devices: {names[0]} and {names[1]}. Put all on the same."
+        )
 
 
 def _is_typed_as_host(x: jax.Array) -> bool:
-    """Returns whether an array in host memory has that memory in its type, for tracing.
+    """Returns whether the type of an array in host memory has that memory, for tracing.
 
     In jax 0.10.2 an array that was assembled from pieces, as by savers, has another type.
     """
@@ -109,7 +111,7 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
 def put_back(
     state: ZenFlowState, weights: Sequence[jax.Array], *, memories: bool = False
 ) -> tuple[ZenFlowState, int]:
-    """Returns the state with each array where `tx.init` put it, and how many were elsewhere.
+    """Returns the state with each array where `tx.init` put it, and the number of moved arrays.
 
     `memories` includes arrays in the wrong memory. A step accepts both, but is compiled for each.
     """
@@ -117,7 +119,7 @@ def put_back(
     on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
     default = weights[0].sharding.memory_kind if weights else None
 
-    def one(x: jax.Array, like: Any, in_mail: bool) -> jax.Array:
+    def put(x: jax.Array, like: Any, in_mail: bool) -> jax.Array:
         nonlocal moved
         # On one device every spelling of the sharding is right.
         where = like.sharding if on_mesh else x.sharding
@@ -127,8 +129,8 @@ def put_back(
         if kind is not None:
             where = where.with_memory_kind(kind)
         in_place = x.sharding.is_equivalent_to(where, x.ndim)
-        says_so = on_mesh or not memories or kind != HOST or _is_typed_as_host(x)
-        if in_place and says_so:
+        well_typed = on_mesh or not memories or kind != HOST or _is_typed_as_host(x)
+        if in_place and well_typed:
             return x
         moved += 1
         return jax.device_put(np.array(read(x)) if in_place else x, where)
@@ -136,6 +138,6 @@ def put_back(
     expected = with_shardings(state, weights) if on_mesh else state
     mail = (state.mail, state.step_scalars), (expected.mail, expected.step_scalars)
     rest = [x._replace(mail=None, step_scalars=None) for x in (state, expected)]
-    mail, step_scalars = jax.tree.map(partial(one, in_mail=True), *mail)
-    placed = jax.tree.map(partial(one, in_mail=False), *rest)
+    mail, step_scalars = jax.tree.map(partial(put, in_mail=True), *mail)
+    placed = jax.tree.map(partial(put, in_mail=False), *rest)
     return placed._replace(mail=mail, step_scalars=step_scalars), moved

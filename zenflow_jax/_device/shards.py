@@ -165,9 +165,9 @@ def on_each_device(
         }
         full = [i for i in range(len(leaves)) if i not in empty]
 
-        def on_one(*given: Any) -> Any:
+        def on_one(*arrays: Any) -> Any:
             local = {i: jnp.zeros(*kind) for i, kind in empty.items()}
-            local.update(zip(full, given, strict=True))
+            local.update(zip(full, arrays, strict=True))
             return f(shard, *jax.tree.unflatten(structure, [local[i] for i in range(len(leaves))]))
 
         return jax.shard_map(

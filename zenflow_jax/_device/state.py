@@ -174,16 +174,16 @@ def find_state(opt_state: Any) -> ZenFlowState:
     """
     states = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
     if len(states) != 1:
-        kind, remedy = type(opt_state), "of an `nnx.Optimizer`, pass its `opt_state`"
+        kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
         if is_nnx_state(opt_state):
             remedy = (
-                "an `nnx.State` has arrays alone: `nnx.merge` it with its graphdef, give model and "
-                "optimizer to `engine.exchange_nnx`, and go on with `nnx.state` of the merged "
+                "An `nnx.State` has only arrays: `nnx.merge` it with its graphdef, pass model and "
+                "optimizer to `engine.exchange_nnx`, and continue with `nnx.state` of the merged "
                 "module, as docs/trainers.md does for MaxText"
             )
         raise ValueError(
-            f"expected an optimizer state with one ZenFlowState in it, got {len(states)} in a "
-            f"{kind.__name__} ({remedy})."
+            f"The optimizer state, a {kind.__name__}, has {len(states)} ZenFlowStates in it, not "
+            f"one. {remedy}."
         )
     return states[0]
 
@@ -197,8 +197,8 @@ def register_flax_serialization() -> None:
     def read(target: Any, saved: Any) -> Any:
         if saved != (expected := _shaping(target)):
             raise ValueError(
-                f"expected a state of {expected} at {serialization.current_path()}, got {saved}. "
-                "Read it into what `tx.init(params)` returns for the saved run's options."
+                f"The saved state has {saved} at {serialization.current_path()}, but the target "
+                f"has {expected}. Restore into `tx.init(params)` with the saved run's options."
             )
         return target
 

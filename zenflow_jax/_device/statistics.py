@@ -60,7 +60,7 @@ def kept_share(
     float32 () in [0, 1]; 1 while all scores are zero.
     """
     sums = each_leaf(
-        _held_and_best,
+        _selected_and_best,
         specs,
         lambda lay: [lay.channels, lay.channels],
         lambda lay: (REPLICATED, REPLICATED),
@@ -69,16 +69,16 @@ def kept_share(
     )
     sizes = [math.prod(spec.shape) for spec in specs]
     total = jnp.zeros((), jnp.float32)
-    for (held, best), size in zip(sums, sizes, strict=True):
-        total += jnp.where(best > 0, held / best, 1.0) * (size / sum(sizes))
+    for (selected, best), size in zip(sums, sizes, strict=True):
+        total += jnp.where(best > 0, selected / best, 1.0) * (size / sum(sizes))
     return total if specs else jnp.ones((), jnp.float32)
 
 
-def _held_and_best(
+def _selected_and_best(
     shard: Shard, scores: jax.Array, channels: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     k = shard.part.k
-    held = jnp.take_along_axis(scores, shard.to_local(channels), axis=-1)
+    selected = jnp.take_along_axis(scores, shard.to_local(channels), axis=-1)
     # Both in descending order, so that equal scores have equal sums.
-    held, best = (jax.lax.top_k(x, k)[0] for x in (held, scores))
-    return shard.sum_channels(jnp.sum(held)), shard.sum_channels(jnp.sum(best))
+    selected, best = (jax.lax.top_k(x, k)[0] for x in (selected, scores))
+    return shard.sum_channels(jnp.sum(selected)), shard.sum_channels(jnp.sum(best))

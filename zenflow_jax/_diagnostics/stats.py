@@ -6,9 +6,9 @@ import logging
 _logger = logging.getLogger("zenflow_jax")
 # Consecutive skipped steps that cause a warning.
 _MANY = 3
-_WHAT_TO_DO = (
+_REMEDY = (
     "Look for NaN or infinity in the weights, the batches and the loss; "
-    '`jax.config.update("jax_debug_nans", True)` stops where the first NaN is made.'
+    '`jax.config.update("jax_debug_nans", True)` stops at the first NaN.'
 )
 
 
@@ -37,8 +37,8 @@ class EngineStats:
         bytes_to_device: Bytes of updates, and of channels handed over, for each device that gets
             them.
         host_bytes: Bytes of the NumPy arrays of the deferred half; none of it is pinned.
-        pinned_bytes: Bytes of pinned mail that the worker keeps for its windows' updates. Unread
-            and blank mail come on top.
+        pinned_bytes: Bytes of pinned mail that the worker keeps for its windows' updates, without
+            unread and placeholder mail.
 
     Examples:
         >>> import jax, jax.numpy as jnp, zenflow_jax
@@ -76,14 +76,14 @@ def check_skipped_steps(in_a_row: int, step: int, limit: int | None) -> None:
     """Warns of many skipped steps in a row, up to `step`; raises if there are `limit`."""
     if limit is not None and in_a_row >= limit:
         raise FloatingPointError(
-            f"expected a step with a finite gradient, got {in_a_row} in a row without "
-            f"(`max_skipped` is {limit}), the last of them step {step}. {_WHAT_TO_DO}"
+            f"The gradients of the last {in_a_row} steps, up to step {step}, were not finite, and "
+            f"`max_skipped` is {limit}. {_REMEDY}"
         )
     if in_a_row in (_MANY * 10**power for power in range(9)):
         _logger.warning(
-            "zenflow skipped the last %d steps, up to step %d: their gradients were not finite, so "
-            "they changed nothing. %s To make it an error, pass `max_skipped` to `HostEngine`.",
+            "zenflow skipped the last %d steps, up to step %d, because their gradients were not "
+            "finite. %s To make this an error, pass `max_skipped` to `HostEngine`.",
             in_a_row,
             step,
-            _WHAT_TO_DO,
+            _REMEDY,
         )

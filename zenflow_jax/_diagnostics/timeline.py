@@ -1,4 +1,4 @@
-"""Records when a run did what: a recorder during the run, and the timeline made from it.
+"""Records a run's activities over time: the recorder, and the timeline made from it.
 
 `timeline_output.py` draws and writes the timeline.
 """
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 class Timeline:
     """The last spans of a run, as `HostEngine.timeline` gives them.
 
-    docs/timeline.md says what each row and kind of span means, and how exact they are.
+    docs/timeline.md explains each row and kind of span, and their accuracy.
 
     Attributes:
         spans: All spans, ordered by start.
@@ -91,14 +91,14 @@ class Timeline:
             ValueError: If none of them is recorded.
         """
         device = [span for span in self.spans if span.row == "device"]
-        asked = [span for span in device if span.number in steps]
-        if not asked:
-            held = f"{self.steps[0]} to {self.steps[-1]}" if self.steps else "none"
+        chosen = [span for span in device if span.number in steps]
+        if not chosen:
+            recorded = f"{self.steps[0]} to {self.steps[-1]}" if self.steps else "none"
             raise ValueError(
-                f"expected steps that are recorded ({held}), got {steps}. Take a part of "
+                f"No step in {steps} is recorded (recorded: {recorded}). Pass a part of "
                 "`timeline.steps`."
             )
-        start, end = min(span.start for span in asked), max(span.end for span in asked)
+        start, end = min(span.start for span in chosen), max(span.end for span in chosen)
         later = [span.start for span in device if span.number > max(steps)]
         if later:
             return start, min(later)

@@ -9,7 +9,7 @@ from zenflow_jax._diagnostics.timeline import OF_WINDOWS, ROWS, Span, Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHOWN = 12  # steps that a picture shows unless told otherwise
+_SHOWN = 12  # steps that a picture shows by default
 # In the order of the legend. Pale colours are for spans without work: unknown, or waiting.
 _COLOURS = {
     "step": "#3b75af",
@@ -42,7 +42,7 @@ def plot_timeline(
 ) -> "Figure":
     """Draws some steps: device, mail, host, upload and caller on one time axis.
 
-    Red is the caller that waits for the host. It is a stall if the device's row is blank meanwhile.
+    Red marks the caller's waits for the host: stalls, if the device's row is empty meanwhile.
     docs/timeline.md explains the rest.
 
     Args:
@@ -77,8 +77,8 @@ def plot_timeline(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "expected matplotlib (the extra `plot`), got none. `zenflow_jax.save_trace` needs "
-            "nothing."
+            "matplotlib is not installed. Install the extra `plot`, or use "
+            "`zenflow_jax.save_trace`, which does not need it."
         ) from error
 
     # Not by pyplot, which needs a display and leaves global state.
@@ -160,7 +160,7 @@ def _lanes(spans: list[Span]) -> list[list[Span]]:
 
 
 def _event(span: Span, begin: float, thread: int) -> dict[str, Any]:
-    # Whole nanoseconds, so that a span inside of another stays so when it is rounded.
+    # Whole nanoseconds, so that rounding keeps nested spans nested.
     start, end = (round(1e9 * (moment - begin)) for moment in (span.start, span.end))
     return {
         "name": f"{span.kind} {span.number}",

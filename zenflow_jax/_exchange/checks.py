@@ -67,9 +67,9 @@ def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
     for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
         if not isinstance(x, kind):
             raise TypeError(
-                f"expected `{name}` to be an `nnx.{kind.__name__}`, got {type(x).__name__}. Pass "
-                "the model and the `nnx.Optimizer` themselves, in this order; for trees of arrays "
-                "there are the methods without `_nnx`."
+                f"`{name}` is a {type(x).__name__}, not an `nnx.{kind.__name__}`. Pass the model "
+                "and the `nnx.Optimizer`, in this order. For trees of arrays, use the methods "
+                "without `_nnx`."
             )
     params = nnx.as_pure(nnx.state(model, optimizer.wrt))
     return params, nnx.as_pure(optimizer.opt_state)
@@ -86,12 +86,12 @@ def _check_arrays(arrays: Sequence[Any]) -> None:
     for x in arrays:
         if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             raise TypeError(
-                f"expected a state of jax arrays, got {type(x).__name__}. Pass what `tx.init` or "
-                "the step returned, outside of jit (`attach` a step that is jitted, and do not jit "
-                "what it returns); of flax nnx pass model and optimizer to "
-                "`exchange_nnx` or `flush_nnx`. Where a checkpoint gives NumPy arrays, put each "
-                "where that of its name is in `tx.init(params)`, by `jax.device_put(x, "
-                "like.sharding)`, as docs/checkpoints.md does."
+                f"The optimizer state has a {type(x).__name__} in place of a jax array. Pass the "
+                "state that `tx.init` or the step returned, outside of jit (jit the step, and not "
+                "the function that `attach` returns). For flax nnx, pass model and optimizer to "
+                "`exchange_nnx` or `flush_nnx`. Put NumPy arrays from a checkpoint where "
+                "`tx.init(params)` has them: `jax.device_put(x, like.sharding)`, as in "
+                "docs/checkpoints.md."
             )
 
 
@@ -100,9 +100,8 @@ def _check_one_run(state: ZenFlowState) -> None:
     shape = np.shape(state.step)
     if shape:
         raise ValueError(
-            f"expected the state of one run, got those of {math.prod(shape)} in one, as "
-            "`jax.vmap(tx.init)` makes them. Give each its own state, step and engine; a stacked "
-            "layer needs no `vmap`."
+            f"The state combines {math.prod(shape)} runs, as `jax.vmap(tx.init)` makes it. Give "
+            "each run its own state, step and engine; stacked layers need no `vmap`."
         )
 
 
@@ -110,10 +109,9 @@ def _check_fresh(state: ZenFlowState) -> None:
     step = int(read(state.step))
     if step:
         raise ValueError(
-            f"expected a state from `tx.init`, got one after {step} steps: the deferred "
-            "channels' moments are with the engine that made them. Make the engine before the "
-            "first step, or pass the `engine_state` that was saved with this state; or go on from "
-            "the parameters alone, with `tx.init(params)`."
+            f"The state is after {step} steps, but a new engine lacks the moments of the deferred "
+            "channels. Make the engine before the first step; or pass the `engine_state` that was "
+            "saved with this state; or start from the parameters alone, with `tx.init(params)`."
         )
 
 
@@ -123,9 +121,8 @@ def _check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
         of_weight, of_state = _devices(weight.sharding), _devices(leaf.mu.sharding)
         if of_weight != of_state:
             raise ValueError(
-                f"expected {leaf.spec.name} on the devices of its state, {of_state}, got it on "
-                f"{of_weight}. "
-                "Make the state with `tx.init` from the parameters where they are."
+                f"{leaf.spec.name} is on {of_weight}, but its state is on {of_state}. Call "
+                "`tx.init` when the parameters are in place."
             )
 
 
@@ -142,10 +139,10 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
     if around and state.send_gradients == SendGradients.AFTER_STEP:
         wrapper = type(around[0]).__name__.removesuffix("State")
         raise ValueError(
-            'expected no `optax` wrapper that withholds updates with send_gradients="after_step", '
-            f"got {wrapper}: what a step returns has another shape there than what it gets, and "
-            "both ways of a branch must return the same. Sum micro-batches inside the step, or "
-            "leave `send_gradients` out; steps that are not finite are skipped anyway."
+            f'`optax.{wrapper}` does not work with send_gradients="after_step": both branches of '
+            "its condition must return the same shapes, but a step returns mail of another shape "
+            "than it gets. Sum micro-batches inside the step, or leave out `send_gradients`; steps "
+            "whose gradients are not finite are skipped anyway."
         )
 
 
@@ -189,8 +186,8 @@ class Expected:
         state = find_state(opt_state)
         if [x.spec for x in state.leaves] != self._specs or state.schedule != self._schedule:
             raise ValueError(
-                "expected the state of the run that this engine was made for, got one with other "
-                "leaves or settings. Give each run an engine of its own."
+                "The state has other leaves or settings than this engine's run. Make an engine for "
+                "each run."
             )
         _check_arrays([state.step_scalars.ints])  # checking all would take long
         return state
@@ -218,10 +215,10 @@ class Expected:
             return state
         if self._has_put_back:
             raise ValueError(
-                f"The state of {first_names(misplaced)} is not where `tx.init` put it, again after "
-                f"it was put back{_memory_of_mail(state)}. Leave the state where the step puts it, "
-                "or place it, as `out_shardings` of the step do, by `jax.tree.map(lambda x: "
-                "x.sharding, tx.init(params))`, which name memories, too."
+                f"The state of {first_names(misplaced)} is not where `tx.init` put it, although it "
+                f"was put back before{_memory_of_mail(state)}. Leave the state where the step puts "
+                "it, or pass `jax.tree.map(lambda x: x.sharding, tx.init(params))`, with its "
+                "memory kinds, in the step's `out_shardings`."
             )
         self._has_put_back = True
         self.put_back += moved
@@ -244,8 +241,8 @@ def _memory_of_mail(state: ZenFlowState) -> str:
     if not state.send_gradients.in_step or kinds <= {HOST}:
         return ""
     return (
-        ": its gradients are in device memory, so they did not leave during the step (where no "
-        'memory can be named, pass `send_gradients="after_step"`)'
+        ": its gradients are in device memory, so they did not leave during the step (if you "
+        'cannot set memory kinds, pass `send_gradients="after_step"`)'
     )
 
 
@@ -303,15 +300,14 @@ class Tokens:
         self._check_flushed(state)
         if state.token is self.last:
             raise RuntimeError(
-                "expected the state of a new step, got the one that this engine returned last. "
-                "Call `exchange` once after each step, with what the step returned."
+                "`exchange` got the state that it returned last, not the state of a new step. Call "
+                "it once after each step, with the step's results."
             )
         if self._repeated:
             raise RuntimeError(
-                "expected no step after an `exchange` of what the `exchange` before it had "
-                "returned, got another step: the step between those two was dropped. Call "
-                "`exchange` after each step, with what the step returned. Between a trainer's last "
-                "hooks and a further training, call `flush`."
+                "A step was dropped: the last two calls of `exchange` got the same state, and now "
+                "another step follows. Call `exchange` after each step, with the step's results. "
+                "To train further after a trainer's last hooks, call `flush` first."
             )
 
     def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
@@ -326,12 +322,12 @@ class Tokens:
         number = int(read(state.token))
         if number == self.number:
             return True
-        got = (
-            f"one whose step's mail has not been taken. Call `exchange` first, then `{name}`."
+        raise RuntimeError(
+            f"The step's mail is not exchanged yet. Call `exchange` first, then `{name}`."
             if number == USED
-            else f"one of another step or run. Call `{name}` with the one it returned."
+            else "The state is from another step or run. Pass the state that the last `exchange` "
+            f"returned to `{name}`."
         )
-        raise RuntimeError(f"expected the state that the last `exchange` returned, got {got}")
 
     def _check_flushed(self, state: ZenFlowState) -> None:
         """Refuses the last flush's argument, a copy of it, or a step made from it."""
@@ -343,9 +339,8 @@ class Tokens:
             if number not in (int(read(state.token)), int(sent.unpack().token)):
                 return
         raise RuntimeError(
-            "expected parameters and state that the last `flush` returned, got those that it was "
-            "called with, or a step made from them: they lack the updates that it has brought. Go "
-            "on with `params, opt_state = engine.flush(params, opt_state)`."
+            "Parameters and state are from before the last `flush`, and lack its updates. Continue "
+            "with its results: `params, opt_state = engine.flush(params, opt_state)`."
         )
 
     def _make(self, number: int, like: jax.Array) -> None:

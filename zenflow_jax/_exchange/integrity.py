@@ -1,4 +1,4 @@
-"""Detects when something other than zenflow changes the parameters.
+"""Detects changes to the parameters by other code.
 
 A comparison covers one step: values of some leaves before it, the step's update, and the values
 after it. A program on the device counts the values that differ, and the counts are read late, to
@@ -88,13 +88,12 @@ class Integrity:
             changed = [name for name, count in zip(names, values, strict=True) if count]
             if changed:
                 self._error = (
-                    "expected parameters that nothing but zenflow changes, got other values of "
-                    f"{first_names(changed)} after step {step}. Give each step the parameters that "
-                    "the last `exchange` or `flush` returned, and apply updates by "
-                    "`optax.apply_updates`. Let zenflow be the last of its chain, with a rate that "
-                    "something else decides in `learning_rate`, by `optax.inject_hyperparams`. To "
-                    "change weights in mid-run call `flush`, and go on with a new "
-                    "`tx.init(params)` and a new engine. This engine takes no more steps."
+                    f"Something other than zenflow changed {first_names(changed)} in or after step "
+                    f"{step}, and this engine takes no more steps. Pass each step the parameters "
+                    "that the last `exchange` or `flush` returned, and apply updates with "
+                    "`optax.apply_updates`. Put zenflow last in its chain; set a variable rate by "
+                    "`learning_rate` and `optax.inject_hyperparams`. To change weights in mid-run, "
+                    "call `flush`, `tx.init(params)` and make a new engine."
                 )
         if self._error:
             raise RuntimeError(self._error)
@@ -149,7 +148,7 @@ class _Rows(NamedTuple):
     """Some values of a parameter, on each device."""
 
     selected: Array | None  # from selected channels or a resident leaf; at least one axis
-    others: Array | None  # from all channels; None for a resident leaf
+    samples: Array | None  # from all channels; None for a resident leaf
 
 
 @partial(jax.jit, static_argnames="extent")
@@ -187,15 +186,15 @@ def _compare(
         if rows.selected is not None:
             assert after.selected is not None
             wrong += _count_selected(shard, rows.selected, after.selected, leaf, of_step, extent)
-        if rows.others is not None:
-            assert after.others is not None
+        if rows.samples is not None:
+            assert after.samples is not None
             length = jnp.zeros((), jnp.float32)
             if extent.schedule.provisional_share is not None:
                 rate, counts = of_step.learning_rate, jnp.ones((), bool)
                 length = extent.schedule.provisional_step(step, rate, counts)
             deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
             deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
-            stray = _strays(rows.others, after.others, length) & extent.sample(deferred)
+            stray = _strays(rows.samples, after.samples, length) & extent.sample(deferred)
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
 

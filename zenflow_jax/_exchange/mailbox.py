@@ -35,19 +35,19 @@ class Mailbox:
     def __init__(self, worker: Worker, state: ZenFlowState, tokens: Tokens):
         self._worker, self._tokens = worker, tokens
         self._sending = state.send_gradients
-        self._blank = state.mail, state.step_scalars
+        self._placeholders = state.mail, state.step_scalars
         if self._sending.in_step:
             # A restored state may have its placeholders on the device.
-            self._blank = jax.tree.map(in_host_memory, self._blank)
+            self._placeholders = jax.tree.map(in_host_memory, self._placeholders)
         if self._sending.sums_on_device:
             specs = [leaf.spec for leaf in state.leaves]
             self._take_sums = [
                 _sums_taker(state.mail, of_group(specs, group))
                 for group in range(state.schedule.groups)
             ]
-            self._blank = (), state.step_scalars  # only the state may hold sums: they get freed
+            self._placeholders = (), state.step_scalars  # only the state may hold sums
         # Whether each leaf still owns its placeholder. A step with a branch reads placeholders, and
-        # may donate each array only once; if the first step donates none, similar leaves share one.
+        # may donate each array only once. If the first step donates none, similar leaves share one.
         self._unshared = self._sending.in_step
         # Not waited for yet. Completion order differs across processes, and all must wait at the
         # same points (`Worker.check`).
@@ -85,16 +85,16 @@ class Mailbox:
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
         """Returns the state for the next step: `leaves`, buffers for its mail, and a token."""
-        if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
-            self._blank = jax.tree.map(zeros_like, self._blank)
+        if any(x.is_deleted() for x in jax.tree.leaves(self._placeholders)):
+            self._placeholders = jax.tree.map(zeros_like, self._placeholders)
         elif self._unshared:
             # One array for all similar leaves: a model has many leaves but few shapes.
             shared: dict[Any, jax.Array] = {}
-            self._blank = jax.tree.map(
-                lambda x: shared.setdefault((x.shape, x.dtype, x.sharding), x), self._blank
+            self._placeholders = jax.tree.map(
+                lambda x: shared.setdefault((x.shape, x.dtype, x.sharding), x), self._placeholders
             )
         self._unshared = False
-        mail, step_scalars = self._blank
+        mail, step_scalars = self._placeholders
         if self._sending.sums_on_device:
             mail = state.mail
         return state._replace(
@@ -109,7 +109,7 @@ class Mailbox:
     def close(self) -> None:
         self._unread.clear()
         self._running.clear()
-        self._blank = (), StepScalars(None, None)
+        self._placeholders = (), StepScalars(None, None)
 
     def _post(self, mail: Mail | Sums) -> None:
         self._worker.post(mail)

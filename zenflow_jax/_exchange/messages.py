@@ -21,7 +21,7 @@ class _Message:
     arrived: Future | None = None  # resolves to its arrays in host memory; None without arrays
 
     def arrays(self) -> Any:
-        assert self.arrived is not None, "it has none"
+        assert self.arrived is not None, "the message has no arrays"
         return self.arrived.result()
 
     @property
@@ -43,31 +43,31 @@ class Mail(_Message):
         """Refuses mail of another step or with another token."""
         if token == USED:
             raise RuntimeError(
-                f"two steps were made without `exchange` between them (at step {step}), so the "
-                "first one's mail is lost. Call `params, opt_state = engine.exchange(params, "
-                "opt_state)` after every step, and give the next step what it returned."
+                f"Step {step} followed another step without an `exchange`, so mail is lost. Call "
+                "`params, opt_state = engine.exchange(params, opt_state)` after every step, and "
+                "pass its results to the next step."
             )
         if token == MISUSED:
             raise RuntimeError(
-                f"expected the gradients of streamed layers as `jax.grad` returned them, each used "
-                f"once, got others at step {step}, whose parameters are now NaN: go on from a "
-                "checkpoint. Something scaled or summed them, used a layer twice or not at all, or "
-                'read the weights elsewhere: docs/gradients.md, "Scanned layers".'
+                f"The gradients of streamed layers at step {step} are not as `jax.grad` returns "
+                "them, and the parameters are now NaN: something scaled or summed them, used a "
+                "layer twice or not at all, or read the weights elsewhere. Correct that "
+                '(docs/gradients.md, "Scanned layers"), and resume from a checkpoint.'
             )
         if step == 0:  # scalars that no step has written
             raise RuntimeError(
-                f"expected the mail of step {self.step}, got a state that `update` had no part in: "
-                "a wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
+                f"The state has no mail of step {self.step}, because `update` did not write it: a "
+                "wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
                 "around `tx.update`), a dynamic loss scale kept the old state (`jnp.where(finite, "
-                "new, old)`), or `tx.init` has just made it. Call `exchange` only where "
-                "`multi_steps.has_updated(opt_state)`. Leave `apply_if_finite` out, and take the "
-                "new state in any case: zenflow skips steps that are not finite."
+                "new, old)`), or it is fresh from `tx.init`. With `MultiSteps`, call `exchange` "
+                "only if `multi_steps.has_updated(opt_state)`. Leave out `apply_if_finite`, and "
+                "always use the new state: zenflow skips steps that are not finite."
             )
         if (step, token) != (self.step, self.token):
             raise RuntimeError(
-                f"expected the mail of this run's step {self.step}, got step {step} of a state "
-                "that this engine did not return. Give each run an engine of its own, and each "
-                "step the state that the last `exchange` returned."
+                f"The mail is from step {step} of a state that this engine did not return; the "
+                f"run's next step is {self.step}. Make an engine for each run, and pass each step "
+                "the state that the last `exchange` returned."
             )
 
 

@@ -1,8 +1,8 @@
 """Propagates one process's failure to the other processes, which may wait in a collective.
 
-JAX notices a dead process, 100 s after its last heartbeat, but not a program that ends with an
+JAX notices a dead process 100 s after its last heartbeat, but not a program that ends with an
 error: that process waits for the others at exit, they wait for it in a collective, and after 300 s
-JAX aborts them all. A program that catches the error blocks the others for ever.
+JAX aborts them all. A program that catches the error blocks the others forever.
 """
 
 import atexit
@@ -214,28 +214,28 @@ class PeerMonitor:
         return f"process {process} failed: {message}"
 
     def _announce(self) -> None:
-        comes = (
-            "will be ended with code 1, by `os._exit`, which cleans nothing up"
+        outcome = (
+            "will end with code 1, by `os._exit`, without cleanup"
             if self._limits.exit_if_stuck
-            else "will be left waiting, as `exit_if_stuck=False` says"
+            else "will be left waiting, because of `exit_if_stuck=False`"
         )
         _write_stderr(
             f"{self._describe_failure()}\n"
-            f"Process {self._me} {comes}, unless all processes have left the engine at the same "
-            f"point {self._limits.grace_s:g} s from now: by raising this failure, or by `close`.\n"
+            f"Process {self._me} {outcome} in {self._limits.grace_s:g} s, unless all processes "
+            "leave the engine at the same point by then: they raise this failure, or `close`.\n"
         )
 
     def _end(self) -> None:
         """Ends the process, or reports why it is stuck."""
-        ends = "ends itself with code 1"
+        outcome = "ends with code 1"
         if not self._limits.exit_if_stuck:
-            ends = "is not ended, as `exit_if_stuck=False` says, but"
+            outcome = "keeps running, because of `exit_if_stuck=False`"
         _write_stderr(
             f"{self._describe_failure()}\n"
-            f"Process {self._me} {ends}: {self._limits.grace_s:g} s later the processes have not "
-            f"all left the engine at the same point (these have left: {self._left}), and whoever "
-            "goes on waits in a collective that others never join. End what is left of them and "
-            "start them all again, from the last checkpoint. The threads of this one now:\n"
+            f"Process {self._me} {outcome}. After {self._limits.grace_s:g} s the processes have "
+            f"not all left the engine at the same point (those that left: {self._left}), and a "
+            "process that continues would wait in a collective forever. End the remaining "
+            "processes, and restart all from the last checkpoint. This process's threads:\n"
         )
         faulthandler.dump_traceback(2)
         if self._limits.exit_if_stuck:
@@ -257,8 +257,7 @@ def _connect() -> Any:
     client = distributed.global_state.client
     if client is None:
         raise RuntimeError(
-            "expected an initialized `jax.distributed`, because the parameters lie on devices of "
-            "several processes, got none. Call `jax.distributed.initialize` before anything else "
-            "of jax."
+            "The parameters are on devices of several processes, but `jax.distributed` is not "
+            "initialized. Call `jax.distributed.initialize` before any other jax function."
         )
     return client

@@ -6,7 +6,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients, UnfitRunError
 from zenflow_jax._spec.schedule import Schedule
 
-#: The most mails that may be unread: so far may Python run ahead of the device. With "per_window"
+#: The most unread mails, which limits how far Python runs ahead of the device. With "per_window"
 #: `Mailbox.send` has another limit.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
@@ -39,10 +39,10 @@ def buffers(state: ZenFlowState) -> float:
                 of_groups[part.group] += share * part.shape[0] / spec.shape[0]
         # Sums for windows that are being updated, and for those that close next.
         return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
-    written, blank = int(state.send_gradients.in_step), 0.0
+    written, placeholders = int(state.send_gradients.in_step), 0.0
     if written:  # the state's placeholder mail has full size
         shapes = {(spec.shape, spec.mail_dtype): x for spec, x in zip(specs, shares, strict=True)}
-        blank = sum(shapes.values())
+        placeholders = sum(shapes.values())
     unread = IN_FLIGHT[state.send_gradients]
     # An update that must arrive at the next step keeps Python from running ahead: one mail is in
     # flight, or is being written.
@@ -52,7 +52,7 @@ def buffers(state: ZenFlowState) -> float:
     most = min(MAILS_KEPT, kept) + unread + written
     if state.schedule.groups == 1:
         most = min(most, kept)  # includes unread mail and mail being written
-    return float(most + blank)
+    return float(most + placeholders)
 
 
 def most_kept(state: ZenFlowState) -> float:
@@ -103,34 +103,33 @@ def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
             mail[device] += math.prod(part.spec.shape) * part.spec.mail_dtype.itemsize
         # Float32 masters and moments.
         selected[part.devices[0]] += 3 * 4 * math.prod(part.spec.selected_shape)
-    limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     for device in {device for part in offloaded.parts for device in part.devices}:
-        check_pinned(mail[device], buffers(state), selected[device], device.platform, limit)
+        mails = mail[device] * buffers(state)
+        check_pinned({"mail": mails, "hand-overs": selected[device]}, device.platform)
 
 
-def check_pinned(
-    mail_bytes: int, mails: float, selected_bytes: int, platform: str, limit_gib: str | None
-) -> None:
-    """Refuses `mails` and a hand-over of selected channels beyond one GPU's limit."""
+def check_pinned(needs: Mapping[str, float], platform: str) -> None:
+    """Refuses needs, in bytes by their names, beyond the limit of one GPU's pinned memory."""
     if platform not in _GPUS:
         return
+    text = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     try:
         # XLA's own default, which it also uses for invalid numbers.
-        limit = int(limit_gib) if limit_gib else 64
+        limit = int(text) if text else 64
     except ValueError:
         raise UnfitRunError(
-            "expected a whole number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
-            f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is {text!r}. Set the environment variable to a "
+            "whole number of GiB, or unset it for 64."
         ) from None
-    needed = (mail_bytes * mails + selected_bytes) / 2**30
+    needed = sum(needs.values()) / 2**30
     if needed > limit:
+        each = " and ".join(f"{x / 2**30:.1f} for {name}" for name, x in needs.items())
         raise UnfitRunError(
-            f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB and a hand-over "
-            f"of {selected_bytes / 2**30:.1f} GiB in the pinned host memory of one GPU, got a "
-            f"limit of {limit} GiB. Set the environment variable "
+            f"One GPU's pinned host memory is too small: the limit is {limit} GiB, but the run "
+            f"needs {needed:.1f} ({each}). Set the environment variable "
             # jax's pool grows by ever larger regions, and returns none.
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts: the "
-            "need and a quarter, because free memory lies in several regions."
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts; "
+            "that includes a quarter more, for fragmentation."
         )
 
 

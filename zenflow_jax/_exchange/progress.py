@@ -127,9 +127,9 @@ class Progress:
         """Warns of gradients that are lost if the engine closes now."""
         if self._by_updates_alone and any(self.open_steps):
             _logger.warning(
-                "the parameters lack the gradients of up to %d steps, whose windows are open when "
-                "the engine closes: with `provisional_share=None` no provisional steps stand in "
-                "for them. Let the run end where all windows close: with `rolling=False`, after a "
+                "The parameters lack the gradients of up to %d steps, because the engine closes "
+                "with open windows, and with `provisional_share=None` there are no provisional "
+                "steps. End the run where all windows close: with `rolling=False`, after a "
                 "multiple of `update_interval` steps.",
                 max(self.open_steps),
             )

@@ -4,8 +4,8 @@ Two kernels give the same bits, whatever the number of threads and the size of t
 one pass over memory in compiled loops; "numpy" needs no compiler and works through tiles that fit
 the cache. float16 leaves always take the NumPy kernel, as Numba has no float16 on CPUs.
 
-Every array is `(entries, rows, n, tail)`, as `arrays.py` says; what has one entry per channel is
-`(entries, n)`. `masters.py` and `moments.py` say how masters and moments are kept.
+Arrays are `(entries, rows, n, tail)` (see `arrays.py`), or `(entries, n)` with a number per
+channel. `masters.py` and `moments.py` define the formats of masters and moments.
 """
 
 import os
@@ -20,7 +20,7 @@ import numpy as np
 from zenflow_jax._host.arrays import HostArray, Segments, Tile, flat, in_turn
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment
-from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, Weighed
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, Weighted
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
@@ -37,7 +37,7 @@ _LEAST_TILE = 64 * 1024
 _CHUNK = 2 * 1024 * 1024
 
 #: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
-WeighedGradients = Sequence[tuple[np.ndarray, float]]
+WeightedGradients = Sequence[tuple[np.ndarray, float]]
 
 _FLOAT16, _BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -65,7 +65,7 @@ class HostAdam:
         # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
 
-    def accumulate(self, total: np.ndarray, gradients: WeighedGradients, *, first: bool) -> None:
+    def accumulate(self, total: np.ndarray, gradients: WeightedGradients, *, first: bool) -> None:
         """Adds gradients to `total`, float32, one after the other, each times its factor.
 
         `first` overwrites `total`.
@@ -88,7 +88,7 @@ class HostAdam:
         mu: Moment,
         nu: Moment,
         steps: np.ndarray,
-        gradients: WeighedGradients,
+        gradients: WeightedGradients,
         scale: float,
         active: np.ndarray,
         of_window: WindowStep,
@@ -169,8 +169,8 @@ class HostAdam:
             return
         if not 0 <= channels.min() <= channels.max() < n:
             raise ValueError(
-                f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}. "
-                "The optimizer state is damaged, or of other devices: go on from a checkpoint."
+                f"Channels {channels.min()} to {channels.max()} exceed the range 0 to {n - 1}: the "
+                "optimizer state is damaged or from other devices. Resume from a checkpoint."
             )
         tiles = [
             (i, i + 1, left, min(left + together, k))
@@ -243,7 +243,7 @@ class NumbaKernel:
 
         self.tile, self._loops = tile, numba_loops
 
-    def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
+    def accumulate(self, total: np.ndarray, gradients: Weighted, first: bool) -> None:
         for i in range(0, len(gradients), GRADIENTS_PER_PASS):
             together = _padded(gradients[i : i + GRADIENTS_PER_PASS])
             self._loops.accumulate(total, *together, first and i == 0)
@@ -261,10 +261,10 @@ class NumbaKernel:
         loop(*arrays, _padded(step.gradients), channels, scalars, rows, width, tile)
 
 
-def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
+def _padded(gradients: Weighted) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
     """Pads gradients and factors to the number that the compiled loops take."""
     none = GRADIENTS_PER_PASS - len(gradients)
-    assert none >= 0, "the others are added up before"
+    assert none >= 0, "earlier gradients are added up before"
     views = [_bits(g).view() for g, _ in gradients]
     for x in views:
         x.flags.writeable = False  # always, because Numba types read-only arrays separately

@@ -1,9 +1,9 @@
-"""A leaf's float32 numbers on the host, whole or in fewer bytes.
+"""A leaf's float32 numbers on the host, in full or in fewer bytes.
 
 Arrays are C-contiguous, `(entries, rows, n, tail)`: `entries` of the stack axes, `n` channels in
-each. Where channels lead, `rows` is 1 and a channel is a run of `tail` elements; where they trail,
-`tail` is 1 and the channels are the lanes of each row. They are at addresses that jax on CPUs takes
-over without a copy.
+each. Leading channels have one row, and a channel is a run of `tail` elements; trailing channels
+have a `tail` of 1, and are the lanes of each row. Arrays are aligned so that jax on CPUs shares
+their memory.
 """
 
 import abc
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-#: Such an address is a multiple of this many bytes (jax 0.10.0 to 0.11.2), NumPy's own only of 16.
+#: The alignment that jax needs (0.10.0 to 0.11.2), in bytes. NumPy aligns only to 16.
 ALIGNMENT = 64
 #: Elements to convert at once: the scratch stays in the cache.
 CHUNK = 128 * 1024
-#: Neighbours in a channel that share a scale in compact moments; fewer at a channel's end.
+#: Number of neighbours in a channel that share a scale in compact moments; fewer at its end.
 BUCKET = 32
 
 #: First segment and last + 1, then the first element in each and last + 1.
@@ -26,8 +26,8 @@ Tile = tuple[int, int, int, int]
 _Array = TypeVar("_Array", bound="HostArray")
 
 
-def blank(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
-    """Makes zeros, whose pages take memory only when written."""
+def aligned_zeros(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
+    """Makes zeros, whose pages use memory only after a write."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(nbytes + ALIGNMENT - 1, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -35,13 +35,13 @@ def blank(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
 
 
 def copied(x: np.ndarray) -> np.ndarray:
-    copy = blank(x.shape, x.dtype)
+    copy = aligned_zeros(x.shape, x.dtype)
     np.copyto(copy, x)
     return copy
 
 
 def flat(x: np.ndarray) -> np.ndarray:
-    assert x.flags.c_contiguous  # else `reshape` would copy, and writes be lost
+    assert x.flags.c_contiguous  # otherwise `reshape` would copy, and lose writes
     return x.reshape(-1)
 
 
@@ -53,7 +53,7 @@ class Segments(NamedTuple):
     """
 
     number: int
-    rows: int  # segments of an entry; of all of them where channels lead
+    rows: int  # segments in an entry; with leading channels, in all entries
     width: int
     trailing: bool
 

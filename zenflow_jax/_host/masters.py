@@ -5,10 +5,10 @@ upper 16 bits of a float32. The host keeps the rounded number and the master's l
 `rest`, as a signed number: `bits of master = (bits of rounded << 16) + rest`, because the upper
 bits are rounded up exactly where the lower bits are negative.
 
-With one exception: a master exactly halfway above a bfloat16 that ends in 0 is rounded down to it,
-and 32768 does not fit int16. It becomes 32767: such a master, one in 131,072 numbers, moves by its
-last bit, once, and both values have the same cast. (Ties away from zero would keep the bit, but jax
-rounds ties to even.) A NaN stays a NaN with its sign. All other numbers come back bit for bit;
+There is one exception: a master exactly halfway above a bfloat16 that ends in 0 is rounded down to
+it, and 32768 does not fit int16. It becomes 32767: such a master, one in 131,072 numbers, moves by
+its last bit, once, and both values have the same cast. (Ties away from zero would keep the bit, but
+jax rounds ties to even.) A NaN stays a NaN with its sign. All other numbers come back bit for bit;
 `tests/host/test_masters.py` tries all 2**32.
 
 The spacing of float16 numbers is uneven, so `rest` does not work: such a leaf keeps float32 masters
@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax._host.arrays import HostArray, Tile, blank
+from zenflow_jax._host.arrays import HostArray, Tile, aligned_zeros
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INT16 = np.iinfo(np.int16)
@@ -29,7 +29,7 @@ _INT16 = np.iinfo(np.int16)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Masters(HostArray):
-    """One leaf's masters. `values` are float32; for a bfloat16 leaf rounded, for uploads."""
+    """One leaf's masters. `values` are float32, or rounded for a bfloat16 leaf's uploads."""
 
     rest: np.ndarray | None = None  # bfloat16 leaf: int16, the masters' lower halves
     cast: np.ndarray | None = None  # float16 leaf: the rounded masters, for uploads
@@ -37,14 +37,14 @@ class Masters(HostArray):
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Masters":
         if dtype == _BFLOAT16:
-            return cls(blank(shape, dtype), rest=blank(shape, np.int16))
+            return cls(aligned_zeros(shape, dtype), rest=aligned_zeros(shape, np.int16))
         if dtype == np.float16:
-            return cls(blank(shape), cast=blank(shape, dtype))
-        return cls(blank(shape))
+            return cls(aligned_zeros(shape), cast=aligned_zeros(shape, dtype))
+        return cls(aligned_zeros(shape))
 
     @property
     def to_upload(self) -> np.ndarray:
-        """Returns the masters in the leaf's dtype. Not a copy: the next update writes it."""
+        """Returns the masters in the leaf's dtype, not copied: the next update writes them."""
         return self.values if self.cast is None else self.cast
 
     def like(self, shape: tuple[int, ...]) -> "Masters":
@@ -88,7 +88,7 @@ def _split(
     halfway = rest == _INT16.min
     if where is not True:
         halfway &= where
-    # Few; `np.nonzero` takes ten times as long where an array has axes.
+    # They are few. `np.nonzero` takes ten times as long for an array with several axes.
     places = np.unravel_index(np.flatnonzero(halfway), rest.shape)
     down = bits[places] >> 16 == rounded.view(np.int16)[places]
     rest[places] = np.where(down, _INT16.max, _INT16.min)

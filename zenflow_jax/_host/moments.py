@@ -1,21 +1,21 @@
-"""The two moments of a leaf on the host: float32, or "compact" in codes of 8 bits.
+"""The two moments of a leaf on the host: float32, or "compact" in 8-bit codes.
 
 A bucket of 32 neighbours in a channel has a code for each and a single scale, its largest
-magnitude. So the two moments take 1.0625 and 1.125 bytes instead of 4 each. Buckets never span
+magnitude. So the two moments need 1.0625 and 1.125 bytes instead of 4 each. Buckets never span
 channels.
 
-First moment: codes `c` from -127 to 127 stand for `c (|c| + 60) / 23749` of the scale. The steps
-between them grow from near zero to the largest by 4, as those of a softsign curve do (FlashOptim,
-https://arxiv.org/abs/2602.23349); but this curve takes no division on the way back. Second moment:
-its square root is `c / 255` of the scale, `c` from 0 to 255. A code is the nearest, and at least 1
-where a second moment is above zero: one that vanished under a first moment would make a huge step.
+First moment: a code `c` from -127 to 127 stands for `c (|c| + 60) / 23749` times the scale. The gap
+between codes grows fourfold from zero to the largest, as on a softsign curve (FlashOptim,
+https://arxiv.org/abs/2602.23349), but decoding needs no division. Second moment: its square root is
+`c / 255` times the scale, `c` from 0 to 255. Encoding rounds to the nearest code, but to at least 1
+for a second moment above zero: a zero below a first moment would cause a huge step.
 
-The first moment's scale is a bfloat16, the second's a float32. In bfloat16 it would never shrink:
-with `b2` = 0.999 an update shrinks the root by 1 in 2000, which would be rounded away.
+The first moment's scale is a bfloat16, the second's a float32. A bfloat16 would never shrink: with
+`b2` = 0.999 an update shrinks the root by 1 in 2000, which would be rounded away.
 
-Decoded numbers encode to the same codes and scales again, because the largest code means exactly
-the scale. So checkpoints have float32 moments and lose nothing. A bucket is zero if its numbers (or
-roots) are all below 2**-60. A number that is not finite makes its bucket NaN or infinite.
+Decoded numbers encode to the same codes and scales again, because the largest code stands exactly
+for the scale. So checkpoints have float32 moments and lose nothing. A bucket is zero if its numbers
+(or roots) are all below 2**-60. A number that is not finite makes its bucket NaN or infinite.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax._host.arrays import BUCKET, HostArray, Tile, blank
+from zenflow_jax._host.arrays import BUCKET, HostArray, Tile, aligned_zeros
 
-# A first moment's code is `c (|c| + 2 h)` steps. Of the numbers near 30 this `h` is one where
-# 127 (127 + 2 h) times its reciprocal is 1 in float32, as it has to be, and as 255 times its is.
+# A first moment's code is `c (|c| + 2 h)` steps. In float32, the largest, 127 (127 + 2 h), times
+# its reciprocal must be exactly 1. That holds for this `h`, not for all near 30, and for 255.
 BEND = np.float32(30)
 TOP_FIRST, TOP_SECOND = np.float32(127 * (127 + 60)), np.float32(255)
 PER_FIRST, PER_SECOND = 1 / TOP_FIRST, 1 / TOP_SECOND
@@ -52,8 +52,8 @@ class Moment(HostArray):
     def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Moment":
         """Makes zeros in float32, or in codes: int8 for a first moment, uint8 for a second."""
         kind = _SCALES.get(np.dtype(dtype))
-        scales = None if kind is None else blank(_shape_of_scales(shape), kind)
-        return cls(blank(shape, dtype), scales)
+        scales = None if kind is None else aligned_zeros(_shape_of_scales(shape), kind)
+        return cls(aligned_zeros(shape, dtype), scales)
 
     def like(self, shape: tuple[int, ...]) -> "Moment":
         return Moment.zeros(shape, self.values.dtype)
@@ -104,7 +104,7 @@ def bytes_of_moments(shape: tuple[int, ...], *, compact: bool) -> int:
 def _decode(codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
     """Decodes into `out`, float32; `scales` has one scale for each code."""
     np.copyto(out, codes)
-    with np.errstate(all="ignore"):  # of buckets that are not finite
+    with np.errstate(all="ignore"):  # buckets may not be finite
         if codes.dtype == _FIRST:
             out *= np.abs(out) + 2 * BEND
             out *= PER_FIRST
@@ -123,7 +123,7 @@ def _encode(
     Codes and scales keep their values where `where`, broadcast to both, is False.
     """
     first = codes.dtype == _FIRST
-    with np.errstate(all="ignore"):  # of buckets that are not finite
+    with np.errstate(all="ignore"):  # buckets may not be finite
         size = np.abs(x) if first else np.sqrt(x)
         starts = np.arange(0, x.shape[axis], BUCKET)
         largest = np.maximum.reduceat(size, starts, axis=axis)

@@ -1,20 +1,20 @@
 """Compiled loops: AdamW and the sum of gradients in one pass over memory.
 
-bfloat16 arrives as its bits, in uint16 arrays; Numba has no float16 on CPUs. Every operation rounds
-once, as IEEE 754 says: no fastmath flag is set, not even "contract". So the vectorized body of a
-loop and its scalar tail give the same bits, and NumPy gives them too. Moments in codes
-(`moments.py`) are decoded to scratch, a chunk at a time, and encoded again after the step.
+bfloat16 arrives as bits in uint16 arrays; Numba has no float16 on CPUs. Every operation rounds
+once, as IEEE 754 requires: no fastmath flag is set, not even "contract". So a loop's vectorized
+body and its scalar tail give the same bits, and so does NumPy. Moments in codes (`moments.py`) are
+decoded to scratch, a chunk at a time, and encoded again after the step.
 
-Numba makes uint64 of the sum of two uint32, so each step of bit arithmetic is cast back. It checks
-an index that it cannot prove positive, which keeps LLVM from vectorizing: so indices are unsigned
-(`np.uintp`), or count over slices from zero. Flags that choose a function (`by_type`) are True or
-None, which have types of their own.
+Numba adds two uint32 to a uint64, so each step of bit arithmetic casts back. It checks an index
+that it cannot prove positive, which keeps LLVM from vectorizing: so indices are unsigned
+(`np.uintp`), or count over slices from zero. Flags that select a function (`by_type`) are True or
+None, which have different types.
 
-Letters: `p, m, v` master and moments, each `(segments, width)`, flat. Of a split master `p` is the
-rounded one and `rest` what it lacks (`masters.py`), else None; `m_scales` and `v_scales` are those
-of codes, else None. `gs` are eight gradients and `fs` their factors; a missing one is None and its
-factor 0. A tile has the segments `first` to `last`, and of each the elements `left` to `right`, in
-whole buckets.
+Letters: `p, m, v` master and moments, each `(segments, width)`, flat. For split masters
+(`masters.py`) `p` has the rounded numbers and `rest` the lower bits; otherwise `rest` is None, as
+`m_scales` and `v_scales` are without codes. `gs` are eight gradients and `fs` their factors; for a
+missing gradient they are None and 0. A tile has the segments `first` to `last`, and in each the
+elements `left` to `right`, in whole buckets.
 """
 
 import inspect
@@ -27,31 +27,31 @@ from numba.extending import overload
 
 from zenflow_jax._host import arrays, moments
 
-# Numba keeps compiled loops on disk, with these numbers in them, and compiles again when this file
-# changes, not when an imported one does. So the numbers are literals here, too.
+# Numba caches compiled loops on disk, with these numbers in them, and compiles again when this file
+# changes, but not when an imported file does. So the numbers are literals here, too.
 BUCKET, _BEND, _LEAST, _ZERO = 32, np.float32(30), np.float32(2.0**-60), np.float32(0)
 _TOP_FIRST, _TOP_SECOND = np.float32(127 * 187), np.float32(255)
 assert (BUCKET, _BEND, _LEAST) == (arrays.BUCKET, moments.BEND, moments.LEAST)
 assert (_TOP_FIRST, _TOP_SECOND) == (moments.TOP_FIRST, moments.TOP_SECOND)
 _TWICE_BEND, _BEND_SQUARED = 2 * _BEND, _BEND * _BEND
 _PER_FIRST, _PER_SECOND = 1 / _TOP_FIRST, 1 / _TOP_SECOND
-# Added to a small number it leaves the nearest integer in the lower bits: ties to even.
+# Adding it to a small number leaves the nearest integer in the lower bits, ties to even.
 _ROUNDER = np.float32(1.5 * 2**23)
-# Elements of a chunk where channels lead. Larger scratch leaves the first cache, smaller chunks
-# cost calls. Where they trail a chunk has the rows of a bucket and so many lanes: with fewer the
-# scratch (512 KiB) would leave the second cache for the first, but memory is read in short pieces.
+# Elements of a chunk with leading channels: larger scratch exceeds the first-level cache, smaller
+# chunks cost calls. With trailing channels, a chunk has a bucket's rows and this many lanes: with
+# fewer, the scratch (512 KiB) would fit the first-level cache, but memory reads would be short.
 _CHUNK = 4096
 _LANES = 2048
 
-# C code calls none of these functions, and Python none of those inside of others. Numba would write
-# ways in for both, which was a third of the time to compile. Both are options of `numba.njit` that
-# its manual leaves out; it refuses those that it does not know.
+# C code calls none of these functions, and Python calls no inner function. Numba's wrappers for
+# both took a third of the compile time. Both options of `numba.njit` are undocumented; it refuses
+# unknown options.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _INNER: Any = {**_OPTIONS, "no_cpython_wrapper": True}
 
 
 def compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
-    """Serial machine code that releases the GIL, kept on disk where Numba finds a place for it."""
+    """Compiles to serial code that releases the GIL, cached on disk if Numba finds a folder."""
     function = inspect.unwrap(function)  # jaxtyping's import hook wraps it, in tests
     try:
         return numba.njit(cache=True, **options)(function)
@@ -60,22 +60,22 @@ def compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
 
 
 def inner(function: Callable) -> Any:
-    """The same for compiled code to call; a call from Python ends the process."""
+    """Compiles a function for calls from compiled code; a call from Python ends the process."""
     return compiled(function, _INNER)
 
 
-def by_type(place: int, wanted: Any, if_wanted: Callable, otherwise: Callable) -> Callable:
-    """A function for compiled code that is one of two, by the type of its argument at a place."""
+def by_type(position: int, kind: Any, if_kind: Callable, otherwise: Callable) -> Callable:
+    """Returns a function for compiled code: `if_kind` if the argument at `position` is a `kind`."""
 
-    def chosen(*args: Any) -> Any:
-        raise NotImplementedError("compiled code only")
+    def either(*args: Any) -> Any:
+        raise NotImplementedError("Only compiled code may call this function.")
 
-    pair = inspect.unwrap(if_wanted), inspect.unwrap(otherwise)
-    # Not strict: the arguments' names need not be those of `args`.
-    overload(chosen, jit_options=_INNER, strict=False)(
-        lambda *args: pair[0] if args[place] == wanted else pair[1]
+    pair = inspect.unwrap(if_kind), inspect.unwrap(otherwise)
+    # Not strict: the arguments' names may differ from those of `args`.
+    overload(either, jit_options=_INNER, strict=False)(
+        lambda *args: pair[0] if args[position] == kind else pair[1]
     )
-    return chosen
+    return either
 
 
 # The bits of a bfloat16 are the upper half of a float32.
@@ -101,7 +101,7 @@ _plus = by_type(
 
 @inner
 def _sum(total, gs, fs, i):
-    """The sum, one after the other; each product and sum rounds, as in a pass for each."""
+    """Sums in order; each product and sum rounds, as in separate passes."""
     a = _plus(_plus(total, gs[0], fs[0], i), gs[1], fs[1], i)
     b = _plus(_plus(a, gs[2], fs[2], i), gs[3], fs[3], i)
     c = _plus(_plus(b, gs[4], fs[4], i), gs[5], fs[5], i)
@@ -131,8 +131,8 @@ def _keep_whole(x, p, rest, i, on):
 
 def _keep_split(x, p, rest, i, on):
     rounded = bfloat16_bits(x)
-    p[i] = _chosen(on, rounded, p[i])
-    rest[i] = np.int16(_chosen(on, _rest_of(x, rounded), np.uint16(rest[i])))
+    p[i] = _select(on, rounded, p[i])
+    rest[i] = np.int16(_select(on, _rest_of(x, rounded), np.uint16(rest[i])))
 
 
 _master = by_type(1, numba.none, lambda p, rest, i: p[i], _joined)
@@ -140,14 +140,14 @@ _keep = by_type(2, numba.none, _keep_whole, _keep_split)
 
 
 @inner
-def _chosen(on, new, old):
-    """`new` if `on`, else `old`: uint16, bit by bit, as LLVM vectorizes no branch around both."""
+def _select(on, new, old):
+    """Returns `new` if `on`, else `old`: uint16, by bits, because LLVM vectorizes no branch."""
     return np.uint16(old ^ np.uint16(np.uint16(old ^ new) & np.uint16(-np.int64(on))))
 
 
 @inner
 def _rest_of(x, rounded):
-    """The lower half of a master that a bfloat16, as its bits, lacks; uint16 (`masters.py`)."""
+    """Returns the lower half of a master next to its bfloat16 bits; uint16 (`masters.py`)."""
     bits = np.float32(x).view(np.uint32)
     lower, upper = np.uint16(bits), np.uint16(np.uint32(bits >> np.uint32(16)))
     halfway_down = (lower == np.uint16(0x8000)) & (upper == rounded)
@@ -156,7 +156,7 @@ def _rest_of(x, rounded):
 
 @compiled
 def bfloat16_bits(x):
-    """To nearest, ties to even; a NaN becomes the quiet one of its sign, as in ml_dtypes."""
+    """Rounds to nearest, ties to even; a NaN becomes quiet and keeps its sign, as in ml_dtypes."""
     bits = np.float32(x).view(np.uint32)
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + odd))
@@ -176,16 +176,16 @@ def _element(p, m, v, g, m_debias, v_debias, scalars):
 
 @inner
 def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes, scalars):
-    """Takes the step on `size` neighbours, from the elements `at` of masters and `at_m` of moments.
+    """Takes the step on `size` neighbours, from element `at` of masters and `at_m` of moments.
 
-    They are of one channel; or, where `lanes` is True, each of the next one.
+    They are in one channel or, if `lanes` is True, in consecutive channels.
     """
     gs, fs = gradients
     active, m_debias, v_debias = channels
     for e in range(size):
         i, j = np.uintp(at + e), np.uintp(at_m + e)
         c = np.uintp(channel) if lanes is None else np.uintp(channel + e)
-        # Every lane is written: LLVM vectorizes no branch around the stores without masked ones.
+        # Writes every lane: without masked stores, LLVM vectorizes no branch around a store.
         on = True if lanes is None else active[c]
         g = _sum(None, gs, fs, i)
         x = _master(p, rest, i)
@@ -195,8 +195,8 @@ def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes,
         v[j] = new_v if on else v[j]
 
 
-# Where moments take the step: in place, or in scratch.
-_workplace = by_type(
+# The arrays in which moments take the step: their own, or scratch.
+_work_array = by_type(
     1, numba.none, lambda x, scales, size: x, lambda x, scales, size: np.empty(size, np.float32)
 )
 
@@ -207,19 +207,19 @@ def adamw_leading(
 ):
     first, last, left, right = tile
     active, m_debias, v_debias = channels
-    wide_m, wide_v = _workplace(m, m_scales, _CHUNK), _workplace(v, v_scales, _CHUNK)
+    wide_m, wide_v = _work_array(m, m_scales, _CHUNK), _work_array(v, v_scales, _CHUNK)
     buckets = _buckets(width)
-    together = max(_CHUNK // max(right - left, 1), 1)
+    most = max(_CHUNK // max(right - left, 1), 1)
     s = first
     while s < last:
         if not active[s]:
             s += 1
             continue
-        # Neighbours that take the same step are one chunk: a narrow channel costs more to begin
-        # than to compute.
+        # Neighbours that take the same step form a chunk: a narrow channel costs more to start than
+        # to compute.
         end = s + 1
         while (
-            end < min(last, s + together)
+            end < min(last, s + most)
             and active[end]
             and m_debias[end] == m_debias[s]
             and v_debias[end] == v_debias[s]
@@ -247,8 +247,8 @@ def adamw_trailing(
     first, last, left, right = tile
     active, m_debias, v_debias = channels
     lanes = right - left if m_scales is None else min(_LANES, right - left)
-    wide_m = _workplace(m, m_scales, BUCKET * lanes)
-    wide_v = _workplace(v, v_scales, BUCKET * lanes)
+    wide_m = _work_array(m, m_scales, BUCKET * lanes)
+    wide_v = _work_array(v, v_scales, BUCKET * lanes)
     entry = first // rows
     for top in range(first, last, BUCKET):
         height = min(BUCKET, last - top)
@@ -270,8 +270,8 @@ def adamw_trailing(
                 _convert_rows(v[i:], v_scales[k:], wide_v, shape, on, True, True)
 
 
-# Moments in codes. `root` is True of a second moment, whose codes are of its square root, else
-# None; `inward` is True to encode and None to decode.
+# Moments in codes. `root` is True for a second moment, whose codes stand for its square root, else
+# None; `encode` is True to encode and None to decode.
 
 
 def _first_decoded(code, scale, root):
@@ -296,7 +296,7 @@ def _second_code(x, inverse, root):
 
 _decoded = by_type(2, numba.none, _first_decoded, _second_decoded)
 _code = by_type(2, numba.none, _first_code, _second_code)
-# A bucket's scale as it is kept, by its largest magnitude.
+# A bucket's stored scale, from its largest magnitude.
 _scale = by_type(
     1,
     numba.none,
@@ -314,12 +314,12 @@ def _inverse(scale, root):
 
 @inner
 def _magnitude(x):
-    """The bits of |x|: they order numbers as they are ordered, and NaN above all."""
+    """Returns the bits of |x|, which sort like the numbers, with NaN last."""
     return np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF))
 
 
 @inner
-def _convert(codes, scales, x, width, root, inward):
+def _convert(codes, scales, x, width, root, encode):
     """Converts channels of `width` elements, or a piece of one channel."""
     size = codes.size if width % BUCKET == 0 else width
     whole = size // BUCKET * BUCKET
@@ -330,20 +330,20 @@ def _convert(codes, scales, x, width, root, inward):
                 shape = ((b - a) // length, length)
                 end = k + shape[0]
                 _convert_buckets(
-                    codes[a:b].reshape(shape), scales[k:end], x[a:b].reshape(shape), root, inward
+                    codes[a:b].reshape(shape), scales[k:end], x[a:b].reshape(shape), root, encode
                 )
                 k = end
 
 
-def _decode_buckets(codes, scales, x, root, inward):
+def _decode_buckets(codes, scales, x, root, encode):
     for b in range(x.shape[0]):
         scale = _widened(scales[b])
         for i in range(x.shape[1]):
             x[b, i] = _decoded(codes[b, i], scale, root)
 
 
-def _encode_buckets(codes, scales, x, root, inward):
-    # LLVM vectorizes the search for a largest number only where its length is not known.
+def _encode_buckets(codes, scales, x, root, encode):
+    # LLVM vectorizes the search for a largest number only if its length is not known.
     for b in range(x.shape[0]):
         largest = np.uint32(0)
         for i in range(x.shape[1]):
@@ -355,16 +355,16 @@ def _encode_buckets(codes, scales, x, root, inward):
             codes[b, i] = _code(x[b, i], inverse, root)
 
 
-def _decode_rows(codes, scales, x, shape, active, root, inward):
-    height, lanes, apart = shape
+def _decode_rows(codes, scales, x, shape, active, root, encode):
+    height, lanes, stride = shape
     for r in range(height):
         for e in range(lanes):
-            i, j = np.uintp(r * apart + e), np.uintp(r * lanes + e)
+            i, j = np.uintp(r * stride + e), np.uintp(r * lanes + e)
             x[j] = _decoded(codes[i], _widened(scales[np.uintp(e)]), root)
 
 
-def _encode_rows(codes, scales, x, shape, active, root, inward):
-    height, lanes, apart = shape
+def _encode_rows(codes, scales, x, shape, active, root, encode):
+    height, lanes, stride = shape
     largest = np.zeros(lanes, np.uint32)
     for r in range(height):
         for e in range(lanes):
@@ -377,15 +377,15 @@ def _encode_rows(codes, scales, x, shape, active, root, inward):
         scales[e] = scale if active[e] else scales[e]
     for r in range(height):
         for e in range(lanes):
-            i, j = np.uintp(r * apart + e), np.uintp(r * lanes + e)
+            i, j = np.uintp(r * stride + e), np.uintp(r * lanes + e)
             code = _code(x[j], inverse[e], root)
             codes[i] = code if active[e] else codes[i]
 
 
-# Buckets, a row each.
+# Converts buckets, one per row.
 _convert_buckets = by_type(4, numba.none, _decode_buckets, _encode_buckets)
-# The rows of a bucket, of `lanes` elements each, which are `apart` among the codes. Channels that
-# are not `active` keep codes and scales.
+# Converts a bucket's rows of `lanes` elements, whose codes are `stride` elements apart. Channels
+# that are not `active` keep codes and scales.
 _convert_rows = by_type(6, numba.none, _decode_rows, _encode_rows)
 
 
@@ -396,5 +396,5 @@ def _buckets(size):
 
 @inner
 def _bucket_of(row, rows):
-    """The number of a row's bucket, among those of all entries of `rows` each."""
+    """Returns the number of a row's bucket, counted over all entries of `rows` rows."""
     return row // rows * _buckets(rows) + row % rows // BUCKET

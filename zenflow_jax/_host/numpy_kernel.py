@@ -1,7 +1,7 @@
 """The portable kernel: AdamW in NumPy calls on tiles that fit the cache.
 
-`adam.py` runs it on request, and for float16. `numba_loops.py` is its twin and gives the same bits.
-`Step`, the input of both kernels, is here, too.
+`adam.py` runs it on request, and for float16. Its twin `numba_loops.py` gives the same bits. `Step`
+is the input of both kernels.
 
 Letters: `p, m, v, g` master, moments and gradient of a tile, in float32.
 """
@@ -16,12 +16,12 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment
 from zenflow_jax._spec.scalars import AdamScalars
 
-#: Gradients that a compiled step sums in the same pass: enough for twice the default window. Numba
-#: compiles each number of gradients and each set of dtypes at its first use, in a second.
+#: Number of gradients that a compiled step sums in one pass: enough for twice the default window.
+#: Numba compiles each number of gradients and each set of dtypes at first use, in a second.
 GRADIENTS_PER_PASS = 8
 
 #: Gradients in float32, bfloat16 or float16, each with its factor.
-Weighed = list[tuple[np.ndarray, np.float32]]
+Weighted = list[tuple[np.ndarray, np.float32]]
 
 
 class Step(NamedTuple):
@@ -30,7 +30,7 @@ class Step(NamedTuple):
     masters: Masters
     mu: Moment
     nu: Moment
-    gradients: Weighed  # flat
+    gradients: Weighted  # flat
     active: np.ndarray  # (entries * n,) bool
     m_debias: np.ndarray  # (entries * n,) float32, reciprocals of the bias corrections
     v_debias: np.ndarray
@@ -45,7 +45,7 @@ class NumpyKernel:
         self.tile = tile
         self._local = threading.local()
 
-    def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
+    def accumulate(self, total: np.ndarray, gradients: Weighted, first: bool) -> None:
         with np.errstate(all="ignore"):  # the device decides which steps are finite
             for i, (g, factor) in enumerate(gradients):
                 if first and i == 0:
@@ -101,7 +101,7 @@ class NumpyKernel:
                 a.write_tile(tile, numbers, where if masked else True)
 
     def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
-        """Returns `count` float32 arrays for the calling thread; contents are garbage."""
+        """Returns `count` uninitialized float32 arrays for the calling thread."""
         if not hasattr(self._local, "scratch"):
             self._local.scratch = np.empty((5, max(self.tile, BUCKET)), np.float32)
         size = int(np.prod(shape))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.arrays import blank, copied
+from zenflow_jax._host.arrays import aligned_zeros, copied
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
@@ -35,7 +35,7 @@ class WindowGradients:
     kept: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
 
     @property
-    def weighed(self) -> list[tuple[np.ndarray, float]]:
+    def weighted(self) -> list[tuple[np.ndarray, float]]:
         return [*([] if self.total is None else [(self.total, 1.0)]), *self.kept]
 
     def clear(self) -> None:
@@ -44,7 +44,7 @@ class WindowGradients:
 
 @dataclasses.dataclass
 class HostLeaf:
-    """One leaf's arrays, all `(entries, rows, n, tail)` unless said otherwise."""
+    """One leaf's arrays, all `(entries, rows, n, tail)` unless noted."""
 
     spec: LeafSpec
     master: Masters
@@ -68,7 +68,7 @@ class HostLeaf:
             master=Masters.zeros(shape, spec.dtype),
             mu=mu,
             nu=nu,
-            steps=blank((shape[0], spec.n), np.int32),
+            steps=aligned_zeros((shape[0], spec.n), np.int32),
             channels=np.array(channels, np.int32).reshape(shape[0], spec.k),
         )
         leaf.master.write(weight)
@@ -87,7 +87,7 @@ class HostLeaf:
 
     @property
     def to_upload(self) -> np.ndarray:
-        """Returns the masters in the leaf's dtype and shape, for an upload. Not a copy."""
+        """Returns the masters in the leaf's dtype and shape, for an upload, not copied."""
         return self.master.to_upload.reshape(self.spec.shape)
 
     @property
@@ -284,7 +284,7 @@ class HostState:
         """Adds the mails of leaf `i` up to `end` of a window to its sum."""
         leaf, first = self.leaves[i], gradients.total is None
         if gradients.total is None:
-            gradients.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
+            gradients.total = leaf.spare.pop() if leaf.spare else aligned_zeros(leaf.master.shape)
         else:
             self.before_write(i)
         self._adam.accumulate(gradients.total, gradients.kept[:end], first=first)
@@ -350,9 +350,9 @@ class HostState:
         window.active[i] = active & ~entering
         before, leaf.channels = leaf.channels, chosen
         master, mu, nu = self._adam.take(wide, chosen)
-        if self.compact:  # only the host's copies, which are stale, are rounded
-            for taken, left in ((mu, leaving.mu), (nu, leaving.nu)):
-                _keep_staying(taken, chosen, left, before)
+        if self.compact:  # only the host's stale copies are rounded
+            for taken, unrounded in ((mu, leaving.mu), (nu, leaving.nu)):
+                _keep_staying(taken, chosen, unrounded, before)
         steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
         return SelectedRows(master, mu, nu, steps)
 
@@ -361,18 +361,18 @@ class HostState:
         if not leaf.spec.decay:
             step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))
         gradients = window.gradients[i]
-        if len(gradients.weighed) > GRADIENTS_PER_PASS:
+        if len(gradients.weighted) > GRADIENTS_PER_PASS:
             self._add_up(i, gradients, 1 - GRADIENTS_PER_PASS)
         arrays = leaf.master, leaf.mu, leaf.nu, leaf.steps
         scale = 1 / max(window.counted, 1)  # of the mean
-        return self._adam.adamw(*arrays, gradients.weighed, scale, active, step)
+        return self._adam.adamw(*arrays, gradients.weighted, scale, active, step)
 
 
 def _keep_staying(
-    taken: np.ndarray, chosen: np.ndarray, left: np.ndarray, before: np.ndarray
+    taken: np.ndarray, chosen: np.ndarray, unrounded: np.ndarray, before: np.ndarray
 ) -> None:
-    """Restores the unrounded rows, in `left`, for channels that stay selected."""
-    for rows, new, old_rows, old in zip(taken, chosen, left, before, strict=True):
+    """Restores the rows in `unrounded` for channels that stay selected."""
+    for rows, new, old_rows, old in zip(taken, chosen, unrounded, before, strict=True):
         _, at, was_at = np.intersect1d(new, old, assume_unique=True, return_indices=True)
         rows[:, at] = old_rows[:, was_at]
 

@@ -47,9 +47,8 @@ def check_schedule(
     scaling = _share_or_none("window_scaling", window_scaling)
     if scaling is not None and window != 1 and late != 0 and not in_turn:
         warnings.warn(
-            f"`window_scaling={scaling}` makes longer steps of updates that arrive a whole window "
-            "late, as with `rolling=False` or an `AutoWindow`, and loses by that; pass "
-            "window_scaling=None.",
+            f"`window_scaling={scaling}` hurts the result if updates arrive a whole window late: "
+            "with `rolling=False` or an `AutoWindow`. Pass window_scaling=None.",
             stacklevel=3,
         )
     share = _share_or_none("provisional_share", provisional_share) or None
@@ -69,8 +68,8 @@ def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow:
     if isinstance(interval, AutoWindow):
         if topk_ratio == 0:
             raise ValueError(
-                "`topk_ratio` must be above 0 with an `AutoWindow`, which compares deferred "
-                "channels with selected ones, got 0."
+                "`topk_ratio` is 0, but an `AutoWindow` compares deferred channels with selected "
+                "ones. Pass a share above 0."
             )
         return interval
     return check_int("update_interval", interval, 1, "an int or an AutoWindow", _IF_INJECTED)
@@ -92,8 +91,8 @@ def _check_staleness(staleness: Any, window: int | AutoWindow, in_turn: bool) ->
         return 1 if in_turn else window if isinstance(window, int) else None
     if isinstance(window, AutoWindow) and staleness != 0:
         raise ValueError(
-            "`staleness` must be 0 or None with an `AutoWindow`, whose updates arrive at the next "
-            f"boundary, got {staleness}."
+            f"`staleness` is {staleness}, but with an `AutoWindow` updates arrive at the next "
+            "boundary. Pass None or 0."
         )
     if isinstance(window, int) and staleness > window:
         raise ValueError(f"`staleness` must be at most update_interval={window}, got {staleness}.")
@@ -133,12 +132,12 @@ def check_numbers(**numbers: Any) -> None:
         if dtype is None or getattr(value, "shape", ()) != () or not _is_real(dtype):
             kinds = "a number or a scalar array"
             if callable(value):
-                kinds += ", or a schedule by way of `optax.inject_hyperparams`"
+                kinds += " (for a schedule use `optax.inject_hyperparams`)"
             raise TypeError(f"`{name}` must be {kinds}, got {value!r}.")
         if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4:
             raise TypeError(
-                f"`{name}` must not be rounded to {dtype}, where 0.999 is 1: give "
-                "`optax.inject_hyperparams` hyperparam_dtype=jnp.float32."
+                f"`{name}` is rounded to {dtype}, in which 0.999 becomes 1. Pass "
+                "hyperparam_dtype=jnp.float32 to `optax.inject_hyperparams`."
             )
         if not isinstance(value, Tracer):
             _check_range(name, float(np.asarray(value)))
@@ -177,7 +176,7 @@ def check_bool(name: str, value: Any, or_else: str = "") -> None:
 
 
 _IF_INJECTED = (
-    "Under `optax.inject_hyperparams` pass static_args=zenflow_jax.STATIC_ARGS, or it becomes an "
+    "With `optax.inject_hyperparams`, pass static_args=zenflow_jax.STATIC_ARGS, or it becomes an "
     "array or a schedule."
 )
 

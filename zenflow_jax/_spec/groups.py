@@ -37,7 +37,7 @@ def in_groups(
         tried.append((max(filled), len(filled), assigned))
         if len(filled) == schedule.groups and max(filled) <= UNEVEN * min(filled):
             break
-    _, groups, assigned = min(tried, key=lambda one: one[0])
+    _, groups, assigned = min(tried, key=lambda attempt: attempt[0])
     grouped = (
         dataclasses.replace(spec, groups=assigned[i]) if i in assigned else spec
         for i, spec in enumerate(specs)
@@ -75,7 +75,7 @@ def _assign(
     }
     filled = [0] * min(groups, len(sizes))
     assigned = {i: [-1] * len(spec.groups) for i, spec in specs.items()}
-    for i, j in sorted(sizes, key=lambda one: (-sizes[one], one)):
+    for i, j in sorted(sizes, key=lambda part: (-sizes[part], part)):
         free = [group for group in range(len(filled)) if group not in assigned[i]]
         group = min(free, key=lambda group: filled[group])
         filled[group] += sizes[i, j]

@@ -29,9 +29,9 @@ def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
         return
     first = specs[0]
     _logger.warning(
-        "zenflow saves no memory: all %d leaves stay on the device, the first %s of shape %s. "
-        "Expected one with two axes and with channels beyond `topk_ratio`, in a tree that "
-        "`optax.flatten` has not made one vector of.",
+        "zenflow saves no memory: all %d leaves stay on the device (the first is %s of shape %s). "
+        "It offloads leaves of two or more axes that `resident` does not name: leave out "
+        "`optax.flatten`, or change `resident` or `topk_ratio`.",
         len(specs),
         first.name or "a bare array",
         first.shape,
@@ -47,8 +47,8 @@ def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
     largest = max(few, key=lambda s: math.prod(s.shape))
     _logger.warning(
         "zenflow selects %d of %d channels along axis %d of %s of shape %s, more than twice "
-        "topk_ratio=%g, and of %d other leaves. Their state takes room on the device. If that is "
-        "an axis of layers or heads, name another one in `channel_axis`, an int or a function of "
+        "topk_ratio=%g; so it does in %d other leaves. Their state uses device memory. If that is "
+        "an axis of layers or heads, pass another `channel_axis`, an int or a function of "
         "(path, leaf), or stack layers along the first axis.",
         largest.k,
         largest.n,
@@ -72,10 +72,10 @@ def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
     even = selected_channels(topk_ratio, common, 1) / common
     remedy = f"with topk_ratio={even!r} or " if even <= 2 * topk_ratio else ""
     _logger.warning(
-        "zenflow selects %d channels of %s, whose channel axis lies in %d pieces, and would select "
-        "%d in one. A checkpoint of this run can be resumed only on a mesh that selects as many. "
-        "If the run is to be resumed on fewer devices, begin it %swith a mesh that divides other "
-        "axes: there the number is the same.",
+        "zenflow selects %d channels of %s, because the mesh divides its channel axis into %d "
+        "pieces; undivided, it would select %d. This run's checkpoints can be resumed only on a "
+        "mesh that gives the same number. To resume on fewer devices, start the run %swith a mesh "
+        "that divides other axes.",
         first.k,
         first.name or "a bare array",
         first.pieces,
@@ -89,10 +89,10 @@ def warn_of_stacked_vectors(specs: Sequence[LeafSpec]) -> None:
     named = [s for s in specs if not s.resident and _VECTOR.search(s.name)]
     if named:
         _logger.warning(
-            "zenflow takes %s of shape %s for a matrix with %d channels, and %d other leaves like "
-            "it. If they are norms or biases of stacked layers, keep them on the device, as those "
-            'of single layers: resident=lambda path, x: "scale" in str(path[-1]), say. '
-            "`resident=lambda path, x: False` ends this warning.",
+            "zenflow treats %s of shape %s as a matrix with %d channels, and %d other leaves "
+            "likewise. If they are norms or biases of stacked layers, keep them on the device, for "
+            'example with resident=lambda path, x: "scale" in str(path[-1]). To silence this '
+            "warning, pass resident=lambda path, x: False.",
             named[0].name,
             named[0].shape,
             named[0].n,
@@ -107,7 +107,7 @@ def warn_of_a_part(params: Any) -> None:
     if masked:
         _logger.warning(
             "`max_grad_norm` clips by the norm of this `zenflow`'s leaves (%d). `optax.partition` "
-            "or `optax.masked` keeps others from it (%d). If those are trained, too, use "
+            "or `optax.masked` hides others (%d). If those are trained too, use "
             "`optax.clip_by_global_norm` in front of the partition instead.",
             len(nodes) - masked,
             masked,

@@ -55,8 +55,8 @@ def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
 
     `sharding` replaces the leaf's own, which a traced leaf knows only on Explicit axes.
     """
-    told = sharding is not None
-    if not told:
+    is_given = sharding is not None
+    if not is_given:
         sharding = (
             jax.typeof(leaf).sharding
             if isinstance(leaf, Tracer)
@@ -67,7 +67,7 @@ def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
     mesh = sharding.mesh
     if not isinstance(mesh, AbstractMesh):
         mesh = mesh.abstract_mesh
-    if not told and isinstance(leaf, Tracer) and AxisType.Explicit not in mesh.axis_types:
+    if not is_given and isinstance(leaf, Tracer) and AxisType.Explicit not in mesh.axis_types:
         return None
     axes = mesh_axes(sharding.spec, len(leaf.shape))
     return Placement(mesh, axes, axes)

@@ -42,7 +42,7 @@ def resolve(
     axis = axis(path, leaf) if callable(axis) else axis
     if not isinstance(axis, Integral) or not -len(shape) <= axis < len(shape):
         raise ValueError(
-            f"`channel_axis` must be an axis of the leaf, got {axis} for {name} of shape {shape}."
+            f"`channel_axis` is {axis} for {name} of shape {shape}. Pass one of its axes."
         )
     transfer_dtype = rules.transfer_dtype
     if transfer_dtype is None and dtype == np.float16:
@@ -70,17 +70,16 @@ def selected_channels(topk_ratio: float, n: int, pieces: int) -> int:
 
 def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise TypeError(f"expected an array at {name}, got {leaf!r}. {_KEEP_OUT}")
+        raise TypeError(f"{name} is no array: {leaf!r}. {_KEEP_OUT}")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
         raise ValueError(
-            f"expected leaves of float32, bfloat16 or float16, but {name} is {leaf.dtype}. "
-            f"{_KEEP_OUT}"
+            f"{name} is {leaf.dtype}; zenflow trains float32, bfloat16 and float16. {_KEEP_OUT}"
         )
     return tuple(leaf.shape), np.dtype(leaf.dtype)
 
 
 _KEEP_OUT = (
-    "Keep it out with `optax.masked` or `optax.partition`, or of an nnx model train "
+    "Exclude it with `optax.masked` or `optax.partition`; for an nnx model, train "
     "`nnx.state(model, nnx.Param)`."
 )
 
@@ -90,13 +89,13 @@ def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
         if place.explicit.intersection(names) not in (set(), set(names)):
             types = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
             raise ValueError(
-                f"expected mesh axes all Auto or all Explicit along axis {axis} of {name}, got "
-                f"{names} of {types}."
+                f"Axis {axis} of {name} mixes Auto and Explicit mesh axes: {names} of {types}. "
+                "Divide it by axes of one type."
             )
         if shape[axis] % place.count(names):
             raise ValueError(
-                f"expected axis {axis} of {name} to divide evenly over the mesh axes {names}, got "
-                f"a size of {shape[axis]} for {place.count(names)} devices."
+                f"Axis {axis} of {name} has size {shape[axis]}, which the {place.count(names)} "
+                f"devices along the mesh axes {names} do not divide. Shard another axis, or pad it."
             )
 
 
@@ -125,9 +124,9 @@ def _shardings(params: Any, param_shardings: Any) -> list[Any]:
     wrong = [x for x in shardings if not isinstance(x, jax.sharding.NamedSharding)]
     if wrong or len(shardings) != count:
         raise TypeError(
-            "`param_shardings` must be a tree of one NamedSharding for each leaf of the "
-            f"parameters, got {f'a {type(wrong[0]).__name__}' if wrong else len(shardings)} for "
-            f"{count} leaves, as of `jax.tree.map(lambda p: p.sharding, params)`."
+            "`param_shardings` needs one NamedSharding for each leaf, but has "
+            f"{f'a {type(wrong[0]).__name__}' if wrong else len(shardings)} for {count} leaves. "
+            "Pass `jax.tree.map(lambda p: p.sharding, params)`, for example."
         )
     return shardings
 
@@ -143,7 +142,7 @@ def _decayed(params: Any, mask: Any) -> list[bool]:
         )
     except ValueError as error:
         raise ValueError(
-            "`mask` must be a tree of bools like the parameters or a prefix of it, got "
-            f"{jax.tree.structure(tree)} for {jax.tree.structure(params)}."
+            f"`mask` has the structure {jax.tree.structure(tree)}, which is neither that of the "
+            f"parameters nor a prefix: {jax.tree.structure(params)}. Pass a tree of bools like it."
         ) from error
     return jax.tree.leaves(spread)

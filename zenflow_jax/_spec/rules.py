@@ -40,7 +40,7 @@ class AutoWindow:
         check_int("AutoWindow.max_interval", self.max_interval, 1)
         check_share("AutoWindow.share", self.share)
         if self.share == 0:
-            raise ValueError("`AutoWindow.share` must be above 0, got 0.")
+            raise ValueError("`AutoWindow.share` is 0. Pass a share above 0.")
 
     def needed(self, leaves: int) -> int:
         """Returns how many of `leaves` offloaded leaves must be ripe."""

@@ -1,4 +1,4 @@
-"""Translates DeepSpeed's configs, as of DeepSpeed 0.19.8. It imports nothing of DeepSpeed.
+"""Translates DeepSpeed's configs, as of DeepSpeed 0.19.8, without importing DeepSpeed.
 
 Users read docs/deepspeed.md.
 """

@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed config by one table, which has the kind of value of each key that is read."""
+"""Reads a DeepSpeed config by a table, which has the allowed values for each key."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """The values that a key may have, besides "auto"."""
+    """A key's allowed values, besides "auto"."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -16,11 +16,11 @@ class Kind(NamedTuple):
 
 
 def number(low: int = 0, high: int | None = None, *, whole: bool = False) -> Kind:
-    """A number from `low` to `high`; 4.0 is a whole one, as it is to DeepSpeed."""
+    """Returns the kind for numbers from `low` to `high`; 4.0 is whole, as to DeepSpeed."""
 
     def fits(x: Any) -> bool:
-        is_one = isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-        bounded = is_one and low <= x and (high is None or x <= high)
+        is_number = isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+        bounded = is_number and low <= x and (high is None or x <= high)
         return bounded and (not whole or x == int(x))
 
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
@@ -39,13 +39,13 @@ def one_of(*values: str | bool) -> Kind:
     return Kind(expected, lambda x: isinstance(x, str | bool) and x in values, lambda x: x)
 
 
-#: Of each key its kind, or the table of its block. "*" has the other keys that DeepSpeed has; in a
-#: block without it these may be any.
+#: Each key's kind, or its block's table. "*" lists DeepSpeed's other keys; a block without "*" may
+#: have any others.
 Table = Mapping[str, Any]
 
 
 class Config:
-    """A config as it is written; `listed` names the keys that are not read or not followed."""
+    """A config as written; `listed` names the keys that are not read or not followed."""
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any]):
         self.source = ""
@@ -57,9 +57,9 @@ class Config:
         self.written, self.listed = config, []
 
     def read(self, table: Table, path: str = "") -> dict[str, Any]:
-        """The values of the block at `path`, such as "optimizer.params"; of all by default.
+        """Returns the values in the block at `path`, such as "optimizer.params"; by default in all.
 
-        None is "auto"; a key that is left out, or null, is missing. An error names its key.
+        None is "auto"; a key that is left out, or null, is missing. Errors name their key.
         """
         block, values = self._at(path), {}
         for key, x in block.items():
@@ -72,7 +72,7 @@ class Config:
                 values[key] = self.read(kind, name)
             elif kind is None:
                 if "*" in table and key not in table["*"]:
-                    raise self.error(name, "a key that DeepSpeed has")
+                    raise ValueError(f"{self._prefix}`{name}` is no key of DeepSpeed. Remove it.")
                 self.listed.append(name)
             elif x == "auto" and key != "type":
                 values[key] = None
@@ -83,10 +83,13 @@ class Config:
         return values
 
     def error(self, name: str, expected: str, remedy: str = "") -> ValueError:
-        x = self._at(name)
-        got = "nothing" if x == {} else json.dumps(x, default=repr)
-        file = f"{self.source}: " if self.source else ""
-        return ValueError(f"{file}`{name}`: expected {expected}, got {got}. {remedy}".rstrip())
+        value = self._at(name)
+        text = "missing" if value == {} else json.dumps(value, default=repr)
+        return ValueError(f"{self._prefix}`{name}` is {text}. Use {expected}. {remedy}".rstrip())
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.source}: " if self.source else ""
 
     def _at(self, path: str) -> Any:
         value: Any = self.written
@@ -96,7 +99,7 @@ class Config:
 
 
 def get(values: Mapping[str, Any], key: str, default: Any) -> Any:
-    """A value that was read; the default where it is left out or "auto"."""
+    """Returns a value that was read, or the default if it is left out or "auto"."""
     value = values.get(key)
     return default if value is None else value
 
@@ -106,14 +109,14 @@ def _load(path: str) -> Mapping[str, Any]:
         try:
             values = json.load(file, object_pairs_hook=_unique)
         except ValueError as error:
-            raise ValueError(f"{path}: expected plain JSON, without comments: {error}.") from None
+            raise ValueError(f"{path}: The file is no plain JSON (comments?): {error}.") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected an object ({{...}}), got {type(values).__name__}.")
+        raise ValueError(f"{path}: The file is a {type(values).__name__}, not an object.")
     return values
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError(f"a key is there twice among {', '.join(key for key, _ in pairs)}")
+        raise ValueError(f"a key is repeated among {', '.join(key for key, _ in pairs)}")
     return values

@@ -1,4 +1,4 @@
-"""`from_deepspeed()`, its result, and the table of the keys that it reads."""
+"""`from_deepspeed()`, its result, and its table of keys."""
 
 import dataclasses
 import math
@@ -69,22 +69,22 @@ _TABLE = {
 class DeepSpeedOptions:
     """The meaning of a DeepSpeed config. Made by `from_deepspeed`.
 
-    Values that the config leaves open are None. Numbers of steps may become known later: put them
-    in with `dataclasses.replace`. A property that lacks one raises a ValueError that names it.
+    Values that the config leaves open are None. If numbers of steps become known later, set them
+    with `dataclasses.replace`. A property that lacks one raises a ValueError that names it.
 
     Attributes:
         kind: "zenflow"; "offload" for an offloaded optimizer without a `zenflow` section, which is
             `zenflow` with no channel selected and windows of one step; "adamw" for neither.
-        fixed_arguments: The `arguments` that do not depend on the length of an epoch.
-        max_grad_norm: The global norm that gradients are clipped to, which `arguments` also have.
-        batch_size: Examples in one step on all devices together.
-        micro_batches: Number of parts of the batch.
+        fixed_arguments: The `arguments` that do not depend on an epoch's length.
+        max_grad_norm: The global norm to which gradients are clipped; also in `arguments`.
+        batch_size: Number of examples in a step, on all devices together.
+        micro_batches: Number of micro-batches in a batch.
         compute_dtype: The dtype that the model computes in.
         threads: For `HostEngine(threads=...)`, from `pt_reserved_cores_perc`.
-        not_translated: The names of the keys that are not read or not followed.
+        not_translated: Names of keys that are not read or not followed.
         has_zero: Whether the config has a `zero_optimization` section with any keys.
         scheduler: The config's schedule.
-        selection: The rule of `zenflow`'s selections.
+        selection: The rule for `zenflow`'s selections.
         peak: The learning rate without the scheduler.
         total_steps, steps_per_epoch, warmup_steps: The arguments of `from_deepspeed`.
 
@@ -112,29 +112,28 @@ class DeepSpeedOptions:
 
     @property
     def learning_rate(self) -> optax.ScalarOrSchedule | None:
-        """A number, or a schedule of the step count (from 0); None if nobody gave one."""
+        """Returns a number, or a schedule by step count (from 0); None without either."""
         if self.scheduler is None:
             return self.peak
         return self.scheduler.schedule(self.warmup_steps, self.total_steps)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments, all but the learning rate, of `zenflow`, or of `optax.adamw`."""
+        """Returns keyword arguments for `zenflow` or `optax.adamw`, except the learning rate."""
         if self.selection is None:
             return self.fixed_arguments
         return self.fixed_arguments | {"select_interval": self.selection.rule(self.steps_per_epoch)}
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """A new transformation: `zenflow(learning_rate, **arguments)`, for a `HostEngine`.
+        """Returns a new transformation: `zenflow(learning_rate, **arguments)`, for a `HostEngine`.
 
-        Of the kind "adamw" it is `optax.adamw` behind `optax.clip_by_global_norm`.
+        For the kind "adamw" it is `optax.adamw` behind `optax.clip_by_global_norm`.
         """
         rate = self.learning_rate
         if rate is None:
             raise ValueError(
-                "`learning_rate`: expected one in the config or as an argument of "
-                "`from_deepspeed`, got none."
+                "`learning_rate` is missing. Set it in the config, or pass it to `from_deepspeed`."
             )
         if self.kind != "adamw":
             return zenflow(rate, **self.arguments)
@@ -159,30 +158,30 @@ def from_deepspeed(
     max_grad_norm: float | None = 1.0,
     mask: Any | Callable[[Any], Any] | None = None,
 ) -> DeepSpeedOptions:
-    """The optimizer, schedule, batch and precision that a DeepSpeed config asks for.
+    """Returns the optimizer, schedule, batch and precision in a DeepSpeed config.
 
-    The config's own values win. The arguments fill in values that are "auto" or left out, as the
-    Hugging Face Trainer's do. Where DeepSpeed and that Trainer have different defaults, "auto" is
-    an error unless its argument is given. docs/deepspeed.md has the keys that are followed.
+    The config's own values take precedence. The arguments replace values that are "auto" or left
+    out, as in the Hugging Face Trainer. If DeepSpeed and that Trainer have different defaults,
+    "auto" is an error without its argument. docs/deepspeed.md lists the keys that are followed.
 
     Args:
         config: Path of a JSON file, or the result of `json.load` on one.
         total_steps: For a schedule's `total_num_steps`.
-        steps_per_epoch: For the `select_strategy` "epoch", and for "auto", which is once per epoch
-            if they are known and else `AutoSelect`.
+        steps_per_epoch: For the `select_strategy` "epoch", and for "auto": once per epoch if it is
+            known, otherwise `AutoSelect`.
         devices: DeepSpeed's world size. By default it follows from the batch sizes, or is 1.
-        learning_rate: For `lr` and `warmup_max_lr`; a schedule where the config has none.
+        learning_rate: For `lr` and `warmup_max_lr`; a schedule if the config has none.
         warmup_steps: For `warmup_num_steps`; at least 2 is used.
         b1, b2: For `betas`.
         eps, weight_decay: For the keys of these names.
         max_grad_norm: For `gradient_clipping`; None for no clipping.
-        mask: What weight decay applies to, as in `zenflow` and `optax.adamw`.
+        mask: The leaves with weight decay, as in `zenflow` and `optax.adamw`.
 
     Raises:
         OSError: If the file cannot be read.
         ValueError: If it is not plain JSON, or a value is wrong or missing; also if `zenflow`,
             `bf16` or the parameters of optimizer and scheduler have a key that DeepSpeed lacks.
-        TypeError: For arguments of a wrong type.
+        TypeError: If an argument has the wrong type.
 
     Warns:
         UserWarning: Once, with all names in `not_translated`.
@@ -231,7 +230,7 @@ def from_deepspeed(
     elif kind == "offload":
         arguments |= {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
     if kind != "adamw":
-        # Deferred weights stay where they are between two updates, as in DeepSpeed.
+        # Deferred weights do not move between two updates, as in DeepSpeed.
         arguments |= {"max_grad_norm": clip, "provisional_share": None}
     batch_size, micro_batches = _batch(read, values, devices, kind == "zenflow")
     in_bf16 = values.get("bf16", {"enabled": None}).get("enabled", False)  # None leaves it open
@@ -240,8 +239,8 @@ def from_deepspeed(
     if read.listed:
         listed = ", ".join(f"`{name}`" for name in read.listed)
         warnings.warn(
-            f"{read.source or 'DeepSpeed config'}: not followed: {listed}. docs/deepspeed.md has "
-            "the keys that are.",
+            f"{read.source or 'DeepSpeed config'}: These keys have no effect: {listed}. "
+            "docs/deepspeed.md lists those that do.",
             stacklevel=2,
         )
     return DeepSpeedOptions(
@@ -278,14 +277,14 @@ def _adam(
 
 
 def _table(config: Mapping[str, Any], learning_rate: Any) -> dict[str, Any]:
-    """The table for this config.
+    """Returns the table for this config.
 
-    An unknown scheduler is not read where the argument is a schedule, nor is an optimizer or a
-    scheduler without a type, which DeepSpeed ignores.
+    An unknown scheduler is not read if the argument is a schedule, and an optimizer or scheduler
+    without a type never: DeepSpeed ignores it.
     """
     named = config.get("scheduler")
     kind = str(named.get("type")) if isinstance(named, Mapping) else ""
-    expected = f"{one_of(*SCHEDULES).expected}, or as `learning_rate` an optax schedule"
+    expected = f"{one_of(*SCHEDULES).expected}, or pass an optax schedule as `learning_rate`"
     kinds = one_of(*SCHEDULES)._replace(expected=expected)
     table = _TABLE | {"scheduler": {"type": kinds, "params": SCHEDULES.get(kind, {})}}
     if kind not in SCHEDULES and callable(learning_rate):
@@ -298,34 +297,34 @@ def _table(config: Mapping[str, Any], learning_rate: Any) -> dict[str, Any]:
 
 
 def _kind(config: Config, zero: dict[str, Any]) -> str:
-    """The kind of optimizer; lists what is not followed of ZeRO and offloading."""
+    """Returns the kind of optimizer; lists the keys on ZeRO and offloading without effect."""
     offload, name = zero.get("offload_optimizer", {}), "zero_optimization"
     stage, has_rules = get(zero, "stage", 0), "zenflow" in zero
     device = get(offload, "device", "none")
     offloads = device != "none"
     if stage == 0 and (offloads or has_rules):
-        raise config.error(f"{name}.stage", "1, 2 or 3 where the optimizer is offloaded")
+        raise config.error(f"{name}.stage", "1, 2 or 3 with an offloaded optimizer")
     if has_rules and not offloads:
-        expected = 'an object whose device is "cpu", as `zenflow` is given'
+        expected = 'an object whose device is "cpu" with a `zenflow` section'
         raise config.error(f"{name}.offload_optimizer", expected)
     kind = "zenflow" if has_rules else "offload" if offloads else "adamw"
     not_followed = {
-        # Parameters lie where their shardings say, and so does optax.adamw's state.
+        # Shardings place parameters, and optax.adamw's state.
         f"{name}.stage": stage == 3 or (stage and kind == "adamw"),
-        f"{name}.offload_optimizer.device": device == "nvme",  # host memory stands in for it
+        f"{name}.offload_optimizer.device": device == "nvme",  # replaced by host memory
         f"{name}.offload_optimizer.pin_memory": not get(offload, "pin_memory", True),
         # The state of selected channels stays on the device.
         f"{_RULES}.offload": get(zero.get("zenflow", {}), "offload", False),
     }
-    config.listed += [key for key, lacks in not_followed.items() if lacks]
+    config.listed += [key for key, ignored in not_followed.items() if ignored]
     return kind
 
 
 def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selection]:
-    """`zenflow`'s arguments by its block, in which "auto" is DeepSpeed's default."""
+    """Returns `zenflow`'s arguments from its section, in which "auto" is DeepSpeed's default."""
     window = rules.get("update_interval")
     if window is None:
-        # Without a share no leaf need be ripe: windows close as early as adaptive ones can.
+        # With a share of 0 no leaf delays the close: windows are as short as adaptive ones can be.
         share = get(rules, "auto_ratio", 0.99)
         window = AutoWindow(share=share) if share else 2
     arguments = {
@@ -345,12 +344,12 @@ def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selec
     interval = 1 if interval is None else interval
     selection = Selection(strategy, interval, window, rules.get("steps_per_epoch"))
     if strategy == "step":
-        selection.rule(None)  # so that what is wrong without an epoch is an error at once
+        selection.rule(None)  # raises mistakes that need no epoch now
     return arguments, selection
 
 
 def _threads(reserved_share: float | None) -> int | None:
-    """The cores of this process that `pt_reserved_cores_perc` leaves."""
+    """Returns the number of this process's cores that `pt_reserved_cores_perc` leaves."""
     cores = available_cores()
     return None if reserved_share is None else cores - math.ceil(reserved_share * cores) or cores
 
@@ -358,7 +357,7 @@ def _threads(reserved_share: float | None) -> int | None:
 def _batch(
     config: Config, values: dict[str, Any], devices: int | None, zenflow: bool
 ) -> tuple[int | None, int | None]:
-    """The batch of one step, and the number of its parts."""
+    """Returns the size of a step's batch, and the number of micro-batches."""
     total, micro, parts = map(values.get, _BATCH)
     known = (micro or 1) * (parts or 1)
     if total and micro and parts and devices is None:
@@ -376,7 +375,7 @@ def _batch(
     elif micro and not total:
         total, parts = known, parts or 1
     if zenflow and parts and parts > 1:
-        # DeepSpeed puts `update_interval` in its place, so that every micro-batch is a step.
+        # DeepSpeed overrides it by `update_interval`, so that every micro-batch is a step.
         config.listed.append(_ACCUMULATION)
         return (total // parts if total else None), 1
     return total, parts

@@ -1,9 +1,9 @@
-"""DeepSpeed's schedules, of the learning rate and of selections.
+"""DeepSpeed's schedules for the learning rate and for selections.
 
 DeepSpeed calls its scheduler after a step, and its scheduler counts from -1. So step `count` (from
-0, as optax counts) runs with the rate that DeepSpeed computes for iteration `count - 1`, and the
-first two steps both run with the lowest one. Between two roundings of float32 the numbers are those
-of `deepspeed.runtime.lr_schedules` 0.19.8.
+0, as in optax) has the rate that DeepSpeed computes for iteration `count - 1`, and the first two
+steps both have the lowest rate. Up to two roundings of float32 the numbers are those of
+`deepspeed.runtime.lr_schedules` 0.19.8.
 """
 
 import math
@@ -17,8 +17,8 @@ import optax
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax.deepspeed._config import Table, get, number, one_of
 
-_NEVER = 2**31 - 1  # steps, the most that an int32 holds
-# DeepSpeed's own defaults that are not those of `from_deepspeed`'s arguments.
+_NEVER = 2**31 - 1  # steps, int32's largest number
+# DeepSpeed's own defaults, where `from_deepspeed`'s arguments have others.
 _WARMUP_STEPS = 1000
 _WARMUP_DECAY_MAX = 1e-3
 
@@ -26,12 +26,12 @@ _STEPS = number(1, whole=True)
 _OF_ALL = {
     "warmup_num_steps": _STEPS,
     "warmup_type": one_of("log", "linear"),
-    "last_batch_iteration": number(-1, -1, whole=True),  # to resume take a checkpoint
+    "last_batch_iteration": number(-1, -1, whole=True),  # resume from a checkpoint instead
     "*": (),
 }
 _RATES = _OF_ALL | {"warmup_min_lr": number(), "warmup_max_lr": number()}
 _SHARES = {"warmup_min_ratio": number(), "cos_min_ratio": number()}
-#: The parameters of each type of scheduler.
+#: Each scheduler type's parameters.
 SCHEDULES: dict[str, Table] = {
     "WarmupLR": _RATES,
     "WarmupDecayLR": _RATES | {"total_num_steps": _STEPS},
@@ -42,27 +42,27 @@ SCHEDULES: dict[str, Table] = {
 class Scheduler(NamedTuple):
     """A schedule whose lengths may be known later than the config."""
 
-    kind: str  # one of `SCHEDULES`
-    warmup: int | None  # the config's steps of warm-up; None if it leaves that open
-    warmup_default: int | None  # if nobody names any; None if that is an error
-    total: int | None  # the config's steps of the run; None if it leaves that open
+    kind: str  # a key of `SCHEDULES`
+    warmup: int | None  # the config's warm-up steps; None if open
+    warmup_default: int | None  # used if the warm-up stays open; None makes that an error
+    total: int | None  # the config's number of steps; None if open
     shape: str  # of the warm-up: "log" or "linear"
-    highest: float  # the rate at its end
-    lowest: float  # at its begin; of "WarmupCosineLR" as a share of the highest
-    last_share: float  # where "WarmupCosineLR" ends
+    highest: float  # the rate after the warm-up
+    lowest: float  # the rate before it; for "WarmupCosineLR" a share of the highest
+    last_share: float  # the share of the highest at the end of "WarmupCosineLR"
 
     def schedule(self, warmup_steps: int | None, total_steps: int | None) -> optax.Schedule:
-        """The schedule, with the arguments where the config leaves a length open."""
+        """Returns the schedule; the arguments are for lengths that the config leaves open."""
         default = self.warmup_default if warmup_steps is None else warmup_steps
         warmup = _known(self.warmup, default, "warmup_num_steps", "warmup_steps")
-        warmup = max(2, warmup)  # as DeepSpeed does, which divides by its logarithm
+        warmup = max(2, warmup)  # as in DeepSpeed, which divides by its logarithm
         total = 0
         if self.kind != "WarmupLR":
             total = _known(self.total, total_steps, "total_num_steps", "total_steps")
         return lambda count: self._rate(jnp.asarray(count, jnp.int32) - 1, warmup, total)
 
     def _rate(self, i: jax.Array, warmup: int, total: int) -> jax.Array:
-        """The rate of DeepSpeed's iteration `i`, an int32 from -1."""
+        """Returns the rate for DeepSpeed's iteration `i`, an int32 from -1."""
         steps = jnp.maximum(i, 0).astype(jnp.float32)
         if self.shape == "log":
             risen = jnp.log(steps + 1) / math.log(warmup)
@@ -74,7 +74,7 @@ class Scheduler(NamedTuple):
             cosine = (1 + jnp.cos(math.pi * jnp.minimum(progress, 1.0))) / 2
             fall = jnp.maximum(self.last_share + (1 - self.last_share) * cosine, 0.0)
             part = jnp.where(i < warmup, self.lowest + (1 - self.lowest) * risen, fall)
-            # The first step has a rate of 0 whatever the lowest is, as in DeepSpeed.
+            # The first step's rate is 0, whatever the lowest is, as in DeepSpeed.
             return self.highest * jnp.where(i < 0, 0.0, part)
         left: Any = 1.0
         if self.kind == "WarmupDecayLR":
@@ -83,7 +83,7 @@ class Scheduler(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, params: dict[str, Any], rate: Any) -> "Scheduler":
-        """That of a config with these parameters; `rate` is the optimizer's, or None."""
+        """Returns the schedule with a config's parameters; `rate` is the optimizer's, or None."""
         highest, lowest = rate, get(params, "warmup_min_lr", 0.0)
         if kind == "WarmupCosineLR":
             lowest = get(params, "warmup_min_ratio", 0.0)
@@ -93,8 +93,8 @@ class Scheduler(NamedTuple):
             highest = get(params, "warmup_max_lr", rate)
         if not isinstance(highest, Real) and getattr(highest, "shape", None) != ():
             raise ValueError(
-                "`learning_rate`: expected a number for the config's `scheduler`, got "
-                f"{'none' if highest is None else 'a schedule'}. Pass one, or take it out."
+                f"`learning_rate` is {'missing' if highest is None else 'a schedule'}, but the "
+                "config's `scheduler` needs a number. Pass a number, or remove the scheduler."
             )
         return cls(
             kind=kind,
@@ -111,22 +111,22 @@ class Scheduler(NamedTuple):
 def _known(value: int | None, otherwise: int | None, key: str, argument: str) -> int:
     if value is None and otherwise is None:
         raise ValueError(
-            f"`scheduler.params.{key}`: expected a number of steps, here or as "
-            f"`from_deepspeed(config, {argument}=...)`, got none."
+            f"`scheduler.params.{key}` is missing. Set it to a number of steps, or pass "
+            f"`from_deepspeed(config, {argument}=...)`."
         )
     return otherwise if value is None else value  # pyright: ignore[reportReturnType]
 
 
 class Selection(NamedTuple):
-    """When channels are selected, which may be known only with the length of an epoch."""
+    """The times of selections, which may depend on an epoch's length."""
 
-    strategy: str  # "step", "epoch", or "auto": by epochs, `AutoSelect` if they are unknown
-    interval: int  # steps or epochs between two selections; 0 for one selection only
+    strategy: str  # "step", "epoch", or "auto": by epochs, or `AutoSelect` without their length
+    interval: int  # steps or epochs between two selections; 0 for a single selection
     window: int | AutoWindow
     steps_per_epoch: int | None  # the config's
 
     def rule(self, steps_per_epoch: int | None) -> AutoSelect | int:
-        """Returns `zenflow`'s `select_interval`; the argument goes before the config's own."""
+        """Returns `zenflow`'s `select_interval`; the argument takes precedence over the config."""
         epoch = steps_per_epoch or self.steps_per_epoch
         if self.strategy == "auto" and epoch is None:
             return AutoSelect()
@@ -138,13 +138,13 @@ class Selection(NamedTuple):
             steps = epoch * self.interval
         else:
             raise ValueError(
-                "`zero_optimization.zenflow.select_strategy`: expected the steps of an epoch for "
-                '"epoch", got none. Pass `from_deepspeed(config, steps_per_epoch=len(loader))`.'
+                '`zero_optimization.zenflow.select_strategy` is "epoch", whose length is unknown. '
+                "Pass `from_deepspeed(config, steps_per_epoch=len(loader))`."
             )
         window = 1 if isinstance(self.window, AutoWindow) else self.window
         if steps < window:
             raise ValueError(
-                "`zero_optimization.zenflow.select_interval`: expected at least "
-                f"update_interval={window} steps between two selections, got {steps}."
+                f"`zero_optimization.zenflow.select_interval` means {steps} steps between two "
+                f"selections. Use at least update_interval={window} steps."
             )
         return steps

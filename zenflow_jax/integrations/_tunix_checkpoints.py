@@ -63,8 +63,8 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         assert manager is not None  # a restored step has a manager
         if ITEM not in (manager.metadata(step).item_metadata or ()):
             raise ValueError(
-                f"expected `{ITEM}` in the checkpoint of step {step} in {manager.directory}, got "
-                "one of a trainer without `ZenFlowHooks`. Start with its `model_params` in another "
+                f"The checkpoint of step {step} in {manager.directory} lacks `{ITEM}`, because its "
+                "trainer had no `ZenFlowHooks`. Start from its `model_params`, with another "
                 "`checkpoint_root_directory`."
             )
         return manager.restore(step, args=ocp.args.Composite(**{ITEM: EngineRestore()}))[ITEM]

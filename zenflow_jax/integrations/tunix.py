@@ -42,8 +42,8 @@ VERSION = "0.1.7"
 _installed = importlib.metadata.version("google-tunix")
 if _installed.split(".")[:3] != VERSION.split("."):
     raise ImportError(
-        f"expected google-tunix {VERSION}, got {_installed}. Install `zenflow_jax[tunix]`, or "
-        "exchange in hooks of your own, by `HostEngine.exchange_nnx`."
+        f"google-tunix is {_installed}, but these hooks need {VERSION}. Install "
+        "`zenflow_jax[tunix]`, or call `HostEngine.exchange_nnx` in your own hooks."
     )
 
 Evaluate = Literal["as_is", "flush"]
@@ -61,7 +61,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     Args:
         trainer: Made with an optimizer that has `zenflow` in it. If it has restored a checkpoint,
-            the engine goes on from the same one, bit for bit.
+            the engine resumes from the same one, bit for bit.
         hooks: Your own hooks, called after these. None: the trainer's current hooks.
         evaluate: The parameters for evaluations. "as_is": the training parameters, without pending
             updates. "flush": with pending updates.
@@ -86,7 +86,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         engine_options: Mapping[str, Any] | None = None,
     ):
         _check_new(trainer)
-        self._others = _as_list(trainer.training_hooks if hooks is None else hooks)
+        self._user_hooks = _as_list(trainer.training_hooks if hooks is None else hooks)
         check_one_of("evaluate", evaluate, get_args(Evaluate))
         self._trainer = trainer
         self._evaluate = evaluate
@@ -112,8 +112,8 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         """Returns the engine; raises before training starts, which makes it."""
         if self._engine is None:
             raise RuntimeError(
-                "expected a trainer that has started, got one before `train`. If `train` is "
-                "running, other hooks have taken the place of these: pass them to "
+                "The trainer has not started, so there is no engine yet. Call `train` first. If it "
+                "is running, other hooks have replaced these: pass them to "
                 "`ZenFlowHooks(trainer, hooks=...)` instead of `with_training_hooks`."
             )
         return self._engine
@@ -151,16 +151,16 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     def on_train_start(self, train_ctx: Any) -> None:
         """Makes the engine."""
         self._start(train_ctx)
-        self._tell_others("on_train_start", train_ctx)
+        self._call_user_hooks("on_train_start", train_ctx)
 
     def on_train_step_start(self, train_ctx: Any) -> None:
         """Exchanges, in case another manager than `CheckpointManager` saves."""
         self._check_trainer(train_ctx)
         self.exchange()
-        self._tell_others("on_train_step_start", train_ctx)
+        self._call_user_hooks("on_train_step_start", train_ctx)
 
     def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float) -> None:
-        self._tell_others("on_train_step_end", train_ctx, train_step, train_loss)
+        self._call_user_hooks("on_train_step_end", train_ctx, train_step, train_loss)
 
     def on_eval_step_start(self, train_ctx: Any) -> None:
         """Flushes before each evaluation's first step, if `evaluate` says so."""
@@ -170,10 +170,10 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             self.exchange()
             if self._evaluate == "flush":
                 self.flush()
-        self._tell_others("on_eval_step_start", train_ctx)
+        self._call_user_hooks("on_eval_step_start", train_ctx)
 
     def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:
-        self._tell_others("on_eval_step_end", train_ctx, eval_loss)
+        self._call_user_hooks("on_eval_step_end", train_ctx, eval_loss)
         self._evaluating = False
 
     def on_train_end(self, train_ctx: Any) -> None:
@@ -181,10 +181,10 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self.exchange()
         if not self._trainer.is_managed_externally:
             self.flush()
-        self._tell_others("on_train_end", train_ctx)
+        self._call_user_hooks("on_train_end", train_ctx)
 
-    def _tell_others(self, event: str, *args: Any) -> None:
-        for hook in self._others:
+    def _call_user_hooks(self, event: str, *args: Any) -> None:
+        for hook in self._user_hooks:
             getattr(hook, event)(*args)
 
     def _start(self, trainer: Any) -> None:
@@ -192,9 +192,9 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._check_trainer(trainer)
         if self._closed:
             raise RuntimeError(
-                "expected a trainer that is open, got one that `train` has closed. To call it "
-                "several times set `trainer.is_managed_externally = True`, and call "
-                "`hooks.flush()` and `trainer.close()` at the end."
+                "`train` has closed the trainer. To call it several times, set "
+                "`trainer.is_managed_externally = True`, and call `hooks.flush()` and "
+                "`trainer.close()` at the end."
             )
         if self._engine is None:
             self._place()
@@ -254,8 +254,8 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     def _check_trainer(self, trainer: Any) -> None:
         if trainer is not self._trainer:
             raise ValueError(
-                "expected the trainer that these hooks were made for, got another one. Give each "
-                "trainer hooks of its own, by `ZenFlowHooks(trainer)`."
+                "These hooks were made for another trainer. Make new hooks for each trainer: "
+                "`ZenFlowHooks(trainer)`."
             )
 
 
@@ -301,21 +301,19 @@ def _as_list(hooks: Any) -> list[tunix_hooks.TrainingHooks]:
     several = list(hooks) if isinstance(hooks, Sequence) else [] if hooks is None else [hooks]
     for hook in several:
         if not isinstance(hook, tunix_hooks.TrainingHooks):
-            raise TypeError(
-                f"expected `hooks` to be Tunix's `TrainingHooks`, got {type(hook).__name__}."
-            )
+            raise TypeError(f"`hooks` has a {type(hook).__name__}. Pass Tunix's `TrainingHooks`.")
     return several
 
 
 def _check_new(trainer: Any) -> None:
     """Refuses an object that is no supported trainer."""
     if not isinstance(trainer, peft_trainer.PeftTrainer):
-        raise TypeError(f"expected a `PeftTrainer` of Tunix, got {type(trainer).__name__}.")
+        raise TypeError(f"`trainer` is a {type(trainer).__name__}. Pass Tunix's `PeftTrainer`.")
     manager = trainer.checkpoint_manager
     if isinstance(manager, CheckpointManager):
-        raise ValueError("expected a trainer without `ZenFlowHooks`, got one that has them.")
+        raise ValueError("The trainer has `ZenFlowHooks` already. Use those.")
     if type(manager) is not tunix_checkpoints.CheckpointManager:
         raise ValueError(
-            f"expected a trainer with Tunix's `CheckpointManager`, got {type(manager).__name__}, "
-            "whose checkpoints would lack the engine's state."
+            f"The trainer's checkpoint manager, a {type(manager).__name__}, would not save the "
+            "engine's state. Use Tunix's `CheckpointManager`."
         )

@@ -2,8 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from zenflow_jax._device.memory import HOST, nbytes
 from zenflow_jax.layerwise._blocks import Block, moved
 from zenflow_jax.layerwise._host import Host
-from zenflow_jax.layerwise._programs import ModelProgram, trace_model
+from zenflow_jax.layerwise._programs import ModelProgram, key_of, shapes_of, trace_model
 from zenflow_jax.layerwise._watch import Watch
 
 #: Layers that may be in flight: their programs, or their gradients.
@@ -36,7 +37,7 @@ class Dispatcher:
         rate: Callable[[Any], Any],
         *,
         inputs_to_host: bool,
-        options: Mapping[str, Any] | None,
+        options: dict[str, Any] | None,
     ):
         self._functions, self._blocks = functions, blocks
         self._trains = [block.trains for block in blocks]
@@ -46,7 +47,8 @@ class Dispatcher:
         self._rate = jax.jit(lambda count: jnp.asarray(rate(count), jnp.float32))
         self._mean = jax.jit(_mean)
         self._zeros = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))
-        self._ends: dict[Any, Any] = {}  # compiled `last` functions of `evaluate`
+        # For `evaluate`; a loop may pass a new function each time.
+        self._jitted = lru_cache(8)(partial(jax.jit, compiler_options=options))
         self._programs: dict[Any, ModelProgram] = {}
         self._layer_programs: dict[Any, Any] = {}
         self._decision: Future[None] | None = None
@@ -108,14 +110,14 @@ class Dispatcher:
             below = self._fetch(i) if i > max(lowest - 1, 0) else None
             taken = moved(inputs.pop(), "device") if self._inputs_to_host else inputs.pop()
             total = squares = None
-            for j, x in enumerate(taken):
-                is_last = j == len(taken) - 1
+            for j in range(len(batches)):
+                is_last = j == len(batches) - 1
                 run = layers[i].backward[is_last]
                 weigh = (weighing[j], weights_sum if is_last else None) if several else (None, None)
                 total, squares, g[j], g_shared[j] = run(
-                    weights, x, shared[j], g[j], g_shared[j], total, *weigh
+                    weights, taken[j], shared[j], g[j], g_shared[j], total, *weigh
                 )
-            del taken, x
+            del taken
             self._dispatched("backward", squares)
             if self._trains[i + 1]:
                 mails.append(self._send(i + 1, total, squares))
@@ -186,18 +188,15 @@ class Dispatcher:
             weights = following
         if last is None:
             return program.loss(outer, carry, batch)[0]
-        if last not in self._ends:
-            self._ends[last] = jax.jit(last, compiler_options=self._options)
-        return self._ends[last](outer, carry, batch)
+        return self._jitted(last)(outer, carry, batch)
 
     def program(self, batch: Any) -> ModelProgram:
         """Returns the programs for batches of this shape, traced once."""
-        leaves, treedef = jax.tree.flatten(batch)
-        key = treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        if key not in self._programs:
+        shapes = shapes_of(batch)
+        if (key := key_of(shapes)) not in self._programs:
             outer, *layers = (block.abstract for block in self._blocks)
             known = self._trains, self._options, self._layer_programs
-            self._programs[key] = trace_model(*self._functions, outer, layers, batch, *known)
+            self._programs[key] = trace_model(*self._functions, outer, layers, shapes, *known)
         return self._programs[key]
 
     def weights(self, i: int) -> list[jax.Array]:

@@ -123,7 +123,7 @@ class Host:
             self.recorder.works_at(None)
 
     def _decide(self, step: int, rate: jax.Array, numbers: Sequence[jax.Array]) -> None:
-        total = sum(map(np.asarray, numbers), np.float32(0))
+        total = np.float32(sum(map(np.asarray, numbers), np.float32(0)))
         self._arrived = time.perf_counter()
         self._counts, self._squares = bool(np.isfinite(total)), {}
         if not self._counts:
@@ -132,7 +132,7 @@ class Host:
             return
         self.counted, self._in_a_row = self.counted + 1, 0
         self._now = self._scalars._replace(learning_rate=float(np.asarray(rate)))
-        self._factor = 1.0 if self.at_once else self._factor_of(total)
+        self._factor = 1.0 if self.at_once else self._factor_of(np.float32(total))
 
     def _update(
         self, i: int, step: int, old: list[Any], gradient: list[Any], squares: jax.Array

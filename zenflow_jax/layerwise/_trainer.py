@@ -14,11 +14,12 @@ from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.peers import PeerMonitor
+from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._spec.rules import check_int_or_none, check_one_of
+from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars
-from zenflow_jax.layerwise._blocks import make_block
-from zenflow_jax.layerwise._dispatch import Dispatcher
+from zenflow_jax.layerwise._blocks import Block, make_block
+from zenflow_jax.layerwise._dispatch import AHEAD, Dispatcher
 from zenflow_jax.layerwise._host import Host
 from zenflow_jax.layerwise._saving import BlockStream, saved_leaves
 
@@ -123,7 +124,7 @@ class Trainer:
         host_kernel: str = "numba",
         threads: int | None = None,
         max_skipped: int | None = None,
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: dict[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
         exit_if_stuck: bool = True,
     ):
@@ -137,6 +138,8 @@ class Trainer:
             raise ValueError(f"`max_grad_norm` must be above 0, or None, got {max_grad_norm}.")
         if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
             raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
+        if isinstance(params["layers"], Mapping):
+            raise TypeError('`params["layers"]` is a mapping. Pass a list with one tree per layer.')
         saved, counts = None, {}
         if state is not None:
             saved, counts = saved_leaves(state), state["counts"]
@@ -144,10 +147,18 @@ class Trainer:
         made = [make_block("outer", params["outer"], trains="outer" not in frozen, **options)]
         for i, tree in enumerate(params["layers"]):
             made.append(make_block(f"layers.{i}", tree, trains=i not in frozen, **options))
+            # Each time, so that this error is ahead of jax's own.
+            _check_pinned([block for block, _ in made], at_once=updates == "during_backward")
         blocks, weights = zip(*made, strict=True)
         _check_names(frozen, len(blocks) - 1)
-        if saved is not None and next(saved, None) is not None:
-            raise ValueError("`state` has more weights than `params`. Pass the saved run's model.")
+        if saved is not None and (
+            next(saved, None) is not None
+            or np.asarray(counts["trains"]).tolist() != [block.trains for block in blocks]
+        ):
+            raise UnfitRunError(
+                "`state` has other layers, or other frozen ones. Resume with the saved run's model "
+                "and `frozen`."
+            )
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
             raise ValueError(
@@ -230,8 +241,8 @@ class Trainer:
         self._check()
         if not any(block.trains for block in self._blocks):
             raise ValueError("`frozen` has all weights, so nothing is left to train.")
-        program, *others = map(self._dispatcher.program, batches)
-        if any(other is not program for other in others):
+        program, *more = map(self._dispatcher.program, batches)
+        if any(other is not program for other in more):
             raise ValueError("Micro-batches must have the same shapes and dtypes. Pad them.")
         start, self._interrupted = time.perf_counter(), True
         try:
@@ -272,6 +283,7 @@ class Trainer:
 
         Returns a tree of float32 arrays in pinned host memory; frozen weights as they are.
         """
+        _check_names({name}, len(self._blocks) - 1)
         self.wait()
         i = 0 if name == "outer" else int(name) + 1
         return self._blocks[i].masters() if self._blocks[i].trains else self._dispatcher.tree(i)
@@ -296,6 +308,7 @@ class Trainer:
             "token": np.array(self._host.counted, np.int32),
             "counted": np.array(self._host.counted, np.int32),
             "shares": self._host.shares.copy(),
+            "trains": np.array([block.trains for block in self._blocks], np.int32),
         }
         trained = [block for block in self._blocks if block.trains]
         return BlockStream(trained, self._host.snapshot(copy_bytes or 0), counts, self._processes)
@@ -330,10 +343,20 @@ class Trainer:
             )
 
 
-def _check_names(frozen: Collection[int | str], layers: int) -> None:
-    names = {"outer", *range(layers)}
-    if unknown := set(frozen) - names:
+def _check_names(names: Collection[int | str], layers: int) -> None:
+    if unknown := set(names) - {"outer", *range(layers)}:
         raise ValueError(
-            f"`frozen` has {sorted(map(str, unknown))}, but the layers are 0 to {layers - 1}. Use "
+            f"No layer is named {sorted(map(str, unknown))}: the layers are 0 to {layers - 1}. Use "
             'these numbers, and "outer" for the outer weights.'
         )
+
+
+def _check_pinned(blocks: Sequence[Block], *, at_once: bool) -> None:
+    """Refuses weights and gradients beyond the limit of a GPU's pinned memory."""
+    weights: dict[Any, list[int]] = {}
+    for block in blocks:
+        for device, size in block.device_bytes().items():
+            weights.setdefault(device, []).append(size)
+    for device, sizes in weights.items():
+        in_flight = sorted(sizes)[-AHEAD - 1 :] if at_once else sizes
+        check_pinned({"weights": sum(sizes), "gradients": sum(in_flight)}, device.platform)

@@ -43,7 +43,7 @@ class Needs(NamedTuple):
 
     state: int  # masters, casts for uploads, moments, counts and channel indices: NumPy
     sums: int  # of mail beyond the limit: NumPy
-    mail: int  # pinned: kept, unread, in flight, and blank
+    mail: int  # pinned: kept, unread, in flight, and placeholders
     hand_over: int  # a group's selected channels: pinned on the way in, NumPy on the way out
     saving: int  # copies that `EngineSave` makes by default while writing
     # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
@@ -168,8 +168,8 @@ class Hiding:
         )
         if smallest is None:
             return (
-                f"{text}, and more than {BUSY:.0%} with any up to {INTERVALS[-1]}. Use a larger "
-                "batch, more threads or faster memory."
+                f"{text}, and more than {BUSY:.0%} with any other up to {INTERVALS[-1]}. Use a "
+                "larger batch, more threads or faster memory."
             )
         if self.interval is None or smallest <= self.interval:
             return f"{text}."

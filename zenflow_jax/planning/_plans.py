@@ -105,19 +105,19 @@ class Plan:
         if lack > 0:
             without = _WITHOUT if self.by == "shapes" else ""
             short["device"] = (
-                f"the device lacks {gb(lack)} (needs {gb(self.device_bytes)}{without}, has "
-                f"{gb(self.device_capacity_bytes)} for jax)"
+                f"the device is {gb(lack)} short (needs {gb(self.device_bytes)}{without}, jax has "
+                f"{gb(self.device_capacity_bytes)})"
             )
         lack = self.host_bytes + HOST_RESERVE - self.host_capacity_bytes
         if self.host and lack > 0:
             short["host"] = (
-                f"the host lacks {gb(lack)} (needs {gb(self.host_bytes)} and {gb(HOST_RESERVE)} "
-                f"for everything else, has {gb(self.host_capacity_bytes)})"
+                f"the host is {gb(lack)} short (needs {gb(self.host_bytes)} plus "
+                f"{gb(HOST_RESERVE)} for everything else, has {gb(self.host_capacity_bytes)})"
             )
         if self.hides is not None and self.bus > BUSY:
             short["bus"] = (
-                f"the bus needs {self.bus:.0%} of a step, with any update_interval: a larger batch "
-                "gives it more time, send_gradients=per_window less to do"
+                f"the bus needs {self.bus:.0%} of a step, with any update_interval: use a larger "
+                "batch, or send_gradients=per_window"
             )
         return short
 
@@ -215,7 +215,7 @@ def plan(
     check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
     if not hasattr(step, "trace"):
         raise TypeError(
-            f"expected a step that is jitted, got {type(step).__name__}. Pass "
+            f"`step` is a {type(step).__name__}, and not jitted. Pass "
             "`jax.jit(step, donate_argnums=(0, 1))`."
         )
     weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state)
@@ -296,12 +296,12 @@ def _states(opt_state: Any) -> list[ZenFlowState]:
 
 
 def _on_device(opt_state: Any) -> list[Any]:
-    """Returns the arrays of an optimizer's state, except blank mail."""
-    blank = set()
+    """Returns the arrays of an optimizer's state, except placeholder mail."""
+    placeholders = set()
     for state in _states(opt_state):
         mail = () if state.send_gradients.sums_on_device else state.mail
-        blank |= {id(x) for x in jax.tree.leaves((state.step_scalars, mail))}
-    return [x for x in jax.tree.leaves(opt_state) if id(x) not in blank]
+        placeholders |= {id(x) for x in jax.tree.leaves((state.step_scalars, mail))}
+    return [x for x in jax.tree.leaves(opt_state) if id(x) not in placeholders]
 
 
 def nbytes_here(x: Any) -> int:

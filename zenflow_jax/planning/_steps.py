@@ -40,7 +40,7 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
     # The exception depends on what is missing: the plugin, its libraries, or another version.
     except Exception as error:  # noqa: BLE001
         raise RuntimeError(
-            "cannot compile for a GPU without jax's CUDA plugin: "
+            "Compiling for a GPU needs jax's CUDA plugin: "
             f"{str(error).splitlines()[0][:200]}. Install it: {INSTALL}."
         ) from error
     auto = (AxisType.Auto,) * len(sizes)
