@@ -11,7 +11,7 @@ import pytest
 from tests.hf_models import FIXTURES
 from train import finetune
 from train.cli.command_line import read_command_line
-from train.plan import planning
+from train.plan import planning, report
 from train.plan.planning import folder_of_config, planned_step
 from train.run import memory
 from zenflow_jax import planning as library
@@ -148,6 +148,7 @@ class OfShapes(NamedTuple):
 
     fits: bool
     by: str = "shapes"
+    device_bytes: int = 0
 
 
 def test_the_one_change_that_a_run_needs_is_advised():
@@ -156,6 +157,36 @@ def test_the_one_change_that_a_run_needs_is_advised():
         settings, settings.batch_size, lambda run: OfShapes(vars(run).items() >= needed.items())
     )
     assert way.changes == needed
+
+
+def test_where_nothing_else_fits_weights_that_stream_are_advised(without_compiler, monkeypatch):
+    monkeypatch.setattr(
+        planning._Planner, "plan_to_fit", lambda _, run: OfShapes(run.stream == "weights")
+    )
+    none = dataclasses.replace(GPUS["rtx4090"], memory=1)
+    monkeypatch.setitem(GPUS, "rtx4090", none)
+    run = [*RUN, "--device", "rtx4090"]
+    plan = planned(*run)
+    (way, *_) = plan.ways
+    assert way.batch_size == plan.settings.batch_size
+    command = report.command_line(plan, way, run)
+    settings = read_command_line(shlex.split(command)[3:], program="p").settings
+    assert {name: getattr(settings, name) for name in way.changes} == dict(planning._BY_LAYERS)
+
+
+def test_a_run_whose_weights_stream_is_planned_beside_the_other_optimizers(
+    without_compiler, capsys
+):
+    run = [*RUN, "--no-scan-layers", "--optimizer", "offload", "--stream", "weights"]
+    run += ["--device", "rtx4090", "--layer-updates", "during_backward"]
+    plan = planned(*run)
+    assert plan.chosen.fits
+    assert plan.chosen.parameters == plan.of_optimizers["zenflow"].parameters
+    assert plan.chosen.host["gradients, pinned"] < plan.chosen.host["weights, pinned"]
+    assert finetune.main([*run, "--plan"]) == 0
+    out = capsys.readouterr().out
+    assert "compute, s" in out
+    assert plan.chosen.on_time[0] in out.replace("\n", " ")
 
 
 def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(

@@ -20,7 +20,7 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments
 from zenflow_jax._spec.rules import check_one_of
 from zenflow_jax.layerwise._dispatch import AHEAD
-from zenflow_jax.layerwise._programs import LayerProgram, ModelProgram, trace_model
+from zenflow_jax.layerwise._programs import LayerProgram, ModelProgram, shapes_of, trace_model
 from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._plans import (
     EFFICIENCY,
@@ -87,7 +87,7 @@ def plan_layerwise(
     bandwidth: float | None = None,
     host_state: str = "float32",
     compiles: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> LayerPlan:
     """Plans the memory and time of `layerwise.Trainer`, which trains all weights.
 
@@ -107,11 +107,9 @@ def plan_layerwise(
         TypeError: If the functions do not fit each other.
 
     Examples:
-        >>> import jax, jax.numpy as jnp
+        >>> import jax.numpy as jnp
         >>> from zenflow_jax.planning import plan_layerwise
-        >>> where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=where)
-        >>> x = jax.ShapeDtypeStruct((512, 4096), jnp.bfloat16)
+        >>> w, x = jnp.zeros((2, 512, 512), jnp.bfloat16)
         >>> needs = plan_layerwise(
         ...     {"outer": {}, "layers": [w] * 10},
         ...     x,
@@ -119,16 +117,18 @@ def plan_layerwise(
         ...     layer=lambda w, x, _: x @ w,
         ...     last=lambda outer, x, batch: jnp.mean(x).astype(jnp.float32),
         ... )
-        >>> needs.device["weights"] // 4096**2, needs.bottleneck  # of two layers
+        >>> needs.device["weights"] // 512**2, needs.bottleneck  # of two layers
         (4, 'host')
     """
     gpu = gpu_named(device)
     check_one_of("updates", updates, ("after_backward", "during_backward"))
     check_one_of("inputs", inputs, ("device", "host"))
-    outer, layers = params["outer"], list(params["layers"])
+    outer, layers = jax.tree.map(
+        lambda x: _shape_at(x, x.sharding), (params["outer"], list(params["layers"]))
+    )
     functions = [layer] * len(layers) if callable(layer) else layer
     options = [True] * (1 + len(layers)), compiler_options, {}
-    program = trace_model(first, functions, last, outer, layers, batch, *options)
+    program = trace_model(first, functions, last, outer, layers, shapes_of(batch), *options)
     costs = _Costs(gpu, shares_of(batch), compiles)
     step = _step_of(program, outer, layers, batch, costs, micro_batches, inputs == "host")
     blocks = [jax.tree.leaves(x) for x in (outer, *layers)]
@@ -142,8 +142,10 @@ def plan_layerwise(
     to_device = sum(step.weights) + sum(step.weights[1:-1]) + sum(step.taken)
     in_flight = sum(sorted(step.weights)[-AHEAD:] if at_once else step.weights)
 
+    compute_s = sum(x.seconds for x in step.calls)
+
     def computes(scale: float) -> bool:
-        return scale * step.seconds >= BOUND * _period(step, gpu.bus, host, at_once, scale)
+        return scale * compute_s >= BOUND * _period(step, gpu.bus, host, at_once, scale)
 
     index = bisect.bisect_left(_SCALES, True, key=computes)
     parameters = sum(math.prod(x.shape) for x in leaves)
@@ -167,7 +169,7 @@ def plan_layerwise(
         to_device=to_device,
         host_s=sum(host),
         seconds={
-            "compute": step.seconds,
+            "compute": compute_s,
             "to device": to_device / gpu.bus,
             "to host": to_host / gpu.bus,
             "host": sum(host),
@@ -244,10 +246,6 @@ class _Step:
         return [self.first, *self.forward, self.last, *self.backward, self.first_backward]
 
     @functools.cached_property
-    def seconds(self) -> float:
-        return sum(x.seconds for x in self.calls)
-
-    @functools.cached_property
     def taken(self) -> list[int]:
         """Returns the bytes of each layer's inputs that come from the host."""
         return [self.parts * self.costs.size(x) * self.on_host for x in self.kept]
@@ -255,10 +253,8 @@ class _Step:
     @functools.cached_property
     def sent(self) -> list[int]:
         """Returns the same for those that go there; a layer may pass its input on."""
-        new = [
-            [x for x in now if all(x is not y for y in old)]
-            for old, now in zip([[], *self.kept], self.kept, strict=False)
-        ]
+        pairs = zip([[], *self.kept], self.kept, strict=False)
+        new = [[x for x in now if all(x is not y for y in old)] for old, now in pairs]
         return [self.parts * self.costs.size(x) * self.on_host for x in new]
 
 
@@ -355,8 +351,8 @@ def _period(step: _Step, bus: float, host: list[float], at_once: bool, scale: fl
     def compute(call: _Call, *after: float) -> float:
         return run("compute", scale * call.seconds, *after)
 
-    def wait(*times: float) -> None:
-        free["python"] = max(free["python"], *times)
+    def wait(until: float) -> None:
+        free["python"] = max(free["python"], until)
 
     def fetch(i: int) -> float:
         wait(ready[i])
@@ -366,11 +362,8 @@ def _period(step: _Step, bus: float, host: list[float], at_once: bool, scale: fl
         if at_once and len(updating) >= AHEAD:
             wait(updating.popleft())
         arrived = run("to host", step.weights[i] / bus, end)
-        if at_once:
-            updating.append(run("host", host[i], arrived))
-            ready[i] = updating[-1]
-        else:
-            ready[i] = arrived
+        ready[i] = run("host", host[i], arrived) if at_once else arrived
+        updating.append(ready[i])
 
     updating: deque[float] = deque()
     for _ in range(_STEPS):
