@@ -48,6 +48,7 @@ from zenflow_jax._spec.resolve import LeafRules, resolve_specs
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
+
 def zenflow(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,

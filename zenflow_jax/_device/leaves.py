@@ -116,12 +116,8 @@ def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
                 f"`{argument}` has {len(leaves)} leaves. Pass the {len(specs)} that `init` saw."
             )
         for (path, x), spec in zip(leaves, specs, strict=True):
-            name, shape, real = (
-                plain_name(path),
-                tuple(x.shape),
-                jnp.issubdtype(x.dtype, jnp.floating),
-            )
-            fits = x.dtype == spec.dtype if argument == "params" else real
+            name, shape, is_real = plain_name(path), x.shape, jnp.issubdtype(x.dtype, jnp.floating)
+            fits = x.dtype == spec.dtype if argument == "params" else is_real
             if (name, shape) != (spec.name, spec.shape) or not fits:
                 dtype = spec.dtype.name if argument == "params" else "real floating point"
                 raise ValueError(

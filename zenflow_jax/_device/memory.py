@@ -138,9 +138,7 @@ def in_host_memory(x: jax.Array) -> jax.Array:
 
 
 def put_everywhere(
-    pieces: Sequence[np.ndarray | np.generic],
-    shape: Sequence[int],
-    sharding: jax.sharding.Sharding,
+    pieces: Sequence[np.ndarray | np.generic], shape: Sequence[int], sharding: jax.sharding.Sharding
 ) -> list[jax.Array]:
     """Makes an array from each piece, with that piece on every device.
 
