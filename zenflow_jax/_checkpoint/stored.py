@@ -41,7 +41,7 @@ def write_state(
 ) -> None:
     """Writes this process's file of a saved state into an existing folder.
 
-    Each of `processes` writes one. `small` is a tree of NumPy arrays, `leaves` has all large arrays.
+    Each of `processes` writes one. `small` is a tree of arrays, `leaves` lists the large ones.
     `tensors` has dtype and shape of the pieces in this file, `chunks` their elements in order, each
     with the piece's name and the first index.
     """

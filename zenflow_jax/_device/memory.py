@@ -109,7 +109,7 @@ def read(x: jax.Array) -> np.ndarray:
     return np.asarray(alias)
 
 
-def upload(tree: Any, device: Any) -> Any:
+def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
     """Copies a tree of NumPy arrays to the device; the result never shares memory with them.
 
     The copies may still run when this returns: change no array before the result is ready.
@@ -118,7 +118,7 @@ def upload(tree: Any, device: Any) -> Any:
         # The CPU backend aliases aligned NumPy memory even with `may_alias=False` (jax 0.10.0 to
         # 0.11.2); later changes would show in the result.
         tree = jax.tree.map(np.copy, tree)
-    return jax.device_put(tree, SingleDeviceSharding(device))
+    return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=memory_kind))
 
 
 def nbytes(tree: Any) -> int:

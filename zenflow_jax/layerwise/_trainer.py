@@ -1,7 +1,6 @@
 """`Trainer`: the public object, for one calling thread."""
 
 import itertools
-import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._spec.arguments import NUMBERS, check_numbers
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax.layerwise._blocks import Block, make_block
@@ -131,11 +131,8 @@ class Trainer:
         check_one_of("updates", updates, ("after_backward", "during_backward"))
         check_one_of("inputs", inputs, ("device", "host"))
         check_int_or_none("max_skipped", max_skipped, 1)
-        for name, value, most in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, math.inf)):
-            if not 0 <= value < most:
-                raise ValueError(f"`{name}` must be at least 0 and below {most}, got {value}.")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"`max_grad_norm` must be above 0, or None, got {max_grad_norm}.")
+        numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
+        check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
         if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
             raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
         saved, counts = None, {}
@@ -320,9 +317,6 @@ class Trainer:
         if error is None and not self._host.closed:
             self.wait()
         self.close()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("A trainer cannot be copied or pickled. Save `trainer.state()`.")
 
     def _check(self) -> None:
         self._host.check()
