@@ -23,7 +23,7 @@ from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_array
 from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import Tokens
-from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of, joined
+from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of
 from zenflow_jax._exchange.progress import Counts, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
@@ -288,15 +288,13 @@ class EngineStream:
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
         """Makes an array of leaf `number`, beside its devices; CPUs share NumPy's memory."""
-        by_position = {}
-        for numbers in self.offloaded.pieces_of(number):
-            piece = joined([self._filled(i, leaves[i], name) for i in numbers])
-            part = self.offloaded.parts[numbers[0]]
-            for position, device in zip(part.positions, part.devices, strict=True):
-                sharding = SingleDeviceSharding(device, memory_kind=HOST)
-                by_position[position] = jax.device_put(piece, sharding)
-        array, pieces = self.arrays[number][name], [x for _, x in sorted(by_position.items())]
+        array = self.arrays[number][name]
         assert array.sharding is not None
+        pieces = self.offloaded.on_devices(
+            number,
+            lambda i: self._filled(i, leaves[i], name),
+            lambda x, device: jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST)),
+        )
         return assemble(pieces, array.shape, array.sharding)
 
     def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
