@@ -67,7 +67,9 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self._arrays())
+        pieces = (piece for leaf in self.leaves for piece in leaf.pieces)
+        of_state = (x for piece in pieces for x in (piece.master, piece.mu, piece.nu))
+        return sum(array.nbytes for x in of_state for array in x.arrays)
 
     def alias(self) -> "Block":
         return self  # an update writes the arrays, and replaces none
@@ -109,12 +111,6 @@ class Block:
         """Returns the weights' shapes and places, as the user's tree."""
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves]
         return jax.tree.unflatten(self.treedef, shapes)
-
-    def _arrays(self) -> Iterator[np.ndarray]:
-        for leaf in self.leaves:
-            for piece in leaf.pieces:
-                for name in ARRAYS:
-                    yield from getattr(piece, name).arrays
 
     def update(
         self,
