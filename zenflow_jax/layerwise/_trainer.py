@@ -40,14 +40,6 @@ class Trainer:
 
     Any tree of arrays can be a carry. The backward pass computes each layer again.
 
-    With `updates="after_backward"` the run is `optax.adamw`, behind `optax.clip_by_global_norm` if
-    `max_grad_norm` is given: the host begins when all gradients are there, with the weights that
-    the next step needs first. A step whose gradient is not finite is skipped. With
-    "during_backward" the host updates each layer when its gradient arrives, while the device
-    continues. Clipping then uses a projected norm: the sum of squares so far in the step, divided
-    by these layers' share in earlier steps. A step whose loss is not finite is skipped; if only a
-    gradient is not finite, the run ends with an error.
-
     Host memory: 14 bytes per parameter with bf16 weights (8.2 with compact moments), 2 of them
     pinned; "after_backward" needs 2 more for gradients, pinned as well. Only one thread may call a
     trainer; on a mesh over several processes, all must make the same calls.
@@ -63,7 +55,10 @@ class Trainer:
         mask: Function from the weights of one layer, or the outer weights, to a tree of bools:
             where weight decay applies. By default everywhere.
         max_grad_norm: The global norm to which gradients are clipped; None for no clipping.
-        updates: "after_backward" or "during_backward", as above.
+        updates: "after_backward": when all gradients are there, so the run is `optax.adamw` behind
+            `optax.clip_by_global_norm`, and skips steps whose gradient is not finite.
+            "during_backward": each layer when its gradient arrives. Clipping then projects the norm
+            from earlier steps. A loss that is not finite skips the step; a gradient ends the run.
         inputs: Where the layers' inputs wait for the backward pass: on the "device", or in pinned
             "host" memory, for long sequences.
         frozen: Numbers of layers that are not trained, and "outer" for the outer weights.
