@@ -235,7 +235,7 @@ class EngineStream:
         ]
         jax.block_until_ready(of_leaves)  # only CPUs copy synchronously
         small = jax.tree.map(
-            lambda x: put_everywhere([x], x.shape, self.everywhere)[0], dict(self.small)
+            lambda x: put_everywhere(x, x.shape, self.everywhere), dict(self.small)
         )
         return {"leaves": of_leaves, **small}
 
