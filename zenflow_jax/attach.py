@@ -275,13 +275,6 @@ def _kinds(values: Any) -> str:
 def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) -> None:
     if isinstance(step, AttachedStep):
         raise TypeError("The step is attached already. Use it as it is.")
-    for name, value, fits, expected in (
-        ("step", step, callable(step), "a function"),
-        ("engine", engine, engine is None or isinstance(engine, HostEngine), "a HostEngine"),
-        ("engine_options", options, options is None or isinstance(options, Mapping), "a dict"),
-    ):
-        if not fits:
-            raise TypeError(f"`{name}` must be {expected}, got {type(value).__name__}.")
     check_int_or_none("flush_every", flush_every, 1)
     if fields is not None and not (isinstance(fields, tuple | list) and len(fields) == 2):
         raise ValueError(f"`fields` is {fields!r}. Pass two names: of parameters and of state.")

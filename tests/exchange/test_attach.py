@@ -194,11 +194,8 @@ def test_what_is_no_step_is_refused():
     engine = HostEngine(*start(make()), **KERNEL)
     step = attach(pair_step(make()), engine)
     for arguments, match in (
-        (dict(step=3), "`step` must be a function, got int"),
         (dict(step=step), "attached already"),
-        (dict(step=print, engine=3), "`engine` must be a HostEngine, got int"),
         (dict(step=print, engine=engine, engine_options=KERNEL), "exclude each other"),
-        (dict(step=print, engine_options=[1]), "must be a dict, got list"),
         (dict(step=print, flush_every=0), "`flush_every` must be at least 1, got 0"),
         (dict(step=print, flush_every=True), "got True"),
         (dict(step=print, fields="params"), "is 'params'. Pass two names"),

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -115,18 +114,10 @@ class Twins(list):
         return cls(leaves)
 
 
-def test_leaves_of_one_path_are_told_apart_by_their_order_or_refused():
-    made = jax.device_put(Twins([jnp.ones((8, 3)), jnp.zeros((8, 3)), 3 * jnp.ones(3)]), DEVICE)
-    state = TX.init(made)
-    with zenflow_jax.HostEngine(made, state, host_kernel="numpy") as engine:
-        updates, state = TX.update(made, state, made)
-        params, state = engine.exchange(optax.apply_updates(made, updates), state)
-        with pytest.raises(ValueError, match=r"has 2 leaves at \.w, and the state 3"):
-            engine.flush(Twins(made[:2]), state)
-        # Each had the gradient that is its own value: down where that was 1, untouched where 0.
-        params, state = engine.flush(params, state)
-    assert (params[0] < 0.995).all()
-    comparisons.assert_same_bits(params[1], made[1])
+def test_leaves_with_the_same_path_are_refused():
+    made = jax.device_put(Twins([jnp.ones((8, 3)), jnp.zeros((8, 3))]), DEVICE)
+    with pytest.raises(ValueError, match="several leaves with the same path"):
+        zenflow_jax.HostEngine(made, TX.init(made))
 
 
 def test_trained_leaves_are_found_between_others_and_in_containers_of_another_kind():

@@ -5,7 +5,6 @@ that this process saves, each under its place in the leaf (`stored.py` reads the
 """
 
 import contextlib
-import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +18,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._checkpoint.resume import fingerprints_alive
-from zenflow_jax._checkpoint.stored import FORMAT, file_name, new_file
-from zenflow_jax._checkpoint.tree import (
-    arrays_of_leaves,
-    place_of,
-    small_arrays,
-    small_sharding,
-)
+from zenflow_jax._checkpoint.stored import write_state
+from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays, small_sharding
 from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import Tokens
-from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of, joined
+from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of
 from zenflow_jax._exchange.progress import Counts, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
@@ -241,37 +235,25 @@ class EngineStream:
         ]
         jax.block_until_ready(of_leaves)  # only CPUs copy synchronously
         small = jax.tree.map(
-            lambda x: put_everywhere([x], x.shape, self.everywhere)[0], dict(self.small)
+            lambda x: put_everywhere(x, x.shape, self.everywhere), dict(self.small)
         )
         return {"leaves": of_leaves, **small}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file into an existing folder, and closes the stream."""
-        small = dict(_flat(self.small, ""))
-        tensors = {name: (x.dtype, x.shape) for name, x in small.items()}
-        for i, places in self.places.items():
-            for name, place in places.items():
-                tensors[self._tensor(i, name)] = (self._array(i, name).dtype, _size(place))
-        shapes = [
-            {name: (x.dtype.name, x.shape) for name, x in arrays.items()} for arrays in self.arrays
-        ]
-        # Other processes in jax's run may have separate engines and checkpoints.
-        number, count = self.processes.index(jax.process_index()), len(self.processes)
-        metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
-        path, missing = folder / file_name(number, count), len(self.places)
-        with contextlib.closing(self), new_file(path, tensors, metadata) as write:
-            for name, x in small.items():
-                write(name, np.ascontiguousarray(x))
-            for i, leaf in self.snapshot.leaves():
-                for name in self.places[i]:
-                    for begin, elements in self._elements(i, leaf, name):
-                        write(self._tensor(i, name), elements, begin)
-                missing -= 1
-            if missing:
-                raise RuntimeError(
-                    f"The save was closed before {missing} of {len(self.places)} parts of the "
-                    "engine's state were written. Save again, and call `wait_until_finished`."
-                )
+        tensors = {
+            self._tensor(i, name): (self._array(i, name).dtype, _size(place))
+            for i, places in self.places.items()
+            for name, place in places.items()
+        }
+        chunks = (
+            (self._tensor(i, name), *chunk)
+            for i, leaf in self.snapshot.leaves()
+            for name in self.places[i]
+            for chunk in self._elements(i, leaf, name)
+        )
+        with contextlib.closing(self):
+            write_state(folder, self.processes, self.small, self.arrays, tensors, chunks)
 
     def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
         return self.arrays[self.offloaded.parts[i].leaf][name]
@@ -306,15 +288,13 @@ class EngineStream:
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
         """Makes an array of leaf `number`, beside its devices; CPUs share NumPy's memory."""
-        by_position = {}
-        for numbers in self.offloaded.pieces_of(number):
-            piece = joined([self._filled(i, leaves[i], name) for i in numbers])
-            part = self.offloaded.parts[numbers[0]]
-            for position, device in zip(part.positions, part.devices, strict=True):
-                sharding = SingleDeviceSharding(device, memory_kind=HOST)
-                by_position[position] = jax.device_put(piece, sharding)
-        array, pieces = self.arrays[number][name], [x for _, x in sorted(by_position.items())]
+        array = self.arrays[number][name]
         assert array.sharding is not None
+        pieces = self.offloaded.on_devices(
+            number,
+            lambda i: self._filled(i, leaves[i], name),
+            lambda x, device: jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST)),
+        )
         return assemble(pieces, array.shape, array.sharding)
 
     def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
@@ -330,11 +310,3 @@ class EngineStream:
 
 def _size(place: Sequence[slice]) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in place)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, np.ndarray]]:
-    for name, x in tree.items():
-        if isinstance(x, Mapping):
-            yield from _flat(x, f"{prefix}{name}/")
-        else:
-            yield prefix + name, x

@@ -5,15 +5,17 @@ for which there is no room during a save. `saving.py` describes the contents.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from zenflow_jax._host.arrays import aligned_zeros
@@ -29,14 +31,55 @@ _ALIGNMENT = 64
 _LONGEST = 2**30
 
 
+def write_state(
+    folder: Path,
+    processes: Sequence[int],
+    small: Mapping[str, Any],
+    leaves: Sequence[Mapping[str, jax.ShapeDtypeStruct]],
+    tensors: Mapping[str, tuple[Any, Sequence[int]]],
+    chunks: Iterable[tuple[str, int, np.ndarray]],
+) -> None:
+    """Writes this process's file of a saved state into an existing folder.
+
+    Each of `processes` writes one. `small` is a tree of arrays, `leaves` lists the large ones.
+    `tensors` has dtype and shape of the pieces in this file, `chunks` their elements in order, each
+    with the piece's name and the first index.
+    """
+    flat = dict(_flat(small, ""))
+    tensors = {name: (x.dtype, x.shape) for name, x in flat.items()} | dict(tensors)
+    # Other processes in jax's run may have separate engines and checkpoints.
+    number, count = processes.index(jax.process_index()), len(processes)
+    shapes = [{name: (x.dtype.name, x.shape) for name, x in leaf.items()} for leaf in leaves]
+    metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
+    missing = sum(math.prod(shape) for _, shape in tensors.values())
+    with _new_file(folder / file_name(number, count), tensors, metadata) as write:
+        whole = ((name, 0, x) for name, x in flat.items())
+        for name, begin, elements in itertools.chain(whole, chunks):
+            write(name, begin, elements)
+            missing -= elements.size
+        if missing:
+            raise RuntimeError(
+                "The save was closed before the whole state was written. Save again, and call "
+                "`wait_until_finished`."
+            )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, np.ndarray]]:
+    for name, x in tree.items():
+        if isinstance(x, Mapping):
+            yield from _flat(x, f"{prefix}{name}/")
+        else:
+            yield prefix + name, x
+
+
 @contextlib.contextmanager
-def new_file(
+def _new_file(
     path: Path, arrays: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str]
 ) -> Iterator[Callable[..., None]]:
     """Makes a new file, which is on disk when the block ends without an error.
 
     Until then it has no header, so it is unreadable. `arrays` has each array's dtype and shape.
-    Yields `write(name, elements, begin=0)` for consecutive elements, starting at index `begin`.
+    Yields `write(name, begin, elements)`.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = {}, 0
@@ -50,7 +93,7 @@ def new_file(
     head = len(text).to_bytes(8, "little") + text
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
-    def write(name: str, elements: np.ndarray, begin: int = 0) -> None:
+    def write(name: str, begin: int, elements: np.ndarray) -> None:
         at = len(head) + begins[name] + begin * elements.itemsize
         _write(file, elements.reshape(-1).view(np.uint8).data, at)
 

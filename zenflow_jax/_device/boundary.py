@@ -21,13 +21,7 @@ from zenflow_jax._device.channels import (
     take,
     top_channels,
 )
-from zenflow_jax._device.shards import (
-    Shard,
-    each_leaf,
-    join,
-    row,
-    split,
-)
+from zenflow_jax._device.shards import Shard, each_leaf, join, row, split
 from zenflow_jax._device.state import LeafState, cut, cut_state, put, put_state
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._spec.leaf import LeafSpec
@@ -52,13 +46,7 @@ def _becomes_weight(spec: LeafSpec) -> bool:
 # of the same size becomes the new parameter.
 @partial(jax.jit, static_argnames="specs", donate_argnames="donated")
 def merge(
-    weights: Arrays,
-    donated: Arrays,
-    kept: Arrays,
-    during: Array,
-    after: Array,
-    *,
-    specs: Specs,
+    weights: Arrays, donated: Arrays, kept: Arrays, during: Array, after: Array, *, specs: Specs
 ) -> list[Array]:
     """Returns the parameters with a window's update on deferred channels.
 

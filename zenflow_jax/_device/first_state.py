@@ -56,19 +56,12 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
 
 
 def _build(
-    weights: list[jax.Array],
-    *,
-    specs: tuple[LeafSpec, ...],
-    static: Static,
-    mail: bool = True,
+    weights: list[jax.Array], *, specs: tuple[LeafSpec, ...], static: Static, mail: bool = True
 ) -> ZenFlowState:
     leaves = []
     for p, spec in zip(weights, specs, strict=True):
         make = on_each_device(
-            partial(_first_leaf, spec=spec),
-            spec,
-            [Layout(spec).block],
-            leaf_layout(spec),
+            partial(_first_leaf, spec=spec), spec, [Layout(spec).block], leaf_layout(spec)
         )
         leaves.append(make(p))
     # Tokens start from a number that differs between runs and is the same when a run is repeated,

@@ -1,7 +1,6 @@
 """Matches the leaves of a caller's tree with those of the state, and checks them."""
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,29 +41,23 @@ class Places:
 
     def _find(self, params: Any) -> list[int]:
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
-        by_name: dict[str, list[int]] = {}
-        for i, (path, _) in enumerate(paths):
-            by_name.setdefault(plain_name(path), []).append(i)
-        # A user's container may give two leaves the same path. Their order tells them apart, unless
-        # leaves are missing or added.
-        counts = Counter(spec.name for spec in self._specs)
-        missing = [name for name in counts if name not in by_name]
+        by_name = {plain_name(path): i for i, (path, _) in enumerate(paths)}
+        if len(by_name) < len(paths):
+            raise ValueError(
+                "`params` has several leaves with the same path. Give each a path of its own, in "
+                "the container's `tree_flatten_with_keys`."
+            )
+        names = [spec.name for spec in self._specs]
+        missing = [name for name in names if name not in by_name]
         if missing:
-            unknown = sorted(by_name.keys() - counts.keys())
+            unknown = sorted(by_name.keys() - set(names))
             raise ValueError(
                 f"`params` lacks {first_names(missing) or 'the bare array'}, which the state was "
                 f"made for, among its {len(paths)} leaves"
                 f"{f', and has {first_names(unknown)} instead' if unknown else ''}. Pass the tree "
                 "that `tx.init` saw: for an nnx model `nnx.state(model)`, and no `optax.flatten`."
             )
-        for name, count in counts.items():
-            if len(by_name[name]) != count:
-                raise ValueError(
-                    f"`params` has {len(by_name[name])} leaves at {name}, and the state {count}. "
-                    "Leaves with the same path cannot be told apart: pass all of them."
-                )
-        rest = {name: iter(by_name[name]) for name in counts}
-        return [next(rest[spec.name]) for spec in self._specs]
+        return [by_name[name] for name in names]
 
 
 #: A run with frozen leaves passes the trained leaves, all parameters, and the model's whole state.
@@ -116,12 +109,8 @@ def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
                 f"`{argument}` has {len(leaves)} leaves. Pass the {len(specs)} that `init` saw."
             )
         for (path, x), spec in zip(leaves, specs, strict=True):
-            name, shape, real = (
-                plain_name(path),
-                tuple(x.shape),
-                jnp.issubdtype(x.dtype, jnp.floating),
-            )
-            fits = x.dtype == spec.dtype if argument == "params" else real
+            name, shape, is_real = plain_name(path), x.shape, jnp.issubdtype(x.dtype, jnp.floating)
+            fits = x.dtype == spec.dtype if argument == "params" else is_real
             if (name, shape) != (spec.name, spec.shape) or not fits:
                 dtype = spec.dtype.name if argument == "params" else "real floating point"
                 raise ValueError(

@@ -109,7 +109,7 @@ def read(x: jax.Array) -> np.ndarray:
     return np.asarray(alias)
 
 
-def upload(tree: Any, device: Any) -> Any:
+def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
     """Copies a tree of NumPy arrays to the device; the result never shares memory with them.
 
     The copies may still run when this returns: change no array before the result is ready.
@@ -118,7 +118,7 @@ def upload(tree: Any, device: Any) -> Any:
         # The CPU backend aliases aligned NumPy memory even with `may_alias=False` (jax 0.10.0 to
         # 0.11.2); later changes would show in the result.
         tree = jax.tree.map(np.copy, tree)
-    return jax.device_put(tree, SingleDeviceSharding(device))
+    return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=memory_kind))
 
 
 def nbytes(tree: Any) -> int:
@@ -129,7 +129,7 @@ def zeros_like(x: jax.Array, sharding: jax.sharding.Sharding | None = None) -> j
     """Makes zeros placed like `x`, or by `sharding`; `x` may have been donated."""
     sharding = sharding or x.sharding
     piece = np.zeros(sharding.shard_shape(x.shape), x.dtype)
-    return put_everywhere([piece], x.shape, sharding)[0]
+    return put_everywhere(piece, x.shape, sharding)
 
 
 def in_host_memory(x: jax.Array) -> jax.Array:
@@ -138,22 +138,17 @@ def in_host_memory(x: jax.Array) -> jax.Array:
 
 
 def put_everywhere(
-    pieces: Sequence[np.ndarray | np.generic],
-    shape: Sequence[int],
-    sharding: jax.sharding.Sharding,
-) -> list[jax.Array]:
-    """Makes an array from each piece, with that piece on every device.
+    piece: np.ndarray | np.generic, shape: Sequence[int], sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """Makes an array with this piece on every device.
 
     It needs no communication; `jax.device_put` would check that all processes do the same.
     """
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return jax.device_put(list(pieces), sharding)
+    if isinstance(sharding, SingleDeviceSharding):
+        return jax.device_put(piece, sharding)
     kind = sharding.memory_kind
-    on_devices = [
-        jax.device_put(list(pieces), jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+    pieces = [
+        jax.device_put(piece, SingleDeviceSharding(device, memory_kind=kind))
         for device in sharding.addressable_devices
     ]
-    return [
-        jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(alike))
-        for alike in zip(*on_devices, strict=True)
-    ]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)

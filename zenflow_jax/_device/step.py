@@ -21,13 +21,7 @@ from zenflow_jax._device.channels import (
     take,
 )
 from zenflow_jax._device.memory import to_host, with_rank
-from zenflow_jax._device.shards import (
-    REPLICATED,
-    Layout,
-    Shard,
-    as_its_parameter,
-    on_each_device,
-)
+from zenflow_jax._device.shards import REPLICATED, Layout, Shard, as_its_parameter, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
@@ -251,9 +245,7 @@ def _step(
         return jnp.where(verdict.finite, new.astype(old.dtype), old)
 
     leaf = leaf._replace(
-        steps=if_counted(steps, leaf.steps),
-        mu=if_counted(mu, leaf.mu),
-        nu=if_counted(nu, leaf.nu),
+        steps=if_counted(steps, leaf.steps), mu=if_counted(mu, leaf.mu), nu=if_counted(nu, leaf.nu)
     )
     if leaf.master is not None:
         master = if_counted(master + change, master)

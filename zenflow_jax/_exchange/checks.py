@@ -345,7 +345,7 @@ class Tokens:
 
     def _make(self, number: int, like: jax.Array) -> None:
         self.number = number & 0x7FFFFFFF  # never USED, which is negative
-        (self.last,) = put_everywhere([np.int32(self.number)], like.shape, like.sharding)
+        self.last = put_everywhere(np.int32(self.number), like.shape, like.sharding)
 
 
 @dataclasses.dataclass(frozen=True)

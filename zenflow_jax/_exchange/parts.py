@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -94,8 +94,22 @@ class OffloadedLeaves:
     def firsts(self) -> tuple[Part, ...]:
         return tuple(self.parts[numbers[0]] for numbers in self.pieces)
 
-    def pieces_of(self, leaf: int) -> list[tuple[int, ...]]:
-        return [numbers for numbers in self.pieces if self.parts[numbers[0]].leaf == leaf]
+    def on_devices(
+        self,
+        leaf: int,
+        numbers_of: Callable[[int], np.ndarray],
+        put: Callable[[np.ndarray, Any], jax.Array],
+    ) -> list[jax.Array]:
+        """Puts a leaf's pieces on this process's devices, joined from their parts' numbers."""
+        by_position = {}
+        for numbers in self.pieces:
+            part = self.parts[numbers[0]]
+            if part.leaf == leaf:
+                ranges = [numbers_of(i) for i in numbers]
+                piece = ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
+                for position, device in zip(part.positions, part.devices, strict=True):
+                    by_position[position] = put(piece, device)
+        return [x for _, x in sorted(by_position.items())]
 
     def pick(self, of_all: Sequence[_T]) -> list[_T]:
         return [of_all[i] for i in self.places]
@@ -187,11 +201,6 @@ def within(specs: Sequence[LeafSpec], budget: int | None) -> set[tuple[int, int 
 
 def devices_of(weights: Sequence[jax.Array]) -> set[Any]:
     return {device for weight in weights for device in weight.sharding.device_set}
-
-
-def joined(ranges: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins the ranges of a device's piece, in order; does not copy a single range."""
-    return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
 
 
 def new_host_state(

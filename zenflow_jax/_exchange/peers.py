@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -32,12 +32,6 @@ CLOSED = "close"
 LONGEST = 4000
 
 
-class _Limits(NamedTuple):
-    poll_s: float  # between two polls
-    grace_s: float  # from a failure until a stuck process ends
-    exit_if_stuck: bool
-
-
 class PeerMonitor:
     """Propagates failures between an engine's processes, through JAX's coordination service.
 
@@ -46,7 +40,7 @@ class PeerMonitor:
     the monitor then ends silently. Otherwise, `grace_s` after a failure is known, each process ends
     itself with code 1, and writes the message and its threads' stacks to stderr: some processes are
     stuck already, and the others would be in their next collective. Each announces this in advance.
-    The interpreter's exit has the same time limit.
+    The interpreter's exit has the same time limit. Polls are `poll_s` apart.
 
     Call `start` first, then the other methods, from any thread and any number of times. They
     neither wait nor raise. `name` identifies the engine, and is the same in all its `processes`.
@@ -69,7 +63,7 @@ class PeerMonitor:
             return
         self._client, self._directory = _connect(), f"zenflow_jax/{name}/"
         self._me = jax.process_index()
-        self._limits = _Limits(poll_s, grace_s, exit_if_stuck)
+        self._poll_s, self._grace_s, self._exit_if_stuck = poll_s, grace_s, exit_if_stuck
         # This process's events (kind, text), for the thread. A `SimpleQueue`, because the garbage
         # collector may call `close` on a thread that is inside `put` or `get`.
         self._events: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -142,7 +136,7 @@ class PeerMonitor:
                 self._announce()
                 announced = True
             # At exit the main thread waits for this thread.
-            self._drain_events(self._limits.poll_s / 10 if self._exits else self._limits.poll_s)
+            self._drain_events(self._poll_s / 10 if self._exits else self._poll_s)
             try:
                 self._publish()
                 self._poll()
@@ -153,8 +147,8 @@ class PeerMonitor:
                     return
             now = time.monotonic()
             if self._failed and end == math.inf:
-                last_by = LAST_BY * self._limits.poll_s if self._me == SERVICE else 0
-                end = now + self._limits.grace_s + last_by
+                last_by = LAST_BY * self._poll_s if self._me == SERVICE else 0
+                end = now + self._grace_s + last_by
                 self._notify_worker()
             if self._exits and self._failed:
                 # The exit continues, and may get stuck: this thread does not outlive it.
@@ -168,7 +162,7 @@ class PeerMonitor:
                 self._end()
                 return
             if self._exits:
-                exit_end = min(exit_end, now + self._limits.grace_s)
+                exit_end = min(exit_end, now + self._grace_s)
             if now >= exit_end:
                 return  # the others are slow, and JAX's exit has a timeout of its own
 
@@ -216,29 +210,29 @@ class PeerMonitor:
     def _announce(self) -> None:
         outcome = (
             "will end with code 1, by `os._exit`, without cleanup"
-            if self._limits.exit_if_stuck
+            if self._exit_if_stuck
             else "will be left waiting, because of `exit_if_stuck=False`"
         )
         _write_stderr(
             f"{self._describe_failure()}\n"
-            f"Process {self._me} {outcome} in {self._limits.grace_s:g} s, unless all processes "
+            f"Process {self._me} {outcome} in {self._grace_s:g} s, unless all processes "
             "leave the engine at the same point by then: they raise this failure, or `close`.\n"
         )
 
     def _end(self) -> None:
         """Ends the process, or reports why it is stuck."""
         outcome = "ends with code 1"
-        if not self._limits.exit_if_stuck:
+        if not self._exit_if_stuck:
             outcome = "keeps running, because of `exit_if_stuck=False`"
         _write_stderr(
             f"{self._describe_failure()}\n"
-            f"Process {self._me} {outcome}. After {self._limits.grace_s:g} s the processes have "
+            f"Process {self._me} {outcome}. After {self._grace_s:g} s the processes have "
             f"not all left the engine at the same point (those that left: {self._left}), and a "
             "process that continues would wait in a collective forever. End the remaining "
             "processes, and restart all from the last checkpoint. This process's threads:\n"
         )
         faulthandler.dump_traceback(2)
-        if self._limits.exit_if_stuck:
+        if self._exit_if_stuck:
             os._exit(1)
 
 

@@ -127,11 +127,10 @@ class Progress:
         """Warns of gradients that are lost if the engine closes now."""
         if self._by_updates_alone and any(self.open_steps):
             _logger.warning(
-                "The parameters lack the gradients of up to %d steps, because the engine closes "
-                "with open windows, and with `provisional_share=None` there are no provisional "
-                "steps. End the run where all windows close: with `rolling=False`, after a "
-                "multiple of `update_interval` steps.",
-                max(self.open_steps),
+                f"The parameters lack the gradients of up to {max(self.open_steps)} steps, because "
+                "the engine closes with open windows, and with `provisional_share=None` there are "
+                "no provisional steps. End the run where all windows close: with `rolling=False`, "
+                "after a multiple of `update_interval` steps."
             )
 
     def resume(self, counts: Counts) -> None:

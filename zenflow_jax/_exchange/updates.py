@@ -33,7 +33,6 @@ from zenflow_jax._exchange.parts import (
     assemble,
     by_leaf,
     host_part,
-    joined,
     keep_sharding,
     part_sharding,
     replace_selection,
@@ -142,13 +141,12 @@ class Updates:
 
         The worker must be idle.
         """
-        leaves, parts, on_devices = self._worker.leaves(), [], []
-        for numbers in self._offloaded.pieces_of(number):
-            part = self._parts[numbers[0]]
-            wide = (leaves[i].master.as_float32().reshape(leaves[i].spec.shape) for i in numbers)
-            parts.append(dataclasses.replace(part, leaf=0))
-            on_devices.append(part.on_devices(joined(list(wide))))
-        (pieces,) = by_leaf(parts, on_devices)
+        leaves = self._worker.leaves()
+
+        def numbers(i: int) -> np.ndarray:
+            return leaves[i].master.as_float32().reshape(leaves[i].spec.shape)
+
+        pieces = self._offloaded.on_devices(number, numbers, upload)
         spec, sharding = self._specs[number], self._offloaded.shardings[number]
         # The uploads may read live masters, which the next update writes.
         return jax.block_until_ready(assemble(pieces, spec.shape, sharding))
@@ -285,19 +283,12 @@ class Updates:
                 jax.block_until_ready(uploads)
             update: Future = Future()
             update.set_result(uploads)
-            # By leaf, then by this process's devices.
-            rows = by_leaf(
-                group.parts,
-                [
-                    [(before[i] - part.first).reshape(1, -1)] * len(part.devices)
-                    for i, part in zip(group.part_numbers, group.parts, strict=True)
-                ],
-            )
-            (devices, *_) = by_leaf(group.parts, [part.devices for part in group.parts])
-            pieces = [
-                upload(np.concatenate(of_device, axis=1), device)
-                for *of_device, device in zip(*rows, devices, strict=True)
-            ]
+            # By position, each device's rows in the order of leaves.
+            rows: dict[tuple[int, Any], list[np.ndarray]] = {}
+            for i, part in zip(group.part_numbers, group.parts, strict=True):
+                for place in zip(part.positions, part.devices, strict=True):
+                    rows.setdefault(place, []).append((before[i] - part.first).reshape(1, -1))
+            pieces = [upload(np.concatenate(rows[x], axis=1), x[1]) for x in sorted(rows)]
             like = self._rows[number]
             assert like is not None, "the channels have been noted"
             # Rows without channels (`topk_ratio=0`) are all the same; jit places them anywhere.

@@ -205,9 +205,8 @@ class Worker:
 
     def _raise_stop(self) -> None:
         if self._stop is not None:
-            raise _Stop(
-                self._stop.failure
-            )  # a new exception, because a traceback keeps arrays alive
+            # A new exception, because a traceback keeps arrays alive.
+            raise _Stop(self._stop.failure)
 
     def _turn(self) -> None:
         """Takes in one message, or runs one piece of an update."""

@@ -29,12 +29,10 @@ def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
         return
     first = specs[0]
     _logger.warning(
-        "zenflow saves no memory: all %d leaves stay on the device (the first is %s of shape %s). "
-        "It offloads leaves of two or more axes that `resident` does not name: leave out "
-        "`optax.flatten`, or change `resident` or `topk_ratio`.",
-        len(specs),
-        first.name or "a bare array",
-        first.shape,
+        f"zenflow saves no memory: all {len(specs)} leaves stay on the device (the first is "
+        f"{first.name or 'a bare array'} of shape {first.shape}). It offloads leaves of two or "
+        "more axes that `resident` does not name: leave out `optax.flatten`, or change `resident` "
+        "or `topk_ratio`."
     )
 
 
@@ -46,17 +44,11 @@ def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
         return
     largest = max(few, key=lambda s: math.prod(s.shape))
     _logger.warning(
-        "zenflow selects %d of %d channels along axis %d of %s of shape %s, more than twice "
-        "topk_ratio=%g; so it does in %d other leaves. Their state uses device memory. If that is "
-        "an axis of layers or heads, pass another `channel_axis`, an int or a function of "
-        "(path, leaf), or stack layers along the first axis.",
-        largest.k,
-        largest.n,
-        largest.axis,
-        largest.name or "a bare array",
-        largest.shape,
-        topk_ratio,
-        len(few) - 1,
+        f"zenflow selects {largest.k} of {largest.n} channels along axis {largest.axis} of "
+        f"{largest.name or 'a bare array'} of shape {largest.shape}, more than twice "
+        f"topk_ratio={topk_ratio:g}; so it does in {len(few) - 1} other leaves. Their state uses "
+        "device memory. If that is an axis of layers or heads, pass another `channel_axis`, an int "
+        "or a function of (path, leaf), or stack layers along the first axis."
     )
 
 
@@ -72,15 +64,11 @@ def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
     even = selected_channels(topk_ratio, common, 1) / common
     remedy = f"with topk_ratio={even!r} or " if even <= 2 * topk_ratio else ""
     _logger.warning(
-        "zenflow selects %d channels of %s, because the mesh divides its channel axis into %d "
-        "pieces; undivided, it would select %d. This run's checkpoints can be resumed only on a "
-        "mesh that gives the same number. To resume on fewer devices, start the run %swith a mesh "
-        "that divides other axes.",
-        first.k,
-        first.name or "a bare array",
-        first.pieces,
-        selected_channels(topk_ratio, first.n, 1),
-        remedy,
+        f"zenflow selects {first.k} channels of {first.name or 'a bare array'}, because the mesh "
+        f"divides its channel axis into {first.pieces} pieces; undivided, it would select "
+        f"{selected_channels(topk_ratio, first.n, 1)}. This run's checkpoints can be resumed only "
+        "on a mesh that gives the same number. To resume on fewer devices, start the run "
+        f"{remedy}with a mesh that divides other axes."
     )
 
 
@@ -89,14 +77,11 @@ def warn_of_stacked_vectors(specs: Sequence[LeafSpec]) -> None:
     named = [s for s in specs if not s.resident and _VECTOR.search(s.name)]
     if named:
         _logger.warning(
-            "zenflow treats %s of shape %s as a matrix with %d channels, and %d other leaves "
-            "likewise. If they are norms or biases of stacked layers, keep them on the device, for "
-            'example with resident=lambda path, x: "scale" in str(path[-1]). To silence this '
-            "warning, pass resident=lambda path, x: False.",
-            named[0].name,
-            named[0].shape,
-            named[0].n,
-            len(named) - 1,
+            f"zenflow treats {named[0].name} of shape {named[0].shape} as a matrix with "
+            f"{named[0].n} channels, and {len(named) - 1} other leaves likewise. If they are norms "
+            "or biases of stacked layers, keep them on the device, for example with "
+            'resident=lambda path, x: "scale" in str(path[-1]). To silence this warning, pass '
+            "resident=lambda path, x: False."
         )
 
 
@@ -106,11 +91,10 @@ def warn_of_a_part(params: Any) -> None:
     masked = sum(map(_is_masked, nodes))
     if masked:
         _logger.warning(
-            "`max_grad_norm` clips by the norm of this `zenflow`'s leaves (%d). `optax.partition` "
-            "or `optax.masked` hides others (%d). If those are trained too, use "
-            "`optax.clip_by_global_norm` in front of the partition instead.",
-            len(nodes) - masked,
-            masked,
+            "`max_grad_norm` clips by the norm of this `zenflow`'s leaves "
+            f"({len(nodes) - masked}). `optax.partition` or `optax.masked` hides others ({masked})."
+            " If those are trained too, use `optax.clip_by_global_norm` in front of the partition "
+            "instead."
         )
 
 

@@ -41,10 +41,7 @@ _TABLE = {
             "*": ("torch_adam", "fused"),
         },
     },
-    "bf16": {
-        "enabled": _FLAG,
-        "*": _OF_BF16.split(),
-    },
+    "bf16": {"enabled": _FLAG, "*": _OF_BF16.split()},
     "zero_optimization": {
         "stage": number(0, 3, whole=True),
         "offload_optimizer": {"device": one_of("none", "cpu", "nvme"), "pin_memory": _FLAG},

@@ -70,11 +70,6 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     Raises:
         ValueError: If the optimizer does not have exactly one `zenflow`; if the trainer has
             restored a checkpoint without an engine's state.
-
-    Examples:
-        >>> trainer = peft_trainer.PeftTrainer(model, tx, config)  # doctest: +SKIP
-        >>> hooks = ZenFlowHooks(trainer)  # doctest: +SKIP
-        >>> trainer.train(batches)  # doctest: +SKIP
     """
 
     def __init__(

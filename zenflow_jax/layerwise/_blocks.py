@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from zenflow_jax._device.memory import HOST
+from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
@@ -68,7 +68,9 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self._arrays())
+        pieces = (piece for leaf in self.leaves for piece in leaf.pieces)
+        of_state = (x for piece in pieces for x in (piece.master, piece.mu, piece.nu))
+        return sum(array.nbytes for x in of_state for array in x.arrays)
 
     def alias(self) -> "Block":
         return self  # an update writes the arrays, and replaces none
@@ -110,12 +112,6 @@ class Block:
         """Returns the weights' shapes and places, as the user's tree."""
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves]
         return jax.tree.unflatten(self.treedef, shapes)
-
-    def _arrays(self) -> Iterator[np.ndarray]:
-        for leaf in self.leaves:
-            for piece in leaf.pieces:
-                for name in ARRAYS:
-                    yield from getattr(piece, name).arrays
 
     def update(
         self,
@@ -196,28 +192,25 @@ def _placed(path: str, x: Any) -> Any:
         )
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x
-    return _pinned(np.asarray(x), jax.local_devices()[0])
+    return upload(np.asarray(x), jax.local_devices()[0], HOST)
 
 
 def _make_leaf(path: str, x: Any, decays: bool, trains: bool, compact: bool, saved: Any) -> Leaf:
-    devices = x.sharding.addressable_devices_indices_map(x.shape)
-    owners: dict[Any, Any] = {}  # the first device of all with each piece
+    devices = list(x.sharding.addressable_devices_indices_map(x.shape))
+    holders: dict[Any, list[Any]] = {}  # the devices of all processes with each piece
     for device, index in x.sharding.devices_indices_map(x.shape).items():
-        owners.setdefault(_bounds(index, x.shape), device)
-    by_bounds: dict[Any, list[int]] = {}
-    for position, index in enumerate(devices.values()):
-        by_bounds.setdefault(_bounds(index, x.shape), []).append(position)
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
     pieces = []
-    for bounds, positions in by_bounds.items() if trains else ():
+    for bounds, holding in holders.items() if trains else ():
+        positions = tuple(devices.index(device) for device in holding if device in devices)
+        if not positions:
+            continue
         index = tuple(slice(*pair) for pair in bounds)
         flat = (1, 1, 1, math.prod(b - a for a, b in bounds))
-        piece = Piece(
-            index,
-            tuple(positions),
-            owners[bounds].process_index == jax.process_index(),
-            Masters.zeros(flat, x.dtype),
-            *new_moments(flat, compact=compact),
-        )
+        saved_here = holding[0].process_index == jax.process_index()
+        arrays = Masters.zeros(flat, x.dtype), *new_moments(flat, compact=compact)
+        piece = Piece(index, positions, saved_here, *arrays)
         if saved is None:
             piece.master.write(np.asarray(x.addressable_data(positions[0])))
         else:
@@ -235,26 +228,13 @@ def _make_leaf(path: str, x: Any, decays: bool, trains: bool, compact: bool, sav
     )
 
 
-def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-
-
 def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Array:
     on_devices: list[Any] = [None] * len(leaf.devices)
     for piece in leaf.pieces:
         numbers = numbers_of(piece).reshape(piece.shape)
         for position in piece.positions:
-            on_devices[position] = _pinned(numbers, leaf.devices[position])
-    return _joined(on_devices, leaf.shape, leaf.sharding)
-
-
-def _pinned(numbers: np.ndarray, device: Any) -> jax.Array:
-    """Starts to copy a NumPy array to the device's pinned host memory."""
-    x: Any = numbers
-    if device.platform == "cpu":
-        # There jax takes NumPy's memory over; it copies between its own memories.
-        x = jax.device_put(x, device)
-    return jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST))
+            on_devices[position] = upload(numbers, leaf.devices[position], HOST)
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, on_devices)
 
 
 def moved(tree: Any, memory_kind: str) -> Any:
@@ -273,10 +253,6 @@ def _moved(tree: Any, shardings: Any) -> Any:
             jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=kind))
             for shard in x.addressable_shards
         ]
-        return _joined(pieces, x.shape, sharding)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
 
     return jax.tree.map(move, tree, shardings)
-
-
-def _joined(pieces: Sequence[Any], shape: tuple[int, ...], sharding: Any) -> jax.Array:
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(pieces))

@@ -3,9 +3,9 @@
 Names and format are those of an engine's state, so `EngineSave` and `EngineRestore` take it.
 """
 
+import contextlib
 import dataclasses
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from zenflow_jax._checkpoint.saving import Snapshot
-from zenflow_jax._checkpoint.stored import FORMAT, file_name, new_file
+from zenflow_jax._checkpoint.stored import write_state
+from zenflow_jax._host.arrays import HostArray
 from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.layerwise._blocks import ARRAYS, Block, Leaf
+from zenflow_jax.layerwise._blocks import ARRAYS, Block, Leaf, Piece
 
 #: The number of the layout, in the name of an array.
 LAYOUT_NAME = "layout_1_of_layerwise_trainers"
@@ -54,46 +55,36 @@ class BlockStream:
 
     def write(self, folder: Path) -> None:
         """Writes this process's file into an existing folder, and closes the stream."""
-        small = {f"counts/{name}": x for name, x in self.counts.items()}
-        small |= {f"layout/{name}": x for name, x in _layout().items()}
-        tensors: dict[str, Any] = {name: (x.dtype, x.shape) for name, x in small.items()}
-        numbers, shapes = {}, []
-        for number, leaf in enumerate(self._leaves()):
-            numbers[leaf.path] = number
-            shapes.append({name: ("float32", leaf.shape) for name in ARRAYS})
-            for piece in leaf.pieces:
-                for name in ARRAYS if piece.saved else ():
-                    tensors[_tensor(number, name, piece.index)] = np.float32, piece.shape
-        process, count = self.processes.index(jax.process_index()), len(self.processes)
-        metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
-        missing = len(self.blocks)
-        try:
-            with new_file(folder / file_name(process, count), tensors, metadata) as write:
-                for name, x in small.items():
-                    write(name, np.ascontiguousarray(x))
-                for _, block in self.snapshot.leaves():
-                    for leaf in block.leaves:
-                        for piece in leaf.pieces:
-                            for name in ARRAYS if piece.saved else ():
-                                tensor = _tensor(numbers[leaf.path], name, piece.index)
-                                for begin, elements in getattr(piece, name).chunks(_CHUNK):
-                                    write(tensor, elements, begin)
-                    missing -= 1
-                if missing:
-                    raise RuntimeError("The trainer was closed during a save. Save again.")
-        finally:
-            self.close()
+        small = {"counts": self.counts, "layout": _layout()}
+        leaves = [
+            dict.fromkeys(ARRAYS, jax.ShapeDtypeStruct(leaf.shape, np.float32))
+            for leaf in self._leaves()
+        ]
+        tensors = {name: (np.float32, piece.shape) for name, piece, _ in self._tensors(self.blocks)}
+        chunks = (
+            (name, *chunk)
+            for _, block in self.snapshot.leaves()
+            for name, _, x in self._tensors([block])
+            for chunk in x.chunks(_CHUNK)
+        )
+        with contextlib.closing(self):
+            write_state(folder, self.processes, small, leaves, tensors, chunks)
 
     def _leaves(self) -> Iterator[Leaf]:
         return (leaf for block in self.blocks for leaf in block.leaves)
 
+    def _tensors(self, blocks: Iterable[Block]) -> Iterator[tuple[str, Piece, HostArray]]:
+        """Yields the name, the piece and the numbers of each array in this process's file."""
+        numbers = {leaf.path: number for number, leaf in enumerate(self._leaves())}
+        for leaf in (leaf for block in blocks for leaf in block.leaves):
+            for piece in (piece for piece in leaf.pieces if piece.saved):
+                start = ",".join(str(s.start) for s in piece.index)
+                for name in ARRAYS:
+                    yield f"leaves/{numbers[leaf.path]}/{name}@{start}", piece, getattr(piece, name)
+
 
 def _layout() -> dict[str, np.ndarray]:
     return {LAYOUT_NAME: np.array(1, np.int32)}
-
-
-def _tensor(number: int, name: str, index: Sequence[slice]) -> str:
-    return f"leaves/{number}/{name}@{','.join(str(s.start) for s in index)}"
 
 
 def saved_leaves(state: Any) -> Iterator[Mapping[str, Any]]:

@@ -1,7 +1,6 @@
 """`Trainer`: the public object, for one calling thread."""
 
 import itertools
-import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._spec.arguments import NUMBERS, check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax.layerwise._blocks import Block, make_block
@@ -40,14 +40,6 @@ class Trainer:
 
     Any tree of arrays can be a carry. The backward pass computes each layer again.
 
-    With `updates="after_backward"` the run is `optax.adamw`, behind `optax.clip_by_global_norm` if
-    `max_grad_norm` is given: the host begins when all gradients are there, with the weights that
-    the next step needs first. A step whose gradient is not finite is skipped. With
-    "during_backward" the host updates each layer when its gradient arrives, while the device
-    continues. Clipping then uses a projected norm: the sum of squares so far in the step, divided
-    by these layers' share in earlier steps. A step whose loss is not finite is skipped; if only a
-    gradient is not finite, the run ends with an error.
-
     Host memory: 14 bytes per parameter with bf16 weights (8.2 with compact moments), 2 of them
     pinned; "after_backward" needs 2 more for gradients, pinned as well. Only one thread may call a
     trainer; on a mesh over several processes, all must make the same calls.
@@ -63,7 +55,10 @@ class Trainer:
         mask: Function from the weights of one layer, or the outer weights, to a tree of bools:
             where weight decay applies. By default everywhere.
         max_grad_norm: The global norm to which gradients are clipped; None for no clipping.
-        updates: "after_backward" or "during_backward", as above.
+        updates: "after_backward": when all gradients are there, so the run is `optax.adamw` behind
+            `optax.clip_by_global_norm`, and skips steps whose gradient is not finite.
+            "during_backward": each layer when its gradient arrives. Clipping then projects the norm
+            from earlier steps. A loss that is not finite skips the step; a gradient ends the run.
         inputs: Where the layers' inputs wait for the backward pass: on the "device", or in pinned
             "host" memory, for long sequences.
         frozen: Numbers of layers that are not trained, and "outer" for the outer weights.
@@ -131,11 +126,8 @@ class Trainer:
         check_one_of("updates", updates, ("after_backward", "during_backward"))
         check_one_of("inputs", inputs, ("device", "host"))
         check_int_or_none("max_skipped", max_skipped, 1)
-        for name, value, most in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, math.inf)):
-            if not 0 <= value < most:
-                raise ValueError(f"`{name}` must be at least 0 and below {most}, got {value}.")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"`max_grad_norm` must be above 0, or None, got {max_grad_norm}.")
+        numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
+        check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
         if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
             raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
         if isinstance(params["layers"], Mapping):
@@ -330,9 +322,6 @@ class Trainer:
         if error is None and not self._host.closed:
             self.wait()
         self.close()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("A trainer cannot be copied or pickled. Save `trainer.state()`.")
 
     def _check(self) -> None:
         self._host.check()
