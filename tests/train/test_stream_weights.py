@@ -113,5 +113,5 @@ def test_a_run_by_layers_resumes_exports_and_is_read_again(tmp_path, monkeypatch
     ],
 )
 def test_options_that_do_not_fit_a_run_by_layers_are_refused_by_name(options, name, stream):
-    with pytest.raises(SettingsError, match=f"`{name}`: expected .* as stream is '{stream}'"):
+    with pytest.raises(SettingsError, match=f"`{name}`: must be .* as stream is '{stream}'"):
         Settings(**options)
