@@ -210,7 +210,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         ):
             with pytest.raises(error, match=words):
                 call()
-    with pytest.raises(RuntimeError, match="expected an open engine"):
+    with pytest.raises(RuntimeError, match="engine is closed"):
         save(training, tmp_path)
 
 
