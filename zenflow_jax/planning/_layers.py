@@ -340,7 +340,8 @@ def _period(step: _Step, bus: float, host: list[float], at_once: bool, scale: fl
     A copy waits for the programs that Python dispatched earlier, whose memory it may take. Copies
     in one direction take turns.
     """
-    free = dict.fromkeys(("python", "compute", "to device", "to host", "host"), 0.0)
+    names = ("python", "compute", "to device", "to host", "host")
+    free: dict[str, float] = {name: 0.0 for name in names}
     ready, ends = [0.0] * len(step.weights), [0.0]
     decision, layers = 0.0, range(len(step.forward))
 
