@@ -9,7 +9,7 @@ Time: steps of all ways in one process, in turns of two. Answers: `benchmarks/LO
 
 import argparse
 import contextlib
-import json
+import os
 import statistics
 import subprocess
 import sys
@@ -66,23 +66,21 @@ def stepper(
 def in_a_process(way: str, model: str, cache: str) -> int:
     """Returns the peak of a process that trains."""
     command = [sys.executable, "-m", "benchmarks.layer_memory", "--one", way, "--model", model]
-    done = subprocess.run([*command, "--cache", cache], stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    caching = {"COMPILATION_CACHE_DIR": cache, "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment = os.environ | {f"JAX_{name}": value for name, value in caching.items()}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    return int(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="cpu")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--cache", help=argparse.SUPPRESS)
     args = parser.parse_args()
     config, batch, length = MODELS[args.model]
     model = make_model(config, scan_layers=False, remat=True)
     tokens = batches(STEPS, batch, length) % config.vocabulary
     if args.one:
-        jax.config.update("jax_compilation_cache_dir", args.cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         with contextlib.ExitStack() as stack:
             stepper(args.one, model, tokens, stack)(STEPS)
         print(host_peak_bytes())

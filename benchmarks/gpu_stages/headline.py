@@ -1,8 +1,7 @@
 """How large a model trains here that AdamW could not?
 
 `sizes.py` picks the largest Llama shape for device and host memory; it trains on real text for 8
-steps, from random weights. At the end `adamw` is tried on the same shape, to show that it does not
-fit.
+steps, from random weights. The stage `step_time` shows that `adamw` has no room.
 """
 
 import sysconfig
@@ -31,8 +30,6 @@ _STEPS = 8
 _SHARES = (1.0, 0.85)
 #: Time for a second try.
 _AGAIN_S = 50.0
-#: Time to try AdamW.
-_FOR_ADAMW_S = 15.0
 
 
 def run(stage: Stage) -> None:
@@ -57,7 +54,6 @@ def run(stage: Stage) -> None:
             reason = str(error).splitlines()[0][:300]
             stage.notes.put(f"{_size(chosen.parameters)} did not fit", reason)
             continue
-        _try_adamw(stage, chosen, model)
         return
 
 
@@ -157,28 +153,6 @@ def _put(
 
 def _size(n: int) -> str:
     return f"{n / 1e9:.2f} B parameters" if n >= 1e8 else f"{n:,} parameters"
-
-
-def _try_adamw(stage: Stage, chosen: Headline, model: Model) -> None:
-    """Tries a step with `optax.adamw` on the same model."""
-    title = "`optax.adamw` on the same shape"
-    if stage.left < _FOR_ADAMW_S and not stage.rehearse:
-        stage.notes.put(title, f"Not tried: {max(stage.left, 0):.0f} s were left.")
-        return
-    runner = Runner(PEERS["adamw"], model, batches(1, chosen.batch, chosen.length))
-    try:
-        runner.set_up()
-        runner.advance(1)
-        runner.wait()
-        result = "**Fits.**"
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        result = f"Does not fit: {str(error).splitlines()[0][:200]}"
-    finally:
-        runner.take_down()
-    stage.notes.put(title, result)
-    stage.notes.keep(adamw_fits=result == "**Fits.**")
 
 
 def batches(count: int, batch: int, length: int) -> np.ndarray:

@@ -81,22 +81,18 @@ def _compare(stage: Stage, preset: Preset) -> list[str]:
         losses.append(float(runner.loss))
     ends = {"adamw": end_of(losses, 0.0, runner.params)}
     runner.take_down()
-    rows = [("adamw", _text(losses), "")]
+    rows: list[tuple[Any, ...]] = [("adamw", np.round(losses, 4), "")]
     for name, options in _VARIANTS.items():
         ends[name] = _train(model, tokens, options)
         exact = options is not _CLIPPED
         first = ends["after_backward" if exact else "adamw"]
         verdict = compared(ends[name], first, start, must_be_same=exact)
         verdict = "" if first is ends[name] else verdict
-        rows.append((name, _text(ends[name].losses), verdict))
+        rows.append((name, np.round(ends[name].losses, 4), verdict))
         header = ["way", "losses", "beside AdamW, or `after_backward`"]
         stage.notes.put(f"{model.parameters:,} parameters", table(header, rows))
-        stage.notes.keep(ways=rows)
+        stage.notes.keep(ways=[(name, list(losses), verdict) for name, losses, verdict in rows])
     return [f"{name}: {verdict}" for name, _, verdict in rows if verdict.startswith("FAILED")]
-
-
-def _text(losses: list[float]) -> str:
-    return ", ".join(f"{loss:.4f}" for loss in losses)
 
 
 def layered_of(model: Model) -> LayeredModel:

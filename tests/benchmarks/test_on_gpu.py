@@ -33,7 +33,7 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path):
     assert [verdict for *_, verdict in variants[-2:]] == ["the same bits"] * 2
     assert first[0] == "adamw"
     assert variants[0][2].startswith("losses off by")
-    assert [row[1] for row in layers["times"]] == ["after_backward", "during_backward"]
+    assert [row[1] for row in layers["times"]] == ["during_backward", "after_backward"]
 
     # Copies by way of pinned memory, and beside it; no CPU maps memory.
     assert list(facts["crossings"]) == ["1 MiB", "4 MiB"]
@@ -45,7 +45,6 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path):
 
     assert len(headline["losses"]) == len(headline["step_s"]) == 8
     assert 0 < min(headline["losses"]) <= max(headline["losses"]) < 2 * np.log(256)
-    assert headline["adamw_fits"]  # a CPU refuses nothing
     assert "25,696 parameters, trained" in text
 
 
