@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from zenflow_jax._device.boundary import (
     channel_rows,
@@ -167,16 +166,11 @@ class Updates:
         before: jax.Array | None,
     ) -> list[jax.Array]:
         group = self._offloaded.groups[number]
-        params = group.pick(weights)
-        if group.on_one_device and not isinstance(params[0].sharding, NamedSharding):
-            new = [x for (x,) in uploads]
-        else:
-            new = [
-                assemble(pieces, spec.shape, part_sharding(weight, spec))
-                for weight, spec, pieces in zip(
-                    params, group.specs, by_leaf(group.parts, uploads), strict=True
-                )
-            ]
+        params, of_leaves = group.pick(weights), by_leaf(group.parts, uploads)
+        new = [
+            assemble(pieces, spec.shape, part_sharding(weight, spec))
+            for weight, spec, pieces in zip(params, group.specs, of_leaves, strict=True)
+        ]
         donated, kept = split_uploads(new, group.specs)
         rows = self._rows[number]
         during = rows if before is None else before
