@@ -1,4 +1,4 @@
-"""Resumes checkpoints in mid-window, which orbax writes and reads, on the same and other devices."""
+"""Resumes checkpoints that orbax writes in mid-window, on the same devices and on others."""
 
 import functools
 
