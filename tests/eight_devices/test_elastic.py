@@ -1,4 +1,4 @@
-"""A checkpoint of some devices goes on on others: written and read by orbax, in mid-window."""
+"""Resumes checkpoints that orbax writes in mid-window, on the same devices and on others."""
 
 import functools
 
@@ -34,7 +34,7 @@ def test_a_parameter_has_the_same_fingerprint_wherever_it_lies():
     np.testing.assert_array_equal(prints, prints[:1] * len(prints))
 
 
-def test_a_checkpoint_goes_on_on_a_mesh(tmp_path):
+def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
     where = meshes.shardings(meshes.make_mesh("two", EXPLICIT), "channels")
     with HERE(shardings=where) as training:
         go(training, PLAN, SAVED_AT)

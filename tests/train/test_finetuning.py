@@ -85,8 +85,6 @@ def test_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsys):
         np.testing.assert_array_equal(x, weights[1][name])
     assert any(not np.array_equal(x, weights[0][name]) for name, x in before.items())
     assert validations(whole) == validations(cut)
-    assert finetune.main([config, "--run", cut.name, "--stream", "none", "--steps=99"]) == 2
-    assert "got none. Pass --stream gradients" in capsys.readouterr().err
     for file in data.iterdir():
         file.write_text(file.read_text().replace("is", "was"))
     assert finetune.main([config, "--run", cut.name, "--steps", "99"]) == 2
