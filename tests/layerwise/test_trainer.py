@@ -445,9 +445,12 @@ def test_an_interrupted_step_is_refused_later(monkeypatch):
         def interrupt(*_):
             raise KeyboardInterrupt
 
+        reported = []
+        monkeypatch.setattr(trainer._peers, "report", reported.append)
         monkeypatch.setattr(trainer._dispatcher, "_send", interrupt)
         with pytest.raises(KeyboardInterrupt):
             trainer.step(BATCHES[1])
+        assert reported == ["KeyboardInterrupt()"]  # to other processes, which would wait
         with pytest.raises(RuntimeError, match="interrupted"):
             trainer.params()
         trainer.close()

@@ -240,7 +240,9 @@ class Trainer:
         try:
             self.steps += 1
             loss = self._dispatcher.step(self.steps, program, batches)
-        except Exception as error:
+        except BaseException as error:
+            self._peers.report(repr(error))  # else the other processes would wait in a collective
+            self._peers.raised()
             if "RESOURCE_EXHAUSTED" in str(error):
                 error.add_note(
                     "The device's memory is full. Pass fewer examples at a time, as micro-batches; "
