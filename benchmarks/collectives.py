@@ -148,8 +148,8 @@ def main() -> None:
         zenflow = compiled_step(zenflow_jax.zenflow(1e-3, topk_ratio=0.05), sharding)
         print(name)
         for label, program in (("sgd", sgd), ("zenflow", zenflow)):
-            found = collectives(program.as_text())
-            print(f"  {label:8}", sum(c.nbytes for c in found), "bytes:", *map(tuple, found))
+            traffic = collectives(program.as_text())
+            print(f"  {label:8}", sum(c.nbytes for c in traffic), "bytes:", *map(tuple, traffic))
 
 
 if __name__ == "__main__":

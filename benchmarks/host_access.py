@@ -101,9 +101,9 @@ def _copied_slice(program: Program, x: Instruction) -> tuple[str, Instruction, A
     """Returns an operation's slice: its computation, the instruction and its walk."""
     for name in x.called:
         for inner in program.computations[name].values():
-            found = re.search(r'"dynamic_slice_config":(\{[^}]*\})', inner.attributes)
-            if inner.opcode in _SLICES and found:
-                return name, inner, json.loads(found[1])
+            match = re.search(r'"dynamic_slice_config":(\{[^}]*\})', inner.attributes)
+            if inner.opcode in _SLICES and match:
+                return name, inner, json.loads(match[1])
     return None
 
 
@@ -142,13 +142,13 @@ def _difference(
 def _loop(x: Instruction) -> _Loop | None:
     """Returns a loop's counter, if XLA states its range."""
 
-    def found(key: str, *fields: str) -> list[int] | None:
+    def numbers(key: str, *fields: str) -> list[int] | None:
         text = re.search(rf'"{key}":(\{{[^}}]*\}})', x.attributes)
         return [int(json.loads(text[1])[field]) for field in fields] if text else None
 
-    trips = found("known_trip_count", "n")
-    element = found("known_induction_variable", "tuple_index")
-    steps = found("known_init_step", "init", "step")
+    trips = numbers("known_trip_count", "n")
+    element = numbers("known_induction_variable", "tuple_index")
+    steps = numbers("known_init_step", "init", "step")
     if trips is None or element is None or steps is None:
         return None
     begin, step = steps
@@ -213,7 +213,7 @@ _ARITHMETIC = {
     "minimum": min,
     "maximum": max,
     "clamp": lambda low, a, high: min(max(a, low), high),
-    "select": lambda which, a, b: a if which else b,
+    "select": lambda condition, a, b: a if condition else b,
 }
 _COMPARED = {
     "LT": lambda a, b: a < b,
@@ -226,9 +226,9 @@ _COMPARED = {
 
 
 def _direction(x: Instruction) -> str:
-    found = re.search(r"direction=(\w+)", x.attributes)
-    assert found is not None
-    return found[1]
+    match = re.search(r"direction=(\w+)", x.attributes)
+    assert match is not None
+    return match[1]
 
 
 def _constant(text: str) -> Any:
@@ -262,13 +262,13 @@ def large_copies(text: str, least_bytes: int) -> Iterator[str]:
 
 def main() -> None:
     for path in sys.argv[1:]:
-        found = traffic(Path(path).read_text(encoding="utf-8"))
+        result = traffic(Path(path).read_text(encoding="utf-8"))
         print(
-            f"{path}: {found.right} slices in loops right, {len(found.wrong)} WRONG, "
-            f"{len(found.kernels)} by kernels; {found.to_host} copies to the host, "
-            f"{found.to_device} to the device"
+            f"{path}: {result.right} slices in loops right, {len(result.wrong)} WRONG, "
+            f"{len(result.kernels)} by kernels; {result.to_host} copies to the host, "
+            f"{result.to_device} to the device"
         )
-        for line in (*found.wrong, *found.kernels):
+        for line in (*result.wrong, *result.kernels):
             print(f"  {line}")
 
 

@@ -157,8 +157,8 @@ def kill_at(
         time.sleep(moments.uniform(0.0, start_s))
         process.kill()
         return
-    begun = max(steps_of(checkpoints), default=0)
-    target = begun + SAVE_EVERY * moments.randrange(SAVES)
+    saved = max(steps_of(checkpoints), default=0)
+    target = saved + SAVE_EVERY * moments.randrange(SAVES)
     # The start first removes the last kill's leftovers.
     wait_for(lambda: not half_written(checkpoints), process)
     wait_for(lambda: max(steps_of(checkpoints), default=0) >= target, process)

@@ -1,4 +1,4 @@
-"""What a machine has, read without jax: to ask jax is to take the GPU."""
+"""Reads a machine's facts without jax, because jax would occupy the GPU."""
 
 import os
 import platform
@@ -13,11 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class NoGPU(RuntimeError):
-    """There is no GPU; the message is meant to be shown as it is."""
+    """There is no GPU; the message is complete."""
 
 
 def ended(status: int | None) -> str:
-    """How a process ended, by its exit status; None if it was killed as it took too long."""
+    """Describes an exit status; None means that the process was killed after its time limit."""
     if status is None:
         return "killed: it had not ended in time"
     if status < 0:
@@ -26,7 +26,7 @@ def ended(status: int | None) -> str:
 
 
 def host_bytes() -> int:
-    """The host's memory, or what the control group of this process may have of it."""
+    """Returns the host's memory, or the limit of this process's control group if it is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         path = Path("/sys/fs/cgroup") / name
@@ -41,7 +41,7 @@ def cores() -> int:
 
 
 def gpu() -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; {} if there is none, or no nvidia-smi."""
+    """Returns nvidia-smi's facts about the first GPU; {} without a GPU or nvidia-smi."""
     fields = ("name", "driver_version", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:

@@ -59,14 +59,15 @@ def _stage(name: str, question: str, module: str, seconds: float, least: float) 
 
 
 STAGES = (
+    _stage("layerwise", "do layers train by themselves as with AdamW?", "layerwise", 140, 40),
     _stage("facts", "what is this machine, and how fast are its parts?", "facts", 45, 15),
-    _stage("correct", "does it compute here what it should?", "correct", 150, 30),
-    _stage("ways", "does each way of sending gradients train the same?", "ways", 180, 60),
+    _stage("correct", "does it compute here what it should?", "correct", 120, 30),
+    _stage("ways", "does each way of sending gradients train the same?", "ways", 120, 60),
     _stage(
         "step_time",
         "how long does a training step take, compared with all alternatives?",
         "step_times",
-        225,
+        185,
         60,
     ),
     _stage("headline", "how large a model trains here that AdamW could not?", "headline", 110, 50),

@@ -27,7 +27,7 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> list[str]:
         """Returns the names of the computations that it runs."""
-        return [name for found in _CALLED.finditer(self.attributes) for name in _names(found[1])]
+        return [name for match in _CALLED.finditer(self.attributes) for name in _names(match[1])]
 
 
 Computation = dict[str, Instruction]  # in order of execution
@@ -74,8 +74,8 @@ def parse(text: str) -> Program:
             current = header["name"]
             computations[current] = {}
             entry = current if header["entry"] else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            x = _instruction(found["name"], line[found.end() :], bool(found["root"]))
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            x = _instruction(match["name"], line[match.end() :], bool(match["root"]))
             computations[current][x.name] = x
     if entry is None:
         raise ValueError("The text has no ENTRY computation. Pass `compiled.as_text()`.")
@@ -99,17 +99,17 @@ def nbytes(shape: str) -> int:
 
 
 def dimensions(shape: str) -> list[int]:
-    found = _ARRAY.match(shape)
-    if found is None:
+    match = _ARRAY.match(shape)
+    if match is None:
         raise ValueError(f"{shape} is no array. Pass an array's shape, such as f32[2,3].")
-    return [int(n) for n in found["dims"].split(",") if n]
+    return [int(n) for n in match["dims"].split(",") if n]
 
 
 def strides(shape: str) -> list[int]:
     """Returns the bytes from one entry to the next along each axis, by the array's layout."""
-    dims, found = dimensions(shape), _ARRAY.match(shape)
-    assert found is not None
-    minor = found["layout"]
+    dims, match = dimensions(shape), _ARRAY.match(shape)
+    assert match is not None
+    minor = match["layout"]
     order = [int(n) for n in minor.split(",") if n] if minor else range(len(dims))[::-1]
     result, step = [0] * len(dims), _itemsize(shape)
     for axis in order:
@@ -141,10 +141,10 @@ def _instruction(name: str, rest: str, root: bool) -> Instruction:
 def _closing(text: str, start: int) -> int:
     """Returns the position of the parenthesis that closes the one at `start`."""
     depth = 0
-    for found in _BRACKET.finditer(text, start):
-        depth += 1 if found[0] in "([{" else -1
+    for match in _BRACKET.finditer(text, start):
+        depth += 1 if match[0] in "([{" else -1
         if depth == 0:
-            return found.start()
+            return match.start()
     raise ValueError(f"A parenthesis is not closed in: {text[:200]}")
 
 

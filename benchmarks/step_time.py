@@ -234,7 +234,7 @@ def main() -> None:
             parser.error(f"--steps must be a multiple of {peer.window} for {peer.name}")
     wrong = [n for n in args.tokens or () if n % length]
     if wrong:
-        parser.error(f"--tokens must be multiples of --length {length}, got {wrong}")
+        parser.error(f"--tokens {wrong} are not multiples of --length {length}")
     # The smallest first, see the device's peak.
     batches = sorted(n // length for n in args.tokens or ()) or [args.batch or preset.batch]
 

@@ -56,10 +56,11 @@ class Model(NamedTuple):
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.shapes))
 
 
-def make_model(config: DecoderConfig, *, scan_layers: bool, remat: bool) -> Model:
+def make_model(config: DecoderConfig, *, scan_layers: bool, remat: bool, parts: int = 1) -> Model:
     """Makes a decoder with bf16 matrices and products, and float32 norms."""
 
     options = {"weight_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16, "remat": remat}
+    options |= {"parts": parts}
 
     def split() -> tuple[nnx.GraphDef, Any]:
         return models.split(Decoder(config, scan_layers=scan_layers, rngs=nnx.Rngs(0), **options))

@@ -155,10 +155,10 @@ _OFFLOAD = partial(
     topk_ratio=0.0,
     update_interval=1,
     staleness=0,
-    select_interval=2**30,  # there is nothing to select
+    select_interval=2**30,  # nothing to select
 )
 
-#: By the device memory they take, the least first; `step_time.py` says what for.
+#: In order of device memory, the least first; `step_time.py` explains the order.
 PEERS = {
     peer.name: peer
     for peer in (

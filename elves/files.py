@@ -179,7 +179,7 @@ class PackedFile(TensorFile):
         self._base = base or (Path(self.header.base) if self.header.base else None)
         self._threads = threads
         self._coders = [Coder()]
-        self._others: dict[Path, TensorFile] = {}
+        self._references: dict[Path, TensorFile] = {}
         self._begin: dict[str, list[int]] = {}
         self.tensors = {}
         for name, t in self.header.tensors.items():
@@ -190,15 +190,15 @@ class PackedFile(TensorFile):
                 at += size
 
     def close(self) -> None:
-        for other in self._others.values():
-            other.close()
+        for file in self._references.values():
+            file.close()
         super().close()
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
         t = self.header.tensors[name]
         if t.codec == DUPLICATE:
             assert t.of is not None
-            return self._other(t, t.of).read(t.of.tensor, begin, end)
+            return self._reference(t, t.of).read(t.of.tensor, begin, end)
         numbers = range(begin // BLOCK, -(-end // BLOCK) if end > begin else begin // BLOCK)
         first = numbers.start * BLOCK
         out = np.empty(max(min(numbers.stop * BLOCK, t.bytes) - first, 0), np.uint8)
@@ -249,7 +249,7 @@ class PackedFile(TensorFile):
 
         def base() -> np.ndarray:
             assert t.of is not None
-            other, begin = self._other(t, t.of), number * BLOCK
+            other, begin = self._reference(t, t.of), number * BLOCK
             ratio = WIDTHS.get(other.tensors[t.of.tensor].dtype, 1) // t.width
             return other.read(t.of.tensor, begin * ratio, (begin + out.size) * ratio)
 
@@ -258,16 +258,16 @@ class PackedFile(TensorFile):
             coder.decode(block, words, base if t.of else None, out)
         except Damaged as error:
             remedy = REMEDY
-            if t.of is not None and self._other(t, t.of).checksum(t.of.tensor) != t.of.crc32:
+            if t.of is not None and self._reference(t, t.of).checksum(t.of.tensor) != t.of.crc32:
                 remedy = (
                     f"It was packed against another `{t.of.tensor}` than the one in "
-                    f"{self._other(t, t.of).path}. Name the right folder with --base."
+                    f"{self._reference(t, t.of).path}. Name the right folder with --base."
                 )
             raise ElvesError(
                 f"the tensor `{t.name}` in {self.path}, block {number}: {error}. {remedy}"
             ) from error
 
-    def _other(self, t: Tensor, of: Of) -> TensorFile:
+    def _reference(self, t: Tensor, of: Of) -> TensorFile:
         """Returns the file of the tensor that a tensor refers to; checks that it fits."""
         other = self if of.where == "file" else self._opened(t, of)
         info = other.tensors.get(of.tensor)
@@ -288,14 +288,14 @@ class PackedFile(TensorFile):
     def _opened(self, t: Tensor, of: Of) -> TensorFile:
         folder = self._base if of.where == "base" else self.path.parent
         path = folder / of.file if folder else None
-        if path not in self._others:
+        if path not in self._references:
             if path is None or not path.is_file():
                 raise ElvesError(
                     f"the tensor `{t.name}` in {self.path}: the file {path or of.file}, against "
                     "which it was packed, is missing. Name its folder with --base."
                 )
-            self._others[path] = open_tensors(path)
-        return self._others[path]
+            self._references[path] = open_tensors(path)
+        return self._references[path]
 
 
 def open_tensors(path: Path, *, base: Path | None = None, threads: int = 1) -> TensorFile:

@@ -131,3 +131,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The slowest have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
     items.sort(key=is_checked)  # checks are switched on once
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))

@@ -107,7 +107,7 @@ def names(tree):
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-TOKENIZERS = {"llama2": write_byte_level, "bert": write_wordpiece}
+TOKENIZERS = dict.fromkeys(DECODERS, write_byte_level) | {"bert": write_wordpiece}
 
 
 def write_model(folder: Path, name: str) -> Path:

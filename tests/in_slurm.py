@@ -1,7 +1,7 @@
 """The batch script under a real SLURM of two nodes on this machine: `make test-slurm`.
 
-Debian's packages `slurm-wlm` and `munge` bring it. Its daemons belong to the user who runs this;
-their ports are free ones, and all they write is in a folder of the tests' own.
+Needs Debian's packages `slurm-wlm` and `munge`. The daemons run as the current user, on free ports,
+and write only to a folder of the tests.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ SBIN = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
 MISSING = [name for name in DAEMONS if shutil.which(name, path=SBIN) is None]
 
 pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"needs SLURM; there is no {', '.join(MISSING)} on this machine"
+    bool(MISSING), reason=f"needs SLURM: {', '.join(MISSING)} is not installed"
 )
 
-# jax looks for process 0 under the name of the first node, which so is an address. What a requeued
-# job waits for is `cred_expire`, two minutes by default.
+# Nodes are named by address because jax connects to process 0 by the name of the first node. A
+# requeued job waits for `cred_expire`, two minutes by default.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -60,7 +60,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """The environment of SLURM's commands, while its daemons run."""
+    """Runs SLURM's daemons; yields the environment for its commands."""
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "state").mkdir()
     key = folder / "munge.key"
@@ -74,13 +74,13 @@ def slurm(tmp_path_factory):
         host=socket.gethostname(),
         user=getpass.getuser(),
         ports=ports,
-        first_job=secrets.randbelow(10**6) + 1,  # of which follows the port of process 0
+        first_job=secrets.randbelow(10**6) + 1,  # determines the port of process 0
     )
     (folder / "slurm.conf").write_text(conf)
     for gpu in range(8):
         (folder / f"gpu{gpu}").touch()
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
-    # The script's GPUs are of SLURM alone; jax has one CPU device in each process.
+    # Only SLURM sees these GPUs; jax has one CPU device in each process.
     known = environment(1) | {
         "SLURM_CONF": str(folder / "slurm.conf"),
         "PATH": SBIN,
@@ -98,15 +98,15 @@ def slurm(tmp_path_factory):
             daemon = subprocess.Popen(command, env=known, stdout=log, stderr=log)
             stack.callback(daemon.wait)
             stack.callback(daemon.terminate)
-        stack.callback(lambda: wait_for(lambda: not told(known, "squeue", "-h"), 60))
-        stack.callback(lambda: told(known, "scancel", "-u", getpass.getuser()))
+        stack.callback(lambda: wait_for(lambda: not output_of(known, "squeue", "-h"), 60))
+        stack.callback(lambda: output_of(known, "scancel", "-u", getpass.getuser()))
         idle = ("sinfo", "-h", "-o", "%D %t")
-        wait_for(lambda: told(known, *idle, fails=True) == "2 idle", 15)
+        wait_for(lambda: output_of(known, *idle, fails=True) == "2 idle", 15)
         yield known
 
 
-def told(known: dict[str, str], *command: str, fails: bool = False) -> str:
-    """The output of a command of SLURM's."""
+def output_of(known: dict[str, str], *command: str, fails: bool = False) -> str:
+    """Returns the output of one of SLURM's commands."""
     done = subprocess.run(
         command, env=known, cwd=kill_test.ROOT, capture_output=True, text=True, check=False
     )
@@ -115,7 +115,7 @@ def told(known: dict[str, str], *command: str, fails: bool = False) -> str:
 
 
 def wait_for(condition, seconds: float):
-    """The first result of `condition` that is true."""
+    """Returns the first result of `condition` that is true."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline
@@ -132,7 +132,7 @@ class Job:
         config = self.write_config(steps)
         smaller = ("--cpus-per-task=1", f"--output={folder}/%j.txt", "--parsable")
         script = ("examples/finetune.sbatch", config)
-        self.id = told(known, "sbatch", *smaller, *options, *script)
+        self.id = output_of(known, "sbatch", *smaller, *options, *script)
         self.run = folder / "runs" / f"job-{self.id}"
 
     def write_config(self, steps: int) -> str:
@@ -140,9 +140,9 @@ class Job:
         constant = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 2}}
         path = self._folder / "constant.json"
         path.write_text(json.dumps({"scheduler": constant}))
-        words = {"mesh": "data=2", "progress": False, "update_interval": 4, "log_every": 10}
-        words |= {"steps": steps, "deepspeed": str(path)}
-        return write_config(self._folder, **TINY_MESH | words)
+        options = {"mesh": "data=2", "progress": False, "update_interval": 4, "log_every": 10}
+        options |= {"steps": steps, "deepspeed": str(path)}
+        return write_config(self._folder, **TINY_MESH | options)
 
     def output(self) -> str:
         path = self._folder / f"{self.id}.txt"
@@ -155,14 +155,12 @@ class Job:
             raise AssertionError(f"no {expected!r} in:\n{self.output()}") from None
 
     def is_in(self, state: str, restarts: int = 0) -> bool:
-        shown = told(self._known, "scontrol", "show", "job", self.id)
+        shown = output_of(self._known, "scontrol", "show", "job", self.id)
         return f"JobState={state} " in shown and f" Restarts={restarts} " in shown
 
 
-def test_a_job_that_meets_its_time_limit_goes_on_and_ends_with_the_bits_of_one_that_did_not(
-    slurm, tmp_path
-):
-    # SLURM looks every half a minute, so it sends the signal 30 to 60 seconds after the start.
+def test_a_job_at_its_time_limit_resumes_and_ends_with_the_same_bits(slurm, tmp_path):
+    # SLURM checks twice a minute, so it sends the signal 30 to 60 seconds after the start.
     job = Job(slurm, tmp_path, "--time=2", "--signal=TERM@60", steps=10**6)
     job.says("SIGTERM: stopping after this step, saving")
     step = int(job.says(r"stopped by SIGTERM after step (\d+), which is saved. Resume with the")[1])

@@ -2,10 +2,9 @@
 
     python -m tests.make_chat_fixtures
 
-Needs transformers, which the tests themselves do not. The templates beside the file are written for
-this; between them they do what those of models do. The file has, for each template, conversations
-that it can render. Of each the script writes the text, the text that asks for an answer, the
-tokens, and of the template that says so which tokens are answers.
+Needs transformers; the tests themselves do not. The templates next to the file use the features of
+models' templates. For each template the file has conversations; for each conversation this writes
+its text, the prompt for an answer, the tokens, and, if the template marks answers, their mask.
 """
 
 from __future__ import annotations

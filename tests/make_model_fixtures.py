@@ -1,8 +1,8 @@
-"""Makes `tests/fixtures/`: tiny random models as `transformers` saves them, and what they compute.
+"""Makes `tests/fixtures/`: tiny random models as `transformers` saves them, and their outputs.
 
     python -m tests.make_model_fixtures
 
-Needs torch and transformers, which the tests themselves do not. Each model is a folder with
+Needs torch and transformers; the tests themselves do not. Each model is a folder with
 `config.json`, its weights, and `expected.safetensors`: inputs, and outputs in float32.
 """
 
@@ -17,8 +17,7 @@ from tests.hf_models import FIXTURES, LLAMA3
 
 POSITIONS = 12
 
-# Small, with sizes that differ from each other, so that none can stand for another; even, so that
-# they can be split over devices.
+# Small; all different, so that swapped sizes fail; even, so that they can be split over devices.
 SIZES = {
     "vocab_size": 62,
     "hidden_size": 16,
@@ -54,7 +53,7 @@ def make_decoders() -> None:
     for name, model in models.items():
         rng = np.random.default_rng(len(name))
         tokens = rng.integers(0, DECODER["vocab_size"], (2, POSITIONS)).astype(np.int32)
-        # As the originals of Llama 3 are: bfloat16, in several files.
+        # Like the published Llama 3: bfloat16, in several files.
         options = {"bfloat16": True, "max_shard_size": "12KB"} if name == "llama3" else {}
         _save(name, model, {"input_ids": tokens}, **options)
 
@@ -76,7 +75,7 @@ def make_encoders() -> None:
 
 
 def _save(name: str, model, inputs: dict[str, np.ndarray], *, bfloat16=False, **options) -> None:
-    """Writes a model with weights that let every one of them show in the outputs."""
+    """Writes a model in which every weight affects the outputs."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +98,7 @@ def _save(name: str, model, inputs: dict[str, np.ndarray], *, bfloat16=False, **
         "logits": outputs.logits.numpy(),
         "hidden": outputs.hidden_states[-1].numpy(),
     }
-    if bfloat16:  # not before: it would round the speeds of the rotations, too
+    if bfloat16:  # not before: it would also round the rotary frequencies
         model.bfloat16()
     folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)

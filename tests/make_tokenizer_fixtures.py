@@ -1,9 +1,9 @@
-"""Makes `tests/fixtures/tokenizers.json`: which tokens `transformers` puts in front of a text.
+"""Makes `tests/fixtures/tokenizers.json`: the tokens that `transformers` puts before a text.
 
     python -m tests.make_tokenizer_fixtures
 
-Needs transformers, which the tests themselves do not. The cases are folders whose tokenizer.json
-differs in the post-processor, and which name their tokens as those of known models do.
+Needs transformers; the tests themselves do not. The cases are folders with the post-processors and
+token settings of known models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QWEN = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": END
 
 
 def template(*parts: str) -> dict[str, Any]:
-    """A post-processor that puts special tokens around a text, which is `$A`."""
+    """Returns a post-processor that puts special tokens around the text, `$A`."""
     single = [
         {"Sequence": {"id": "A", "type_id": 0}}
         if part == "$A"
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]] = {
 
 
 def write_case(folder: Path, processor: Any, files: dict[str, dict[str, Any]]) -> int:
-    """Writes the tokenizer of a case; returns its vocabulary."""
+    """Writes a case's tokenizer; returns its vocabulary size."""
     vocabulary = write_byte_level(folder)
     path = folder / "tokenizer.json"
     tokens = json.loads(path.read_text(encoding="utf-8")) | {"post_processor": processor}

@@ -6,13 +6,20 @@ moments and step counts, wherever they live. What must equal `optax.adamw` is `t
 
 import itertools
 
+import numpy as np
 import pytest
 
 from tests import comparisons
 from tests.comparisons import SEEDS, WARM, seeded
-from tests.runs import FIRST, SCANNED, SECOND, THIRD, Plan, Settings, Training
-from zenflow_jax import AutoSelect
+from tests.runs import FEW, FIRST, SCANNED, SECOND, THIRD, Plan, Settings, Training
+from zenflow_jax import AutoSelect, AutoWindow
 
+ADAPTIVE = {
+    "topk_ratio": 0.3,
+    "max_grad_norm": 5.0,
+    "full_warm_up_rounds": 2,
+    "provisional_share": 0.5,
+}
 AGREEMENTS = {
     "one step stale": (
         SECOND,
@@ -96,6 +103,21 @@ AGREEMENTS = {
         dict(WARM, send_gradients="per_window", staleness=0),
         Plan(20, bad=(2, 5, 13), flush_at=(10,)),
     ),
+    "adaptive windows and selections": (
+        FIRST,
+        dict(ADAPTIVE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.5, 3)),
+        Plan(30, bad=(7, 8, 9), flush_at=(15,)),
+    ),
+    "adaptive windows, not stale": (
+        FEW,
+        dict(ADAPTIVE, update_interval=AutoWindow(3, 0.3), select_interval=5, staleness=0),
+        Plan(30, bad=(7, 8, 9), flush_at=(15,)),
+    ),
+    "adaptive selections, all skipped": (
+        FEW,
+        dict(ADAPTIVE, update_interval=3, select_interval=AutoSelect(0.6, 4)),
+        Plan(7, bad=(1, 2, 3, 4, 5, 6, 7)),
+    ),
 }
 
 
@@ -109,6 +131,8 @@ def test_an_engine_equals_the_reference(name, seed):
     options = Settings(**COMMON | options)
     expected, slow = comparisons.reference(leaves, options, plan, seed)
     assert expected.skipped == len(plan.bad)
+    if isinstance(options.update_interval, AutoWindow):
+        assert len(set(np.diff(slow.turns[0].boundaries[2:]))) > 1
     with seeded(leaves, options, seed) as training:
         comparisons.assert_agree(training.history(plan), expected)
         stats = training.engine.stats

@@ -1,4 +1,4 @@
-"""Every mistake that can be seen is refused before it does harm, in words that name it.
+"""Every detectable mistake is refused before it does harm, by an error that names it.
 
 Those in calls of an engine that runs are in `exchange/test_bad_calls.py`.
 

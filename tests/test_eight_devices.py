@@ -11,7 +11,7 @@ from tests.processes import output, start
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_what_needs_eight_devices_holds_on_eight():
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers"]
+    options = ("-q -p no:cacheprovider -o addopts=--strict-markers -o timeout=300").split()
     run = start("-m", "pytest", *options, "tests/eight_devices", devices=8)
     code, text = output(run, timeout_s=3500)
     assert code == 0, text[-10_000:]

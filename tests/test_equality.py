@@ -26,7 +26,7 @@ SELECTING = {"topk_ratio": 0.25, "select_interval": 1, "max_grad_norm": MAX_NORM
     [
         (FIRST, {"topk_ratio": 0.0, "select_interval": 1000, **STEP_BY_STEP}, 12, SEEDS[0]),
         (FEW, SELECTING, 12, SEEDS[0]),
-        (FIRST, {"topk_ratio": 1.0, "update_interval": 4}, 12, SEEDS[1]),
+        (FEW, {"topk_ratio": 1.0, "update_interval": 4}, 12, SEEDS[1]),
         # What is resident knows no warm-up.
         (FEW[1:], WARM, WARM["full_warm_up_rounds"], SEEDS[1]),
     ],

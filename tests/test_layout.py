@@ -1,4 +1,4 @@
-"""Which folder may import which: the contracts are in `pyproject.toml`, the reasons in `docs/`."""
+"""The allowed imports between folders: contracts in `pyproject.toml`, reasons in `docs/`."""
 
 from tests.processes import assert_ends, start
 

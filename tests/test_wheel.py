@@ -1,4 +1,4 @@
-"""What is published: the library, its commands, and it needs what it says it needs."""
+"""The published packages: contents, commands, and declared requirements."""
 
 import importlib.metadata
 import os
@@ -153,14 +153,14 @@ def installed(wheel, tmp_path_factory):
 
 
 TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24 --no-progress"
-TINY += " --host-kernel numpy"  # a new install would compile Numba's
+TINY += " --optimizer adamw"  # a new install would compile the host's kernels
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (f"zenflow-finetune quickstart --steps 2 --run first {TINY}", "runs/quickstart/first"),
+        (f"zenflow-finetune quickstart --steps 1 --run first {TINY}", "runs/quickstart/first"),
         (f"zenflow-plan quickstart {TINY}", "device, total"),
         ("zenflow-generate --model model a --max-tokens 3", "3 tokens, "),
         ("zenflow-compress model packed", "ratio"),
@@ -177,7 +177,6 @@ def test_each_command_works_as_installed(installed, words, expected):
     ("words", "expected"),
     [
         ("zenflow-plan", "For example: zenflow-plan quickstart"),
-        ("zenflow-finetune quickstarts", "names: alpaca, chat, classification,"),
         ("zenflow-generate a --model b --qqq", "All options are in zenflow-generate --help"),
     ],
 )

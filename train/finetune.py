@@ -126,15 +126,17 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
         return
     config = models.config_of(origin, settings)
     build = models.builder(config, settings, labels=len(labels))
-    _, shapes = jax.eval_shape(lambda: models.split(build()))
+    layered = models.abstract_layered(build)[1] if settings.stream == "weights" else None
+    shapes = layered.shapes if layered else jax.eval_shape(lambda: models.split(build()))[1]
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
+    weights, values = layered.whole(weights, None) if layered else (weights, None)
     # The run's template, whatever the settings contain now.
     copy = folder / TEMPLATE
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
     task = task_name(vars(settings))
-    models.write(target, origin, weights, labels=labels, texts=texts, task=task)
+    models.write(target, origin, weights, values, labels=labels, texts=texts, task=task)
     line = f"{target} has the weights of checkpoint {step} in {folder}"
-    if settings.optimizer != "adamw":
+    if settings.optimizer != "adamw" and not layered:
         line += ", without pending updates"
         if has_end and step == summary["steps"]:
             line += f"; {end} has them"

@@ -324,9 +324,8 @@ class HostEngine:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses `copy.copy`, `copy.deepcopy` and `pickle`, which all call this method."""
         raise TypeError(
-            "an engine, or a step that is attached to one, cannot be copied or pickled: a run has "
-            "one engine. Save `engine.state()`, and go on from it with another one: "
-            "`HostEngine(params, opt_state, engine_state=...)`."
+            "An engine, or a step attached to it, cannot be copied or pickled. Save "
+            "`engine.state()` and resume with `HostEngine(params, opt_state, engine_state=...)`."
         )
 
     def __enter__(self) -> "HostEngine":
@@ -342,22 +341,21 @@ class HostEngine:
         self._worker.check()
         if behind and not self._interrupted:
             raise RuntimeError(
-                "the engine was left with updates that never reached the parameters. Call `params, "
-                "opt_state = engine.flush(params, opt_state)` before the `with` block ends."
+                "The engine's last updates never reached the parameters. Call `params, opt_state = "
+                "engine.flush(params, opt_state)` before the `with` block ends."
             )
 
     def _check_open(self) -> None:
         if self._worker.closed:
             raise RuntimeError(
-                "expected an open engine, got one after `close`. Close it after the "
-                "last `flush`; make a new run's engine with `HostEngine(params, tx.init(params))`."
+                "This engine is closed. Close an engine only after the last `flush`; for a new run "
+                "make another with `HostEngine(params, tx.init(params))`."
             )
         self._worker.check()
         if self._interrupted:
             raise RuntimeError(
-                "expected an engine whose last call came to its end, got one that was interrupted "
-                "half-way: parameters, state and host no longer belong together. Go on from the "
-                "last checkpoint."
+                "The engine's last call was interrupted, so parameters, state and host no longer "
+                "belong together. Resume from the last checkpoint."
             )
         # The device may still run the last step, and reading that step's counts would wait.
         self._integrity.check(self._progress.step - 1)

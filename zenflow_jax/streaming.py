@@ -70,9 +70,8 @@ def stream(
     state = find_state(opt_state)
     if not state.send_gradients.in_step:
         raise ValueError(
-            "expected the state of `zenflow` with send_gradients='during_step', as layers send "
-            "their gradients in the backward pass, got "
-            f"send_gradients={state.send_gradients.value!r}."
+            f"The state has send_gradients={state.send_gradients.value!r}, but streamed layers "
+            "send gradients in the backward pass. Use zenflow(send_gradients='during_step')."
         )
     weights, treedef, places = match_leaves(params, state)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -84,8 +83,8 @@ def stream(
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
     if not any(map(is_streamed, weights)):
         raise ValueError(
-            "expected leaves of layers, stacked along a first axis as `jax.lax.scan` takes them, "
-            f"got none among {len(weights)} leaves."
+            f"None of {len(weights)} leaves can stream. Stack the layers along a first axis, as "
+            "for `jax.lax.scan`."
         )
     return jax.tree.unflatten(treedef, weights)
 
@@ -100,8 +99,8 @@ def _is_layer(
     chosen = bool(where(path, weight))
     if chosen and not stacked:
         raise ValueError(
-            f"expected `where` to name layers, offloaded and stacked along a first axis, got "
-            f"{leaf!r} at {leaf.spec.name}."
+            f"`where` names {leaf.spec.name}, which is {leaf!r}. Name only offloaded leaves "
+            "that are stacked along a first axis."
         )
     return chosen
 
@@ -174,10 +173,9 @@ def check_device() -> None:
         wrong = np.mean(np.abs(got - want)) / np.mean(np.abs(want))
         if not wrong < 1e-2:
             raise RuntimeError(
-                "expected streamed gradients to be those of a plain scan, got ones that differ by "
-                f"{wrong:.1%}, on {jax.devices()[0].device_kind} with jax {jax.__version__}: do "
-                'not stream here (script: `--stream none`); send_gradients="after_step" is the '
-                "other way for scanned layers."
+                f"Streamed gradients differ by {wrong:.1%} from those of a plain scan on "
+                f"{jax.devices()[0].device_kind} with jax {jax.__version__}. Do not stream here "
+                '(script: `--stream none`); use send_gradients="after_step" for scanned layers.'
             )
 
 

@@ -1,7 +1,8 @@
-"""The stages of `python -m benchmarks.on_gpu`, one question a file.
+"""The stages of `python -m benchmarks.on_gpu`, one question per file.
 
-    facts.py       what the machine is and how fast its parts are
+    facts.py       the machine, and the speed of its parts
     correct.py     whether the arithmetic is right on it; `checks.py` has the questions
+    layerwise.py   whether models that do not fit train as AdamW does, and how fast
     step_times.py  the time of a training step, compared with all alternatives
     headline.py    the largest model that trains here and could not with AdamW
 

@@ -140,12 +140,12 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
         "pinned_host to device": lambda: jax.device_put(on_host, on_device),
     }
     rows, data = [], {}
-    one = seconds(lambda: kernel(x, jnp.int32(1)))
+    once = seconds(lambda: kernel(x, jnp.int32(1)))
     for name, copy in copies.items():
         alone = seconds(copy)
         # A kernel that takes a little longer than the copy: "together" is then the kernel's time if
         # they overlap, and otherwise the sum.
-        times = jnp.int32(min(most, max(1, round(1.5 * alone / one))))
+        times = jnp.int32(min(most, max(1, round(1.5 * alone / once))))
         work = seconds(lambda times=times: kernel(x, times))
         after = seconds(
             lambda copy=copy, times=times: (kernel(x, times).block_until_ready(), copy())

@@ -1,8 +1,7 @@
 """How large a model trains here that AdamW could not?
 
 `sizes.py` picks the largest Llama shape for device and host memory; it trains on real text for 8
-steps, from random weights. If its gradients stream, those of a few such layers are first compared
-with a plain scan's. At the end `adamw` is tried on the same shape, to show that it does not fit.
+steps, from random weights. The stage `step_time` shows that `adamw` has no room.
 """
 
 import sysconfig
@@ -24,23 +23,13 @@ from benchmarks.gpu_stages.device import (
 from benchmarks.gpu_stages.notes import Stage, table
 from benchmarks.gpu_stages.sizes import Headline, Machine
 from benchmarks.step_time_model import Model, make_model
-from benchmarks.step_time_peers import PEERS, Runner, make_step
-from zenflow_jax import find_state
+from benchmarks.step_time_peers import PEERS, Runner
 
 _STEPS = 8
-#: The peer that streams, and a peer that sends a plain scan's gradients.
-_STREAMED, _PLAIN = "zenflow-s4-r0.05-streamed", "zenflow-s4-r0.05-exchange"
-#: Number of layers in the model whose gradients are compared: first, middle and last.
-_COMPARED = 3
-#: Mean relative tolerance for bf16 matmuls in another order. Assumed, not measured; another layer's
-#: gradient differs by more than its size.
-_OF_GRADIENTS = 0.1
 #: Shares of the machine to try, in case the estimate does not fit.
 _SHARES = (1.0, 0.85)
 #: Time for a second try.
 _AGAIN_S = 50.0
-#: Time to try AdamW.
-_FOR_ADAMW_S = 15.0
 
 
 def run(stage: Stage) -> None:
@@ -55,8 +44,6 @@ def run(stage: Stage) -> None:
                 "host memory."
             )
         _report_choice(stage, chosen, limits)
-        if chosen.peer == _STREAMED or stage.rehearse:
-            _compare_gradients(stage, chosen)
         model = make_model(chosen.config, scan_layers=True, remat=True)
         assert model.parameters == chosen.parameters
         try:
@@ -67,7 +54,6 @@ def run(stage: Stage) -> None:
             reason = str(error).splitlines()[0][:300]
             stage.notes.put(f"{_size(chosen.parameters)} did not fit", reason)
             continue
-        _try_adamw(stage, chosen, model)
         return
 
 
@@ -96,39 +82,6 @@ def _report_choice(stage: Stage, chosen: Headline, limits: Machine) -> None:
         )
     stage.notes.put("The choice, and its reasons", text)
     stage.notes.keep(chosen=chosen._asdict() | {"config": chosen.config._asdict()})
-
-
-def _compare_gradients(stage: Stage, chosen: Headline) -> None:
-    """Compares the first step's streamed gradients of such layers with a plain scan's."""
-    config = chosen.config._replace(layers=_COMPARED)
-    model = make_model(config, scan_layers=True, remat=True)
-    (tokens,) = batches(1, chosen.batch, chosen.length)
-    streamed, plain = (_first_mail(peer, model, tokens) for peer in (_STREAMED, _PLAIN))
-    rows = []
-    for name, gradient in streamed.items():
-        x, expected = (np.float32(x).ravel() for x in (gradient, plain[name]))
-        rows.append((name, float(np.mean(np.abs(x - expected)) / np.mean(np.abs(expected)))))
-    cells = [(name, f"{off:.1e}") for name, off in rows]
-    title = f"Streamed gradients of {_COMPARED} layers, compared with a plain scan's"
-    stage.notes.put(title, table(["leaf", "difference, share of the mean"], cells))
-    stage.notes.keep(gradients_off=dict(rows))
-    name, off = max(rows, key=lambda row: row[1] if row[1] == row[1] else np.inf)
-    if not off < _OF_GRADIENTS:
-        raise AssertionError(
-            f"The streamed gradient of {name} differs from a plain scan's by {off:.0%}. See the "
-            "stage `correct`, and do not stream here."
-        )
-
-
-def _first_mail(name: str, model: Model, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the gradients that a peer's first step sends, by leaf name."""
-    optimizer = PEERS[name].make()
-    params = model.draw()
-    step = make_step(model.graphdef, optimizer, micro_batches=1)
-    _, state, _ = step(params, optimizer.init(params), tokens[None])
-    state = find_state(state)
-    pairs = zip(state.leaves, state.mail, strict=True)
-    return {leaf.spec.name: np.asarray(x) for leaf, x in pairs if x is not None}
 
 
 def _train(stage: Stage, device: jax.Device, chosen: Headline, model: Model) -> None:
@@ -200,28 +153,6 @@ def _put(
 
 def _size(n: int) -> str:
     return f"{n / 1e9:.2f} B parameters" if n >= 1e8 else f"{n:,} parameters"
-
-
-def _try_adamw(stage: Stage, chosen: Headline, model: Model) -> None:
-    """Tries a step with `optax.adamw` on the same model."""
-    title = "`optax.adamw` on the same shape"
-    if stage.left < _FOR_ADAMW_S and not stage.rehearse:
-        stage.notes.put(title, f"Not tried: {max(stage.left, 0):.0f} s were left.")
-        return
-    runner = Runner(PEERS["adamw"], model, batches(1, chosen.batch, chosen.length))
-    try:
-        runner.set_up()
-        runner.advance(1)
-        runner.wait()
-        result = "**Fits.**"
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        result = f"Does not fit: {str(error).splitlines()[0][:200]}"
-    finally:
-        runner.take_down()
-    stage.notes.put(title, result)
-    stage.notes.keep(adamw_fits=result == "**Fits.**")
 
 
 def batches(count: int, batch: int, length: int) -> np.ndarray:

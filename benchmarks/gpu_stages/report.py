@@ -1,4 +1,4 @@
-"""The report of what the stages found: report.md to read, report.json with every figure."""
+"""Writes the stages' report: report.md to read, report.json with every figure."""
 
 import dataclasses
 import json

@@ -84,13 +84,17 @@ def _train(model: Model, way: str, tokens: np.ndarray) -> End:
             losses.append(float(runner.loss))
             times.append(time.perf_counter() - begin)
         runner.settle()
-        digest = hashlib.sha256()
-        for x in jax.tree.leaves(runner.params):
-            digest.update(np.asarray(x).ravel().view(np.uint8))
-        step_s = statistics.median(times[2:])
-        return End(losses, step_s, digest.hexdigest(), _samples(runner.params))
+        return end_of(losses, statistics.median(times[2:]), runner.params)
     finally:
         runner.take_down()
+
+
+def end_of(losses: list[float], step_s: float, params: Any) -> End:
+    """Returns the end of a run, from its losses and its last weights."""
+    digest = hashlib.sha256()
+    for x in jax.tree.leaves(params):
+        digest.update(np.asarray(x).ravel().view(np.uint8))
+    return End(losses, step_s, digest.hexdigest(), _samples(params))
 
 
 def _samples(params: Any) -> list[np.ndarray]:

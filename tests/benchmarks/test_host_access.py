@@ -104,38 +104,12 @@ def test_a_loop_whose_trips_are_not_known_is_not_taken_for_right():
     assert "trip count" in found.wrong[0]
 
 
-@pytest.mark.parametrize(("offset", "right"), [(0, True), (256, False)])
-def test_a_slice_outside_of_loops_is_read_once(offset, right):
-    start = "%x = ((bf16[4,8,16]{2,1,0:S(5)}, s32[]), bf16[1,8,16]{2,1,0}, u32[]) "
-    start += "fusion-start(%copy-done, %begin, %begin), kind=kLoop, calls=%sliced"
-    walk = f', backend_config={{"dynamic_slice_config":{{"byte_offset":"{offset}"}}}}'
-    text = PROGRAM.format(index="%i", walk=walk).replace("  ROOT %loop", f"  {start}\n  ROOT %loop")
-    found = host_access.traffic(text)
-    # That in the loop does not walk.
-    assert (found.right, len(found.wrong)) == ((1, 1) if right else (0, 2))
-
-
 def test_a_clamped_index_is_not_the_walk_behind_the_array():
     # The index stays at the last layer, where the walk would read what is behind it.
     text = PROGRAM.replace('"n":"3"', '"n":"4"')
     config = ', backend_config={"dynamic_slice_config":{"byte_offset":"256","byte_stride":"256"}}'
     found = host_access.traffic(text.format(index="%pair#0", walk=config))
     assert "index is [1, 2, 3, 3], the walk [1, 2, 3, 4]" in found.wrong[0]
-
-
-@pytest.mark.parametrize(
-    ("line", "kernels", "to_device"),
-    [
-        ("%x = bf16[8]{0} fusion(%copy-done), kind=kInput, calls=%next", 1, 0),
-        ("%x = bf16[4,8,16]{2,1,0:S(5)} custom-call(%a), custom_call_target=HostExecute", 1, 0),
-        ('%x = bf16[8]{0:S(5)} custom-call(), custom_call_target="AllocateBuffer"', 0, 0),
-        ("%x = (bf16[8]{0}, bf16[8]{0:S(5)}, u32[]) copy-start(%copy-done)", 0, 1),
-    ],
-)
-def test_what_else_touches_host_memory_is_named(line, kernels, to_device):
-    text = PROGRAM.format(index="%i", walk="").replace("  ROOT %loop", f"  {line}\n  ROOT %loop")
-    found = host_access.traffic(text)
-    assert (len(found.kernels) - 1, found.to_device) == (kernels, to_device)
 
 
 def test_large_copies_on_the_device_are_found():

@@ -4,37 +4,36 @@ is whole.
 
 import functools
 import json
-import sys
 
 import jax
 import numpy as np
 import pytest
 
 from benchmarks import machine, on_gpu
-from benchmarks.gpu_stages import checks, programs, sizes, ways
-from benchmarks.gpu_stages.sizes import Machine
+from benchmarks.gpu_stages import checks, programs, ways
 from benchmarks.on_gpu import PICTURE, STAGES
 from benchmarks.step_time_model import make_model
 from tests.failing_stages import failing
 
-# The most of them: `ways` and `correct` train as the other two do, and as tests of the library.
-REHEARSED = [stage for stage in STAGES if stage.name in ("facts", "step_time", "headline")]
+# `step_time` runs what `test_step_time.py` does, `ways` and `correct` what tests of the library do.
+REHEARSED = [stage for stage in STAGES if stage.name in ("facts", "headline", "layerwise")]
 
 
 @pytest.mark.slow
-def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rehearsal")
-    # Stages count what they compile, so nobody else may have compiled it.
-    cache = tmp_path_factory.mktemp("compiled")
-    outcomes = on_gpu.run(
-        REHEARSED, folder, seconds=2000, rehearse=True, command="a test", cache=cache
-    )
-    text = (folder / "report.md").read_text(encoding="utf-8")
-    log = (folder / "log.txt").read_text(encoding="utf-8")
+def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path):
+    outcomes = on_gpu.run(REHEARSED, tmp_path, seconds=2000, rehearse=True, command="a test")
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert [outcome.ended for outcome in outcomes] == ["done"] * 3, text + log
     assert "A rehearsal on a CPU" in text
-    data = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    facts, times, headline = data["stages"]
+    data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    layers, facts, headline = data["stages"]
+
+    first, *variants = layers["ways"]
+    assert [verdict for *_, verdict in variants[-2:]] == ["the same bits"] * 2
+    assert first[0] == "adamw"
+    assert variants[0][2].startswith("losses off by")
+    assert [row[1] for row in layers["times"]] == ["during_backward", "after_backward"]
 
     # Copies by way of pinned memory, and beside it; no CPU maps memory.
     assert list(facts["crossings"]) == ["1 MiB", "4 MiB"]
@@ -44,23 +43,13 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path_factory)
     assert all(copy["together_s"] > 0 for copy in facts["beside"].values())
     assert set(facts["host_gb_s"]) == {"1", str(machine.cores())}
 
-    parts = sizes.step_time(Machine(0, 0), rehearse=True)
-    assert {title: set(peers) for title, peers in times["parts"].items()} == {
-        part.title: set(part.peers) for part in parts
-    }
-    # What was compiled ahead is what the first turns then run.
-    assert times["compiled"] > 0
-    assert times["compiled_late"] == 0
-    assert (folder / PICTURE).stat().st_size > 0
-
     assert len(headline["losses"]) == len(headline["step_s"]) == 8
-    assert 0 < max(headline["gradients_off"].values()) < 1e-3  # on a CPU
     assert 0 < min(headline["losses"]) <= max(headline["losses"]) < 2 * np.log(256)
-    assert headline["adamw_fits"]  # a CPU refuses nothing
     assert "25,696 parameters, trained" in text
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_questions_are_answered_from_a_number_on_and_a_failure_stops_none(tmp_path, monkeypatch):
     def fails(_):
         raise AssertionError("3 of 4 differ")
@@ -102,11 +91,13 @@ H200 = programs.described("h200", 125)
 
 
 def _once(machines):
-    """Returns a program of one layer for each peer; the scanned one if a stage has both."""
+    """Returns a program of one layer for some peers; the scanned one if a stage has both."""
+    some = ("adamw", "parked", "zenflow-s4-r0.05", "zenflow-s4-r0.05-streamed")
     one_layer = {
         p.peer: p._replace(config=p.config._replace(layers=1))
         for m in machines
         for p in programs.programs(m)
+        if p.peer in some
     }
     return list(one_layer.values())
 
@@ -123,7 +114,7 @@ def test_the_step_of_each_peer_lowers_for_cuda(program, monkeypatch):
         text = programs.lower_for_cuda(program)
     leaves = "annotate_device_placement" in text
     # Gradients that leave in the step, and state that is parked, go to host memory.
-    sends = not program.peer.endswith(("adamw", "-exchange", "-device"))
+    sends = program.peer != "adamw"
     assert leaves == sends
 
 
@@ -165,11 +156,3 @@ def test_without_a_gpu_it_says_so_once_and_runs_nothing_else(tmp_path, monkeypat
     )
     assert "no GPU: jax" in outcomes[0].ended
     assert outcomes[1].ended == "not run: there is no GPU"
-
-
-def test_a_report_goes_to_no_folder_with_other_files(tmp_path, monkeypatch, capsys):
-    (tmp_path / "log.txt").write_text("precious")
-    monkeypatch.setattr(sys, "argv", ["on_gpu", "--rehearse", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        on_gpu.main()
-    assert "is not empty and has no report" in capsys.readouterr().err

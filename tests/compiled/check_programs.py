@@ -1,7 +1,7 @@
-"""What a GPU's compiler makes of every program: `make test-compiled` runs this, without a GPU.
+"""Checks how XLA compiles every program for a GPU, without a GPU: `make test-compiled`.
 
-A program that it copies through wrong slices, or whose mail it keeps to the end, is right on a CPU
-and passes every other test. Figures are in `figures.toml`, for each minor version of jax.
+Wrong slices of host memory, or mail that is sent only at the end, occur only on a GPU, so all other
+tests pass with them. `figures.toml` has the expected figures for each minor version of jax.
 """
 
 import tomllib
@@ -17,7 +17,7 @@ from zenflow_jax._device import host_slices
 
 VERSION = ".".join(jax.__version__.split(".")[:2])
 FIGURES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())[VERSION]
-#: Schedulers differ that much in what they find between patch versions.
+#: How much results of the scheduler differ between patch versions.
 TOLERANCE = 0.03
 REFUSES = jax.__version_info__ < (0, 11, 1)
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 
 def check(name, compiled):
-    """Compares with the table; the message has the line for it."""
+    """Compares with the table; the message has the new line for it."""
     figures = compiled.figures
     line = f'"{name}" = {{ {", ".join(f"{k} = {v}" for k, v in figures._asdict().items())} }}'
     assert not compiled.wrong
@@ -44,21 +44,21 @@ def test_a_program_uses_host_memory_as_the_table_says(name):
 
 
 @pytest.mark.parametrize("name", STREAMING if REFUSES else [])
-def test_where_slices_are_wrong_a_streaming_program_is_refused(name):
+def test_a_streaming_program_is_refused_by_a_jax_with_wrong_slices(name):
     words = r"0\.11\.1 or newer.*Python 3\.12.*annotator"
     with pytest.raises((NotImplementedError, SettingsError), match=words):
         STREAMING[name]()
 
 
 @pytest.mark.parametrize("name", ["streamed"] if REFUSES else [])
-def test_every_slice_in_a_loop_of_a_program_that_is_refused_is_found_to_be_wrong(name, monkeypatch):
+def test_wrong_slices_in_loops_are_found(name, monkeypatch):
     monkeypatch.setattr(host_slices, "_FIXED", (0,))
     compiled = STREAMING[name]()
     assert (len(compiled.wrong), compiled.figures.slices) == (2, 0)
 
 
 @pytest.mark.parametrize("name", ["streamed"] if REFUSES else [])
-def test_with_the_flag_that_the_refusal_names_no_slice_is_wrong(name, monkeypatch):
+def test_the_flag_named_in_the_refusal_prevents_wrong_slices(name, monkeypatch):
     monkeypatch.setattr(host_slices, "_DISABLED", True)
     plain = jax.stages.Lowered.compile
     options = {"xla_disable_hlo_passes": host_slices._PASS}

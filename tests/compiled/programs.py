@@ -1,7 +1,4 @@
-"""Steps of a small model, and what an engine runs between them, as a GPU's compiler makes them.
-
-The GPU is described, and need not be there.
-"""
+"""Compiles steps of a small model, and the engine's programs between them, for a described GPU."""
 
 import functools
 import math
@@ -23,11 +20,11 @@ LAYERS, WIDTH, INNER, CLASSES, ROWS = 4, 256, 1024, 512, 64
 
 
 class Figures(NamedTuple):
-    """What a table has of a program; `peak` in bytes per parameter, `hidden` as a share."""
+    """A program's figures in the table; `peak` in bytes per parameter, `hidden` as a share."""
 
     peak: float
-    hidden: float  # of the mail: leaves while matmuls are still to come
-    to_host: int  # whole arrays that are copied
+    hidden: float  # of the mail: sent before the last matmuls
+    to_host: int  # copies of whole arrays
     to_device: int
     slices: int  # of host memory in loops, by the copy engine
     kernels: int  # that read or write host memory
@@ -35,11 +32,11 @@ class Figures(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A program, by its text, and its figures."""
+    """A compiled program's figures, and the faults in its text."""
 
     figures: Figures
-    wrong: list[str]  # slices whose walk is not their index
-    in_loops: list[str]  # kernels there that read or write host memory
+    wrong: list[str]  # slices with a wrong index
+    in_loops: list[str]  # kernels in loops that read or write host memory
 
 
 def _shapes(dtype: Any, *, scanned: bool) -> dict[str, Any]:
@@ -70,7 +67,7 @@ def _loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 class Step(NamedTuple):
-    """A step of training to compile; all of its options."""
+    """The options of a training step to compile."""
 
     dtype: Any = jnp.bfloat16
     scanned: bool = False
@@ -79,7 +76,7 @@ class Step(NamedTuple):
     options: tuple[tuple[str, Any], ...] = (("max_grad_norm", 1.0),)
 
     def arguments(self) -> tuple[Any, Any, Any]:
-        """The transformation, parameters and state, as shapes on the described devices."""
+        """Returns the transformation, parameters and state, as shapes on the described devices."""
         mesh = planning.described_mesh("h200", {self.mesh or "data": 4 if self.mesh else 1})
         shapes = _shapes(self.dtype, scanned=self.scanned or self.streamed)
         spread = "fsdp" in mesh.shape
@@ -109,11 +106,11 @@ class Step(NamedTuple):
         y = jax.ShapeDtypeStruct((ROWS * mesh.size,), jnp.int32, sharding=batch)
         places = jax.tree.map(lambda x: x.sharding, params)
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(places, None, None))
-        return seen(jitted.lower(params, state, x, y).compile(), params)
+        return inspect(jitted.lower(params, state, x, y).compile(), params)
 
 
-def seen(compiled: Any, params: Any) -> Compiled:
-    """Returns what the text of a program says."""
+def inspect(compiled: Any, params: Any) -> Compiled:
+    """Returns the figures of a compiled program."""
     text, report = compiled.as_text(), program_report.report(compiled, params)
     traffic = host_access.traffic(text)
     mail = sum(size for size, _ in report.copies)
@@ -137,13 +134,13 @@ def seen(compiled: Any, params: Any) -> Compiled:
 
 
 def merge(step: Step) -> Compiled:
-    """The program that brings the largest group's update into the parameters."""
+    """Compiles the program that merges the largest group's update into the parameters."""
     _, params, state = step.arguments()
-    return seen(gpu_program.lowered_merge(params, state).compile(), params)
+    return inspect(gpu_program.lowered_merge(params, state).compile(), params)
 
 
 def hand_over(program: Callable) -> Compiled:
-    """A program of a selection, for all leaves of one group."""
+    """Compiles a program of a selection, for all leaves of one group."""
     at_once = Step(options=(("max_grad_norm", 1.0), ("rolling", False)))
     _, params, state = at_once.arguments()
     leaves = [leaf for leaf in state.leaves if not leaf.spec.resident]
@@ -158,11 +155,11 @@ def hand_over(program: Callable) -> Compiled:
         boundary.enter: (weights, masters, channels),
     }[program]
     specs = tuple(leaf.spec.anonymous for leaf in leaves)
-    return seen(program.lower(*arguments, specs=specs).compile(), params)
+    return inspect(program.lower(*arguments, specs=specs).compile(), params)
 
 
 def script_step(model: str | None = None, **settings: Any) -> Compiled:
-    """The script's own step, of a decoder, or of the model in a folder."""
+    """Compiles the script's step, of a decoder or of the model in a folder."""
     from train.huggingface.loading import read_folder
     from train.plan import planning as plans
 
@@ -178,15 +175,15 @@ def script_step(model: str | None = None, **settings: Any) -> Compiled:
     origin = None if model is None else read_folder(model)
     mesh = planning.described_mesh("rtx4090", {"data": 1})
     planned = plans.planned_step(run, origin, mesh, placed=True)
-    return seen(plans.compiled_step(planned), planned.params)
+    return inspect(plans.compiled_step(planned), planned.params)
 
 
 def check_device_step() -> Compiled:
-    """What `streaming.check_device` runs with gradients that stream."""
+    """Compiles the program of `streaming.check_device`, with streamed gradients."""
     step, params, opt_state, x = streaming.trial()
     mesh = planning.described_mesh("h200", {"data": 1})
     shapes = planning.placed((params, opt_state, x), mesh)
-    return seen(step.lower(*shapes, True).compile(), params)
+    return inspect(step.lower(*shapes, True).compile(), params)
 
 
 AFTER, WINDOW, UNCLIPPED = (
@@ -194,7 +191,7 @@ AFTER, WINDOW, UNCLIPPED = (
     (("max_grad_norm", 1.0), ("send_gradients", "per_window")),
     (),
 )
-#: Programs that need nothing of XLA but copies of whole arrays.
+#: Programs that copy only whole arrays to and from the host.
 PLAIN: dict[str, Callable[[], Compiled]] = {
     "written": Step().compile,
     "written, float32, without clipping": Step(jnp.float32, options=UNCLIPPED).compile,
@@ -208,7 +205,7 @@ PLAIN: dict[str, Callable[[], Compiled]] = {
     "enter": functools.partial(hand_over, boundary.enter),
     "script, encoder": functools.partial(script_step, "tests/fixtures/bert"),
 }
-#: Programs that slice host memory in loops, which jax before 0.11.1 does wrong.
+#: Programs that slice host memory in loops, which jax before 0.11.1 compiles wrong.
 STREAMING: dict[str, Callable[[], Compiled]] = {
     "streamed": Step(streamed=True).compile,
     "streamed, float32, without clipping": Step(

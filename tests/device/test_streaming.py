@@ -69,19 +69,6 @@ def of_a_layer_used_twice(weights, x, y):
     return jax.grad(lambda w: loss(w, x, y) + loss(w, 2 * x, y))(weights)
 
 
-def of_a_penalty(weights, x, y):
-    def penalized(weights):
-        matrices = [w for w in jax.tree.leaves(weights["layers"]) if w.ndim == 3]
-        return loss(weights, x, y) + sum(jnp.sum(w**2) for w in matrices)
-
-    return jax.grad(penalized)(weights)
-
-
-def of_moved_weights(weights, x, y):
-    first = jax.grad(loss)(weights, x, y)
-    return jax.grad(loss)(jax.tree.map(lambda w, g: w - 0.1 * g, weights, first), x, y)
-
-
 def updates_from(gradients_of, opt_state_of_gradients=None):
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2, **OPTIONS)
     opt_state = tx.init(params)
@@ -95,7 +82,7 @@ def updates_from(gradients_of, opt_state_of_gradients=None):
     return jax.tree.leaves(step(params, opt_state, before, *next(batches(1, "float32"))))
 
 
-MISUSES = of_a_small_mean, of_a_layer_used_twice, of_a_penalty, of_moved_weights
+MISUSES = of_a_small_mean, of_a_layer_used_twice
 
 
 @pytest.mark.parametrize("gradients_of", [*MISUSES, behind(optax.scale(0.5))])
@@ -135,7 +122,7 @@ def test_a_derivative_by_what_stream_takes_is_an_error():
     # It would be zero.
     params = model("float32")
     state, batch = zenflow_jax.zenflow(1e-2).init(params), next(batches(1, "float32"))
-    with pytest.raises(ValueError, match=r"with respect to what `streaming.stream` returns"):
+    with pytest.raises(ValueError, match="inside the function that you differentiate"):
         jax.grad(lambda params: loss(streaming.stream(params, state), *batch))(params)
 
 
@@ -152,29 +139,29 @@ def test_layers_that_are_cast_or_reshaped_before_the_scan_are_an_error(dtype, ch
     params = model(dtype)
     weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
     weights = jax.tree.map(change, weights)
-    with pytest.raises(ValueError, match="cast or reshaped before the scan"):
+    with pytest.raises(ValueError, match="Cast or reshape it in the scan's body"):
         jax.grad(loss)(weights, *next(batches(1, "bfloat16")))
 
 
 def test_other_ways_for_gradients_are_refused_by_name():
     params = model("float32")
     tx = zenflow_jax.zenflow(1e-2, send_gradients="per_window")
-    with pytest.raises(ValueError, match="got send_gradients='per_window'"):
+    with pytest.raises(ValueError, match="state has send_gradients='per_window'"):
         streaming.stream(params, tx.init(params))
 
 
 def test_where_takes_layers_alone():
     params = model("float32")
     state = zenflow_jax.zenflow(1e-2).init(params)
-    with pytest.raises(ValueError, match="stacked along a first axis, got .*head"):
+    with pytest.raises(ValueError, match="`where` names .*head"):
         streaming.stream(params, state, where=lambda path, leaf: True)
     chosen = streaming.stream(params, state, where=lambda path, leaf: "up" in str(path))
     kinds = {name: type(x).__name__ for name, x in chosen["layers"].items()}
     assert kinds["up"] == "Streamed"
     assert kinds["down"] == kinds["scale"] == "ArrayImpl"
-    with pytest.raises(TypeError, match="something else that reads the float32"):
+    with pytest.raises(TypeError, match="can read the float32"):
         jnp.dot(chosen["layers"]["up"], jnp.ones((INNER, 2)))
-    with pytest.raises(TypeError, match="expected `streaming.scan_layers`"):
+    with pytest.raises(TypeError, match="Only `streaming.scan_layers`"):
         nnx.Param(chosen["layers"]["up"])[...]
 
 

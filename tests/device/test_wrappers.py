@@ -11,10 +11,8 @@ import pytest
 
 import zenflow_jax
 from tests.device.small_runs import (
-    ATOL,
     PLAIN,
     SETTINGS,
-    STEPS,
     alone,
     assert_close,
     example_params,
@@ -66,16 +64,6 @@ def test_optax_finds_and_sets_by_name_what_is_in_a_chain():
     assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
-def test_partition_gives_each_group_its_own_optimizer():
-    labels = {"bias": "sgd", "weight": "ours"}
-    params, _ = train(optax.partition({"ours": make(), "sgd": optax.sgd(1e-2)}, labels))
-    np.testing.assert_allclose(params["weight"], alone()["weight"], rtol=0, atol=ATOL)
-    expected = example_params()["bias"] - sum(
-        1e-2 * gradients_at(t)["bias"] for t in range(1, STEPS + 1)
-    )
-    np.testing.assert_allclose(params["bias"], expected, rtol=0, atol=ATOL)
-
-
 @pytest.mark.parametrize("params", [{}, (), {"none": None}, {"kept": jnp.ones(3)}], ids=str)
 def test_a_tree_or_a_group_without_leaves_is_no_problem(params):
     tx = optax.masked(make(), jax.tree.map(lambda _: False, params))
@@ -100,13 +88,3 @@ def test_an_injected_learning_rate_may_be_set_between_steps_and_is_kept_in_float
     params, _ = train(tx, 3, params=params, gradients=gradients, prepare=set_rate)
     for key in expected:
         np.testing.assert_array_equal(params[key], expected[key])
-
-
-def test_jit_equals_eager():
-    tx = make(max_grad_norm=1.0)
-    params = example_params()
-    eager = tx.update(gradients_at(1), tx.init(params), params, value=1.0)  # for others in a chain
-    compiled = jax.jit(tx.update)(gradients_at(1), tx.init(params), params)
-    assert jax.tree.structure(compiled) == jax.tree.structure(eager)
-    for a, b in zip(jax.tree.leaves(compiled), jax.tree.leaves(eager), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=ATOL, atol=ATOL)

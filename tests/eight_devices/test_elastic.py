@@ -1,4 +1,4 @@
-"""A checkpoint of some devices goes on on others: written and read by orbax, in mid-window."""
+"""Resumes checkpoints that orbax writes in mid-window, on the same devices and on others."""
 
 import functools
 
@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 
 import zenflow_jax
-from tests import comparisons, meshes, resuming, runs
+from tests import comparisons, meshes, runs
 from tests.meshes import IN_RANGES, LEAVES, MORE_LEAVES, STALE
 from tests.resuming import assert_same_state, go, put_by_name, resume_by_orbax, save_by_orbax
 from tests.runs import KERNEL, Plan, Settings, Training
@@ -19,13 +19,6 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 PLAN = Plan(17, bad=(12,))
 SAVED_AT = 9  # with an update of one leaf on its way, and a step in the other's open window
 HERE = functools.partial(Training, LEAVES, STALE, donate=True)
-
-
-def placed(where):
-    if where is None:
-        return None
-    name, placement, kind = where
-    return meshes.shardings(meshes.make_mesh(name, kind), placement)
 
 
 def test_a_parameter_has_the_same_fingerprint_wherever_it_lies():
@@ -41,24 +34,16 @@ def test_a_parameter_has_the_same_fingerprint_wherever_it_lies():
     np.testing.assert_array_equal(prints, prints[:1] * len(prints))
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (None, ("data", "replicated", AUTO)),
-        (("two", "channels", EXPLICIT), ("two", "channels", EXPLICIT)),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_goes_on_on_these_or_other_devices(before, after, tmp_path):
-    with HERE(shardings=placed(before)) as training:
+def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
+    where = meshes.shardings(meshes.make_mesh("two", EXPLICIT), "channels")
+    with HERE(shardings=where) as training:
         go(training, PLAN, SAVED_AT)
         assert training.on_their_way
         save_by_orbax(training, tmp_path / "checkpoint")
         *saved, in_numpy = jax.device_get(
             (training.params, training.state, training.engine.state())
         )
-        shards = meshes.pieces(LEAVES, training.shardings) if before else None
-    with HERE(shardings=placed(after)) as training:
+    with HERE(shardings=where) as training:
         by_name = put_by_name(saved, [training.params, training.state])
         engine = zenflow_jax.HostEngine(*by_name, engine_state=in_numpy, **KERNEL)
         from_numpy = engine.state()
@@ -73,6 +58,7 @@ def test_a_checkpoint_goes_on_on_these_or_other_devices(before, after, tmp_path)
                 zenflow_jax.HostEngine(other, training.state, engine_state=engine_state)
         go(training, PLAN, PLAN.steps)
         training.settle()
+        shards = meshes.pieces(LEAVES, where)
         expected, _ = comparisons.reference(LEAVES, STALE, PLAN, shards=shards)
         comparisons.assert_close([training.values()], expected.params[-1:])
         np.testing.assert_equal(training.selected(), expected.selected[-1])
@@ -125,20 +111,6 @@ def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
         params, state = put_by_name(saved, (training.params, training.state))
         with pytest.raises(ValueError, match="at most as many devices along this axis"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state)
-
-
-def test_a_run_without_selected_channels_goes_on_with_an_update_on_its_way():
-    leaves = LEAVES[1:2]
-    where = meshes.shardings(meshes.make_mesh("data"), "replicated", leaves)
-    with Training(leaves, Settings(topk_ratio=0.0, update_interval=1), shardings=where) as training:
-        training.go(2)
-        assert training.on_their_way
-        tree = resuming.saved(training)
-        with resuming.resumed(training, tree) as again:
-            again.go(1)
-            ours = resuming.end(again)
-        training.go(1)
-        comparisons.assert_same_bits(ours, resuming.end(training))
 
 
 def test_a_checkpoint_in_ranges_goes_on_on_a_mesh_but_not_where_it_divides_layers():

@@ -97,7 +97,7 @@ def test_losses_by_parts_of_the_vocabulary_are_those_of_all_logits(monkeypatch):
 def test_weights_are_drawn_alike_on_a_mesh():
     sources = read(**TINY_MESH, mesh="data=2,fsdp=2,tensor=2")
     alone, placed = (
-        setup.make_model(sources._replace(mesh=x)).params for x in (None, sources.mesh)
+        setup.make_model(sources._replace(mesh=x))[0].params for x in (None, sources.mesh)
     )
     assert_same_bits(alone, placed)
     kernel = placed["blocks"][0]["gate"]["kernel"]

@@ -128,9 +128,3 @@ def test_a_forged_block_is_refused_before_it_takes_memory(codec, body, message):
     block = sealed(body, 5, CODECS.index(codec))
     with pytest.raises(Damaged, match=message):
         restored(block, Words(4, True, 2**-23), 400)
-
-
-def test_errors_need_a_bound():
-    block = CODER.encode(raw(weights(99)), Words(4, True, 2**-9)).data
-    with pytest.raises(Damaged, match="has no bound"):
-        restored(block, F32, 4 * 99)

@@ -159,4 +159,4 @@ def test_two_steps_without_exchange_are_told_of_and_the_engine_stays_failed(runn
         assert_told(lambda call=call: call(params, state), RuntimeError, "last checkpoint")
     engine.close()
     for call in (engine.exchange, engine.flush):
-        assert_told(lambda call=call: call(params, state), RuntimeError, "expected an open engine")
+        assert_told(lambda call=call: call(params, state), RuntimeError, "engine is closed")

@@ -60,7 +60,6 @@ def go_and(call):
         (SETTINGS, one_layer, go, r"\['stack'\]"),
         (MOVING, turn, go, r"\['columns'\]"),
         # Before they are saved.
-        (SETTINGS, load, go_and(Training.flush), r"\['rows'\]"),
         (MOVING, load, go_and(lambda x: x.engine.state()), r"\['rows'\]"),
         (AT_ONCE, load, go_and(Training.flush), r"\['rows'\]"),
     ],
@@ -76,7 +75,7 @@ def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(
             end(run)
         # And nothing goes on by accident.
         for call in (run.exchange, run.flush, run.engine.state):
-            with pytest.raises(RuntimeError, match=f"{REFUSED}|interrupted half-way"):
+            with pytest.raises(RuntimeError, match=f"{REFUSED}|was interrupted"):
                 call()
 
 
@@ -130,13 +129,12 @@ def train(behind=(), params=PARAMS, between=lambda t, params: params, check="sam
             optax.masked(optax.set_to_zero(), {name: name == "b1" for name in MANY}),
             {"params": MANY},
         ),
-        (optax.add_decayed_weights(1e-2), {}),
         # Without the leaf that would give it away.
         (optax.add_decayed_weights(1e-2), {"params": WITHOUT_RESIDENT, **NONE_SELECTED}),
         # No further in a window than provisional steps may move them, but not so in a step.
         (optax.scale(0.9), {"params": {"low": PARAMS["low"]}, **NONE_SELECTED}),
     ],
-    ids=["frozen", "decay", "moving decay", "shorter steps in low precision"],
+    ids=["frozen", "moving decay", "shorter steps in low precision"],
 )
 def test_what_acts_behind_zenflow_is_refused(behind, options):
     with pytest.raises(RuntimeError, match=f"{REFUSED}.*Put zenflow last in its chain"):
@@ -164,8 +162,7 @@ def test_one_number_that_was_changed_is_refused_where_all_are_compared(name, pla
     "options",
     [
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
-        {"b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "after_step"},
-        {"send_gradients": "per_window", **NONE_SELECTED},
+        {"b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "per_window", **NONE_SELECTED},
         {"provisional_share": 1.0, "update_interval": 4, "select_interval": 4},
         # Numbers that an update of zero may change, or that equal nothing.
         {"params": filled(0.0, -0.0, 1e-40, -1e-40), "weight_decay": 0.0, **NONE_SELECTED},

@@ -1,6 +1,5 @@
 """The spans that are recorded of a run, and the two forms in which they are shown."""
 
-import dataclasses
 import itertools
 import json
 import sys
@@ -15,15 +14,10 @@ ROWS = ["device", "mail", "host", "upload", "caller"]
 SETTINGS = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=2 * INTERVAL)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["in turn", "together"])
-def rolling(request) -> bool:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def recorded(rolling) -> Timeline:
-    """Of nine steps in windows of two, flushed and saved."""
-    with Training(FEW, dataclasses.replace(SETTINGS, rolling=rolling)) as training:
+def recorded() -> Timeline:
+    """Returns the timeline of nine steps in windows of two, flushed and saved."""
+    with Training(FEW, SETTINGS) as training:
         training.go(STEPS)
         training.flush()
         training.engine.state()
@@ -43,29 +37,21 @@ def by_number(timeline: Timeline, kind: str) -> dict[int, Span]:
     return numbered
 
 
-def last_steps(rolling: bool) -> dict[int, int]:
-    """After which step each window closes, by its number."""
-    apart = 1 if rolling else INTERVAL  # with each step that of one leaf or of the other
-    return {n: apart * n for n in range(1, 1 + STEPS // apart)}
-
-
-def test_every_step_and_every_window_has_its_spans(recorded, rolling):
+def test_every_step_and_every_window_has_its_spans(recorded):
     assert recorded.steps == range(1, STEPS + 1)
     for kind in ("step", "copy", "unread", "take in", "exchange"):
         assert sorted(by_number(recorded, kind)) == list(recorded.steps), kind
-    windows = list(last_steps(rolling))
+    windows = list(recorded.steps)  # with each step that of one leaf or of the other
     for kind in ("wait for uploads", "upload"):
         assert sorted(by_number(recorded, kind)) == windows, kind
     # In several parts where mail was taken in meanwhile.
     assert sorted({span.number for span in of(recorded, "update")}) == windows
-    # At the first boundary, which is after step 2, or in turn after step 1 or 2; and then every
-    # four steps, in turn from the third or the fourth on.
-    handed_over = [1, 2, 3, 4, 7, 8] if rolling else [1, 2, 4]
-    assert sorted(by_number(recorded, "hand over")) == handed_over
+    # At the first boundary, after step 1 or 2; then every four steps, from 3 or 4 on.
+    assert sorted(by_number(recorded, "hand over")) == [1, 2, 3, 4, 7, 8]
     assert [span.number for span in of(recorded, "flush", "state")] == [STEPS, STEPS]
 
 
-def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded, rolling):
+def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded):
     starts = [span.start for span in recorded.spans]
     assert starts == sorted(starts)
     assert {span.row for span in recorded.spans} == set(ROWS)
@@ -86,7 +72,7 @@ def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded, rollin
         assert unread[t].end <= takes[t].end
     uploads = by_number(recorded, "upload")
     for update in of(recorded, "update"):
-        assert takes[last_steps(rolling)[update.number]].end <= update.start
+        assert takes[update.number].end <= update.start
         assert update.end <= uploads[update.number].end
 
 

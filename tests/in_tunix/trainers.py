@@ -1,4 +1,4 @@
-"""Trainers of Tunix that the tests compare, on one device and on a mesh of four."""
+"""Makes Tunix trainers for the tests, on one device or on a mesh."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ env_utils.setup_sharding_environment()  # as Tunix's models do
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 6
 ENGINE = {"host_kernel": "numpy"}
-#: zenflow is AdamW then.
+#: Makes zenflow the same as AdamW.
 AS_ADAMW: dict[str, Any] = dict(update_interval=1, staleness=0)
-#: Windows that stay open over steps, updates that are late, and a selection within 12 steps.
+#: Windows of several steps, late updates, and a selection within 12 steps.
 LATE: dict[str, Any] = dict(update_interval=2, select_interval=4, topk_ratio=0.25)
 
 
 class Model(nnx.Module):
-    """An embedding and a matrix, called as Tunix's models are, divided as its metadata says."""
+    """An embedding and a matrix, with the call and the sharding metadata of Tunix's models."""
 
     def __init__(self, rngs: nnx.Rngs, dtype: Any = np.float32):
         draw = nnx.initializers.normal(0.5, dtype)
@@ -43,7 +43,7 @@ class Model(nnx.Module):
 
 
 def mesh_of(devices: int) -> Any:
-    """A mesh as Tunix's users make it, to enter with `with`; nothing for no devices."""
+    """Returns a mesh as Tunix's users make it, to enter with `with`; no mesh for 0 devices."""
     if not devices:
         return contextlib.nullcontext()
     auto = (jax.sharding.AxisType.Auto,)
@@ -51,7 +51,7 @@ def mesh_of(devices: int) -> Any:
 
 
 def make_model(devices: int, dtype: Any = np.float32) -> Model:
-    """The same weights wherever they are. On a mesh: inside of `with mesh_of(devices)`."""
+    """Returns a model, the same on all meshes; call it inside `with mesh_of(devices)`."""
     model = Model(nnx.Rngs(0), dtype)
     if devices:
         state = nnx.state(model)
@@ -61,7 +61,7 @@ def make_model(devices: int, dtype: Any = np.float32) -> Model:
 
 
 def config(steps: int, folder: Any = None, every: int = 2, **more: Any) -> Any:
-    """A trainer's settings; with a folder it saves at every `every`-th step."""
+    """Returns a trainer's settings; with a folder, it saves every `every` steps."""
     options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
     settings = dict(eval_every_n_steps=3, max_steps=steps, pbar_description=None)
     if folder is not None:
@@ -72,13 +72,13 @@ def config(steps: int, folder: Any = None, every: int = 2, **more: Any) -> Any:
 def make_trainer(
     tx: Any, steps: int, folder: Any = None, every: int = 2, devices: int = 0, **more: Any
 ) -> Any:
-    """A trainer; on a mesh inside of `with mesh_of(devices)`. `kind` makes it, else Tunix's own."""
+    """Returns a trainer; call it inside `with mesh_of(devices)`. `kind` is its class."""
     kind = more.pop("kind", peft_trainer.PeftTrainer)
     return kind(make_model(devices), tx, config(steps, folder, every, **more))
 
 
 def batches(seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Endless, the same at every call; each is Tunix's own input for its default loss."""
+    """Yields batches without end, the same at every call, for Tunix's default loss."""
     rng = np.random.default_rng(seed)
     while True:
         yield {
@@ -99,13 +99,13 @@ def weights(model: nnx.Module) -> dict[str, np.ndarray]:
 
 
 class Conditional(peft_trainer.PeftTrainer):
-    """Sums gradients as Tunix does after 0.1.7, and MaxText: the update is under `nnx.cond`."""
+    """Accumulates gradients as Tunix after 0.1.7 and MaxText do: the update is in `nnx.cond`."""
 
     def __init__(self, model: nnx.Module, optimizer: Any, settings: Any):
         every, settings.gradient_accumulation_steps = settings.gradient_accumulation_steps, None
         super().__init__(model, optimizer, settings)
         settings.gradient_accumulation_steps = every
-        # What the step changes is an attribute of what it is given.
+        # The step changes only attributes of its arguments.
         zeros = jax.tree.map(jax.numpy.zeros_like, nnx.as_pure(nnx.state(model, nnx.Param)))
         self.optimizer.sums = nnx.data(jax.tree.map(nnx.Variable, zeros))
         self.optimizer.summed = nnx.Variable(jax.numpy.zeros((), int))
@@ -133,7 +133,7 @@ class Conditional(peft_trainer.PeftTrainer):
 
 
 class Recorder(tunix_hooks.TrainingHooks):
-    """Somebody's own hooks: notes what is called, and the model's weights then."""
+    """A user's hooks, which record calls, losses and the weights at evaluations."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -51,6 +51,8 @@ def last(outer, x, batch):
 
 
 SQUARE = jnp.ones((WIDTH, WIDTH))
+FLOAT8 = jnp.ones(2, jnp.float8_e4m3fn)
+times_square = jax.jit(lambda x: x @ SQUARE)
 MODEL = {"first": first, "layer": layer, "last": last}
 
 
@@ -194,7 +196,7 @@ def test_layers_of_several_kinds_frozen_ones_and_parts_of_a_table():
     def finish(outer, carry, batch):
         return jnp.mean(jnp.log(carry[2]) - carry[3])
 
-    functions = [embed] * 3 + [block] * LAYERS + [end] * 3
+    functions = [jax.checkpoint(embed)] * 3 + [block] * LAYERS + [end] * 3
     params = {"outer": {}, "layers": [*rows, *new_params()["layers"], *head]}
     frozen = [4, 5]
 
@@ -218,6 +220,29 @@ def test_layers_of_several_kinds_frozen_ones_and_parts_of_a_table():
     # The input of an embedding's part is not kept, and the head's parts share one input.
     assert [x.kept for x in program.layers[:3]] == [(1,)] * 3
     assert [dict(x.passed) for x in program.layers[-2:]] == [{0: 0}] * 2
+
+
+def test_numbers_of_python_promote_as_in_any_jitted_function():
+    def start(outer, batch):
+        x = outer["table"][batch["tokens"][:, :-1]]
+        return {"x": x, "kept": x * batch["scale"], "count": 2, "half": 0.5}, None
+
+    def block(w, carry, _):
+        x = jnp.tanh(carry["x"] @ w["up"]) @ w["down"] * carry["half"]
+        return carry | {"x": x, "kept": carry["kept"] + x, "count": carry["count"] - 1}
+
+    def finish(outer, carry, batch):
+        return last(outer, carry["kept"] * (carry["count"] == 2 - LAYERS), batch["tokens"])
+
+    params = new_params(jnp.bfloat16)
+    batch = {"tokens": BATCHES[0], "scale": 0.5}
+    model = {"first": start, "layer": block, "last": finish}
+    with layerwise.Trainer(params, **model, learning_rate=1e-2) as trainer:
+        loss = trainer.step(batch)
+    expected = jax.jit(loss_of, static_argnums=(2, 3))(
+        params, batch, (block,) * LAYERS, (start, finish)
+    )
+    assert float(loss) == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_bfloat16_weights_are_the_casts_of_float32_masters():
@@ -257,6 +282,17 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, host_state, by):
             for batch in BATCHES[3:]:
                 resumed.step(batch)
             check_equal(masters_of(resumed), expected)
+
+
+def test_a_state_fits_only_the_same_frozen_layers():
+    with layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=[0]) as trainer:
+        state = trainer.state()
+        for name in (-1, LAYERS):
+            with pytest.raises(ValueError, match=f"No layer is named .'{name}'.: .* 0 to 3"):
+                trainer.master_params(name)
+    for frozen in ([1], [0, 1], []):
+        with pytest.raises(zenflow_jax.planning.UnfitRunError, match="and `frozen`"):
+            layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=frozen, state=state)
 
 
 def nan_in_layer(number, when):
@@ -371,7 +407,9 @@ def test_the_device_has_two_layers_weights_at_a_time(monkeypatch):
     ("change", "error", "text"),
     [
         ({"first": lambda outer, batch: batch}, TypeError, r"must return \(carry, shared\)"),
-        ({"last": lambda outer, x, batch: x}, TypeError, "must return a scalar loss"),
+        ({"last": lambda outer, x, batch: x}, TypeError, "must return a float scalar"),
+        ({"last": lambda o, x, b: (x.mean(), {"n": 1})}, TypeError, r"loss, or \(loss, weight\)"),
+        ({"last": lambda o, x, b: (x @ SQUARE).mean()}, ValueError, "`last` uses an array"),
         (
             {"layer": lambda w, x, s: x @ w["up"]},
             TypeError,
@@ -379,12 +417,16 @@ def test_the_device_has_two_layers_weights_at_a_time(monkeypatch):
         ),
         ({"layer": lambda w, x, s: x @ w["missing"]}, KeyError, "in layer 0"),
         ({"layer": lambda w, x, s: x @ SQUARE}, ValueError, "not among its arg"),
+        ({"layer": lambda w, x, s: times_square(x)}, ValueError, "not among its arg"),
         ({"layer": [layer] * 3}, ValueError, "3 functions for 4 layers"),
         ({"frozen": [4]}, ValueError, "the layers are 0 to 3"),
         ({"updates": "late"}, ValueError, "during_backward"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
         ({"params": {"outer": {}, "layers": [np.arange(3)]}}, TypeError, "layers.0 is int.., but"),
         ({"params": {"layers": []}}, TypeError, '"outer" and "layers"'),
+        ({"params": {"outer": {}, "layers": {"up": SQUARE}}}, TypeError, "is a mapping"),
+        ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
+        ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` has another"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, text):

@@ -41,10 +41,10 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
 @pytest.mark.parametrize(
     ("changes", "prefetch_bytes", "prefetched"),
     [
-        ({}, None, None),
+        ({"staleness": 2}, None, None),
         # Of leaves of 128, 144, 160 and more bytes.
         ({"rolling": False}, 300, 128 + 144),
-        ({"staleness": 2}, 0, 0),
+        ({}, 0, 0),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import pytest
 from tests.hf_models import FIXTURES
 from train import finetune
 from train.cli.command_line import read_command_line
-from train.plan import planning
+from train.plan import planning, report
 from train.plan.planning import folder_of_config, planned_step
 from train.run import memory
 from zenflow_jax import planning as library
@@ -25,6 +25,8 @@ QUICKSTART = FIXTURES.parent.parent / "configs" / "quickstart.toml"
 LAYERS = json.loads((FIXTURES / "llama3" / "config.json").read_text())["num_hidden_layers"]
 RUN = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
 RUN += ["--data", "a b", "--sequence-length", "64", "--remat", "--scan-layers"]
+# The same with fewer settings to change, each of which is traced.
+FIXED = [*RUN, "--update-interval=1", "--prefetch-bytes=0"]
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_a_run_that_fits_is_told_the_largest_of_the_doubled_batches_that_fits(
     with_compiler, monkeypatch
 ):
     room = room_for(16, peak=(16 + LAYERS) * 10**6)
-    run = [*RUN, "--no-scan-layers", "--host-state=compact", *room]
+    run = [*FIXED, "--no-scan-layers", "--host-state=compact", *room]
     plan = planned(*run, "--batch-size=3")
     assert plan.chosen.fits
     assert [(way.changes, way.batch_size) for way in plan.ways] == [({}, 12)]
@@ -97,7 +99,7 @@ def gpus(monkeypatch):
 
 def room_for(batch_size, peak):
     """Makes a GPU with just enough memory for a compact run that is not scanned; its arguments."""
-    settings = read_command_line([*RUN, "--no-scan-layers"], program="p").settings
+    settings = read_command_line([*FIXED, "--no-scan-layers"], program="p").settings
     settings = dataclasses.replace(settings, batch_size=batch_size, host_state="compact")
     step = planned_step(settings, folder_of_config(settings.model), None)
     plan = library.plan(*step, host_state="compact").with_peak(peak)
@@ -110,14 +112,14 @@ def room_for(batch_size, peak):
 @pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_which_commands_do(with_compiler, monkeypatch, capsys):
     room = room_for(8, peak=(8 + LAYERS) * 10**6)
-    plan = planned(*RUN, "--batch-size=16", *room)
+    plan = planned(*FIXED, "--batch-size=16", *room)
     assert plan.chosen.by == "compiler"
     assert set(plan.chosen.short) == {"device", "host"}
     assert 1 <= len(plan.ways) <= 3
     assert len(set(with_compiler)) <= planning.COMPILATIONS
     with monkeypatch.context() as patch:
         patch.setattr(planning, "plan_run", lambda *_: plan)
-        assert finetune.main([*RUN, "--batch-size=16", *room, "--plan"]) == 0
+        assert finetune.main([*FIXED, "--batch-size=16", *room, "--plan"]) == 0
     out = capsys.readouterr().out
     commands = [
         line[2:].partition("  # device ")[0] for line in out.split("\n") if "  # dev" in line
@@ -146,6 +148,7 @@ class OfShapes(NamedTuple):
 
     fits: bool
     by: str = "shapes"
+    device_bytes: int = 0
 
 
 def test_the_one_change_that_a_run_needs_is_advised():
@@ -154,6 +157,36 @@ def test_the_one_change_that_a_run_needs_is_advised():
         settings, settings.batch_size, lambda run: OfShapes(vars(run).items() >= needed.items())
     )
     assert way.changes == needed
+
+
+def test_where_nothing_else_fits_weights_that_stream_are_advised(without_compiler, monkeypatch):
+    monkeypatch.setattr(
+        planning._Planner, "plan_to_fit", lambda _, run: OfShapes(run.stream == "weights")
+    )
+    none = dataclasses.replace(GPUS["rtx4090"], memory=1)
+    monkeypatch.setitem(GPUS, "rtx4090", none)
+    run = [*RUN, "--device", "rtx4090"]
+    plan = planned(*run)
+    (way, *_) = plan.ways
+    assert way.batch_size == plan.settings.batch_size
+    command = report.command_line(plan, way, run)
+    settings = read_command_line(shlex.split(command)[3:], program="p").settings
+    assert {name: getattr(settings, name) for name in way.changes} == dict(planning._BY_LAYERS)
+
+
+def test_a_run_whose_weights_stream_is_planned_beside_the_other_optimizers(
+    without_compiler, capsys
+):
+    run = [*RUN, "--no-scan-layers", "--optimizer", "offload", "--stream", "weights"]
+    run += ["--device", "rtx4090", "--layer-updates", "during_backward"]
+    plan = planned(*run)
+    assert plan.chosen.fits
+    assert plan.chosen.parameters == plan.of_optimizers["zenflow"].parameters
+    assert plan.chosen.host["gradients, pinned"] < plan.chosen.host["weights, pinned"]
+    assert finetune.main([*run, "--plan"]) == 0
+    out = capsys.readouterr().out
+    assert "compute, s" in out
+    assert plan.chosen.on_time[0] in out.replace("\n", " ")
 
 
 def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(

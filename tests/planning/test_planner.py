@@ -167,19 +167,6 @@ def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
     assert "Every step waits" in offload.advice
 
 
-@pytest.mark.parametrize(
-    ("of_intervals", "expected"),
-    [
-        ({2: 0.7, 4: 0.34}, "needs 34% of the available time with update_interval=4."),
-        ({4: 0.84, 8: 0.5}, "needs 84% .* update_interval=4: update_interval=8 needs at most 80%."),
-        ({4: 1.2, 8: 0.5}, "needs 120% .*=4, so steps wait for it: update_interval=8 needs"),
-        ({4: 2.0, 16: 0.9}, "needs 200% .*=4, and more than 80% with any other up to 16. Use"),
-    ],
-)
-def test_the_sentence_names_longer_windows_only_where_the_host_is_too_busy(of_intervals, expected):
-    assert re.search(expected, library.Hiding(4, of_intervals[4], of_intervals).advice)
-
-
 def test_a_plan_names_all_that_it_lacks_and_nothing_else():
     small = dataclasses.replace(GPUS["h100"], memory=1000)
     plan = library.plan(*step_of("zenflow"), device=small, host_memory_bytes=1000)

@@ -46,8 +46,6 @@ COMMAND = r"`zenflow-finetune (.+? --model (\S+) .+?)`"
 ROW = re.compile(rf"\| (.+?), (\d+) GB \| {COMMAND} \| (\d+) GB \| (\d+) GB \|")
 TEXT = README.read_text(encoding="utf-8")
 ROWS = ROW.findall(TEXT)
-#: The script does not plan weights that stream.
-PLANNED = [row for row in ROWS if "--stream weights" not in row[2]]
 PER_PARAMETER = re.compile(r"(\d+) to (\d+) on the host")
 
 
@@ -56,16 +54,16 @@ def test_all_rows_are_read():
     assert len(ROWS) == 6
 
 
-@pytest.mark.parametrize("row", PLANNED, ids=lambda row: f"{row[0]} {row[3]}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[3]}")
 def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
     gpu, memory, command, model, on_device, on_host = row
     monkeypatch.setattr(planning, "has_compiler", lambda: False)
-    monkeypatch.setattr(of_script, "OPTIMIZERS", ("zenflow",))
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))
     words = shlex.split(command.replace(model, str(tmp_path)))
     machine = ["--device", DEVICES[gpu], "--host-memory", memory]
     run = read_command_line([*words, *machine], program="zenflow-plan")
-    plan = of_script.plan_run(run.settings, run.planning).of_optimizers["zenflow"]
+    monkeypatch.setattr(of_script, "OPTIMIZERS", (run.settings.optimizer,))
+    plan = of_script.plan_run(run.settings, run.planning).chosen
     billions = float(re.search(r"([\d.]+)b", model.lower())[1])
     assert plan.parameters / 1e9 == pytest.approx(billions, rel=0.06)
     assert round(plan.host_bytes / 1e9) == int(on_host)

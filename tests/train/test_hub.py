@@ -46,7 +46,7 @@ def test_a_model_that_the_cache_lacks_is_one_line_and_a_wrong_path_is_not_asked_
     (tmp_path / "runs").mkdir()
     for path in ("runs/modl", "modl", "a/b/c"):
         assert str(model_folder(path)) == path
-        with pytest.raises(ModelError, match="where there is none"):
+        with pytest.raises(ModelError, match="does not exist"):
             read_folder(path)
 
 

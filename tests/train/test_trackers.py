@@ -1,7 +1,5 @@
 """Figures of a run reach what `--report-to` names: finite ones, each at its step."""
 
-import io
-import re
 import struct
 import sys
 import types
@@ -25,15 +23,6 @@ def logged(folder, to):
         log.add(Row(4, 2.5, float("nan"), 0.0, 1))
         log.add(Row(8, 2.0, 10.0, 0.25, 0))
         log.validation(8, {"loss": 1.5})
-
-
-def test_80_columns_show_steps_and_figures_whole(tmp_path):
-    console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with RunLog(tmp_path, steps=20_000, console=console, progress=True) as log:
-        log.add(Row(1250, 2.5, 123_456.0, 0.125, 0))
-    text = re.sub(r"\x1b\[[\d;?]*\w", "", console.file.getvalue())
-    figures = "1250/20000 loss 2.500  123,456 tokens/s  waited for host 12.5%"
-    assert re.search(rf"train [-:\d]{{7}}  {figures}", text)
 
 
 FIRST = {"train/loss": 2.5, "train/wait_share": 0.0, "train/skipped": 1}

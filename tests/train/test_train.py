@@ -167,7 +167,7 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
     ended = {"best_step": None, "validation_after": {"loss": 0.5}}
     (folder / "summary.json").write_text(json.dumps(figures | ended), encoding="utf-8")
     assert finetune.main([*command, "--export", "best", str(tmp_path / "end")]) == 0
-    assert "has the model of" in capsys.readouterr().out.replace("\n", " ")
+    assert "has the best model of" in capsys.readouterr().out.replace("\n", " ")
     assert {path.read_text() for path in precious} == {"precious"}
     assert not list(tmp_path.rglob(".*"))
 
@@ -211,7 +211,7 @@ def test_a_run_that_stops_early_keeps_the_best_of_all_validations(tmp_path, monk
     options = ["--steps", "20", "--early-stopping-patience", "2", "--run", "a"]
     assert finetune.main([*config, *options]) == 0
     shown = re.findall(r"(?m)^(?:step +|validation after )(\d+)", capsys.readouterr().out)
-    assert "".join(shown) == "0112244666"  # lines of steps and validations, in order
+    assert "".join(shown) == "011224466"  # lines of steps and validations, in order
     ended = summary(tmp_path / "runs" / "a")
     assert (ended["steps"], ended["best_step"]) == (6, 2)
     assert_weights_of_checkpoint(tmp_path / "runs" / "a", 2, tmp_path / "runs" / "a")

@@ -17,9 +17,9 @@ DEEPSPEED = "deepspeed.json"
 MAY_CHANGE = frozenset(
     "model data test_data token_cache chat_template deepspeed steps epochs learning_rate schedule "
     "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
-    "prefetch_bytes send_gradients mesh remat stream log_every evaluate_every save_every "
-    "export_every keep keep_best output_dir run progress report_to max_skipped b1 b2 eps "
-    "early_stopping_patience".split()
+    "prefetch_bytes send_gradients layer_inputs layer_updates mesh remat stream log_every "
+    "evaluate_every save_every export_every keep keep_best output_dir run progress report_to "
+    "max_skipped b1 b2 eps early_stopping_patience".split()
 )
 
 # Settings that determine what the weights are for, their layout, and the best ones.
@@ -57,7 +57,8 @@ def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dic
 
 
 def _of_shapes(stream: str, config: Any) -> str:
-    return stream if parts_that_stream(config, stream) > 1 else "none"
+    apart = stream == "weights" or parts_that_stream(config, stream) > 1
+    return stream if apart else "none"
 
 
 def _as_strings(config: Any) -> dict[str, str]:

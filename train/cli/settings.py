@@ -265,7 +265,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             wanted = "{}, as early_stopping_patience is set"
             self._check("keep_best", self.keep_best, wanted.format("True"))
             self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
-        for name, expected in _OF_STREAMS.get(self.stream, {}).items():
+        for name, expected in _OF_STREAMS[self.stream].items():
             allowed = f"{expected!r}, as stream is {self.stream!r}"
             self._check(name, getattr(self, name) == expected, allowed)
         # Each head rotates pairs of channels.
@@ -299,15 +299,23 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
-# Required values where gradients or weights stream.
+_NOT_BY_LAYER = {"layer_updates": "after_backward", "layer_inputs": "device"}
+# Required values for each kind of stream.
 _OF_STREAMS: dict[str, dict[str, Any]] = {
-    "gradients": {
+    "none": _NOT_BY_LAYER,
+    "gradients": _NOT_BY_LAYER
+    | {
         "optimizer": "zenflow",
         "scan_layers": True,
         "micro_batches": 1,
         "send_gradients": "during_step",
     },
-    "weights": {"optimizer": "offload", "scan_layers": False},
+    "weights": {
+        "optimizer": "offload",
+        "scan_layers": False,
+        "send_gradients": "during_step",
+        "transfer_dtype": None,
+    },
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from train.cli.command_line import Planning
 from train.cli.settings import Settings, SettingsError, StepSettings
@@ -42,6 +42,15 @@ OPTIMIZERS = ("adamw", "offload", "zenflow")
 WAYS, COMPILATIONS = 3, 12
 # For a run whose steps and classes depend on its data: no size depends on them.
 STEPS, LABELS = 1000, 2
+# Without a device jax 0.11.2 cannot select a deterministic matrix product.
+_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": False}
+#: Settings of a run that fits where no other does.
+_BY_LAYERS = {
+    "optimizer": "offload",
+    "stream": "weights",
+    "scan_layers": False,
+    "layer_updates": "during_backward",
+}
 
 
 class Way(NamedTuple):
@@ -89,6 +98,15 @@ class _Planner:
             )
         )
         self._peak = functools.cache(lambda run: compiled_peak(run, self.origin, self.mesh))
+        self._layers = functools.partial(
+            plan_layers,
+            origin=self.origin,
+            mesh=self.mesh,
+            device=self.device,
+            host_memory_bytes=self.host,
+            bandwidth=self.rate,
+        )
+        self._compiled_layers = functools.cache(functools.partial(self._layers, compiles=True))
 
     def _rate(self, bandwidth: float | str | None) -> float:
         """Returns bytes a second of the host's memory."""
@@ -104,6 +122,8 @@ class _Planner:
 
     def by_shapes(self, run: StepSettings) -> planning.Plan:
         """Plans a run without gradients and activations."""
+        if run.stream == "weights":
+            return self._layers(run, compiles=False)
         machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
         step = self._step(dataclasses.replace(run, host_state="float32", prefetch_bytes=None))
         machine |= {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
@@ -111,6 +131,8 @@ class _Planner:
 
     def plan(self, run: StepSettings) -> planning.Plan:
         """Plans a run, with the compiler if it is installed."""
+        if run.stream == "weights":
+            return self._compiled_layers(run) if self.by_compiler else self.by_shapes(run)
         plan = self.by_shapes(run)
         if not self.by_compiler:
             return plan
@@ -126,7 +148,9 @@ class _Planner:
             plan = self.by_shapes(dataclasses.replace(run, remat=self.settings.remat))
             if not plan.fits or not self.by_compiler:
                 return plan
-            return self.plan(run) if self._peak.cache_info().misses < COMPILATIONS else None
+            caches = self._peak, self._compiled_layers
+            compiled = sum(x.cache_info().misses for x in caches)
+            return self.plan(run) if compiled < COMPILATIONS else None
         except SettingsError:
             return None
 
@@ -156,6 +180,12 @@ def plan_run(
     if not plans[settings.optimizer].fits:
         unit = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
         ways = ways_that_fit(settings, unit, plan_of)
+        if not ways and settings.stream != "weights":
+            layered = dataclasses.replace(settings, **_BY_LAYERS)
+            ways = [
+                way._replace(changes={**_changed(settings, _BY_LAYERS), **way.changes})
+                for way in ways_that_fit(layered, unit, plan_of)
+            ]
     else:
         ways = larger_batches(settings, plan_of)[-1:] if planner.by_compiler else []
     return RunPlan(settings, plans, planner.measured, tuple(ways))
@@ -203,17 +233,23 @@ def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Yields changes other than the batch, alone and combined: few changes first."""
     offloads, interval = settings.optimizer != "adamw", settings.update_interval
     choices: dict[str, Any] = {"remat": True}
+    if settings.stream == "weights":  # each layer is recomputed
+        choices = {"layer_inputs": "host", "layer_updates": "during_backward"}
     if offloads:
         choices["host_state"] = "compact"
     if settings.stream == "none":
         choices["scan_layers"] = False
     if settings.optimizer == "zenflow" and isinstance(interval, int):
         choices["update_interval"] = max(interval // 2, 1)
-    if offloads and settings.prefetch_bytes is None:
+    if offloads and settings.prefetch_bytes is None and settings.stream != "weights":
         choices["prefetch_bytes"] = 0
-    changes = [(name, x) for name, x in choices.items() if getattr(settings, name) != x]
+    changes = list(_changed(settings, choices).items())
     for count in range(len(changes) + 1):
         yield from map(dict, itertools.combinations(changes, count))
+
+
+def _changed(settings: StepSettings, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in values.items() if getattr(settings, name) != x}
 
 
 def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | None) -> int:
@@ -224,10 +260,8 @@ def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | Non
 def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
     """Compiles a planned step for the described device of its arguments."""
     step: Any = planned.step
-    # Without a device jax 0.11.2 cannot select a deterministic matrix product.
-    options = {"xla_gpu_exclude_nondeterministic_ops": False}
     try:
-        return step.lower(*planned[1:]).compile(options)
+        return step.lower(*planned[1:]).compile(_OPTIONS)
     except NotImplementedError as error:  # streaming needs a newer jax
         raise SettingsError(str(error)) from error
 
@@ -265,17 +299,11 @@ def planned_step(
     placed: bool = False,
 ) -> PlannedStep:
     """Returns the step that a run would compile; `placed` puts its arguments on the mesh."""
-    kind = "decoder" if origin is None else origin.architecture
+    kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
     if not settings.steps:
         settings = dataclasses.replace(settings, steps=STEPS)
-    divided = mesh if settings.mesh else None
-    batches = divided and batch_sharding(divided, settings.batch_size, settings.micro_batches)
-    build = models.builder(
-        models.config_of(origin, settings), settings, sharding=batches, labels=LABELS
-    )
     graphdef, params = jax.eval_shape(lambda: models.split(build()))
     tx = make_optimizer(settings, steps_per_epoch=settings.steps)
-    size, parts = settings.batch_size, settings.micro_batches
     sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
     if divided is None:
         opt_state = jax.eval_shape(tx.init, params)
@@ -292,19 +320,68 @@ def planned_step(
         graphdef,
         tx,
         PER_EXAMPLE[kind],
-        micro_batches=parts,
+        micro_batches=settings.micro_batches,
         stream=settings.stream != "none",
         placement=placement,
     )
+    batch = _batch(kind, settings, settings.batch_size, sharding)
+    return PlannedStep(step, params, opt_state, batch)
 
+
+def plan_layers(
+    settings: StepSettings,
+    origin: Pretrained | None,
+    mesh: Mesh | None,
+    *,
+    compiles: bool,
+    **machine: Any,
+) -> planning.LayerPlan:
+    """Plans a run whose weights stream; `machine` has the rest of `plan_layerwise`'s arguments."""
+    kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
+    graphdef, shapes = jax.eval_shape(lambda: models.split(build()))
+    if divided is not None:
+        shardings: Any = weight_shardings(divided, shapes)
+    else:
+        where = SingleDeviceSharding(jax.devices("cpu")[0])
+        if mesh is not None and compiles:
+            where = batches = NamedSharding(mesh, PartitionSpec())
+        shardings = jax.tree.map(lambda _: where, shapes)
+    model = models.layered_shapes(graphdef, jax.tree.map(_shape_at, shapes, shardings))
+    rows = settings.batch_size // settings.micro_batches
+    return planning.plan_layerwise(
+        model.shapes,
+        _batch(kind, settings, rows, batches),
+        first=model.first,
+        layer=model.layers,
+        last=model.last,
+        micro_batches=settings.micro_batches,
+        updates=settings.layer_updates,
+        inputs=settings.layer_inputs,
+        host_state=settings.host_state,
+        compiles=compiles,
+        compiler_options=_OPTIONS if compiles else None,
+        **machine,
+    )
+
+
+def _model_of(
+    settings: StepSettings, origin: Pretrained | None, mesh: Mesh | None
+) -> tuple[str, Callable[[], Any], NamedSharding | None]:
+    """Returns the kind of a run's model, its `builder`, and the batch's sharding."""
+    kind = "decoder" if origin is None else origin.architecture
+    batches = mesh and batch_sharding(mesh, settings.batch_size, settings.micro_batches)
+    config = models.config_of(origin, settings)
+    return kind, models.builder(config, settings, sharding=batches, labels=LABELS), batches
+
+
+def _batch(kind: str, settings: StepSettings, rows: int, sharding: Any) -> dict[str, Any]:
     def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *shape), jnp.int32, sharding=sharding)
+        return jax.ShapeDtypeStruct((rows, *shape), jnp.int32, sharding=sharding)
 
     length = settings.sequence_length
     if kind == "decoder":
-        return PlannedStep(step, params, opt_state, {"tokens": array(length + 1)})
-    batch = {name: array(length) for name in ("tokens", "types", "mask")}
-    return PlannedStep(step, params, opt_state, batch | {"label": array()})
+        return {"tokens": array(length + 1)}
+    return {name: array(length) for name in ("tokens", "types", "mask")} | {"label": array()}
 
 
 def _shape_at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -52,6 +52,10 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     row("a step, device to host", [x.to_host or None for x in plans])
     row("a step, host to device", [x.to_device or None for x in plans])
     table.add_section()
+    by_resource = {i: x.seconds for i, x in enumerate(plans) if isinstance(x, planning.LayerPlan)}
+    for name in ("compute", "to device", "to host") if by_resource else ():
+        seconds = (by_resource.get(i, {}).get(name) for i in range(len(plans)))
+        table.add_row(f"{name}, s", *("" if x is None else f"{x:.3g}" for x in seconds))
     table.add_row("shortest step, s", *(f"{x.step_s:.3g}" for x in plans))
     table.add_row("host work per step, s", *(f"{x.host_s:.3g}" if x.host_s else "" for x in plans))
     table.add_row("hidden", *(f"{x.hidden:.0%}" if x.host else "" for x in plans))

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-import zenflow_jax
 from train.checkpoints.compatibility import description
 from train.checkpoints.reading import CheckpointError
 from train.checkpoints.writing import Checkpoints
@@ -23,11 +22,10 @@ from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_windo
 from train.log.run_log import NoLog, RunLog, read_rows, show
 from train.log.trackers import reporter
 from train.run import models
-from train.run.by_layer import micro_batches
 from train.run.folder import write_settings
-from train.run.setup import Job, make_trainer
+from train.run.setup import Job
+from train.run.training import LayerTraining, StepTraining
 from train.tasks import is_loss
-from zenflow_jax import layerwise, planning
 
 
 class Result(NamedTuple):
@@ -51,10 +49,9 @@ class Run:
     ):
         self.job, self.folder, self.console = job, folder, console
         self.stop, self.stack = stop, stack
-        self.params, self.opt_state = job.model.params, opt_state
-        self.engine: zenflow_jax.HostEngine | None = None
-        # If weights stream, in place of `params`, `opt_state` and `engine`.
-        self.trainer: layerwise.Trainer | None = None
+        self.training: StepTraining | LayerTraining = (
+            StepTraining(job, opt_state) if job.layered is None else LayerTraining(job, job.layered)
+        )
         self.validations: list[tuple[int, dict[str, float]]] = []  # each step with its metrics
         self.done = 0  # by earlier starts
         self.steps = job.settings.steps
@@ -72,12 +69,9 @@ class Run:
 
     def resume(self, timeline: Path | None) -> bool:
         """Restores the newest checkpoint, if any; returns whether steps are left."""
-        engine_state, progress = None, {}
+        progress: Mapping[str, Any] = {}
         if (newest := self.checkpoints.newest()) is not None:
-            fresh = self.params if self.job.layered is None else self.job.layered.shapes
-            self.params, self.opt_state, engine_state, progress = self.checkpoints.restore(
-                newest, fresh, self.opt_state, only_engine=self.job.layered is not None
-            )
+            progress = self.training.restore(self.checkpoints, newest)
             self.done = newest
             self.validations = [(step, figures) for step, figures in progress["validations"]]
             if self._has_ended():
@@ -87,7 +81,12 @@ class Run:
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
-        self._open_engine(engine_state, timeline)
+        self.training.open(self.stack)
+        if timeline and (host := self.training.host) and processes.is_first():
+            # Whether or not the run succeeds.
+            self.stack.callback(
+                lambda: summary.write_timeline(timeline, host.timeline, self.console)
+            )
         self.checkpoints.rename_damaged()  # this start is valid
         self._open_log(progress)
         if not self.done:
@@ -118,37 +117,9 @@ class Run:
             )
         return False
 
-    def _open_engine(self, engine_state: Any, timeline: Path | None) -> None:
-        """Makes the engine, or the trainer if weights stream; adamw has neither."""
-        if self.job.settings.optimizer == "adamw":
-            return
-        names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
-        try:
-            if self.job.layered is not None:
-                self.trainer = self.stack.enter_context(make_trainer(self.job, engine_state))
-                self.params = None
-            else:
-                engine = zenflow_jax.HostEngine(
-                    self.params,
-                    self.opt_state,
-                    **self.job.settings.subset(names),
-                    engine_state=engine_state,
-                    # The process only runs this job, and can be restarted, so it may end itself.
-                    exit_if_stuck=True,
-                )
-                self.engine = self.stack.enter_context(engine)
-        except planning.UnfitRunError as error:
-            raise SettingsError(str(error)) from error
-        if timeline and processes.is_first():
-            # Whether or not the run succeeds.
-            source = self.engine or self.trainer
-            self.stack.callback(
-                lambda: summary.write_timeline(timeline, source.timeline, self.console)
-            )
-
     def _open_log(self, progress: Mapping[str, Any]) -> None:
         """Opens the metrics, which continue those of the last checkpoint."""
-        job, engine, done = self.job, self.engine or self.trainer, self.done
+        job, host, done = self.job, self.training.host, self.done
         metered = progress.get("meter")
         self.log = NoLog()
         if processes.is_first():
@@ -168,7 +139,7 @@ class Run:
         self.meter = Meter(
             log_every=job.settings.log_every,
             steps=self.steps,
-            stats=(lambda: engine.stats) if engine else None,
+            stats=(lambda: host.stats) if host else None,
             max_skipped=job.settings.max_skipped,
             remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
             "--learning-rate, a start resumes from the last checkpoint, if any; another --run "
@@ -207,9 +178,10 @@ class Run:
                 else:
                     self._save(saved := step)
             if is_due(self.job.settings.export_every, step):
-                self._wait()
+                self.training.wait()
                 with self.meter.paused():
-                    self._write(self.folder / f"{models.FOLDER}-{step}", self._weights())
+                    folder = self.folder / f"{models.FOLDER}-{step}"
+                    self._write(folder, self.training.weights())
             if self._has_stopped_early():
                 self.steps = step
                 patience = self.job.settings.early_stopping_patience
@@ -231,42 +203,20 @@ class Run:
         with contextlib.ExitStack() as compiling:
             if is_new := length not in lengths:
                 lengths.add(length)
-                self._wait()
+                self.training.wait()
                 compiling.enter_context(self.meter.paused())
-            loss, skipped = self._train(job.batches[step - 1])
+            loss, skipped = self.training.step(job.batches[step - 1])
             if is_new:
-                self._wait()
+                self.training.wait()
                 tokens = 0  # a step that compiles counts in no rate
-        if self.engine:
-            self.params, self.opt_state = self.engine.exchange(self.params, self.opt_state)
         if step == self.done + 1:
-            self._wait()
+            self.training.wait()
             self.meter.start()
             self.stop.begin()
             self.log.begin(step)
         if row := self.meter.step(loss, skipped=skipped, tokens=tokens):
             self.log.add(row)
         self.checkpoints.poll()
-
-    def _train(self, batch: Any) -> tuple[jax.Array, Any]:
-        """Takes a step; returns its loss, and the number of steps skipped so far."""
-        if self.trainer is not None:
-            parts = micro_batches(batch, self.job.settings.micro_batches)
-            return self.trainer.step(*parts), self.trainer.skipped
-        assert self.job.train_step is not None
-        self.params, self.opt_state, loss, skipped = self.job.train_step(
-            self.params, self.opt_state, batch
-        )
-        return loss, skipped
-
-    def _wait(self) -> None:
-        """Waits until the last step is done."""
-        jax.block_until_ready(self.params)
-        if self.trainer is not None:
-            self.trainer.wait()
-
-    def _weights(self) -> Any:
-        return self.params if self.trainer is None else self.trainer.params()
 
     def finish(self) -> Result:
         """Flushes and validates, and writes the model."""
@@ -275,11 +225,9 @@ class Run:
             self.meter.start()
         self._log_rows()
         self.meter.finish()
-        if self.engine:
-            self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
-        self._wait()  # the measured time includes the last update
+        flushed = self.training.flush()  # the measured time includes the last update
         totals = self.meter.since_start()
-        if self.engine and self.validations[-1][0] == steps:
+        if flushed and self.validations[-1][0] == steps:
             self.validations.pop()  # of a run that stopped early: its weights have changed since
         figures = self._validated(steps)
         self.checkpoints.rate(steps, figures[self.job.task.best])
@@ -292,8 +240,7 @@ class Run:
                 raise  # other processes show nothing before
             model = f"{self.folder / written} has the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
-        test = self.job.test and self._tested(weights)
-        if test:
+        if test := self.training.test(weights):
             self.log.validation(best, test, "test")
         return Result(totals, best, written, test)
 
@@ -309,9 +256,10 @@ class Run:
         )
         summary.write_summary(self.folder, figures)
         self.console.print(summary.summary_table(figures))
-        if self.engine:
-            timed = self.engine.stats, ended.totals.seconds
-            if hiding := summary.host_load(self.opt_state, *timed, self.job.settings.host_state):
+        if isinstance(self.training, StepTraining) and self.training.host:
+            timed = self.training.host.stats, ended.totals.seconds
+            state, kind = self.training.opt_state, self.job.settings.host_state
+            if hiding := summary.host_load(state, *timed, kind):
                 self._say(hiding.advice)
         if self.job.settings.keep_best:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
@@ -323,41 +271,24 @@ class Run:
 
     def _write_model(self, best: int) -> tuple[Any, str]:
         """Writes the weights of the best step; returns them, and the name of file or folder."""
-        weights, values = self._weights(), None
         if best != self.steps:
             # As validated: without the updates that were pending then.
-            like = weights if self.job.layered is None else self.job.layered.shapes
-            weights = self.checkpoints.weights(best, like)
-        elif self.engine:
-            masters = zenflow_jax.iter_master_params(weights, self.opt_state, self.engine)
-            values = (x for _, x in masters)
-        elif self.trainer and self.job.layered:
-            values = self.job.layered.leaves(self.trainer.master_params)
+            weights, values = self.training.weights_of(self.checkpoints, best), None
+        else:
+            weights, values = self.training.final_weights()
         is_file = self.job.model.origin is None
         self._write(self.folder if is_file else self.folder / models.FOLDER, weights, values)
         return weights, models.WEIGHTS if is_file else models.FOLDER
 
-    def _tested(self, weights: Any) -> dict[str, float]:
-        """Returns the metrics of the written weights on the test data."""
-        assert self.job.test is not None
-        if self.job.layered is None:
-            return self.job.test(weights)
-        with self.job.layered.without_training(weights) as trainer:
-            return self.job.test(trainer)
-
     def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
         job = self.job
         options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
-        if job.layered is not None:
-            weights, values = job.layered.whole(weights, values)
-        models.write(folder, job.model.origin, weights, values, **options)
+        models.write(folder, job.model.origin, *self.training.whole(weights, values), **options)
 
     def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:
         job = self.job
-        source = self.engine or self.trainer
-        stats = source.stats if source else None
-        whole = self.params if job.layered is None else job.layered.model
-        parameters = sum(x.size for x in jax.tree.leaves(whole))
+        host, parameters = self.training.host, self.training.parameters
+        stats = host.stats if host else None
         moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
         moved /= parameters * max(self.steps - self.done, 1)
         return {
@@ -389,10 +320,10 @@ class Run:
     def _validated(self, step: int) -> dict[str, float]:
         """Returns the metrics after `step`, the last one taken."""
         if not self.validations or self.validations[-1][0] != step:
-            self._wait()
+            self.training.wait()
             self._log_rows(whole=True)  # before the validation's line
             with self.meter.paused():
-                self.validations.append((step, self.job.validate(self.trainer or self.params)))
+                self.validations.append((step, self.training.figures(self.job.validate)))
             self.log.validation(*self.validations[-1])
         return self.validations[-1][1]
 
@@ -418,10 +349,7 @@ class Run:
         progress = {"validations": self.validations, "meter": self.meter.state()}
         at, figures = self.validations[-1] if self.validations else (0, {})
         figure = figures[self.job.task.best] if at == step else None
-        engine = self.engine or self.trainer
-        self.checkpoints.save(
-            step, self._weights(), self.opt_state, engine, progress, figure=figure
-        )
+        self.training.save(self.checkpoints, step, progress, figure)
 
     def _log_rows(self, *, whole: bool = False) -> None:
         for row in self.meter.drain(whole=whole):

@@ -71,29 +71,16 @@ def make_layered(
 ) -> tuple[Model, LayeredModel]:
     """Makes the same model for `layerwise.Trainer`, whose parameters it has.
 
-    Blocks of a folder are read when the trainer takes them, so
-    that they need not fit on the devices.
+    Blocks of a folder are read when the trainer takes them, so that they need not fit on the
+    devices.
     """
-    graphdef, shapes = jax.eval_shape(lambda: split(build()))
-    first = SingleDeviceSharding(jax.local_devices()[0])
-    if mesh is None:
-        shardings = jax.tree.map(lambda _: first, shapes)
-    else:
-        shardings = weight_shardings(mesh, shapes)
-    shapes = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
-    )
-    model = layered(graphdef, shapes)
-
-    def divided(params: Any, blocks: Iterable[Any]) -> dict[str, Any]:
-        return model.divide({name: x for name, x in params.items() if name != "blocks"}, blocks)
-
-    abstract = divided(shapes, [shapes["blocks"][i] for i in range(model.blocks)])
-    model = model._replace(shapes={**abstract, "layers": list(abstract["layers"])})
+    graphdef, model = abstract_layered(build, mesh)
+    shapes, shardings = model.model, jax.tree.map(lambda x: x.sharding, model.model)
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
-        blocks: Iterable[Any] = (params["blocks"].pop(i) for i in range(model.blocks))
-        return Model(graphdef, divided(params, blocks), None), model
+        own = params.pop("blocks")
+        blocks: Iterable[Any] = (own.pop(i) for i in range(model.blocks))
+        return Model(graphdef, model.divide(params, blocks), None), model
     anew = _heads_to_draw(origin, labels)
 
     def load(names: Any) -> Any:
@@ -106,6 +93,29 @@ def make_layered(
     )
     drawn = loading.newly_drawn(origin, shapes, anew=anew)
     return Model(graphdef, model.divide(outer, blocks), origin, drawn), model
+
+
+def layered_shapes(graphdef: nnx.GraphDef, shapes: Any) -> LayeredModel:
+    """Returns the functions of a model for the trainer, with its weights as shapes."""
+    model = layered(graphdef, shapes)
+    outer = {name: x for name, x in shapes.items() if name != "blocks"}
+    divided = model.divide(outer, [shapes["blocks"][i] for i in range(model.blocks)])
+    return model._replace(shapes={**divided, "layers": list(divided["layers"])})
+
+
+def abstract_layered(
+    build: Callable[[], nnx.Module], mesh: Mesh | None = None
+) -> tuple[nnx.GraphDef, LayeredModel]:
+    """Returns the definition of a model, and its functions and shapes for the trainer."""
+    graphdef, shapes = jax.eval_shape(lambda: split(build()))
+    first = SingleDeviceSharding(jax.local_devices()[0])
+    wheres = (
+        jax.tree.map(lambda _: first, shapes) if mesh is None else weight_shardings(mesh, shapes)
+    )
+    shapes = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, wheres
+    )
+    return graphdef, layered_shapes(graphdef, shapes)
 
 
 def _heads_to_draw(origin: loading.Pretrained, labels: Sequence[str]) -> tuple[str, ...]:

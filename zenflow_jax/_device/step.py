@@ -258,11 +258,11 @@ def _step(
         change = shard.gather(jnp.where(verdict.finite, change, jnp.zeros_like(change)))
     if index is None:
         return change, leaf
-    others = None
+    unselected = None
     if length is not None:
         sign = _signs_of_block(shard, seen.signs).astype(jnp.float32)
-        others = provisional_change(p, length * sign)
-    change = _spread_out(shard, change, index, others)
+        unselected = provisional_change(p, length * sign)
+    change = _spread_out(shard, change, index, unselected)
     assert leaf.scores is not None
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
     return change, leaf._replace(scores=if_counted(scores, leaf.scores))
@@ -301,10 +301,10 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _spread_out(
-    shard: Shard, change: jax.Array, index: jax.Array, others: jax.Array | None
+    shard: Shard, change: jax.Array, index: jax.Array, unselected: jax.Array | None
 ) -> jax.Array:
-    """Returns a block's change: `change` on its selected channels, `others` or 0 elsewhere."""
+    """Returns a block's change: `change` on its selected channels, `unselected` or 0 elsewhere."""
     place = positions(index, shard.block.n)
     change = gather_to_channels(change, place, shard.block)
-    others = jnp.zeros_like(change) if others is None else others
-    return jnp.where(broadcast_channels(place >= 0, shard.block), change, others)
+    unselected = jnp.zeros_like(change) if unselected is None else unselected
+    return jnp.where(broadcast_channels(place >= 0, shard.block), change, unselected)

@@ -79,9 +79,9 @@ class Streamed:
     def __jax_array__(self) -> Any:
         """Refuses conversion to an array, which all jax functions try."""
         raise TypeError(
-            "expected `streaming.scan_layers` over the layers that `streaming.stream` returned, "
-            f"got something else that reads the {self.dtype} {self.shape} of them, such as "
-            "`jax.lax.scan`, linen's `nn.scan` or an operation in front of the scan."
+            f"Only `streaming.scan_layers` can read the {self.dtype} {self.shape} that "
+            "`streaming.stream` returned. Use it instead of `jax.lax.scan` or linen's `nn.scan`, "
+            "and move any operation on the stack into its body."
         )
 
     def __getitem__(self, _: Any) -> Any:
@@ -117,9 +117,8 @@ def _with_no_derivative(weights: Any) -> Any:
 @_with_no_derivative.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise ValueError(
-        "expected a derivative with respect to what `streaming.stream` returns, as in "
-        "`jax.grad(loss)(streaming.stream(params, opt_state))`, got one with respect to what it "
-        "was given: call it outside of the function that you differentiate."
+        "`streaming.stream` is called inside the function that you differentiate. Call it outside: "
+        "`jax.grad(loss)(streaming.stream(params, opt_state))`."
     )
 
 
@@ -128,11 +127,13 @@ def check_layers_whole(spec: LeafSpec) -> None:
     place = spec.placement
     if place is not None and (place.block[0] or place.explicit):
         how = (
-            "Explicit mesh axes" if place.explicit else f"its layers divided over {place.block[0]}"
+            "has Explicit mesh axes"
+            if place.explicit
+            else f"has its layers divided over {place.block[0]}"
         )
         raise ValueError(
-            f"expected streamed layers whole along their first axis, on Auto mesh axes, got {how} "
-            f"at {spec.name}."
+            f"{spec.name} {how}. Streamed layers must be whole along their first axis, on Auto "
+            "mesh axes."
         )
 
 
@@ -152,9 +153,8 @@ def layer_weights(layer: Streamed) -> jax.Array:
     spec, weights = layer.sending.spec, layer.weights
     if (weights.shape, weights.dtype, layer.channels.dtype) != (spec.shape, spec.dtype, np.float32):
         raise ValueError(
-            f"expected layers of {spec.dtype} {spec.shape} as `streaming.stream` returns them, got "
-            f"{weights.dtype} {weights.shape}, which something has cast or reshaped before the "
-            "scan. Do that with the arrays that the scan's body gets."
+            f"A streamed layer is {weights.dtype} {weights.shape}, but `streaming.stream` returned "
+            f"{spec.dtype} {spec.shape}. Cast or reshape it in the scan's body, not before."
         )
     return _passed(layer.sending, weights, layer.channels, layer.probes)
 

@@ -1,1 +1,1 @@
-"""All that crosses between device and host, and the threads that take it across."""
+"""Transfers between device and host, and the threads that make them."""

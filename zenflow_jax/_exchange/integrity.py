@@ -1,4 +1,4 @@
-"""Detects when something other than zenflow changes the parameters.
+"""Detects changes to the parameters by other code.
 
 A comparison covers one step: values of some leaves before it, the step's update, and the values
 after it. A program on the device counts the values that differ, and the counts are read late, to

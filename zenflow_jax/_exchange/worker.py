@@ -107,8 +107,8 @@ class Worker:
         self._peers.raised()
         self._failure.raised = True
         raise RuntimeError(
-            f"{self._failure.reason}. Deferred channels are not up to date and this engine takes "
-            "no more work; go on from the last checkpoint."
+            f"{self._failure.reason}. Deferred channels are not up to date, and this engine has "
+            "stopped. Resume from the last checkpoint."
         ) from self._failure.error
 
     def leaves(self) -> list[HostLeaf]:
@@ -252,8 +252,8 @@ class Worker:
         scalars = AdamScalars(*map(float, sent.adam))
         if not np.isfinite(scalars).all():
             raise ValueError(
-                f"expected finite hyperparameters at step {step}, got {scalars}. Check the "
-                "learning rate schedule and whatever else is computed."
+                f"A hyperparameter is not finite at step {step}: {scalars}. Check the learning "
+                "rate schedule, and other computed hyperparameters."
             )
         self.host.scalars = scalars
         read = nbytes((gradients, step_scalars))

@@ -1,1 +1,1 @@
-"""The host half: NumPy only. It knows no jax array, no queue and no thread but its kernels'."""
+"""The host half: NumPy only. It uses no jax array, no queue, and only its kernels' threads."""

@@ -50,13 +50,13 @@ def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> Wi
     if scaling is None:
         return WindowStep(s, 1, s.b1, s.b2)
     c = counted
-    one = c == 1
+    once = c == 1
 
     def power(b: Any, one_minus_b: Any) -> tuple[Any, Any]:
         # From `1 - b`, which is exact where `b` is rounded; for `b` = 0 the logarithm is -inf.
         with np.errstate(divide="ignore"):
             exponent = c * np.log1p(-one_minus_b)
-        return np.where(one, b, np.exp(exponent)), np.where(one, one_minus_b, -np.expm1(exponent))
+        return np.where(once, b, np.exp(exponent)), np.where(once, one_minus_b, -np.expm1(exponent))
 
     b1, one_minus_b1 = power(s.b1, s.one_minus_b1)
     b2, one_minus_b2 = power(s.b2, s.one_minus_b2)

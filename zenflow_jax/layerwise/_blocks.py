@@ -21,6 +21,7 @@ from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._spec.leaf import DTYPES
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._spec.scalars import AdamScalars, window_step
 
@@ -139,7 +140,8 @@ class Block:
     def masters(self) -> Any:
         """Copies the float32 masters to new arrays in pinned host memory, as the user's tree."""
         arrays = [_assembled(leaf, lambda piece: piece.master.as_float32()) for leaf in self.leaves]
-        return jax.tree.unflatten(self.treedef, arrays)
+        # The next update may write masters that are still being copied.
+        return jax.tree.unflatten(self.treedef, jax.block_until_ready(arrays))
 
 
 def make_block(
@@ -153,9 +155,11 @@ def make_block(
 ) -> tuple[Block, list[jax.Array]]:
     """Makes a block and its weights in host memory: of the user's tree, or as `saved`."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    decays = [True] * len(pairs) if mask is None else jax.tree.leaves(mask(tree))
+    masked = jax.tree.map(lambda _: True, tree) if mask is None else mask(tree)
+    if jax.tree.structure(masked) != treedef:
+        raise TypeError(f"`mask` has another structure than {name}. Return a bool for each weight.")
     arrays, leaves, resumes = [], [], trains and saved is not None
-    for (path, x), decay in zip(pairs, decays, strict=True):
+    for (path, x), decay in zip(pairs, jax.tree.leaves(masked), strict=True):
         inner = jax.tree_util.keystr(path, simple=True, separator=".")
         full = f"{name}.{inner}" if inner else name
         arrays.append(x := _placed(full, x))
@@ -166,7 +170,8 @@ def make_block(
             raise TypeError(f"{full} has a shape and no values. Pass an array, or `state`.")
         leaves.append(_make_leaf(full, x, bool(decay), trains, compact, of_leaf))
     block = Block(name, treedef, tuple(leaves), trains)
-    return block, block.weights() if resumes else moved(arrays, HOST)
+    # The user may reuse NumPy's memory for the next layer.
+    return block, jax.block_until_ready(block.weights() if resumes else moved(arrays, HOST))
 
 
 def _check_saved(path: str, x: Any, saved: Mapping[str, Any] | None) -> None:
@@ -180,10 +185,10 @@ def _check_saved(path: str, x: Any, saved: Mapping[str, Any] | None) -> None:
 
 
 def _placed(path: str, x: Any) -> Any:
-    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+    if (dtype := jnp.result_type(x)) not in DTYPES:
         raise TypeError(
-            f"{path} is {jnp.result_type(x).name}, but weights must be floats. Return other arrays "
-            "from `first` in `shared`."
+            f"{path} is {dtype.name}, but weights must be float32, bfloat16 or float16. Return "
+            "arrays that are not weights from `first` in `shared`."
         )
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from zenflow_jax._device.memory import HOST, nbytes
 from zenflow_jax.layerwise._blocks import Block, moved
 from zenflow_jax.layerwise._host import Host
-from zenflow_jax.layerwise._programs import ModelProgram, trace_model
+from zenflow_jax.layerwise._programs import ModelProgram, key_of, shapes_of, trace_model
 from zenflow_jax.layerwise._watch import Watch
 
 #: Layers that may be in flight: their programs, or their gradients.
@@ -46,7 +47,8 @@ class Dispatcher:
         self._rate = jax.jit(lambda count: jnp.asarray(rate(count), jnp.float32))
         self._mean = jax.jit(_mean)
         self._zeros = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))
-        self._ends: dict[Any, Any] = {}  # compiled `last` functions of `evaluate`
+        # For `evaluate`; a loop may pass a new function each time.
+        self._jitted = lru_cache(8)(partial(jax.jit, compiler_options=options))
         self._programs: dict[Any, ModelProgram] = {}
         self._layer_programs: dict[Any, Any] = {}
         self._decision: Future[None] | None = None
@@ -68,7 +70,7 @@ class Dispatcher:
     def wait_for_decision(self) -> None:
         """Waits until it is known whether the last step counts."""
         if self._decision is not None:
-            self._host.result(self._decision)
+            self._host.result(self._decision)  # it has the sums of squares
 
     def tree(self, i: int) -> Any:
         """Returns a block's weights in host memory, as the user's tree."""
@@ -172,8 +174,7 @@ class Dispatcher:
         if len(self._throttle) > AHEAD:
             start = time.perf_counter()
             jax.block_until_ready(self._throttle.popleft())
-            now = time.perf_counter()
-            self._host.recorder.waited(start, now, now)
+            self._host.recorder.add("caller", "wait for device", start, self._number)
 
     def evaluate(self, program: ModelProgram, batch: Any, last: Callable | None) -> Any:
         outer = self._fetch(0)
@@ -186,18 +187,15 @@ class Dispatcher:
             weights = following
         if last is None:
             return program.loss(outer, carry, batch)[0]
-        if last not in self._ends:
-            self._ends[last] = jax.jit(last, compiler_options=self._options)
-        return self._ends[last](outer, carry, batch)
+        return self._jitted(last)(outer, carry, batch)
 
     def program(self, batch: Any) -> ModelProgram:
         """Returns the programs for batches of this shape, traced once."""
-        leaves, treedef = jax.tree.flatten(batch)
-        key = treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        if key not in self._programs:
+        shapes = shapes_of(batch)
+        if (key := key_of(shapes)) not in self._programs:
             outer, *layers = (block.abstract for block in self._blocks)
             known = self._trains, self._options, self._layer_programs
-            self._programs[key] = trace_model(*self._functions, outer, layers, batch, *known)
+            self._programs[key] = trace_model(*self._functions, outer, layers, shapes, *known)
         return self._programs[key]
 
     def weights(self, i: int) -> list[jax.Array]:

@@ -74,8 +74,10 @@ class Host:
             try:
                 future.exception()
             finally:
-                now = time.perf_counter()
-                self.recorder.waited(start, min(max(self._arrived, start), now), now)
+                now, step = time.perf_counter(), self.counted + self.skipped
+                arrived = min(max(self._arrived, start), now)
+                self.recorder.add("caller", "wait for device", start, step, arrived)
+                self.recorder.add("caller", "wait for host", arrived, step, now)
         if future.exception() is not None:
             self.check()
         return future.result()
@@ -132,7 +134,7 @@ class Host:
             return
         self.counted, self._in_a_row = self.counted + 1, 0
         self._now = self._scalars._replace(learning_rate=float(np.asarray(rate)))
-        self._factor = 1.0 if self.at_once else self._factor_of(total)
+        self._factor = 1.0 if self.at_once else self._factor_of(np.float32(total))
 
     def _update(
         self, i: int, step: int, old: list[Any], gradient: list[Any], squares: jax.Array

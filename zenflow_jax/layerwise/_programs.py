@@ -66,10 +66,9 @@ def trace_model(
 ) -> ModelProgram:
     """Traces all programs, and refuses functions that do not fit each other.
 
-    `outer` and `weights` are arrays or `ShapeDtypeStruct`s with shardings. The first entry in
-    `trains` belongs to `outer`. `cache` has layers that were traced before.
+    All arguments are `ShapeDtypeStruct`s, of weights with shardings. The first entry in `trains`
+    belongs to `outer`. `cache` has layers that were traced before.
     """
-    batch = _shapes(batch)
     with _noting("`first`", outer, batch):
         made = jax.make_jaxpr(first, return_shape=True)(_shapes(outer), batch)
     _check_closure(made[0], "`first`")
@@ -82,7 +81,7 @@ def trace_model(
     moving = _moving(first, _shapes(outer), batch, carry, shared) if trains[0] else ()
     programs: list[LayerProgram] = []
     for i, (function, of_layer) in enumerate(zip(layers, weights, strict=True)):
-        key = function, trains[i + 1], moving, _key(of_layer), _key((carry, shared))
+        key = function, trains[i + 1], moving, key_of(of_layer), key_of((carry, shared))
         if key not in cache:
             with _noting(f"layer {i}", carry, shared):
                 cache[key] = _trace_layer(
@@ -93,10 +92,11 @@ def trace_model(
     with _noting("`last`", carry, batch):
         closed, end = jax.make_jaxpr(last, return_shape=True)(_shapes(outer), carry, batch)
     _check_closure(closed, "`last`")
-    pair = end if isinstance(end, tuple) else (end, None)
-    if any(getattr(x, "shape", None) != () for x in jax.tree.leaves(pair)) or len(pair) != 2:
+    pair = end if isinstance(end, tuple) else (end, end)
+    if [getattr(x, "shape", None) for x in pair] != [(), ()] or not _is_float(pair[0]):
         raise TypeError(
-            f"`last` must return a scalar loss, or (loss, weight), but returned {_text(end)}."
+            "`last` must return a float scalar as the loss, or (loss, weight), but returned "
+            f"{_text(end)}."
         )
 
     def loss(outer: Any, carry: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -151,7 +151,7 @@ def _trace_layer(
     reads = _reads(pull, 1, _shapes(weights), jax.tree.leaves(carry), shared, g)
     kept = tuple(sorted(reads))
     backward = _backward_of(pull, carry, kept)
-    same = [_key(x) for x in g] == [_key(x) for x in jax.tree.leaves(carry) if _is_float(x)]
+    same = [key_of(x) for x in g] == [key_of(x) for x in jax.tree.leaves(carry) if _is_float(x)]
     # Gradients of a carry that has another shape would be donated to nothing.
     donated = ("g", "g_shared") if same else ("g_shared",)
     # The gradient of the weights is where they are, and takes their memory.
@@ -295,7 +295,7 @@ def _live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
         if not used and not equation.effects:
             continue
         inputs: Iterable[int] = range(len(equation.invars))
-        if equation.primitive.name in ("jit", "pjit", "checkpoint"):
+        if equation.primitive.name in ("jit", "remat2"):
             inner = equation.params["jaxpr"]
             inputs = _live_inputs(getattr(inner, "jaxpr", inner), used)
         live |= {id(equation.invars[i]) for i in inputs}
@@ -322,13 +322,26 @@ def _split_at(tree: Any, places: tuple[int, ...]) -> tuple[list[Any], Callable[[
 
 def _check_closure(closed: Any, name: str) -> None:
     """Refuses weights that a function has not from its arguments: they would not be trained."""
-    for x in closed.consts:
+    for x in _constants(closed):
         if isinstance(x, jax.Array) and _is_float(x) and x.ndim > 0:
             raise ValueError(
                 f"{name} uses an array {_text(x)} that is not among its arguments, so it would not "
                 "be trained. Pass weights as arguments; return constants from `first` in `shared`, "
                 "or make them NumPy arrays."
             )
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """Yields the arrays that a function reads from elsewhere, and those of jitted ones inside."""
+    yield from getattr(jaxpr, "consts", ())
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params, is_leaf=_has_equations):
+            if _has_equations(inner):
+                yield from _constants(inner)
+
+
+def _has_equations(x: Any) -> bool:
+    return hasattr(x, "eqns")
 
 
 @contextlib.contextmanager
@@ -345,8 +358,18 @@ def _text(tree: Any) -> str:
     return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
 
 
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+def shapes_of(batch: Any) -> Any:
+    """Returns shapes that promote dtypes as the batch does: a Python number yields."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
+
+    return jax.tree.map(shape_of, batch)
+
+
+def _shapes(weights: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
 
 
 def _shardings(weights: Any) -> Any:
@@ -354,10 +377,9 @@ def _shardings(weights: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), weights)
 
 
-def _key(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    each = ((x.shape, jnp.result_type(x), getattr(x, "sharding", None)) for x in leaves)
-    return treedef, tuple(each)
+def key_of(shapes: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(shapes)
+    return treedef, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)
 
 
 def _is_float(x: Any) -> bool:

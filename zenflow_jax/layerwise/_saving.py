@@ -56,7 +56,7 @@ class BlockStream:
     def write(self, folder: Path) -> None:
         """Writes this process's file into an existing folder, and closes the stream."""
         small = {"counts": self.counts, "layout": _layout()}
-        leaves = [
+        leaves: list[dict[str, Any]] = [
             dict.fromkeys(ARRAYS, jax.ShapeDtypeStruct(leaf.shape, np.float32))
             for leaf in self._leaves()
         ]

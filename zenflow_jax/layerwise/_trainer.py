@@ -16,7 +16,7 @@ from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._spec.arguments import NUMBERS, check_numbers
-from zenflow_jax._spec.rules import check_int_or_none, check_one_of
+from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax.layerwise._blocks import Block, make_block
 from zenflow_jax.layerwise._dispatch import AHEAD, Dispatcher
@@ -130,6 +130,8 @@ class Trainer:
         check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
         if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
             raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
+        if isinstance(params["layers"], Mapping):
+            raise TypeError('`params["layers"]` is a mapping. Pass a list with one tree per layer.')
         saved, counts = None, {}
         if state is not None:
             saved, counts = saved_leaves(state), state["counts"]
@@ -141,8 +143,14 @@ class Trainer:
             _check_pinned([block for block, _ in made], at_once=updates == "during_backward")
         blocks, weights = zip(*made, strict=True)
         _check_names(frozen, len(blocks) - 1)
-        if saved is not None and next(saved, None) is not None:
-            raise ValueError("`state` has more weights than `params`. Pass the saved run's model.")
+        if saved is not None and (
+            next(saved, None) is not None
+            or np.asarray(counts["trains"]).tolist() != [block.trains for block in blocks]
+        ):
+            raise UnfitRunError(
+                "`state` has other layers, or other frozen ones. Resume with the saved run's model "
+                "and `frozen`."
+            )
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
             raise ValueError(
@@ -225,8 +233,8 @@ class Trainer:
         self._check()
         if not any(block.trains for block in self._blocks):
             raise ValueError("`frozen` has all weights, so nothing is left to train.")
-        program, *others = map(self._dispatcher.program, batches)
-        if any(other is not program for other in others):
+        program, *more = map(self._dispatcher.program, batches)
+        if any(other is not program for other in more):
             raise ValueError("Micro-batches must have the same shapes and dtypes. Pad them.")
         start, self._interrupted = time.perf_counter(), True
         try:
@@ -267,6 +275,7 @@ class Trainer:
 
         Returns a tree of float32 arrays in pinned host memory; frozen weights as they are.
         """
+        _check_names({name}, len(self._blocks) - 1)
         self.wait()
         i = 0 if name == "outer" else int(name) + 1
         return self._blocks[i].masters() if self._blocks[i].trains else self._dispatcher.tree(i)
@@ -291,6 +300,7 @@ class Trainer:
             "token": np.array(self._host.counted, np.int32),
             "counted": np.array(self._host.counted, np.int32),
             "shares": self._host.shares.copy(),
+            "trains": np.array([block.trains for block in self._blocks], np.int32),
         }
         trained = [block for block in self._blocks if block.trains]
         return BlockStream(trained, self._host.snapshot(copy_bytes or 0), counts, self._processes)
@@ -322,11 +332,10 @@ class Trainer:
             )
 
 
-def _check_names(frozen: Collection[int | str], layers: int) -> None:
-    names = {"outer", *range(layers)}
-    if unknown := set(frozen) - names:
+def _check_names(names: Collection[int | str], layers: int) -> None:
+    if unknown := set(names) - {"outer", *range(layers)}:
         raise ValueError(
-            f"`frozen` has {sorted(map(str, unknown))}, but the layers are 0 to {layers - 1}. Use "
+            f"No layer is named {sorted(map(str, unknown))}: the layers are 0 to {layers - 1}. Use "
             'these numbers, and "outer" for the outer weights.'
         )
 

@@ -1,12 +1,14 @@
 """Plans whether a run fits, and whether its host work hides, without a device.
 
-`plan` needs the shapes of a step's arguments. `described_mesh` and `peak_bytes` add gradients and
-activations, with XLA's compiler, for a GPU that need not exist here.
+`plan` needs the shapes of a step's arguments, `plan_layerwise` those of a trainer's weights and
+batch. `described_mesh` and `peak_bytes` add gradients and activations, with XLA's compiler, for a
+GPU that need not exist here.
 """
 
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_here, gpu_of_kind
 from zenflow_jax.planning._host_work import Hiding, hiding, host_bandwidth
+from zenflow_jax.planning._layers import LayerPlan, plan_layerwise
 from zenflow_jax.planning._plans import (
     DEFAULT_FRACTION,
     EFFICIENCY,
@@ -29,6 +31,7 @@ __all__ = [
     "MAX_FRACTION",
     "Gpu",
     "Hiding",
+    "LayerPlan",
     "Plan",
     "UnfitRunError",
     "described_mesh",
@@ -41,4 +44,5 @@ __all__ = [
     "peak_bytes",
     "placed",
     "plan",
+    "plan_layerwise",
 ]

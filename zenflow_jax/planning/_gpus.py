@@ -107,6 +107,17 @@ GPUS = {
 }
 
 
+def gpu_named(device: str | Gpu) -> Gpu:
+    """Returns the GPU for a key of `GPUS`, or `device` itself."""
+    gpu = GPUS.get(device) if isinstance(device, str) else device
+    if gpu is None:
+        raise ValueError(
+            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
+            "figures, as a `zenflow_jax.planning.Gpu`."
+        )
+    return gpu
+
+
 def gpu_here() -> Gpu | None:
     """Returns the GPU of this machine; None if the table lacks it, or jax has no device."""
     try:

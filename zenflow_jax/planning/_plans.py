@@ -12,7 +12,7 @@ from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._spec.rules import check_int_or_none
-from zenflow_jax.planning._gpus import GPUS, Gpu
+from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._host_work import BUSY, Hiding, Needs, hiding_of, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
@@ -144,12 +144,14 @@ class Plan:
             text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={MAX_FRACTION} is set"
         if self.by == "shapes":
             text += f"{_WITHOUT}, which {INSTALL} adds to the plan"
-        lines = [f"{text}."]
-        if self.hides is None and self.host:
-            lines.append(f"Every step waits {self.host_s:.2g} s for the host.")
-        if self.hides is not None and self.hides.interval is not None:
-            lines.append(self.hides.advice)
-        return " ".join([*lines, *([f"T{bus[1:]}."] if bus else [])])
+        return " ".join([f"{text}.", *self.on_time, *([f"T{bus[1:]}."] if bus else [])])
+
+    @property
+    def on_time(self) -> list[str]:
+        """Sentences on the time of a step."""
+        if self.hides is None:
+            return [f"Every step waits {self.host_s:.2g} s for the host."] if self.host else []
+        return [] if self.hides.interval is None else [self.hides.advice]
 
     def with_peak(self, peak: int) -> "Plan":
         """Returns the plan with gradients and activations, from `peak_bytes` of the step."""
@@ -208,12 +210,7 @@ def plan(
         >>> needs.fits, needs.device["weights"]
         (True, 67108864)
     """
-    gpu = GPUS.get(device) if isinstance(device, str) else device
-    if gpu is None:
-        raise ValueError(
-            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU, pass a "
-            "`zenflow_jax.planning.Gpu`."
-        )
+    gpu = gpu_named(device)
     is_compact(host_state)
     check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
     if not hasattr(step, "trace"):
@@ -223,11 +220,11 @@ def plan(
         )
     weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state)
     needs = {
-        "weights": sum(map(_nbytes_here, weights)),
-        "optimizer state": sum(map(_nbytes_here, state_arrays)),
+        "weights": sum(map(nbytes_here, weights)),
+        "optimizer state": sum(map(nbytes_here, state_arrays)),
     }
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
-    flops, moved_bytes = (x / _shares(arguments) for x in work)
+    flops, moved_bytes = (x / shares_of(arguments) for x in work)
     moved_bytes += 2 * sum(needs.values())  # weights and state are also read and written
     products_s, memory_s = flops / gpu.flops, moved_bytes / gpu.bandwidth
     step_s = max(1e-9, products_s / EFFICIENCY, memory_s / OF_BANDWIDTH)
@@ -307,15 +304,15 @@ def _on_device(opt_state: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state) if id(x) not in placeholders]
 
 
-def _nbytes_here(x: Any) -> int:
+def nbytes_here(x: Any) -> int:
     sharding = getattr(x, "sharding", None)
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
 
-def _shares(arguments: Any) -> int:
+def shares_of(arguments: Any) -> int:
     on_mesh = [x for x in jax.tree.leaves(arguments) if _is_on_mesh(x) and x.shape]
-    return max((nbytes(x) // max(_nbytes_here(x), 1) for x in on_mesh), default=1)
+    return max((nbytes(x) // max(nbytes_here(x), 1) for x in on_mesh), default=1)
 
 
 def _is_on_mesh(x: Any) -> bool:
