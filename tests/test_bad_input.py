@@ -299,10 +299,9 @@ def test_init_and_update_inside_shard_map_are_refused():
         assert_told(lambda f=mapped: f(PARAMS), ValueError, f"`{name}` is called inside `jax.sha")
 
 
-def test_a_second_update_without_exchange_is_refused_and_makes_nan_under_jit():
+def test_a_second_update_without_exchange_makes_nan():
     tx = make()
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    assert_told(lambda: tx.update(PARAMS, state, PARAMS), RuntimeError, "engine.exchange(")
     updates, _ = jax.jit(tx.update)(PARAMS, state, PARAMS)
     assert all(bool(jnp.isnan(u).all()) for u in jax.tree.leaves(updates))
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.leaves import check_outside_of_shard_map, check_update
@@ -262,9 +261,8 @@ def _update(
         leaves=tuple(leaf for _, leaf in stepped),
     )
     # Without `exchange` in between, the last step's mail is lost: deferred channels would silently
-    # stop learning. A jitted update cannot raise, so it returns NaN, which shows.
+    # stop learning. An update cannot raise under jit, so it returns NaN, and `exchange` raises.
     lost = state.token == USED
-    _raise_if_lost(lost)
     wrong = misused(gradients, state.leaves)
     changes = [jnp.where(lost | wrong, jnp.nan, change) for change, _ in stepped]
     token = jnp.where(wrong & ~lost, MISUSED, state.token)
@@ -304,11 +302,3 @@ def _scalars_at(count: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: 
 def _scalar(x: Any) -> Any:
     """Returns a Python float, which adopts the other operand's dtype, or a float32 array."""
     return float(x) if isinstance(x, Real) else jnp.asarray(x, jnp.float32)
-
-
-def _raise_if_lost(lost: jax.Array) -> None:
-    if not isinstance(lost, Tracer) and bool(lost):
-        raise RuntimeError(
-            "`update` was called twice without an exchange, so the last step's mail is lost. Call "
-            "`params, opt_state = engine.exchange(params, opt_state)` after each `update`."
-        )

@@ -48,7 +48,7 @@ def in_groups(
 def of_group(specs: Sequence[LeafSpec], group: int) -> dict[int, LeafSpec]:
     """Returns a group's leaves, or ranges of leaves, by leaf number."""
     return {
-        i: spec.range_of(group)
+        i: spec.ranges[spec.groups.index(group)]
         for i, spec in enumerate(specs)
         if not spec.resident and group in spec.groups
     }

@@ -57,10 +57,6 @@ class LeafSpec:
             for group, low, high in zip(self.groups, ends[:-1], ends[1:], strict=True)
         )
 
-    def range_of(self, group: int) -> "LeafSpec":
-        """Returns the range in `group`, which must be in `groups`."""
-        return self.ranges[self.groups.index(group)]
-
     @property
     def mail_dtype(self) -> np.dtype:
         return self.transfer_dtype or self.dtype

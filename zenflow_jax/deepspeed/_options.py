@@ -84,11 +84,6 @@ class DeepSpeedOptions:
         selection: The rule for `zenflow`'s selections.
         peak: The learning rate without the scheduler.
         total_steps, steps_per_epoch, warmup_steps: The arguments of `from_deepspeed`.
-
-    Examples:
-        >>> options = from_deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}})
-        >>> options.kind, options.learning_rate
-        ('adamw', 2e-05)
     """
 
     kind: str

@@ -81,8 +81,7 @@ class Dispatcher:
         self.wait_for_decision()  # the rate depends on it
         self._number = number
         rate = self._rate(np.int32(self._host.counted))
-        several, layers = len(batches) > 1, program.layers
-        outer = self._fetch(0)
+        layers, outer = program.layers, self._fetch(0)
         carries, shared = map(list, zip(*(program.first(outer, x) for x in batches), strict=True))
         inputs, weights = [], self._fetch(1) if layers else None
         for i, layer in enumerate(layers):
@@ -100,6 +99,10 @@ class Dispatcher:
         g_outer, g = map(list, zip(*(pair for _, pair in ends), strict=True))
         del ends, carries
         loss, weights_sum = self._mean(losses, weighing)
+        # A single micro-batch has no weight; the last of several also has the sum.
+        is_last = [*[False] * (len(batches) - 1), True]
+        weigh = [(w, weights_sum if x else None) for w, x in zip(weighing, is_last, strict=True)]
+        weigh = weigh if len(batches) > 1 else [(None, None)]
         self._dispatched("loss", loss)
         if self._host.at_once:
             self._decision = self._host.decide(self._number, rate, [loss])
@@ -111,11 +114,8 @@ class Dispatcher:
             taken = moved(inputs.pop(), "device") if self._inputs_to_host else inputs.pop()
             total = squares = None
             for j in range(len(batches)):
-                is_last = j == len(batches) - 1
-                run = layers[i].backward[is_last]
-                weigh = (weighing[j], weights_sum if is_last else None) if several else (None, None)
-                total, squares, g[j], g_shared[j] = run(
-                    weights, taken[j], shared[j], g[j], g_shared[j], total, *weigh
+                total, squares, g[j], g_shared[j] = layers[i].backward[is_last[j]](
+                    weights, taken[j], shared[j], g[j], g_shared[j], total, *weigh[j]
                 )
             del taken
             self._dispatched("backward", squares)
@@ -125,10 +125,8 @@ class Dispatcher:
         if self._trains[0]:
             total = squares = None
             for j, batch in enumerate(batches):
-                is_last = j == len(batches) - 1
-                weigh = (weighing[j], weights_sum if is_last else None) if several else (None, None)
-                total, squares = program.first_backward[is_last](
-                    outer, batch, g[j], g_shared[j], g_outer[j], total, *weigh
+                total, squares = program.first_backward[is_last[j]](
+                    outer, batch, g[j], g_shared[j], g_outer[j], total, *weigh[j]
                 )
                 g_outer[j] = None
             mails.append(self._send(0, total, squares))
