@@ -256,7 +256,7 @@ class Runner:
         self.take_down()
 
     def take_down(self) -> None:
-        """Frees device and host memory. Safe twice."""
+        """Frees device and host memory. Safe to call twice."""
         engine = getattr(self, "engine", None)
         if engine is not None:
             engine.close()

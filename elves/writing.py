@@ -98,7 +98,7 @@ def _duplicates(pieces: Sequence[Piece]) -> dict[str, str]:
 
 
 def check_bound(path: Path, pieces: Sequence[Piece], bound: float) -> None:
-    """Refuses a bound above the root mean square of a tensor, which it would erase."""
+    """Rejects a bound above the root mean square of a tensor, which it would erase."""
     every: list[tuple[float, str]] = []
     for piece in pieces:
         total, count, varies = 0.0, 0, False

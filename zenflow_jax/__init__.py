@@ -1,7 +1,7 @@
-"""AdamW for JAX where its state does not fit on the device: ZenFlow as an optax transformation.
+"""AdamW for JAX when its state does not fit on the device: ZenFlow as an optax transformation.
 
-`zenflow()` is the optimizer, `HostEngine` the object that works between its steps. Submodules:
-`attach`, `streaming`, `planning`, `deepspeed` and `integrations`.
+`zenflow()` is the optimizer; a `HostEngine` does the work between its steps. Submodules: `attach`,
+`streaming`, `planning`, `deepspeed` and `integrations`.
 """
 
 import importlib
@@ -42,7 +42,7 @@ __all__ = [
     "zenflow",
 ]
 
-# Imported on first use: the handler imports orbax, which takes long.
+# Imported on first use, because the handler imports orbax, which is slow.
 _OF_HANDLER = ("EngineCheckpointHandler", "EngineRestore", "EngineSave")
 _MODULES = ("attach", "deepspeed", "integrations", "planning", "streaming")
 
@@ -56,5 +56,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # Includes what is imported late, but not this file's own imports.
+    # Includes names that are imported late, but not this file's own imports.
     return [*__all__, *_MODULES, "__version__"]

@@ -1,8 +1,8 @@
-"""Console commands, each of which runs a script of `train/` in its own process.
+"""Console commands, each of which runs a script in `train/` in its own process.
 
-Scripts, `elves` and configs are not packages of an environment: a wheel has them in a folder of
-this package, a clone in its root. Only a command puts that folder on its path, before everything
-else, so that a user's own `train.py` is not imported instead.
+Scripts, `elves` and configs are not installed as packages: a wheel has them in a folder of this
+package, a clone in its root. Only a command puts that folder on its path, before everything else,
+so that a user's own `train.py` is not imported instead.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-#: The folder that contains them: in the wheel, or the root of a clone.
+#: The folder that contains the scripts: in the wheel, or the root of a clone.
 _SCRIPTS = _HERE / "_scripts" if (_HERE / "_scripts").is_dir() else _HERE.parent
 
 

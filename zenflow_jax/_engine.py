@@ -34,43 +34,43 @@ class HostEngine:
     """Updates the deferred channels on the host, in parallel with the device.
 
     Make an engine for each run, before its first step. Call `exchange` after every step, `flush`
-    before you use the parameters for anything else, and `close` at the end, or use `with`. Only one
-    thread may call an engine.
+    before you use the parameters for anything else, and `close` at the end, or use a `with` block.
+    Only one thread may call an engine.
 
-    Host memory: 12 bytes per deferred parameter (6.1875 with compact moments), and a few mails in
-    pinned memory. Device memory: an update that is ready waits there. `planning` computes both.
+    An engine needs 12 bytes of host memory per deferred parameter (6.1875 with compact moments) and
+    pinned memory for a few mails. A ready update waits in device memory. `planning` computes both.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
-            It may have more leaves: the engine finds leaves by their paths, at each call.
+            The tree may have more leaves: each call finds leaves by their paths.
         opt_state: The result of `tx.init(params)`, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
         host_state: The host's format for moments: "float32" needs 8 bytes per parameter; "compact"
-            needs 2.1875 and rounds each update, mostly by under 1 %. Resumed runs may change it.
-        threads: Cores for host updates. By default all but one, which the caller keeps.
-        prefetch_bytes: Bytes on each device that a ready update may take before its boundary, where
+            needs 2.1875 but rounds each update, mostly by under 1 %. A resumed run may switch.
+        threads: Cores for host updates. By default, all but one, which is left to the caller.
+        prefetch_bytes: Bytes that a ready update may take on each device before its boundary, where
             the loop waits for the rest. None: the whole update.
         max_skipped: The next call raises after this many consecutive skipped steps (their gradients
             were not finite). None: never. `logging` warns after three.
         engine_state: The result of `EngineRestore` or `state()`, saved together with `params` and
-            `opt_state`. The engine copies it and resumes the run, with the same bits.
+            `opt_state`. The engine copies it and resumes the run, bit-identically.
         exit_if_stuck: When one process of several fails, the others raise its error at their next
             call. A process blocked in a collective cannot raise: the engine ends it 30 s after the
             failure, by `os._exit(1)`, with the reason on stderr. False leaves it waiting.
-        check: The test for other code that changes parameters. "samples" compares some values of
-            each leaf now and then. "all", for debugging, compares all values on the device at each
-            step from the second; it costs time and a copy of the parameters there. Neither sees
-            skipped steps, values that become NaN, or less than a twentieth of a selected float32
+        check: How to detect other code that changes parameters. "samples" periodically compares
+            some values of each leaf. "all", for debugging, compares all values at each step from
+            the second, which takes time and a second copy of the parameters. Neither detects
+            changes in skipped steps, NaNs, or changes below a twentieth of a selected float32
             weight's step. The next step silently undoes a change to selected low-precision channels
             between two steps.
 
     Raises:
         ValueError: If an argument is out of range; if `opt_state` does not have exactly one
             ZenFlowState; if the state has taken steps and `engine_state` is not given; if
-            `engine_state` is another run's, or has other options; if the parameters are not those
-            of the state, or are elsewhere; or if jax has too little pinned memory for the run. The
-            error is a `planning.UnfitRunError` if other settings or another checkpoint fix it.
-        TypeError: If parameters or state are NumPy arrays, which are on no device.
+            `engine_state` belongs to another run or has different options; if the parameters do not
+            match the state or are on different devices; or if jax has too little pinned memory. The
+            error is a `planning.UnfitRunError` if different settings or another checkpoint fix it.
+        TypeError: If parameters or state are NumPy arrays, which are not on a device.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -114,7 +114,7 @@ class HostEngine:
             check_resumed(engine_state, state)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         check_pinned_memory(state, offloaded)
-        # An engine state of jax arrays is in pinned memory already, and larger than mail.
+        # An engine state of jax arrays is already in pinned memory, and larger than mail.
         if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
             pin_memory_for_mail(state, offloaded)
         adam = HostAdam(host_kernel, threads)
@@ -135,7 +135,7 @@ class HostEngine:
         )
         self._interrupted = self._flushed = False
         self._kept = True  # whether open windows lose nothing if the engine closes now
-        # Last: a failed constructor must not leak a thread.
+        # This must come last: a failed constructor must not leak a thread.
         worker.start(peers)
         # A forgotten engine's thread ends by itself.
         weakref.finalize(self, worker.request_stop)
@@ -161,11 +161,11 @@ class HostEngine:
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Sends mail out and brings updates in, between two steps; selects channels when due.
 
-        It waits for updates that are due, for a host more than two mails behind and, briefly, when
-        channels are selected or windows adapt. Do not use mail again; you may use the parameters.
+        It waits for due updates, for a host more than two mails behind and, briefly, when channels
+        are selected or windows adapt. Do not reuse mail; you may use the parameters.
 
         Args:
-            params: The step's new parameters; as at construction, the tree may have more leaves.
+            params: The step's new parameters. The tree may have more leaves, as in the constructor.
             opt_state: The step's new state, in any wrapper.
 
         Returns:
@@ -176,9 +176,9 @@ class HostEngine:
         Raises:
             RuntimeError: If the engine is closed, has failed or was interrupted; unless exactly one
                 step was made since the last call, from its result; if `max_skipped` consecutive
-                steps were skipped; or if something else changed the parameters.
-            ValueError, TypeError: If state or parameters differ from those at construction, or are
-                elsewhere.
+                steps were skipped; or if other code changed the parameters.
+            ValueError, TypeError: If state or parameters differ from the constructor's, or are on
+                different devices.
         """
         self._check_open()
         boundaries = self._progress.boundaries()
@@ -187,7 +187,7 @@ class HostEngine:
         at_once = [group for group in closing if boundaries[group].synchronous]
         first = self._progress.step == 0
         state = self._expected.state(opt_state)
-        # Refuses unsuitable parameters before anything changes.
+        # Rejects unsuitable parameters before anything changes.
         taken = self._expected.take(params)
         if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
@@ -228,9 +228,9 @@ class HostEngine:
         """Merges pending updates, except where that would lose provisional steps.
 
         Call it after the last exchange, and continue only from its result. Open windows stay open,
-        so a continued run has the same windows. The parameters have their gradients as provisional
-        steps only, and with `provisional_share=None` not at all: end such a run where a window
-        ends.
+        so a continued run has the same windows. The parameters contain their gradients only as
+        provisional steps, or not at all with `provisional_share=None`: end such a run where a
+        window ends.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -238,7 +238,7 @@ class HostEngine:
                 without an update may have followed.
 
         Raises:
-            RuntimeError, ValueError, TypeError: As `exchange`; or if a step was not exchanged.
+            RuntimeError, ValueError, TypeError: As for `exchange`, or if a step was not exchanged.
         """
         self._check_open()
         state = self._expected.state(opt_state)
@@ -246,7 +246,7 @@ class HostEngine:
         taken = self._expected.take(params)
         if copied:
             state = self._expected.in_place(state, taken.weights)
-        # An update in mid-window would overwrite the provisional steps since the window opened.
+        # An update mid-window would overwrite the provisional steps since the window opened.
         at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
@@ -268,17 +268,17 @@ class HostEngine:
     def state(self) -> dict[str, Any]:
         """Copies the engine's whole state, as of the last `exchange`, for a checkpoint.
 
-        With orbax, `EngineSave` saves the same without a copy. Save it together with the parameters
-        and the optimizer state that `exchange` returned, and pass it to a new engine as
-        `engine_state`. The call waits for the host's work. All processes of a run must make it.
+        With orbax, `EngineSave` saves the same state without a copy. Save it together with the
+        parameters and the optimizer state that `exchange` returned, and pass it to a new engine as
+        `engine_state`. The call waits for the host's work. All processes of a run must call it.
 
         Returns:
             A tree of dicts, lists and arrays. The large arrays are in host memory (pinned on a
-            GPU), need 16 bytes per offloaded parameter while they live, and never change. Shapes
-            and placements are those of `abstract_engine_state(opt_state)`.
+            GPU), take 16 bytes per offloaded parameter until they are freed, and never change.
+            Shapes and placements match `abstract_engine_state(opt_state)`.
 
         Raises:
-            RuntimeError: If the engine is closed, has failed or was interrupted in a call.
+            RuntimeError: If the engine is closed, has failed, or was interrupted during a call.
         """
         self._settle()
         self._kept = True
@@ -288,7 +288,7 @@ class HostEngine:
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
         """Returns the state as a stream that `EngineSave` writes while the run continues.
 
-        Write or close the stream, or the run waits for ever. `copy_bytes` is `EngineSave`'s.
+        Write or close the stream, or the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
         self._settle()
         self._kept = True
@@ -313,7 +313,7 @@ class HostEngine:
         checks.update_nnx(model, optimizer, *self.flush(*checks.nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
-        """Ends the thread, frees host memory and drops updates. Safe twice, and during work."""
+        """Ends the thread, frees host memory and drops updates. Safe to call again, or mid-work."""
         if not self._kept:
             self._progress.warn_of_open_windows()
             self._kept = True
@@ -322,7 +322,7 @@ class HostEngine:
         self._updates.forget()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses `copy.copy`, `copy.deepcopy` and `pickle`, which all call this method."""
+        """Rejects `copy.copy`, `copy.deepcopy` and `pickle`, which all call this method."""
         raise TypeError(
             "An engine, or a step attached to it, cannot be copied or pickled. Save "
             "`engine.state()` and resume with `HostEngine(params, opt_state, engine_state=...)`."
@@ -369,7 +369,7 @@ class HostEngine:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Makes the engine refuse all calls after an interruption of the block."""
+        """Makes the engine reject all calls if the block is interrupted."""
         self._interrupted = True
         yield
         self._interrupted = False

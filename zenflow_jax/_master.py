@@ -17,11 +17,11 @@ from zenflow_jax._engine import HostEngine
 
 
 def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
-    """Returns the parameters in float32: the masters, whose casts are low-precision parameters.
+    """Returns the parameters in float32: the masters, which low-precision parameters are cast from.
 
-    Where a parameter has moved by provisional steps, or lacks a pending update, the result is the
-    parameter itself. Call `flush` first to merge all updates. If the devices have no room for all
-    masters, use `iter_master_params`.
+    For a parameter that has moved by provisional steps or lacks a pending update, the result is the
+    parameter itself. Call `flush` first to merge all updates. If the masters do not fit on the
+    devices, use `iter_master_params`.
 
     Args:
         params: The parameters that the last `exchange` or `flush` returned.
@@ -29,8 +29,8 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
         engine: The engine that trained them.
 
     Returns:
-        A tree like `params` of float32 arrays, placed like them. Leaves that the state does not
-        know (of `optax.masked`) come back as they are.
+        A tree like `params` of float32 arrays with the same placement. Leaves that are not in the
+        state (with `optax.masked`) are returned unchanged.
 
     Raises:
         RuntimeError: If the engine is closed or has failed.
@@ -53,8 +53,8 @@ def iter_master_params(
 ) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
     """Returns the leaves of `master_params` one by one, for example to write them to a file.
 
-    Errors are those of `master_params`; a step or a flush in between is an error, too. The devices
-    hold one master at a time, if you drop it before you request the next. In a run with several
+    Errors are those of `master_params`; a step or a flush in between is also an error. The devices
+    hold one master at a time if you drop it before you request the next. In a run with several
     processes, all must request all leaves.
 
     Args:
@@ -63,7 +63,7 @@ def iter_master_params(
         engine: As for `master_params`.
 
     Returns:
-        Pairs of the key path of a leaf and its masters, in the order of `jax.tree.leaves(params)`.
+        Pairs of a leaf's key path and its masters, in the order of `jax.tree.leaves(params)`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, zenflow_jax
@@ -80,7 +80,7 @@ def iter_master_params(
     weights, _, places = match_leaves(params, state)
     moment = engine._settled(params, opt_state)
     step, start = engine.stats.steps, moment()
-    numbers = itertools.count()  # of the offloaded leaves
+    numbers = itertools.count()  # numbers the offloaded leaves
     leaf_at = {
         place: (leaf, None if leaf.spec.resident else next(numbers))
         for place, leaf in zip(places, state.leaves, strict=True)

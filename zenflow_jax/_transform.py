@@ -1,4 +1,4 @@
-"""`zenflow()`: the optax transformation, which is the device half of the algorithm.
+"""`zenflow()`: the optax transformation, the part of the algorithm that runs on the device.
 
 `update` reads like the arithmetic in docs/design.md: read every gradient once, decide whether the
 step counts, step the selected channels, and send the gradients to the host.
@@ -75,9 +75,9 @@ def zenflow(
     """Returns AdamW that keeps optimizer state on the device only for large-gradient channels.
 
     Selected channels take an AdamW step at every step. The gradients of all other channels go to
-    pinned host memory, where a `HostEngine` makes one AdamW step with the mean gradient over
-    `update_interval` steps, scaled to be worth these steps. Leaves take turns: at every step some
-    windows close, and their update reaches the parameters one step later.
+    pinned host memory, where a `HostEngine` takes one AdamW step with the mean gradient over
+    `update_interval` steps, scaled to be equivalent to them. Leaves take turns: at every step some
+    windows close, and their updates reach the parameters one step later.
 
     With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with float32
     master weights. Steps whose gradient is not finite are skipped; do not let
@@ -95,70 +95,68 @@ def zenflow(
         mask: Tree of bools like the parameters (or a prefix of it), or a function of the
             parameters that returns such a tree: True where weight decay applies. Everywhere by
             default.
-        topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
+        topk_ratio: Fraction of a leaf's channels to select, in [0, 1], rounded up.
         update_interval: Steps in a window, at least 1; or an `AutoWindow`.
-        select_interval: Steps between two selections, by default 16 (longest) windows; or an
+        select_interval: Steps between selections, by default 16 (longest) windows; or an
             `AutoSelect`. A selection waits for the end of its window; the first selection is at the
             first boundary.
-        full_warm_up_rounds: Number of first steps that update all channels.
-        rolling: True: the offloaded leaves are in `update_interval` groups with nearly equal bytes,
-            and at each step one group closes its window. A gradient then takes effect 1 to
-            `update_interval` steps later. False, as in the paper: all windows close together, and
-            a gradient takes effect up to `2 * update_interval - 1` steps later. Windows that adapt
+        full_warm_up_rounds: Number of initial steps that update all channels.
+        rolling: True: the offloaded leaves are split into `update_interval` groups of nearly equal
+            size, and at each step one group closes its window. A gradient then takes effect 1 to
+            `update_interval` steps later. False, as in the paper: all windows close together, and a
+            gradient takes effect up to `2 * update_interval - 1` steps later. Windows that adapt
             always close together.
         staleness: Steps from the end of a window until its update reaches the parameters, during
             which the host works in parallel; from 0 (the loop waits) to `update_interval`. None: 1
             if `rolling`, else `update_interval`.
-        window_scaling: How a window's one step is scaled to the c steps in it that count, after
+        window_scaling: How a window's single step is scaled to the c steps in it that count, after
             Malladi et al. (2022): learning rate times c to this power, betas to the power c, eps
-            divided by the root of c, weight decay as in c steps. 0.5 is their rule, 0 scales the
-            betas alone. None, as in the paper, scales nothing; pass it where windows close
-            together, because longer steps with staler updates overshoot.
+            divided by the root of c, weight decay as in c steps. 0.5 is their rule; 0 scales only
+            the betas. None, as in the paper, scales nothing; use it if windows close together,
+            because longer steps with staler updates overshoot.
         provisional_share: At each step except the first and those of the warm-up, the device moves
-            every deferred weight by this share of the learning rate, against the sign of its
+            every deferred weight by this fraction of the learning rate, against the sign of its
             gradient, until the next update replaces that move. It costs 0.25 bytes per offloaded
             parameter on the device during the step. None, as in the paper: deferred weights do not
             move between updates.
         max_grad_norm: Clips as `optax.clip_by_global_norm` does, by the norm of the leaves that
-            this transformation gets (in `optax.partition` only some). A clip in front of `zenflow`
-            would keep the mail from leaving during the backward pass.
+            this transformation receives (only some, in `optax.partition`). Clipping before
+            `zenflow` would keep the mail from leaving during the backward pass.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
         resident: Function of (key path, leaf) that returns whether a leaf stays wholly on the
             device, as leaves with fewer than two axes always do.
         partition_replicated: Whether mesh axes that replicate a leaf divide its optimizer state and
-            the work on it, as far as its sizes allow (ZeRO). A bool, or a function of (key path,
-            leaf).
+            its update, as far as its sizes allow (ZeRO). A bool, or a function of (key path, leaf).
         param_shardings: Tree of `NamedSharding`s like the parameters, or a function of the
             parameters that returns such a tree. `init` needs it only under jit on a mesh with Auto
             axes, because traced parameters do not know where they are.
         send_gradients: When offloaded gradients leave the device. "during_step": as soon as the
-            backward pass has made each; best for layers that are not under `lax.scan`.
-            "after_step": while the next step runs, with the same bits; for layers under `lax.scan`,
-            whose gradients exist only at its end. It costs the leaf's dtype once more per
-            parameter. "per_window": the step sums the gradients in the transfer dtype, and each
-            window copies one sum. It costs 2 bytes per bf16 parameter on the device, twice while a
-            sum is in flight.
-        transfer_dtype: The dtype in which gradients go to the host; the device uses them as they
-            arrive. None: bfloat16 for bfloat16 leaves, else float32. `jnp.bfloat16` rounds all.
-            `jnp.float32` rounds none, for bfloat16 leaves whose gradients arrive in float32 (sums
+            backward pass has computed each; best for layers that are not under `lax.scan`.
+            "after_step": while the next step runs, bit-identically; for layers under `lax.scan`,
+            whose gradients exist only at its end. This needs device memory for a second copy of
+            each gradient. "per_window": the step sums the gradients in the transfer dtype, and each
+            window copies one sum. It costs 2 bytes per bf16 parameter on the device, twice that
+            while a sum is in flight.
+        transfer_dtype: The dtype in which gradients are sent to the host; the device uses them
+            unrounded. None: bfloat16 for bfloat16 leaves, else float32. `jnp.bfloat16` rounds all
+            gradients. `jnp.float32` rounds none, for bfloat16 leaves with float32 gradients (sums
             of micro-batches).
 
     Returns:
         A transformation whose `update` needs `params`. With its float32 update,
-        `optax.apply_updates` sets selected channels to their master, cast to the leaf's dtype, and
-        moves deferred channels by a provisional step, or not at all.
+        `optax.apply_updates` sets selected channels to their masters, cast to the leaf's dtype, and
+        moves deferred channels by a provisional step or not at all.
 
         Put zenflow last in its chain, and let nothing else change the parameters: the host's
-        updates bypass later transformations (`optax.scale`, `optax.ema`), and undo other changes
-        to deferred channels (`optax.lookahead`, clipping weights). An engine refuses such runs.
-        Put transformations of gradients in front, freeze by `optax.partition`, and keep weight
-        averages outside. Load weights before the first step, or flush, and make a new state and
-        engine.
+        updates bypass later transformations (`optax.scale`, `optax.ema`), and undo other changes to
+        deferred channels (`optax.lookahead`, clipping weights). An engine rejects such runs. Put
+        gradient transformations first, freeze with `optax.partition`, and keep weight averages
+        outside. Load weights before the first step; later, flush and make a new state and engine.
 
     Raises:
         ValueError: For values that are out of range, not finite, or incompatible.
-        TypeError: For arrays as values that shape the state.
+        TypeError: For arrays as arguments that shape the state.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -208,7 +206,7 @@ def zenflow(
         return first_state(params, specs, Static(in_turn, sending))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        del extra  # Adam needs none; a chain passes them to every transformation.
+        del extra  # not used by Adam; a chain passes them to every transformation
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state)
         scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
@@ -234,7 +232,7 @@ def _update(
     gradients, treedef = jax.tree.flatten(updates, is_leaf=is_streamed)
     rank = mail_rank([leaf.spec for leaf in state.leaves])
 
-    # All reads of whole gradients, leaf by leaf as the backward pass makes them.
+    # All reads of whole gradients, leaf by leaf as the backward pass computes them.
     moves = schedule.provisional_share is not None
     seen = [
         parts_of(g)
@@ -260,8 +258,8 @@ def _update(
         skipped_in_a_row=jnp.where(verdict.finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
         leaves=tuple(leaf for _, leaf in stepped),
     )
-    # Without `exchange` in between, the last step's mail is lost: deferred channels would silently
-    # stop learning. An update cannot raise under jit, so it returns NaN, and `exchange` raises.
+    # Without `exchange` in between, the last step's mail is lost, and deferred channels would
+    # silently stop learning. A jitted update cannot raise, so it returns NaN, and `exchange` raises.
     lost = state.token == USED
     wrong = misused(gradients, state.leaves)
     changes = [jnp.where(lost | wrong, jnp.nan, change) for change, _ in stepped]
@@ -278,7 +276,7 @@ def _with_mail(
     verdict: Verdict,
     rank: int,
 ) -> ZenFlowState:
-    """Returns the state with the step's mail, or with that added to the sums."""
+    """Returns the state with the step's mail, or with its gradients added to the sums."""
     mail = tuple(s.mail for s in seen)
     if state.send_gradients.sums_on_device:
         mail = tuple(

@@ -1,4 +1,4 @@
-"""`attach`: a train step that calls `exchange` itself, for loops that accept just a function."""
+"""`attach`: a train step that calls `exchange` itself, for loops that only accept a function."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ def attach(
 ) -> "AttachedStep":
     """Returns a train step that calls `step`, and then `exchange` with its results.
 
-    Use it in loops that you do not control, and that take a step function. Jit `step`, not the
+    Use it with loops that you do not control and that take a step function. Jit `step`, not the
     result. `attach` recognizes three kinds of steps by their arguments:
 
     * `step(params, opt_state, ...)` returns `(params, opt_state, ...)`.
@@ -33,21 +33,21 @@ def attach(
       both `fields`: a flax `TrainState`, a dataclass, a named tuple or a dict.
     * `step(model, optimizer, ...)` of flax nnx updates both in place.
 
-    With `optax.MultiSteps` it exchanges only after an update, and waits for each micro-batch to
-    find out.
+    With `optax.MultiSteps`, it exchanges only after an update, which it detects by waiting for each
+    micro-batch.
 
     Args:
         step: The train step. Pass parameters and state first, by position.
-        engine: The run's engine. None: the first call makes it from its arguments, with a fresh
+        engine: The run's engine. None: the first call creates it from its arguments, with a fresh
             state or the state that belongs to `engine_options["engine_state"]`.
-        flush_every: Number of steps between flushes, counted from the run's very start. None:
+        flush_every: Number of steps between flushes, counted from the start of the run. None:
             flush only when you call `flush`.
         fields: The names of parameters and optimizer state in a train state. By default
             `("params", "opt_state")`.
-        engine_options: Arguments of the `HostEngine` that the first call makes.
+        engine_options: Arguments of the `HostEngine` that the first call creates.
 
     Returns:
-        The step, with `flush`, `engine` and `close`. It is a context manager, as an engine is.
+        The step, with `flush`, `engine` and `close`. Like an engine, it is a context manager.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -71,7 +71,7 @@ def attach(
 
 
 class AttachedStep:
-    """A step that calls `exchange` itself. Made by `attach`, which describes its arguments."""
+    """A step that calls `exchange` itself. See `attach`, which creates it, for the arguments."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class AttachedStep:
 
     @property
     def engine(self) -> HostEngine:
-        """Returns the engine; raises before the first call if that makes it."""
+        """Returns the engine; raises before the first call if that call creates it."""
         if self._engine is None:
             raise RuntimeError(
                 "The step has no engine before its first call. Call it first, or pass "
@@ -100,14 +100,14 @@ class AttachedStep:
         return self._engine
 
     def __call__(self, *args: Any, **more: Any) -> Any:
-        """Makes the step and exchanges; returns the step's results, ready for the next step."""
+        """Takes the step and exchanges; returns the step's results, ready for the next step."""
         take, _ = self._start(args)
         out = self._step(*args, **more)
         params, opt_state, put = take(out)
         if not self._made_update(opt_state):
             return out
         params, opt_state = self.engine.exchange(params, opt_state)
-        # The engine's own count: its run may have begun before this object was made.
+        # The engine's own count, because its run may have begun before this object was created.
         if self._flush_every and self.engine.stats.steps % self._flush_every == 0:
             params, opt_state = self.engine.flush(params, opt_state)
         return put(params, opt_state)
@@ -120,14 +120,14 @@ class AttachedStep:
                 or the model and its optimizer.
 
         Returns:
-            The same, with these updates, to continue from; None for nnx, which is updated in place.
+            The same objects with these updates, to continue from; None for nnx, updated in place.
         """
         take, least = self._start(carried)
         params, opt_state, put = take(least)
         return put(*self.engine.flush(params, opt_state))
 
     def close(self) -> None:
-        """Closes the engine, as `HostEngine.close`. Safe twice."""
+        """Closes the engine, like `HostEngine.close`. Safe to call twice."""
         self._closed = True
         if self._engine is not None:
             self._engine.close()
@@ -177,7 +177,7 @@ def _taker(
     args: tuple[Any, ...], fields: tuple[str, str] | None
 ) -> tuple[Callable[[Any], _Taken], Any]:
     """Returns an extractor and the minimal step output."""
-    # A caller with an nnx pair has imported flax.
+    # A caller with an nnx pair has already imported flax.
     if fields is None and "flax.nnx" in sys.modules and is_nnx_pair(args):
         return functools.partial(_take_nnx, args), None
     if args and _has(args[0], fields or _FIELDS):
@@ -186,7 +186,7 @@ def _taker(
         return _take_pair, args[:2]
     for argument in args[:2]:  # `nnx.split` returns the state second
         if is_nnx_state(argument):
-            find_state(argument)  # raises with a remedy: the argument has no state
+            find_state(argument)  # raises with a remedy if the argument has no state
     if fields is not None:
         raise TypeError(
             f"The first argument has no `{'` and `'.join(fields)}`: {_kinds(args)}. Pass the train "
@@ -246,8 +246,8 @@ def _replaced(state: Any, new: dict[str, Any]) -> Any:
     if dataclasses.is_dataclass(state) and not isinstance(state, type):
         return dataclasses.replace(state, **new)
     raise TypeError(
-        f"The train state, a {type(state).__name__}, is no dataclass, named tuple or dict, and has "
-        "no `replace`. Call `params, opt_state = engine.exchange(...)` after each step yourself."
+        f"The train state is a {type(state).__name__}, not a dataclass, named tuple or dict, and "
+        "has no `replace`. Call `params, opt_state = engine.exchange(...)` after each step yourself."
     )
 
 
@@ -274,11 +274,11 @@ def _kinds(values: Any) -> str:
 
 def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) -> None:
     if isinstance(step, AttachedStep):
-        raise TypeError("The step is attached already. Use it as it is.")
+        raise TypeError("The step is already attached. Use it as it is.")
     check_int_or_none("flush_every", flush_every, 1)
     if fields is not None and not (isinstance(fields, tuple | list) and len(fields) == 2):
         raise ValueError(f"`fields` is {fields!r}. Pass two names: of parameters and of state.")
     if engine is not None and options is not None:
         raise ValueError(
-            "`engine` and `engine_options` exclude each other. Pass the options to the engine."
+            "`engine` and `engine_options` are mutually exclusive. Pass the options to the engine."
         )

@@ -1,6 +1,6 @@
 """Sends gradients of scanned layers to the host inside the backward scan.
 
-`jax.lax.scan` stacks the gradients of all layers, so the device holds them together when the scan
+`jax.lax.scan` stacks the gradients of all layers, so the device holds all of them when the scan
 ends. With `scan_layers` the scan's body reads each layer's gradient and sends it to the host, and
 `jax.grad` returns only the values that the step needs. Windows, selections and arithmetic do not
 change.
@@ -41,16 +41,16 @@ def stream(
     Args:
         params: Parameters, under jit.
         opt_state: The optimizer's state, which `zenflow` made with `send_gradients="during_step"`.
-        where: Function of (key path, leaf) that returns whether a leaf is layers for `scan_layers`;
-            by default all offloaded leaves that are stacked along a first axis.
+        where: Function of (key path, leaf) that returns whether a leaf has layers for
+            `scan_layers`; by default, all offloaded leaves that are stacked along a first axis do.
 
     Returns:
         A tree like `params`, with a `Streamed` for each such leaf; only `scan_layers` can read it.
 
     Raises:
-        ValueError: If the state has another `send_gradients`; if no leaf is stacked, or a leaf that
-            `where` names is not; if a mesh divides the axis of layers or has Explicit axes; if
-            something differentiates through this call.
+        ValueError: If the state has a different `send_gradients`; if no leaf is stacked, or `where`
+            names a leaf that is not; if a mesh divides the layer axis or has Explicit axes; or if
+            the program differentiates through this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -92,7 +92,7 @@ def stream(
 def _is_layer(
     leaf: LeafState, path: Any, weight: Any, where: Callable[[Any, Any], bool] | None
 ) -> bool:
-    """Returns whether to stream a leaf: as `where` says, or by default whenever possible."""
+    """Returns whether to stream a leaf: if `where` says so, or by default whenever possible."""
     stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
     if where is None:
         return stacked
@@ -115,20 +115,20 @@ def scan_layers(
             `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
         carry: The first layer's input.
         layers: A tree of arrays stacked along axis 0, from `stream` or not.
-        options: `reverse`, `unroll`, `length` of `jax.lax.scan`.
+        options: `reverse`, `unroll` and `length` of `jax.lax.scan`.
 
     Returns:
         The carry after the last layer, and the stacked outputs.
 
     Raises:
-        ValueError: If something has cast or reshaped the arrays of `stream` (cast in the body), or
-            streams them inside `jax.shard_map`.
+        ValueError: If the arrays of `stream` were cast or reshaped (cast in the body), or are
+            streamed inside `jax.shard_map`.
         TypeError: If something other than `scan_layers` reads the arrays of `stream`.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> from zenflow_jax import streaming
-        >>> layers = jnp.ones((3, 2, 2))  # not from `stream`: scanned as by `jax.lax.scan`
+        >>> layers = jnp.ones((3, 2, 2))  # not from `stream`: like `jax.lax.scan`
         >>> streaming.scan_layers(lambda x, w: (x @ w, None), jnp.ones(2), layers)[0]
         Array([8., 8.], dtype=float32)
     """
@@ -156,7 +156,7 @@ def _constant(layers: Streamed) -> Streamed:
 def check_device() -> None:
     """Compares a small streamed scan with a plain scan, on the default device.
 
-    It takes some seconds, mostly to compile. XLA has had bugs with arrays in host memory inside
+    It takes a few seconds, mostly to compile. XLA has had bugs with arrays in host memory inside
     loops (openxla/xla#46231), and no GPU has run this yet.
 
     Raises:

@@ -209,7 +209,7 @@ def test_parameters_or_an_engine_state_of_another_step_or_run_are_refused():
         other = state._replace(token=state.token + 1)
         with pytest.raises(ValueError, match="from after step 6 of another run"):
             zenflow_jax.HostEngine(params, other, engine_state=engine_state)
-        with pytest.raises(ValueError, match="The state is after 6 steps"):
+        with pytest.raises(ValueError, match="The state has taken 6 steps"):
             zenflow_jax.HostEngine(params, state)
         with pytest.raises(ValueError, match="`engine_state` has another structure"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state["leaves"])

@@ -194,8 +194,8 @@ def test_what_is_no_step_is_refused():
     engine = HostEngine(*start(make()), **KERNEL)
     step = attach(pair_step(make()), engine)
     for arguments, match in (
-        (dict(step=step), "attached already"),
-        (dict(step=print, engine=engine, engine_options=KERNEL), "exclude each other"),
+        (dict(step=step), "already attached"),
+        (dict(step=print, engine=engine, engine_options=KERNEL), "mutually exclusive"),
         (dict(step=print, flush_every=0), "`flush_every` must be at least 1, got 0"),
         (dict(step=print, flush_every=True), "got True"),
         (dict(step=print, fields="params"), "is 'params'. Pass two names"),
@@ -246,7 +246,7 @@ def test_calls_that_cannot_be_exchanged_are_refused():
             TypeError,
             r"returns 0 train states .* in \(int\)",
         ),
-        (lambda: jax.jit(attach(plain))(params, state, 0), TypeError, "outside of jit"),
+        (lambda: jax.jit(attach(plain))(params, state, 0), TypeError, "outside jit"),
         (lambda: copy.deepcopy(engine), TypeError, r"copied or pickled.*`engine\.state\(\)`"),
         (lambda: pickle.dumps(attach(plain, engine)), TypeError, "copied or pickled"),
     ):

@@ -51,7 +51,7 @@ def undisturbed():
         return finish(engine, PARAMS, STATE, 5)
 
 
-OTHER_RUN = "other leaves or settings than this engine's run"
+OTHER_RUN = "leaves or settings differ from this engine's run"
 # Calls with what the first exchange returned.
 BEFORE = [
     (lambda e, p, s: e.exchange(jax.tree.map(jnp.copy, p), s), RuntimeError, "state of a new st"),

@@ -243,7 +243,7 @@ def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
 def check_arrays(
     folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str], version: str
 ) -> None:
-    """Refuses a checkpoint with other arrays, or with the layout of another version."""
+    """Rejects a checkpoint with other arrays, or with the layout of another version."""
     for name in [*wanted, *saved]:
         if saved.get(name) != wanted.get(name):
             raise SettingsError(

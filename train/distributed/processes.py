@@ -89,7 +89,7 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def _refuse_mpirun() -> None:
-    """Refuses mpirun without options: each process would train alone, or misread its number."""
+    """Rejects mpirun without options: each process would train alone, or misread its number."""
     open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     size, rank = (f"{'OMPI_COMM_WORLD' if open_mpi else 'PMI'}_{name}" for name in ("SIZE", "RANK"))
     # `srun --mpi=pmi2` also sets PMI's variables, to SLURM's values.

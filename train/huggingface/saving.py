@@ -190,7 +190,7 @@ def _config(
 
 
 def _check_replaceable(path: Path, origin: Path) -> None:
-    """Refuses to replace a folder that is not a model's, or the original of the model."""
+    """Rejects to replace a folder that is not a model's, or the original of the model."""
     if path.resolve() == origin.resolve():
         raise ModelError(
             f"{origin} is the folder from which the model was read. Name another folder."

@@ -33,7 +33,7 @@ _REMEDY = "Pass another template with --chat-template, or leave it out"
 
 
 class TemplateChecks:
-    """Refuses conversations that a template renders incompletely; counts other fields and roles."""
+    """Rejects conversations that a template renders incompletely; counts other fields and roles."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template

@@ -97,7 +97,7 @@ class Run:
         return True
 
     def _has_ended(self) -> bool:
-        """Returns whether the run is complete; refuses a run with too many steps."""
+        """Returns whether the run is complete; rejects a run with too many steps."""
         if self._has_stopped_early():
             self.steps = self.done
         done, steps = self.done, self.steps

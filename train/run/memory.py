@@ -16,7 +16,7 @@ from zenflow_jax.planning import gb
 
 
 def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepSettings) -> None:
-    """Refuses a run that cannot fit in any layout, by the least memory that it needs.
+    """Rejects a run that cannot fit in any layout, by the least memory that it needs.
 
     Its batches have logits for `vocabulary` tokens, 0 for none.
     """

@@ -267,7 +267,7 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
 
 
 def _check_evaluation(run: str | None, model: str | None, output_dir: str) -> None:
-    """Refuses an evaluation of an ambiguous model; a run's settings name both run and model."""
+    """Rejects an evaluation of an ambiguous model; a run's settings name both run and model."""
     trained = Path(output_dir) / str(run) / models.FOLDER
     if run is not None and (model is None or Path(model).resolve() != trained.resolve()):
         raise SettingsError(

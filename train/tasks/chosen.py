@@ -111,7 +111,7 @@ def class_names(origin: Pretrained) -> tuple[str, ...]:
 
 
 def check_length(sequence_length: int, origin: Pretrained) -> None:
-    """Refuses sequences that are longer than the model's positions."""
+    """Rejects sequences that are longer than the model's positions."""
     longest = origin.config.positions
     if sequence_length > longest:
         raise SettingsError(

@@ -25,7 +25,7 @@ BATCH, PART = 32, 64
 
 
 def check_classifier(origin: Pretrained) -> None:
-    """Refuses a folder whose model cannot classify a single text."""
+    """Rejects a folder whose model cannot classify a single text."""
     if origin.labels is None:
         raise SettingsError(
             f"`model`: {origin.folder} ({origin.raw['model_type']}) has no head that classifies. "

@@ -56,7 +56,7 @@ RENAME_ITEMS = f"Rename {_ITEMS}"
 
 
 class Fields:
-    """Refuses records with other fields that control what is learned, and counts other fields.
+    """Rejects records with other fields that control what is learned, and counts other fields.
 
     Tables have a column for each field, so an empty field counts as absent.
     """

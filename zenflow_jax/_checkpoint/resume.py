@@ -83,7 +83,7 @@ def join_run(
 
 
 def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
-    """Refuses channels that were selected with fewer devices along their axis."""
+    """Rejects channels that were selected with fewer devices along their axis."""
     states = offloaded.pick(state.leaves)
     for part in offloaded.parts:
         channels = host_channels(part.of(states[part.leaf].channels), part)
@@ -120,7 +120,7 @@ def _resume_host(
 
 
 def check_resumed(saved: Any, state: ZenFlowState) -> None:
-    """Refuses an engine state with another layout, leaves or options; names the difference."""
+    """Rejects an engine state with another layout, leaves or options; names the difference."""
     parts = saved if isinstance(saved, Mapping) else {}
     if {"leaves", "counts"} <= parts.keys():
         _check_layout(parts.get("layout"))
@@ -154,7 +154,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
 
 
 def _check_layout(written: Any) -> None:
-    """Refuses another layout, from files or from any saver's tree."""
+    """Rejects another layout, from files or from any saver's tree."""
     names = written if isinstance(written, Mapping) else {}
     if list(names) != [_version.LAYOUT_NAME]:
         layout = ", ".join(names) or "unknown, from a version before 0.2.0"

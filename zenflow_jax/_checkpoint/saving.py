@@ -195,7 +195,7 @@ class Snapshot:
             del leaf
 
     def close(self) -> None:
-        """Releases all leaves: unsaved ones stay unsaved. Safe twice."""
+        """Releases all leaves: unsaved ones stay unsaved. Safe to call twice."""
         with self._condition:
             self._unsaved.clear()
             self._in_use = None
@@ -222,7 +222,7 @@ class EngineStream:
     processes: Sequence[int]  # ascending; each writes a file
 
     def close(self) -> None:
-        """Lets the run write all leaves: unsaved ones stay unsaved. Safe twice."""
+        """Lets the run write all leaves: unsaved ones stay unsaved. Safe to call twice."""
         self.snapshot.close()
         self.adam.close()
 

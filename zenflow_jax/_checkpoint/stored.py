@@ -125,7 +125,7 @@ class _Tensor:
     shape: tuple[int, ...]
 
     def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        """Reads a slice into `out`; refuses a deleted or replaced file."""
+        """Reads a slice into `out`; rejects a deleted or replaced file."""
         change = "deleted"
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             if _stamp(file.fileno()) == self.stamp:
@@ -145,7 +145,7 @@ def _stamp(file: int) -> tuple[int, int]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
-    """Returns a file's metadata, and its arrays by name; refuses an incomplete file."""
+    """Returns a file's metadata, and its arrays by name; rejects an incomplete file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

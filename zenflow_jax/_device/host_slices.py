@@ -1,4 +1,4 @@
-"""Refuses slices of host memory inside loops where XLA for GPUs gets them wrong.
+"""Rejects slices of host memory inside loops where XLA for GPUs gets them wrong.
 
 XLA annotates such a slice with an offset and a step in bytes, and its runtime copies by these. In
 jax 0.10.2 and 0.11.0 they do not match the index (openxla/xla#46231, fixed in 0.11.1): layers are

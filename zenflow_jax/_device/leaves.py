@@ -71,7 +71,7 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Refuses parameters whose shapes or dtypes differ from the state's."""
+    """Rejects parameters whose shapes or dtypes differ from the state's."""
     for leaf, spec in zip(weights, specs, strict=True):
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape != spec.shape or dtype != spec.dtype:
@@ -91,7 +91,7 @@ def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list
 
 
 def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
-    """Returns the parameters' leaves; refuses parameters or gradients that do not fit the state."""
+    """Returns the parameters' leaves; rejects parameters or gradients that do not fit the state."""
     if not isinstance(state, ZenFlowState):
         raise ValueError(
             f"The state is a {type(state).__name__}. Pass the ZenFlowState that `tx.init(params)` "
@@ -128,7 +128,7 @@ def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
 def check_outside_of_shard_map(
     name: str, remedy: str = "call it on the gradients that come out"
 ) -> None:
-    """Refuses calls inside `shard_map` and `pmap`, where each device would decide by itself."""
+    """Rejects calls inside `shard_map` and `pmap`, where each device would decide by itself."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(

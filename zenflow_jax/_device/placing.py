@@ -26,7 +26,7 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
             raise TypeError(
                 f"{spec.name} in `params` is {type(weight).__name__}, not a jax array. Use "
-                "`jax.device_put`, outside of jit."
+                "`jax.device_put`, outside jit."
             )
         check_memory(spec.name, weight)
         if 0 in spec.shape:
@@ -40,7 +40,7 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         if expected is None and placed is not None and placed.mesh.size > 1:
             raise ValueError(
                 f"{spec.name} has the sharding {weight.sharding}, but its state was made for one "
-                "device. Call `tx.init` outside of jit, or pass `param_shardings`."
+                "device. Call `tx.init` outside jit, or pass `param_shardings`."
             )
         if (
             expected is not None

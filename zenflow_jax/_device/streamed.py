@@ -77,7 +77,7 @@ class Streamed:
         return self.weights.dtype
 
     def __jax_array__(self) -> Any:
-        """Refuses conversion to an array, which all jax functions try."""
+        """Rejects conversion to an array, which all jax functions try."""
         raise TypeError(
             f"Only `streaming.scan_layers` can read the {self.dtype} {self.shape} that "
             "`streaming.stream` returned. Use it instead of `jax.lax.scan` or linen's `nn.scan`, "
@@ -85,7 +85,7 @@ class Streamed:
         )
 
     def __getitem__(self, _: Any) -> Any:
-        """Refuses indexing, by which nnx reads its variables."""
+        """Rejects indexing, by which nnx reads its variables."""
         return self.__jax_array__()
 
 
@@ -123,7 +123,7 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 
 def check_layers_whole(spec: LeafSpec) -> None:
-    """Refuses leaves that a mesh divides along their first axis, or that have Explicit axes."""
+    """Rejects leaves that a mesh divides along their first axis, or that have Explicit axes."""
     place = spec.placement
     if place is not None and (place.block[0] or place.explicit):
         how = (

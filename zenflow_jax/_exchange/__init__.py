@@ -1,1 +1,1 @@
-"""Transfers between device and host, and the threads that make them."""
+"""Transfers between device and host, and the threads that run them."""

@@ -1,7 +1,7 @@
-"""Checks the arguments that users pass to `HostEngine`, at its start and in every call.
+"""Checks the arguments that users pass to `HostEngine` and to its methods.
 
-Each call compares shardings with the last correct ones: a compiled step returns the same objects
-every time. Step tokens prove that no mail was lost.
+Each call compares shardings with the last correct ones, because a compiled step returns the same
+objects every time. Step tokens prove that no mail was lost.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from zenflow_jax._spec.scalars import USED
 
 
 def is_compact(host_state: Any) -> bool:
-    """Returns whether the host keeps moments in 8 bits; refuses any other `host_state`."""
+    """Returns whether the host keeps moments in 8 bits; rejects an invalid `host_state`."""
     check_one_of("host_state", host_state, ("float32", "compact"))
     return host_state == "compact"
 
@@ -34,7 +34,7 @@ def is_compact(host_state: Any) -> bool:
 def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any], int]:
     """Returns the state, each leaf's parameter, and how many arrays had to be put back.
 
-    Trainers may move a state before they compile. `fresh`: the state must come from `tx.init`.
+    Trainers may move a state before they compile. A `fresh` state must come from `tx.init`.
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
@@ -51,7 +51,7 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     return state, weights, moved
 
 
-# flax is imported on first use: importing it takes as long as importing this whole library.
+# flax is imported on first use, because that takes as long as importing this whole library.
 
 
 def is_nnx_pair(values: Sequence[Any]) -> bool:
@@ -61,7 +61,7 @@ def is_nnx_pair(values: Sequence[Any]) -> bool:
 
 
 def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Returns a pair's parameters and optimizer state; refuses anything else."""
+    """Returns a pair's parameters and optimizer state; rejects anything else."""
     from flax import nnx
 
     for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
@@ -87,7 +87,7 @@ def _check_arrays(arrays: Sequence[Any]) -> None:
         if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             raise TypeError(
                 f"The optimizer state has a {type(x).__name__} in place of a jax array. Pass the "
-                "state that `tx.init` or the step returned, outside of jit (jit the step, and not "
+                "state that `tx.init` or the step returned, outside jit (jit the step, and not "
                 "the function that `attach` returns). For flax nnx, pass model and optimizer to "
                 "`exchange_nnx` or `flush_nnx`. Put NumPy arrays from a checkpoint where "
                 "`tx.init(params)` has them: `jax.device_put(x, like.sharding)`, as in "
@@ -96,7 +96,7 @@ def _check_arrays(arrays: Sequence[Any]) -> None:
 
 
 def _check_one_run(state: ZenFlowState) -> None:
-    """Refuses the stacked states that `jax.vmap(tx.init)` makes."""
+    """Rejects the stacked states that `jax.vmap(tx.init)` makes."""
     shape = np.shape(state.step)
     if shape:
         raise ValueError(
@@ -109,14 +109,14 @@ def _check_fresh(state: ZenFlowState) -> None:
     step = int(read(state.step))
     if step:
         raise ValueError(
-            f"The state is after {step} steps, but a new engine lacks the moments of the deferred "
+            f"The state has taken {step} steps, but a new engine lacks the moments of the deferred "
             "channels. Make the engine before the first step; or pass the `engine_state` that was "
             "saved with this state; or start from the parameters alone, with `tx.init(params)`."
         )
 
 
 def _check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
-    """Refuses parameters on other devices than their state, or in another device order."""
+    """Rejects parameters on other devices than their state, or in another device order."""
     for weight, leaf in zip(weights, state.leaves, strict=True):
         of_weight, of_state = _devices(weight.sharding), _devices(leaf.mu.sharding)
         if of_weight != of_state:
@@ -134,7 +134,7 @@ def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
 
 
 def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
-    """Refuses wrappers around the state whose branches jax could not trace."""
+    """Rejects wrappers around the state whose branches jax could not trace."""
     around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
     if around and state.send_gradients == SendGradients.AFTER_STEP:
         wrapper = type(around[0]).__name__.removesuffix("State")
@@ -161,7 +161,7 @@ def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 class Expected:
-    """Refuses states and parameters from outside an engine's run. For one calling thread."""
+    """Rejects states and parameters from outside an engine's run. For use in one thread only."""
 
     def __init__(
         self,
@@ -186,19 +186,19 @@ class Expected:
         state = find_state(opt_state)
         if [x.spec for x in state.leaves] != self._specs or state.schedule != self._schedule:
             raise ValueError(
-                "The state has other leaves or settings than this engine's run. Make an engine for "
+                "The state's leaves or settings differ from this engine's run. Make an engine for "
                 "each run."
             )
-        _check_arrays([state.step_scalars.ints])  # checking all would take long
+        _check_arrays([state.step_scalars.ints])  # checking all would be slow
         return state
 
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
         """Returns a step's state with all arrays in place; moves misplaced arrays once in a run.
 
-        On a mesh each device would mistake its piece of a misplaced array for other channels. Mail
-        in device memory has not left during the step, and occupies the memory that it should free.
+        On a mesh, each device would mistake its piece of a misplaced array for other channels. Mail
+        in device memory did not leave during the step, and occupies memory that it should free.
         """
-        # Programs themselves refuse arrays on other devices than the parameters.
+        # Programs themselves reject arrays and parameters on different devices.
         watched = state.mail, state.leaves if self._on_mesh else ()
         shardings = [x.sharding for x in jax.tree.leaves(watched)]
         if _same(shardings, self._of_state):
@@ -225,7 +225,7 @@ class Expected:
         return placed
 
     def take(self, params: Any) -> "CallerTree":
-        """Splits parameters into leaves; refuses other shapes, dtypes or placements."""
+        """Splits parameters into leaves; rejects different shapes, dtypes or placements."""
         taken = CallerTree(*self._places(params), self._offloaded)
         check_leaves(taken.weights, self._specs)
         shardings = [getattr(weight, "sharding", None) for weight in taken.weights]
@@ -256,7 +256,7 @@ def _has_moved(old: LeafState, new: LeafState) -> bool:
 
 
 class Tokens:
-    """The step tokens of one engine's states. For one calling thread.
+    """The step tokens of one engine's states. Must be used from one thread only.
 
     `number` identifies the run, and is the same in all processes. Two runs that resume from the
     same checkpoint have different tokens.
@@ -264,9 +264,9 @@ class Tokens:
 
     def __init__(self, state: ZenFlowState, number: int):
         self.last = state.token  # in the last returned state
-        self.number = int(read(state.token))  # the same as a Python number
+        self.number = int(read(state.token))  # the token as a Python number
         self._run = number
-        # The token, and its number, that a flush has replaced since the last step.
+        # The token and number that a flush has replaced since the last step.
         self._replaced: tuple[jax.Array, int] | None = None
         self._stepped = False  # whether the engine has seen a step
         self._repeated = False  # whether the last returned state was passed again
@@ -279,7 +279,7 @@ class Tokens:
         return number
 
     def renew(self, like: jax.Array) -> jax.Array:
-        """Makes a new token after a flush, so that the old state is refused."""
+        """Makes a new token after a flush, so that the old state is rejected."""
         self._replaced = (self.last, self.number)
         self._make(self.number + 500_009, like)
         return self.last
@@ -288,7 +288,7 @@ class Tokens:
         """Returns whether this is the last returned state, passed again for the first time.
 
         Trainers that run their hooks again at the end pass it. So does a loop that drops its step's
-        results: `check_new_step` refuses the next step.
+        results, whose next step `check_new_step` rejects.
         """
         if self._repeated or not self._stepped or state.token is not self.last:
             return False
@@ -296,7 +296,7 @@ class Tokens:
         return True
 
     def check_new_step(self, state: ZenFlowState) -> None:
-        """Refuses a state without a new step since the last call, and a dropped step."""
+        """Rejects a state without a new step since the last call, and a dropped step."""
         self._check_flushed(state)
         if state.token is self.last:
             raise RuntimeError(
@@ -311,9 +311,9 @@ class Tokens:
             )
 
     def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
-        """Refuses any state but the last returned; returns whether this is a copy of it.
+        """Rejects any state but the last returned; returns whether this is a copy of it.
 
-        A step without an update makes a copy: a micro-batch of `optax.MultiSteps`. Waits for it.
+        A step without an update, a micro-batch of `optax.MultiSteps`, makes a copy. Waits for it.
         """
         self._check_flushed(state)
         self._repeated = False  # training may continue after a flush
@@ -323,14 +323,14 @@ class Tokens:
         if number == self.number:
             return True
         raise RuntimeError(
-            f"The step's mail is not exchanged yet. Call `exchange` first, then `{name}`."
+            f"The step's mail has not been exchanged yet. Call `exchange` first, then `{name}`."
             if number == USED
             else "The state is from another step or run. Pass the state that the last `exchange` "
             f"returned to `{name}`."
         )
 
     def _check_flushed(self, state: ZenFlowState) -> None:
-        """Refuses the last flush's argument, a copy of it, or a step made from it."""
+        """Rejects the last flush's argument, a copy of it, or a step made from it."""
         if self._replaced is None or state.token is self.last:
             return
         replaced, number = self._replaced

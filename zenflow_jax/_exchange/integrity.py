@@ -32,13 +32,13 @@ from zenflow_jax._spec.schedule import Schedule
 
 # Leaves in one comparison. Each costs the dispatch of two small programs.
 _LEAVES_PER_COMPARISON = 8
-# The least steps between comparisons; a prime, so that they fall on all steps in a window.
+# The minimum number of steps between comparisons; a prime, to cover all steps in a window.
 _INTERVAL = 7
 # Channels compared in each stack entry.
 _CHANNELS = 4
 #: Relative tolerances between two programs: for a step, whose `1 - b**n` may be off by a few units
-#: in the last place of the power (with b2 = 0.99999 a hundredth), and for a float32 parameter. A
-#: false positive would abort a correct run; a transformation after `zenflow` changes steps by more.
+#: in the last place of the power (1 % with b2 = 0.99999), and for a float32 parameter. A false
+#: positive would abort a correct run; a transformation after `zenflow` changes steps by more.
 _OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
 
 
@@ -55,15 +55,15 @@ class _Extent:
         return None if self.everything else _CHANNELS
 
     def sample(self, x: Array) -> Array:
-        # A copy: jit would return its own argument, which the next step donates.
+        # Copied, because jit would return its own argument, which the next step donates.
         return jnp.copy(x) if self.everything else sample_of(x)
 
 
 class Integrity:
-    """Checks the parameters of one engine's run. For one calling thread.
+    """Checks the parameters of one engine's run. Must be used from one thread only.
 
     All processes have the same counts, so the same call raises in each. `everything` compares all
-    values at each step, which needs another copy of the parameters on the device.
+    values at each step, which needs a second copy of the parameters on the device.
     """
 
     def __init__(self, state: ZenFlowState, *, everything: bool):
@@ -74,14 +74,14 @@ class Integrity:
         self._extent = _Extent(state.schedule, everything)
         compared = [i for i, spec in enumerate(self._specs) if 0 not in spec.shape]
         gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_COMPARISON)
-        # Each comparison has leaves from all over the tree.
+        # Spreads each comparison's leaves over the whole tree.
         self._batches = [compared[start::gap] for start in range(gap)]
         self._turn = 0
         self._since = _INTERVAL
         self._before: list[_Rows] | None = None
 
     def check(self, until: int) -> None:
-        """Waits for the counts of steps up to `until`; raises if any count was ever not zero."""
+        """Waits for the counts of steps up to `until`; raises if any count was ever nonzero."""
         while not self._error and self._unread and self._unread[0][0] <= until:
             step, names, counts = self._unread.popleft()
             values = jax.device_get(counts)  # every device has all counts
@@ -91,8 +91,8 @@ class Integrity:
                     f"Something other than zenflow changed {first_names(changed)} in or after step "
                     f"{step}, and this engine takes no more steps. Pass each step the parameters "
                     "that the last `exchange` or `flush` returned, and apply updates with "
-                    "`optax.apply_updates`. Put zenflow last in its chain; set a variable rate by "
-                    "`learning_rate` and `optax.inject_hyperparams`. To change weights in mid-run, "
+                    "`optax.apply_updates`. Put zenflow last in its chain; set a variable rate "
+                    "with `learning_rate` and `optax.inject_hyperparams`. To change weights mid-run, "
                     "call `flush`, `tx.init(params)` and make a new engine."
                 )
         if self._error:
@@ -101,7 +101,7 @@ class Integrity:
     def step_made(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
     ) -> None:
-        """Compares the leaves that were noted before the step with the step's results."""
+        """Compares the step's results with the values that were noted before it."""
         self._step += 1
         self._since += 1
         before, self._before = self._before, None
@@ -114,18 +114,18 @@ class Integrity:
             _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
             for i, rows in zip(batch, before, strict=True)
         ]
-        # Scalars stay apart, as nothing joins arrays outside of programs: some GPUs compute single
-        # operations wrongly (jax-ml/jax#40633).
+        # Scalars stay separate, because no arrays are joined outside programs: some GPUs compute
+        # single operations incorrectly (jax-ml/jax#40633).
         self._unread.append((self._step, [self._specs[i].name for i in batch], counts))
 
     def forget(self) -> None:
-        """Drops the noted values, because something other than a step moves parameters."""
+        """Drops the noted values, for changes to the parameters between steps."""
         self._before = None
 
     def note_parameters(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], *, if_due: bool
     ) -> None:
-        """Notes values before a step: everything, or some leaves' now and then, `if_due`."""
+        """Notes values before a step: all of them or, `if_due`, those of a few leaves."""
         due = self._extent.everything or (if_due and self._since >= _INTERVAL)
         if self._batches and due:
             self._since = 0
@@ -142,7 +142,7 @@ def _alone(leaf: LeafState) -> LeafState:
 
 
 class _Rows(NamedTuple):
-    """Some values of a parameter, on each device."""
+    """Samples of a parameter on each device."""
 
     selected: Array | None  # from selected channels or a resident leaf; at least one axis
     samples: Array | None  # from all channels; None for a resident leaf
@@ -218,7 +218,7 @@ def _count_selected(
     of_step: AdamScalars,
     extent: _Extent,
 ) -> Array:
-    """Counts values in selected channels, or in a resident leaf, that the step did not make."""
+    """Counts values in selected channels or a resident leaf that do not match the step."""
     spec = shard.part
 
     def sampled(x: Array) -> Array:
@@ -230,7 +230,7 @@ def _count_selected(
 
     old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     if leaf.master is not None:
-        # Either neighbour is correct: a device compiler may leave out one rounding.
+        # Either neighbour is correct, because a device compiler may omit a rounding.
         kind = jnp.finfo(spec.dtype)
         expected = sampled(leaf.master)
         slack = float(kind.eps) / 2 * jnp.abs(expected) + float(kind.smallest_subnormal)

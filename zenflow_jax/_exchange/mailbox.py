@@ -2,8 +2,8 @@
 
 A step gets placeholder buffers for its mail in the state, and returns its mail in new buffers, or
 in the same ones if it donates them. `send` gives the mail to the worker, which frees it; `refill`
-puts placeholders back, usually the same every time, because no step reads them. With "after_step" a
-placeholder is one element per device; with "per_window" it is zeros for the next sums.
+puts placeholders back, usually the same every time, because no step reads them. With "after_step",
+a placeholder is one element per device; with "per_window", it is zeros for the next sums.
 """
 
 from collections import deque
@@ -24,13 +24,13 @@ from zenflow_jax._spec.groups import of_group
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import StepScalars
 
-# The most steps that Python may run ahead with "per_window". There the scalars of a step may queue
-# behind a window's sums, so `send` itself enforces the limit.
+# The maximum number of steps that Python may run ahead with "per_window", where a step's scalars
+# may queue after a window's sums, so `send` itself enforces the limit.
 _AHEAD = 2
 
 
 class Mailbox:
-    """Sends mail from the caller's side. For one calling thread."""
+    """Sends mail from the caller's side. Must be used from one thread only."""
 
     def __init__(self, worker: Worker, state: ZenFlowState, tokens: Tokens):
         self._worker, self._tokens = worker, tokens
@@ -49,8 +49,8 @@ class Mailbox:
         # Whether each leaf still owns its placeholder. A step with a branch reads placeholders, and
         # may donate each array only once. If the first step donates none, similar leaves share one.
         self._unshared = self._sending.in_step
-        # Not waited for yet. Completion order differs across processes, and all must wait at the
-        # same points (`Worker.check`).
+        # Mail not yet waited for. Completion order differs across processes, and all must wait at
+        # the same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
         # With "per_window", two windows' step scalars and two sums.
         self._most = IN_FLIGHT.get(state.send_gradients, 2 * state.schedule.longest_window + 2)
@@ -61,7 +61,7 @@ class Mailbox:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
         while len(self._unread) >= self._most:
             self._take_back()
-        # Before the mail is handed over: this call releases the GIL, and the caller would get it
+        # Call this before handing over the mail: it releases the GIL, and the caller would get that
         # back only after the worker's threads have visited every leaf.
         token = self._tokens.advance(step, state.token)
         if self._sending.sums_on_device:
@@ -124,13 +124,13 @@ class Mailbox:
 def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
     """Returns a function that extracts a group's sums from a state's mail.
 
-    Its results are the sums, and the leaves' arrays with zeros in their places, by leaf number;
-    `specs` has leaf numbers, too. Sums of whole leaves are not donated: an old state that makes a
-    step gets a clear error, which a donated array would preempt with XLA's.
+    The function returns the sums, and the leaves' arrays with zeros in their places, by leaf
+    number; `specs` is keyed by leaf number, too. Sums of whole leaves are not donated, so that a
+    step from an old state raises a clear error instead of XLA's.
     """
     ranges = {i: spec for i, spec in specs.items() if spec.start is not None}
-    # Zeros depend on no input, so on a mesh the compiler would place them anywhere. On one device
-    # they are committed if the program's unused argument is.
+    # Zeros do not depend on an input, so on a mesh the compiler could place them anywhere. On one
+    # device, they are committed if the program's unused argument is.
     shardings = {i: mail[i].sharding for i in specs}
     placed = {i: x if isinstance(x, NamedSharding) else None for i, x in shardings.items()}
 

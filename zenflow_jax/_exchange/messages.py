@@ -17,7 +17,7 @@ from zenflow_jax._spec.scalars import MISUSED, USED, StepScalars
 @dataclass(eq=False, kw_only=True)
 class _Message:
     done: Future = field(default_factory=Future)
-    begun: bool = False  # whether the worker has started on it
+    begun: bool = False  # whether the worker has started it
     arrived: Future | None = None  # resolves to its arrays in host memory; None without arrays
 
     def arrays(self) -> Any:
@@ -31,16 +31,16 @@ class _Message:
 
 @dataclass(eq=False)
 class Mail(_Message):
-    """One step's mail, owned by the worker. `done` resolves when the worker has taken it in."""
+    """One step's mail, owned by the worker. `done` resolves when the worker has processed it."""
 
     step: int  # the expected step
     token: int  # the expected token
-    gradients: list[jax.Array]  # one array for each leaf; empty where the device adds them up
+    gradients: list[jax.Array]  # one array for each leaf; empty if the device sums them
     step_scalars: StepScalars
-    on_device: bool  # gradients and scalars are still on the device
+    on_device: bool  # whether gradients and scalars are still on the device
 
     def check(self, step: int, token: int) -> None:
-        """Refuses mail of another step or with another token."""
+        """Rejects mail with a different step or token."""
         if token == USED:
             raise RuntimeError(
                 f"Step {step} followed another step without an `exchange`, so mail is lost. Call "
@@ -51,7 +51,7 @@ class Mail(_Message):
             raise RuntimeError(
                 f"The gradients of streamed layers at step {step} are not as `jax.grad` returns "
                 "them, and the parameters are now NaN: something scaled or summed them, used a "
-                "layer twice or not at all, or read the weights elsewhere. Correct that "
+                "layer twice or not at all, or read the weights outside. Fix the model "
                 '(docs/gradients.md, "Scanned layers"), and resume from a checkpoint.'
             )
         if step == 0:  # scalars that no step has written
@@ -85,9 +85,9 @@ class Close(_Message):
     """Closes a group's open window. `done` gives its update, for each part and device.
 
     Parts that are not prefetched have no update. If no step in the window counted, the list is
-    empty. Channels may change hands first: the worker owns the leaving arrays until `entered`
-    resolves. That gives the newly selected channels' arrays for each part and device, (master, mu,
-    nu, steps) or None.
+    empty. Channels may be handed over first: the worker owns the leaving arrays until `entered`
+    resolves to the newly selected channels' arrays for each part and device, (master, mu, nu,
+    steps) or None.
     """
 
     group: int
@@ -107,11 +107,11 @@ class Receiver:
     def __init__(self, offloaded: OffloadedLeaves, recorder: Recorder):
         self._offloaded, self._recorder = offloaded, recorder
         self._mail = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
-        # A second thread, so that the next window's scalars do not wait behind a window's sums.
+        # A second thread, so that the next window's scalars do not wait for a window's sums.
         self._sums = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
 
     def receive(self, item: Mail | Sums, arrived: Callable[[], None]) -> None:
-        """Starts to wait for a message's arrays; calls `arrived` when they are in host memory."""
+        """Starts waiting for a message's arrays; calls `arrived` when they are in host memory."""
         if isinstance(item, Mail):
             item.arrived = self._mail.submit(self._receive_mail, item, self._recorder.step_taken())
         else:
@@ -119,7 +119,7 @@ class Receiver:
         item.arrived.add_done_callback(lambda _: arrived())
 
     def close(self) -> None:
-        """Takes no more messages; does not wait."""
+        """Stops accepting messages; does not wait."""
         self._mail.shutdown(wait=False)
         self._sums.shutdown(wait=False)
 
@@ -131,12 +131,12 @@ class Receiver:
             pieces = [part.of(item.gradients[part.leaf]) for part in self._offloaded.firsts]
         if item.on_device:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
-        # Mail that the step sent itself is ready as a whole at its end; other mail comes later.
+        # Mail that the step itself sent is complete when the step ends; other mail arrives later.
         jax.block_until_ready((step_scalars, item.step_scalars))
         self._recorder.step_ended(item.step, times)
         jax.block_until_ready(pieces)
         self._recorder.mail_arrived(item.step)
-        # Only now, after the caller has dropped them: the last holder has to free them.
+        # Dropped only now, after the caller did, because the last holder has to free them.
         item.gradients.clear()
         return pieces, step_scalars
 

@@ -1,7 +1,7 @@
-"""This process's parts of offloaded leaves: cut out of global arrays, and assembled again.
+"""This process's parts of offloaded leaves: cut out of global arrays, and reassembled.
 
 The host keeps each part of this process's devices once, however many devices hold it. All arrays on
-a mesh list their local pieces in the same order: a device's *position*.
+a mesh list their local pieces in the same order; a device's place in it is its *position*.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ class Part:
 
     def of(self, x: jax.Array | None) -> jax.Array:
         """Returns the part's piece of `x`, from its first device; `x` is placed like the leaf."""
-        assert x is not None, "a part is of an offloaded leaf"
+        assert x is not None, "a part belongs to an offloaded leaf"
         return x.addressable_data(self.positions[0])
 
     def cut(self, piece: np.ndarray) -> np.ndarray:
-        """Slices this part's range out of the device's piece, if the piece has more."""
+        """Slices this part's range out of the device's piece, if the piece is larger."""
         if self.spec.start is None or piece.shape[0] == self.spec.shape[0]:
             return piece
         return piece[self.index[0]]
@@ -55,7 +55,7 @@ class Part:
         return self.cut(piece.reshape(without_units(piece.shape, len(self.spec.shape))))
 
     def on_devices(self, arrays: Any) -> list[Any]:
-        """Uploads a tree of the part's NumPy arrays to each device; the copies may still run."""
+        """Starts to upload a tree of the part's NumPy arrays to each device."""
         return [upload(arrays, device) for device in self.devices]
 
 
@@ -100,7 +100,7 @@ class OffloadedLeaves:
         numbers_of: Callable[[int], np.ndarray],
         put: Callable[[np.ndarray, Any], jax.Array],
     ) -> list[jax.Array]:
-        """Puts a leaf's pieces on this process's devices, joined from their parts' numbers."""
+        """Puts a leaf's pieces on this process's devices, joined from their parts' values."""
         by_position = {}
         for numbers in self.pieces:
             part = self.parts[numbers[0]]
@@ -117,7 +117,7 @@ class OffloadedLeaves:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The leaves, or ranges of leaves, that close their windows together."""
+    """The leaves, or ranges of leaves, whose windows close together."""
 
     leaves: tuple[int, ...]  # numbers among the offloaded leaves
     specs: tuple[LeafSpec, ...]  # for leaves or ranges
@@ -156,7 +156,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     for number, (spec, sent) in enumerate(zip(specs, mail, strict=True)):
         axis = spec.axis
         assert axis is not None
-        # Not the shards' own indices: before a step mail may be smaller than the leaf.
+        # The shards' own indices would be wrong: before a step, mail may be smaller than the leaf.
         shape = shape_with_rank(spec.shape, sent.ndim)
         indices = sent.sharding.addressable_devices_indices_map(shape)
         holders: dict[tuple[tuple[int, int], ...], list[tuple[int, Any, int]]] = {}
@@ -188,7 +188,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
 
 
 def within(specs: Sequence[LeafSpec], budget: int | None) -> set[tuple[int, int | None]]:
-    """Returns the first ranges, (leaf, start), that fit into `budget` bytes on each device."""
+    """Returns the first ranges, (leaf, start), that fit in `budget` bytes on each device."""
     used, fits = 0, set()
     for leaf, spec in enumerate(specs):
         for part in spec.ranges:
@@ -215,7 +215,7 @@ def new_host_state(
     parts, states = offloaded.parts, offloaded.pick(state.leaves)
     return HostState(
         [part.spec for part in parts],
-        # A generator: besides the masters there is only room for the copy of one part.
+        # A generator, because besides the masters there is only room for a copy of one part.
         (host_part(weights[part.leaf], part) for part in parts),
         (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
         adam,
@@ -227,7 +227,7 @@ def new_host_state(
 
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:
     piece = piece_of(weight, part.index)
-    assert piece is not None, "a part of this process lies in one of its blocks"
+    assert piece is not None, "this process's parts are inside its blocks"
     return piece
 
 
@@ -270,7 +270,7 @@ def keep_sharding(new: jax.Array, old: jax.Array) -> jax.Array:
 
     jit distinguishes `P("data")` from `P("data", None)`, and compiles a step for each.
     """
-    # Identity first: comparing takes longer.
+    # Identity first, because comparing is slower.
     if new.sharding is old.sharding or not isinstance(old.sharding, NamedSharding):
         return new
     if new.sharding == old.sharding:
@@ -293,7 +293,7 @@ def replace_selection(
     scores: jax.Array,
     pieces: Sequence[tuple[jax.Array, ...] | None],
 ) -> tuple[LeafState, jax.Array | None]:
-    """Returns a leaf's state with newly selected channels, and their masters."""
+    """Returns a leaf's state with newly selected channels and their masters."""
     assert leaf.channels is not None
     assert leaf.scores is not None
     leaf = leaf._replace(

@@ -1,6 +1,6 @@
-"""Propagates one process's failure to the other processes, which may wait in a collective.
+"""Propagates one process's failure to the other processes, which may be waiting in a collective.
 
-JAX notices a dead process 100 s after its last heartbeat, but not a program that ends with an
+JAX detects a dead process 100 s after its last heartbeat, but not a program that ends with an
 error: that process waits for the others at exit, they wait for it in a collective, and after 300 s
 JAX aborts them all. A program that catches the error blocks the others forever.
 """
@@ -22,13 +22,13 @@ import jax
 # A poll costs the service half a millisecond, so it can serve a thousand processes.
 POLL_S = 1.0
 GRACE_S = 30.0
-# Rank 0 runs the service. When it ends, JAX aborts the others, with messages that hide the reason.
-# So it ends last, after `LAST_BY` more polls.
+# Rank 0 runs the service. When it ends, JAX aborts the others, with messages that hide the reason,
+# so it ends last, after `LAST_BY` more polls.
 SERVICE = 0
 LAST_BY = 3
 # The point of a process that left by closing its engine; others leave where they raise a failure.
 CLOSED = "close"
-# Longer messages are cut to this many characters.
+# Longer messages are truncated to this many characters.
 LONGEST = 4000
 
 
@@ -39,11 +39,11 @@ class PeerMonitor:
     have all left at the same point have dispatched the same programs, and none waits for another:
     the monitor then ends silently. Otherwise, `grace_s` after a failure is known, each process ends
     itself with code 1, and writes the message and its threads' stacks to stderr: some processes are
-    stuck already, and the others would be in their next collective. Each announces this in advance.
-    The interpreter's exit has the same time limit. Polls are `poll_s` apart.
+    already stuck, and the others would be in their next collective. Each process announces this in
+    advance. The interpreter's exit has the same time limit. Polls are `poll_s` apart.
 
     Call `start` first, then the other methods, from any thread and any number of times. They
-    neither wait nor raise. `name` identifies the engine, and is the same in all its `processes`.
+    neither wait nor raise. `name` identifies the engine and is the same in all its `processes`.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class PeerMonitor:
         # This process's events (kind, text), for the thread. A `SimpleQueue`, because the garbage
         # collector may call `close` on a thread that is inside `put` or `get`.
         self._events: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._done = threading.Event()  # the thread makes no more requests
-        # Only the thread uses the rest.
+        self._done = threading.Event()  # set when the thread makes no more requests
+        # The attributes below are used only by the thread.
         self._failed: dict[int, str] = {}  # each failed process's message
         self._left: dict[int, str] = {}  # the point at which each process left
         self._known = {"failed": self._failed, "left": self._left}
@@ -114,7 +114,7 @@ class PeerMonitor:
 
         The interpreter must not end while the thread is inside a request: C++ would abort.
         """
-        if self._thread.is_alive():  # not so in a fork
+        if self._thread.is_alive():  # not in a forked process
             self.close()
             self._put("exit", "")
             self._done.wait()
@@ -132,17 +132,17 @@ class PeerMonitor:
         announced = False
         while not self._all_left():
             if self._failed and not announced:
-                # Not in the first round: usually all processes are about to raise it.
+                # Not in the first round, because usually all processes are about to raise it.
                 self._announce()
                 announced = True
-            # At exit the main thread waits for this thread.
+            # At exit, the main thread waits for this thread.
             self._drain_events(self._poll_s / 10 if self._exits else self._poll_s)
             try:
                 self._publish()
                 self._poll()
             except jax.errors.JaxRuntimeError:
                 # The service is down or overloaded. If it does not recover, JAX ends the processes,
-                # unless this process shut it down, which it may do after it has left.
+                # unless this process shut it down, which it may do after leaving.
                 if self._me in self._left and not self._failed:
                     return
             now = time.monotonic()
@@ -151,7 +151,7 @@ class PeerMonitor:
                 end = now + self._grace_s + last_by
                 self._notify_worker()
             if self._exits and self._failed:
-                # The exit continues, and may get stuck: this thread does not outlive it.
+                # The exit continues, and may get stuck; this thread does not outlive it.
                 if not announced:
                     # This process's own error, if any, may not give the reason.
                     self._announce()
@@ -164,10 +164,10 @@ class PeerMonitor:
             if self._exits:
                 exit_end = min(exit_end, now + self._grace_s)
             if now >= exit_end:
-                return  # the others are slow, and JAX's exit has a timeout of its own
+                return  # the others are slow, and JAX's exit has its own timeout
 
     def _all_left(self) -> bool:
-        """Returns whether all have left at the same point, this process's leave published."""
+        """Returns whether all have left at the same point, and this process has announced it."""
         points = set(self._left.values())
         return (
             "left" in self._published and self._left.keys() == self._processes and len(points) == 1
@@ -189,7 +189,7 @@ class PeerMonitor:
     def _publish(self) -> None:
         for kind, known in self._known.items():
             if (text := known.get(self._me)) is not None and kind not in self._published:
-                # Overwrites, because a failed request may have arrived.
+                # Overwrites, because a failed request may still have arrived.
                 self._client.key_value_set(f"{self._directory}{self._me}/{kind}", text, True)
                 self._published.add(kind)
 
@@ -237,13 +237,13 @@ class PeerMonitor:
 
 
 def _write_stderr(text: str) -> None:
-    # Not through `sys.stderr`: a stuck thread may hold its lock. The pipe may have no reader.
+    # Bypasses `sys.stderr`, whose lock a stuck thread may hold. The pipe may have no reader.
     with contextlib.suppress(OSError):
         os.write(2, f"zenflow_jax: {text}".encode())
 
 
 def _connect() -> Any:
-    # JAX has no public key-value store, nor another channel between processes that bypasses the
+    # JAX has no public key-value store or other channel between processes that bypasses the
     # devices. Checked on jax 0.10.0, 0.10.2 and 0.11.2. Imported here, so that single-process runs
     # do not depend on it.
     from jax._src import distributed
@@ -251,7 +251,7 @@ def _connect() -> Any:
     client = distributed.global_state.client
     if client is None:
         raise RuntimeError(
-            "The parameters are on devices of several processes, but `jax.distributed` is not "
+            "The parameters are on several processes' devices, but `jax.distributed` is not "
             "initialized. Call `jax.distributed.initialize` before any other jax function."
         )
     return client

@@ -20,8 +20,8 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients, UnfitRunError
 from zenflow_jax._spec.schedule import Schedule
 
-#: The most unread mails, which limits how far Python runs ahead of the device. With "per_window"
-#: `Mailbox.send` has another limit.
+#: The maximum number of unread mails, which limits how far Python runs ahead of the device. With
+#: "per_window", `Mailbox.send` has another limit.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
 #: Platforms on which jax has a separate, limited pool of pinned memory for each device
@@ -30,7 +30,7 @@ _GPUS = ("gpu", "cuda", "rocm")
 
 
 def buffers(state: ZenFlowState) -> float:
-    """Returns the most mails in host memory at once; a part of a mail counts as a fraction."""
+    """Returns the maximum number of mails in host memory at once, fractions included."""
     specs, shares = _offloaded(state)
     if state.send_gradients.sums_on_device:
         of_groups = [0.0] * state.schedule.groups
@@ -45,7 +45,7 @@ def buffers(state: ZenFlowState) -> float:
         placeholders = sum(shapes.values())
     unread = IN_FLIGHT[state.send_gradients]
     # An update that must arrive at the next step keeps Python from running ahead: one mail is in
-    # flight, or is being written.
+    # flight or is being written.
     if state.schedule.groups > 1 and state.schedule.staleness in (0, 1):
         unread = 0 if written else 1
     kept = most_kept(state)
@@ -56,11 +56,11 @@ def buffers(state: ZenFlowState) -> float:
 
 
 def most_kept(state: ZenFlowState) -> float:
-    """Returns the most mails that a host would keep if it added none up."""
+    """Returns the maximum number of mails that a host would keep if it summed none."""
     specs, shares = _offloaded(state)
     window, staleness = state.schedule.longest_window, state.schedule.staleness
     if state.schedule.groups == 1:
-        # One window's mails, and those from the steps until its update has arrived.
+        # One window's mails, and those of the steps until its update has arrived.
         return float(window + (window if staleness is None else staleness))
     ages = range(1, window + 1)
     # The last range of a leaf frees the leaf's mail.
@@ -86,7 +86,7 @@ def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[float]]:
 
 
 def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
-    """Returns the largest share of leaves that wait for their update.
+    """Returns the largest share of leaves that wait for their updates.
 
     The group whose window closed last does not count.
     """
@@ -96,7 +96,7 @@ def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
 
 
 def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
-    """Refuses a run that needs more pinned memory than jax has next to one of its devices."""
+    """Rejects a run that needs more pinned memory than jax has for one of its devices."""
     mail, selected = Counter[Any](), Counter[Any]()
     for part in offloaded.parts:
         for device in _senders(state, part):
@@ -109,7 +109,7 @@ def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
 
 
 def check_pinned(needs: Mapping[str, float], platform: str) -> None:
-    """Refuses needs, in bytes by their names, beyond the limit of one GPU's pinned memory."""
+    """Rejects `needs`, bytes by name, that exceed the limit of one GPU's pinned memory."""
     if platform not in _GPUS:
         return
     text = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
@@ -127,7 +127,7 @@ def check_pinned(needs: Mapping[str, float], platform: str) -> None:
         raise UnfitRunError(
             f"One GPU's pinned host memory is too small: the limit is {limit} GiB, but the run "
             f"needs {needed:.1f} ({each}). Set the environment variable "
-            # jax's pool grows by ever larger regions, and returns none.
+            # jax's pool grows by ever larger regions, and never returns them.
             f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts; "
             "that includes a quarter more, for fragmentation."
         )
@@ -136,8 +136,8 @@ def check_pinned(needs: Mapping[str, float], platform: str) -> None:
 def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
     """Allocates the pinned memory that mail will need, and returns it to jax's pool.
 
-    A driver pins memory when the pool first needs it: slowly, and possibly waiting for all devices.
-    That must not happen in the first steps, beside their collectives. The state already has a
+    A driver pins memory when the pool first needs it: slowly, and possibly after waiting for all
+    devices. That must not happen during the first steps' collectives. The state already has a
     placeholder mail.
     """
     # Whole mails, so that the total stays within the limit that `check_pinned_memory` checks.

@@ -16,18 +16,18 @@ from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_
 
 _logger = logging.getLogger("zenflow_jax")
 
-# A group's update: none is pending, it is pending, or it is pending but empty, because no step in
-# its window counted.
+# The status of a group's update: none is pending, one is pending, or one is pending but empty,
+# because no step in its window counted.
 NONE, PENDING, EMPTY = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """An engine's counts, for a checkpoint; the same in every process. Lists have group order."""
+    """An engine's counts, for a checkpoint; equal in all processes. Lists are in group order."""
 
     schedule_state: ScheduleState
     open_steps: Sequence[int]  # steps in the open window, skipped steps included
-    counted: Sequence[int]  # those that are in the sums
+    counted: Sequence[int]  # steps that are in the sums
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
     fingerprints: np.ndarray  # uint32, of all leaves: `fingerprints_alive`; 0 before the first step
@@ -41,14 +41,14 @@ class Counts:
 
 
 class Progress:
-    """The schedule's side of an engine. For one calling thread.
+    """The schedule's side of an engine. Must be used from one thread only.
 
     A decision about a step needs only numbers from earlier steps, so reading them never waits for
-    the step that was dispatched last. They are sums over all processes.
+    the step that was dispatched last. The numbers are sums over all processes.
     """
 
     def __init__(self, schedule: Schedule, offloaded: OffloadedLeaves):
-        self.step = 0  # steps that have passed
+        self.step = 0  # steps taken so far
         self.open_steps = [0] * schedule.groups  # in each open window, skipped steps included
         self.window_lengths: Counter[int] = Counter()
         self.reselections = 0  # over all groups, first selections included
@@ -58,7 +58,7 @@ class Progress:
         self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
         # Whether only updates bring deferred gradients into the parameters.
         self._by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
-        # Not read yet: the last step's, if its window is open, and the last boundaries'.
+        # Statistics not yet read: the last step's, if its window is open, and the last boundaries'.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
 

@@ -42,14 +42,14 @@ from zenflow_jax._exchange.worker import Worker
 
 @dataclasses.dataclass
 class _Pending:
-    """A group's update that has not reached the parameters."""
+    """A group's update that has not yet reached the parameters."""
 
     update: Future  # as `Close.done`
-    before: jax.Array | None = None  # channels selected in its window, if since replaced
+    before: jax.Array | None = None  # channels selected in its window, if replaced since
 
 
 class Updates:
-    """One engine's updates and hand-overs of channels. For one calling thread.
+    """One engine's updates and hand-overs of channels. Must be used from one thread only.
 
     `weights` always means the offloaded leaves' parameters, `leaves` the states of all leaves.
     """
@@ -65,7 +65,7 @@ class Updates:
         self.loads = 0
         #: Each group's selected channels, as `channel_rows` returns them.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
-        #: Donated uploads. The worker frees these: that takes half as long as dispatching a merge.
+        #: Donated uploads. The worker frees these, which takes half as long as dispatching a merge.
         self._merged_uploads: list[Any] = []
         #: Updates that have not reached the parameters, by group, in the order of their windows.
         self.pending: dict[int, _Pending] = {}
@@ -136,7 +136,7 @@ class Updates:
         self.loads += 1
 
     def masters(self, number: int) -> jax.Array:
-        """Returns a leaf's masters on the devices, in parts; those of selected channels are stale.
+        """Returns a leaf's masters on the devices, in parts; selected channels are stale.
 
         The worker must be idle.
         """
@@ -147,7 +147,7 @@ class Updates:
 
         pieces = self._offloaded.on_devices(number, numbers, upload)
         spec, sharding = self._specs[number], self._offloaded.shardings[number]
-        # The uploads may read live masters, which the next update writes.
+        # The uploads may read live masters, which the next update overwrites.
         return jax.block_until_ready(assemble(pieces, spec.shape, sharding))
 
     def note_channels(self, leaves: Sequence[LeafState]) -> None:
@@ -183,7 +183,7 @@ class Updates:
         if not late:
             return uploads
         begin = time.perf_counter()
-        # The late uploads reuse memory of the step that made `after`.
+        # The late uploads reuse memory of the step that produced `after`.
         jax.block_until_ready(after)
         start = time.perf_counter()
         uploads = list(uploads)
@@ -203,7 +203,7 @@ class Updates:
     ) -> list[LeafState]:
         """Closes a group's window and hands channels over; entering channels are up to date.
 
-        Waits for the step that made the arrays `after`. Changes `weights`; returns new `leaves`.
+        Waits for the step that produced `after`. Changes `weights`; returns new `leaves`.
         """
         group, leaves = self._offloaded.groups[number], list(leaves)
         if not group.leaves:
@@ -254,7 +254,7 @@ class Updates:
         return cut_states(states, specs=group.specs) if group.in_ranges else list(states)
 
     def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
-        """Starts to compute which share of the best score a group's selected channels hold."""
+        """Starts computing the fraction of the best score that a group's selected channels hold."""
         group = self._offloaded.groups[number]
         states = group.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]
@@ -277,7 +277,7 @@ class Updates:
                 jax.block_until_ready(uploads)
             update: Future = Future()
             update.set_result(uploads)
-            # By position, each device's rows in the order of leaves.
+            # Each device's rows in the order of leaves, by position.
             rows: dict[tuple[int, Any], list[np.ndarray]] = {}
             for i, part in zip(group.part_numbers, group.parts, strict=True):
                 for place in zip(part.positions, part.devices, strict=True):
@@ -285,6 +285,6 @@ class Updates:
             pieces = [upload(np.concatenate(rows[x], axis=1), x[1]) for x in sorted(rows)]
             like = self._rows[number]
             assert like is not None, "the channels have been noted"
-            # Rows without channels (`topk_ratio=0`) are all the same; jit places them anywhere.
+            # Rows without channels (`topk_ratio=0`) are identical, and jit may place them anywhere.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
             self.pending[number] = _Pending(update, rows_then)

@@ -1,7 +1,7 @@
-"""The worker thread: takes in mail, makes host updates, hands channels over.
+"""The worker thread: takes in mail, makes host updates, and hands channels over.
 
 `post` queues work in order. An update is cut into pieces and runs whenever nothing else can, so
-that the worker can take in the next window's mail meanwhile. That changes no result, because each
+that the worker can take in the next window's mail meanwhile. The result is the same, because each
 window has its own gradient arrays. The thread runs no jitted program or collective.
 """
 
@@ -35,10 +35,10 @@ _POLL_S = 1e-3
 
 
 class Worker:
-    """Owns the thread and the host's arrays. `check` and every open `done` carry failures.
+    """Owns the thread and the host's arrays. `check` and all open `done` futures raise failures.
 
-    Call `start` after everything in its owner that can fail: a running thread keeps all host
-    arrays. Until then, and while the thread is idle, the caller may use `host`, `resume`, `leaves`.
+    Call `start` after everything that can fail in the owner, because a running thread keeps all
+    host arrays. Before that, and while it is idle, callers may use `host`, `resume`, `leaves`.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class Worker:
         max_skipped: int | None = None,
     ):
         self.host = host
-        # The worker's share. Replaced as a whole, so that any thread can read it at any time.
+        # The worker's counts, replaced as a whole so that any thread can read them at any time.
         self.stats = EngineStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self.host.nbytes)
         self.recorder = Recorder()
         self._max_skipped = max_skipped
         self._offloaded = offloaded
-        self._messages: deque[Mail | Sums | Close] = deque()  # not done yet, in order
+        self._messages: deque[Mail | Sums | Close] = deque()  # unfinished, in order
         self._receiver = Receiver(offloaded, self.recorder)
-        self._updates: deque[_Update] = deque()  # begun, in order
+        self._updates: deque[_Update] = deque()  # started, in order
         self._condition = threading.Condition()
-        self._stop: _Stop | None = None  # the reason for the thread to end
-        self._failure: _Failure | None = None  # the reason why it ended, if not closed
+        self._stop: _Stop | None = None  # the request for the thread to end
+        self._failure: _Failure | None = None  # why the thread ended, unless closed
         self._where = "the first mail"  # the thread's current work, for messages
-        # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
+        # A daemon, so that a forgotten engine cannot keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
 
     def start(self, peers: PeerMonitor) -> None:
@@ -88,7 +88,7 @@ class Worker:
         with self._condition:
             self._messages.append(item)
             self._condition.notify()
-        # After the append, so that a failure before or after it reaches the item.
+        # Checked after the append, so that a failure before or after it reaches the item.
         self._break_promises()
 
     @property
@@ -119,9 +119,9 @@ class Worker:
         return leaves
 
     def pause(self, wait: Callable[[Callable[[], bool]], bool]) -> None:
-        """Waits for a save before an array is written, on any thread.
+        """Waits for a save before an array is overwritten, on any thread.
 
-        `wait` takes a function that returns whether the worker must end, and then returns False.
+        `wait` takes a function that returns whether the worker must end; if so, it returns False.
         """
         of_thread = threading.current_thread() is self._thread
         with self.recorder.meanwhile("wait for save") if of_thread else nullcontext():
@@ -159,7 +159,7 @@ class Worker:
         self._peers.close()
 
     def stop(self) -> None:
-        """Ends the thread after its current piece. Safe twice."""
+        """Ends the thread after its current piece of work. Safe to call twice."""
         self._end(_Stop(None))
         self._thread.join()
         self._break_promises()
@@ -205,7 +205,7 @@ class Worker:
 
     def _raise_stop(self) -> None:
         if self._stop is not None:
-            # A new exception, because a traceback keeps arrays alive.
+            # A new exception, because the old traceback would keep arrays alive.
             raise _Stop(self._stop.failure)
 
     def _turn(self) -> None:
@@ -289,7 +289,7 @@ class Worker:
             self._where = f"the hand-over after window {window.number}"
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
                 close.entered.set_result(self._hand_over(close, window))
-            # The caller has the hand-over now; the old arrays must not outlive it.
+            # The caller now has the hand-over; the old arrays must not outlive it.
             close.leaving = close.chosen = ()
         where = f"the update of window {window.number}"
         self._updates.append(_Update(window.number, self._make_update(close, window), where))
@@ -297,7 +297,7 @@ class Worker:
     def _hand_over(self, close: Close, window: ClosedWindow) -> list[list[Any]]:
         """Hands channels over; returns the result for `Close.entered`."""
         group = self._offloaded.groups[close.group]
-        # Nothing for leaves without selected channels: GPUs have no empty arrays in host memory.
+        # Skips leaves without selected channels: GPUs have no empty arrays in host memory.
         leaving = [
             [] if old is None else [part.of(x) for x in (close.chosen[part.leaf], *old)]
             for part in group.parts
@@ -305,7 +305,7 @@ class Worker:
         ]
         in_host_memory = copy_to_host(leaving)
         entering: list[list[Any]] = [[None] * len(part.devices) for part in group.parts]
-        # Copies of some leaves overlap with work on others.
+        # Some leaves are copied while others are being processed.
         for i, (moved, part) in enumerate(zip(in_host_memory, group.parts, strict=True)):
             if moved:
                 chosen, *rows = moved
@@ -344,7 +344,7 @@ class Worker:
     def _continue_update(self) -> None:
         begun = self._updates[0]
         self.recorder.works_at("update", begun.window)
-        # Set for each piece, because mail may have arrived in between.
+        # Set again for each piece, because mail may have arrived in between.
         self._where = begun.where
         with jax.profiler.TraceAnnotation("zenflow: host update"):
             piece = next(begun.pieces, None)
@@ -361,7 +361,7 @@ class Worker:
 
 
 class _Stop(Exception):
-    """Ends the thread: by `close`, or with another process's `failure`."""
+    """Ends the thread, on `close` or with another process's `failure`."""
 
     def __init__(self, failure: str | None):
         super().__init__(failure)
@@ -374,7 +374,7 @@ class _Failure:
 
     reason: str
     error: BaseException
-    raised: bool = False  # whether the caller has got it as an exception
+    raised: bool = False  # whether it was raised to the caller
 
 
 @dataclass

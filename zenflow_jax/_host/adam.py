@@ -153,7 +153,7 @@ class HostAdam:
             self._move(x, of_channels, channels, inward=True)
 
     def close(self) -> None:
-        """Ends the threads. Safe twice."""
+        """Ends the threads. Safe to call twice."""
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -264,7 +264,7 @@ class NumbaKernel:
 def _padded(gradients: Weighted) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
     """Pads gradients and factors to the number that the compiled loops take."""
     none = GRADIENTS_PER_PASS - len(gradients)
-    assert none >= 0, "earlier gradients are added up before"
+    assert none >= 0, "earlier gradients are already summed"
     views = [_bits(g).view() for g, _ in gradients]
     for x in views:
         x.flags.writeable = False  # always, because Numba types read-only arrays separately

@@ -122,7 +122,7 @@ def check_transfer_dtype(dtype: Any) -> np.dtype | None:
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Refuses values that are not real scalars, and bad values unless traced."""
+    """Rejects values that are not real scalars, and bad values unless traced."""
     for name, value in numbers.items():
         if name == "max_grad_norm" and value is None:
             continue

@@ -114,7 +114,7 @@ class LeafSpec:
 
 
 def check_memory(name: str, parameter: Any) -> None:
-    """Refuses a parameter, which may be traced or abstract, in host memory."""
+    """Rejects a parameter, which may be traced or abstract, in host memory."""
     if isinstance(parameter, Tracer):
         in_host_memory = jax.typeof(parameter).memory_space == jax.memory.Space.Host
     else:

@@ -132,7 +132,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self.engine.flush_nnx(self._trainer.model, self._trainer.optimizer)
 
     def close(self) -> None:
-        """Closes the engine, as the trainer's own `close` does. Safe twice."""
+        """Closes the engine, as the trainer's own `close` does. Safe to call twice."""
         self._closed = True
         if self._engine is not None:
             self._engine.close()
@@ -301,7 +301,7 @@ def _as_list(hooks: Any) -> list[tunix_hooks.TrainingHooks]:
 
 
 def _check_new(trainer: Any) -> None:
-    """Refuses an object that is no supported trainer."""
+    """Rejects an object that is no supported trainer."""
     if not isinstance(trainer, peft_trainer.PeftTrainer):
         raise TypeError(f"`trainer` is a {type(trainer).__name__}. Pass Tunix's `PeftTrainer`.")
     manager = trainer.checkpoint_manager
