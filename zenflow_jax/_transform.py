@@ -259,7 +259,7 @@ def _update(
         leaves=tuple(leaf for _, leaf in stepped),
     )
     # Without `exchange` in between, the last step's mail is lost, and deferred channels would
-    # silently stop learning. A jitted update cannot raise, so it returns NaN, and `exchange` raises.
+    # silently stop learning. A jitted update cannot raise: it returns NaN, and `exchange` raises.
     lost = state.token == USED
     wrong = misused(gradients, state.leaves)
     changes = [jnp.where(lost | wrong, jnp.nan, change) for change, _ in stepped]
