@@ -114,9 +114,12 @@ class Integrity:
             _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
             for i, rows in zip(batch, before, strict=True)
         ]
+        self._add([self._specs[i].name for i in batch], counts)
+
+    def _add(self, names: Sequence[str], counts: Sequence[Array]) -> None:
         # Scalars stay apart, as nothing joins arrays outside of programs: some GPUs compute single
         # operations wrongly (jax-ml/jax#40633).
-        self._unread.append((self._step, [self._specs[i].name for i in batch], counts))
+        self._unread.append((self._step, names, counts))
 
     def forget(self) -> None:
         """Drops the noted values, because something other than a step moves parameters."""
