@@ -114,9 +114,12 @@ class Integrity:
             _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
             for i, rows in zip(batch, before, strict=True)
         ]
+        self._add([self._specs[i].name for i in batch], counts)
+
+    def _add(self, names: Sequence[str], counts: Sequence[Array]) -> None:
         # Scalars stay separate, because no arrays are joined outside programs: some GPUs compute
         # single operations incorrectly (jax-ml/jax#40633).
-        self._unread.append((self._step, [self._specs[i].name for i in batch], counts))
+        self._unread.append((self._step, names, counts))
 
     def forget(self) -> None:
         """Drops the noted values, for changes to the parameters between steps."""

@@ -257,6 +257,10 @@ def host_bandwidth(
 
     Raises:
         ValueError: If `threads` or `host_state` is out of range.
+
+    Examples:
+        >>> host_bandwidth(seconds=0.0) > 0
+        True
     """
     compact = is_compact(host_state)
     dtype, mail, rows = np.dtype(np.float32), np.dtype(np.float32), 4096
