@@ -233,7 +233,7 @@ def test_files_that_are_not_whole_or_of_several_saves_are_refused_by_name(tmp_pa
         stream.close()
         with pytest.raises(RuntimeError, match="closed before the whole"):
             stream.write(tmp_path)
-        refused(ValueError, "is no complete file of an engine's state")
+        refused(ValueError, "is not a complete file of an engine's state")
         (path,) = tmp_path.iterdir()
         path.unlink()
         save(training, tmp_path)
@@ -244,8 +244,8 @@ def test_files_that_are_not_whole_or_of_several_saves_are_refused_by_name(tmp_pa
             np.asarray(leaf["mu"])
         for text, words in (
             (whole[:-1], "is incomplete in its .* Use another"),
-            (whole[:100], "engine-00000-of-00001.* is no complete file of an en"),
-            (b"\xff" * 64, "is no complete file .* its header has"),
+            (whole[:100], "engine-00000-of-00001.* is not a complete file"),
+            (b"\xff" * 64, "is not a complete file .* its header has"),
             (whole.replace(b"zenflow_jax engine", b"zenflow_jax ENGINE"), "its format is"),
         ):
             path.write_bytes(text)
@@ -257,4 +257,4 @@ def test_files_that_are_not_whole_or_of_several_saves_are_refused_by_name(tmp_pa
         refused(FileNotFoundError, "lacks engine-00000-of-.* each of 2 processes")
         training.go(1)
         save_as(0)
-        refused(ValueError, "mixes files of several saves, from steps 0 and 1")
+        refused(ValueError, "mixes files from several saves, of steps 0 and 1")

@@ -211,7 +211,7 @@ def test_parameters_or_an_engine_state_of_another_step_or_run_are_refused():
             zenflow_jax.HostEngine(params, other, engine_state=engine_state)
         with pytest.raises(ValueError, match="The state has taken 6 steps"):
             zenflow_jax.HostEngine(params, state)
-        with pytest.raises(ValueError, match="`engine_state` has another structure"):
+        with pytest.raises(ValueError, match="`engine_state` differs in structure"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state["leaves"])
         low = jax.tree.map(lambda x: x.astype(np.float16), engine_state["leaves"])
         with pytest.raises(ValueError, match=r"has float16 \(.* at \['leaves'\].* needs int32"):

@@ -25,7 +25,7 @@ def refused(training, tree, words):
 
 
 def of(name):
-    return rf"has other values in \['{name}'\] than .*together, and change none"
+    return rf"values of \['{name}'\] in `params` changed .*together, and change none"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

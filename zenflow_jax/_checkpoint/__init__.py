@@ -1,1 +1,1 @@
-"""The state of a run as trees for checkpoints, and the way back."""
+"""A run's state as trees for checkpoints, and its restoration."""

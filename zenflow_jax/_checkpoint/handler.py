@@ -1,4 +1,4 @@
-"""Saves and restores an engine's state as one item of a checkpoint of orbax."""
+"""Saves and restores an engine's state as one item in an orbax checkpoint."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.PathLike, args: "EngineSave"
     ) -> list[future.Future] | None:
-        """Starts to write the state of the engine in `args` into `directory`; orbax calls it."""
+        """Starts writing the state of the engine in `args` to `directory`; called by orbax."""
         folder = _local(directory)
         stream = args.engine.stream(args.copy_bytes)
 
@@ -42,9 +42,9 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
             raise
 
         def close_after() -> None:
-            # If orbax cannot make the folder, it never writes, and raises only at the next save.
+            # If orbax cannot create the folder, it never writes, and raises only at the next save.
             # The run waits for the stream, and would deadlock before that (orbax 0.12.8).
-            with contextlib.suppress(Exception):  # orbax raises it
+            with contextlib.suppress(Exception):  # raised by orbax
                 written.result()
             stream.close()
             writing.close()  # otherwise Python warns that it was never awaited
@@ -53,14 +53,14 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
         return [written]
 
     def save(self, directory: epath.PathLike, args: "EngineSave") -> None:
-        """Writes the state of the engine in `args` into `directory`, before it returns."""
+        """Writes the state of the engine in `args` to `directory` before returning."""
         folder = _local(directory)
         args.engine.stream(args.copy_bytes).write(folder)
 
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
     ) -> dict[str, Any]:
-        """Restores the state that `EngineSave` wrote into `directory`; `args` may be None."""
+        """Restores the state that `EngineSave` wrote to `directory`; `args` may be None."""
         del args
         return read_engine_state(_local(directory))
 
@@ -68,21 +68,21 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_save=True)
 @dataclasses.dataclass
 class EngineSave(ocp.args.CheckpointArgs):
-    """Saves the state of a `HostEngine` without a copy of it, for `orbax.checkpoint`.
+    """Saves a `HostEngine`'s state without copying it, for `orbax.checkpoint`.
 
-    It saves the same as `engine.state()`, as of the last `exchange`; save parameters and optimizer
-    state with it. Training may continue while orbax writes. An update that would overwrite unsaved
-    arrays copies them first, if `copy_bytes` has room, and otherwise waits: so a save delays
-    training only if the disk needs longer than a window's steps. A checkpoint has about 16 bytes
-    for each offloaded parameter. All processes must save, into the same folder.
+    It saves the same state as `engine.state()`, as of the last `exchange`; save parameters and
+    optimizer state with it. Training may continue while orbax writes. An update that would
+    overwrite unsaved arrays copies them first, if `copy_bytes` allows it, and otherwise waits, so a
+    save delays training only if the disk takes longer than a window's steps. A checkpoint takes
+    about 16 bytes per offloaded parameter. All processes must save to the same folder.
 
     Attributes:
         engine: The engine.
-        copy_bytes: The most bytes for copies. None: one byte for each of this process's offloaded
-            parameters. With 16 bytes each, training never waits.
+        copy_bytes: Maximum number of bytes for copies. None: one byte for each of this process's
+            offloaded parameters. With 16 bytes each, training never waits.
 
     Raises:
-        TypeError: If `engine` is something else.
+        TypeError: If `engine` is not a `HostEngine`.
         ValueError: If `copy_bytes` is negative; in `save`, if the folder is not on a file system.
 
     Examples:

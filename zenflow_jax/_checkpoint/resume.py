@@ -1,8 +1,8 @@
 """Restores an engine's saved state into the host half, if it fits the run.
 
 Parameters, optimizer state and engine state must be from the same moment. Each engine draws a
-number, the same in all the run's processes. It determines the tokens in the optimizer's and the
-engine's state: equal steps and tokens prove the same moment. Parameters carry no token, so the
+number, the same in all of the run's processes, which determines the tokens in the optimizer's and
+the engine's state: equal steps and tokens prove the same moment. Parameters carry no token, so the
 engine's state has a checksum of each, its fingerprint.
 """
 
@@ -36,7 +36,7 @@ from zenflow_jax._spec.rules import UnfitRunError
 
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
-    """Reads a part's piece of a leaf's restored array, which may be anywhere."""
+    """Reads a part's piece of a leaf's restored array, wherever the array is."""
     index, x = place_of(name, part, spec), tree[name]
     if not isinstance(x, jax.Array):
         return x[index]
@@ -58,7 +58,7 @@ def join_run(
     progress: Progress,
     updates: Updates,
 ) -> int:
-    """Resumes a saved state, if there is one; agrees with other processes on the run's number."""
+    """Resumes a saved state, if any; agrees with other processes on the run's number."""
     step, token = int(read(state.step)), int(read(state.token))
     devices = devices_of(weights)
     if engine_state is None:
@@ -71,7 +71,7 @@ def join_run(
         before = _resume_host(worker, counts, engine_state["leaves"], offloaded)
         refusal = find_difference(counts, step, token, sums, specs)
     except (OSError, ValueError) as error:
-        # The other processes may have read the state without an error, and wait for this one.
+        # The other processes may have read the state without an error, and be waiting.
         with contextlib.suppress(ValueError):
             agree(str(error), step, token, devices)
         raise
@@ -97,7 +97,7 @@ def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
 def _resume_host(
     worker: Worker, counts: Counts, leaves: Sequence[Mapping[str, Any]], offloaded: OffloadedLeaves
 ) -> list[np.ndarray]:
-    """Copies saved arrays into a new worker's, a part at a time.
+    """Copies saved arrays into a new worker's arrays, a part at a time.
 
     Returns each part's channels that were selected in the pending update's window.
     """
@@ -125,7 +125,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
     if {"leaves", "counts"} <= parts.keys():
         _check_layout(parts.get("layout"))
     expected = abstract_engine_state(state)
-    # Options first: with other options the arrays differ, too.
+    # Options come first, because different options also change the arrays.
     options = parts.get("options")
     if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
         specs = [leaf.spec for leaf in state.leaves]
@@ -139,7 +139,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
                 )
     if jax.tree.structure(saved) != jax.tree.structure(expected):
         raise ValueError(
-            "`engine_state` has another structure than `abstract_engine_state(opt_state)`: "
+            "`engine_state` differs in structure from `abstract_engine_state(opt_state)`: "
             f"{str(jax.tree.structure(saved))[:200]}. Pass the result of `engine.state()` from a "
             "run with the same parameters and options."
         )
@@ -154,7 +154,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
 
 
 def _check_layout(written: Any) -> None:
-    """Rejects another layout, from files or from any saver's tree."""
+    """Rejects a different layout, from files or from any saver's tree."""
     names = written if isinstance(written, Mapping) else {}
     if list(names) != [_version.LAYOUT_NAME]:
         layout = ", ".join(names) or "unknown, from a version before 0.2.0"
@@ -176,7 +176,7 @@ _MAY_CHANGE = (
 
 
 def _describe_options(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str, str]:
-    """Describes the result of `options_of` in words, by the names that messages use."""
+    """Describes the result of `options_of` in words, with the names used in messages."""
     words = {
         f"`{name}`": _number(*np.ravel(x).tolist())
         for name, x in options.items()
@@ -209,7 +209,7 @@ def fingerprints_alive(
     arrays = [of_leaf() for of_leaf in weights]
     alive = [x is not None and not x.is_deleted() for x in arrays]
     if len({device.process_index for device in devices}) > 1:
-        # Other processes may have freed more, and all must run the same programs.
+        # Other processes may have freed more, but all must run the same programs.
         alive = np.all(list(gather(alive, devices).values()), axis=0)
     known = {i: x for i, x in enumerate(arrays) if alive[i] and x is not None}
     sums = np.zeros(len(specs), np.uint32)
@@ -233,12 +233,12 @@ def find_difference(
     changed = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
     if (counts.step, counts.token) != (step, token):
         problem = (
-            f"`engine_state` is from after step {counts.step}, but `opt_state` is from after step "
+            f"`engine_state` was saved after step {counts.step}, but `opt_state` after step "
             f"{step}{' of another run' if counts.step == step else ''}"
         )
     elif changed:
         problem = (
-            f"`params` has other values in {first_names(changed)} than when `opt_state` and "
+            f"The values of {first_names(changed)} in `params` changed since `opt_state` and "
             "`engine_state` were saved"
         )
     else:
@@ -250,9 +250,9 @@ def find_difference(
 
 
 def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:
-    """Draws the run's number, at random, and returns the same one in every process.
+    """Draws the run's number at random, and returns the same number in every process.
 
-    It waits for the other processes, and raises if any has a `refusal`, or another moment's state.
+    It waits for the other processes, and raises if any has a `refusal` or a different state.
     """
     own = [secrets.randbits(31), int(refusal is not None), step, token]
     several = len({device.process_index for device in devices}) > 1
@@ -263,7 +263,7 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
     for process, (_, refused, *moment) in of_processes.items():
         if refused:
             raise ValueError(
-                f"Process {process} refused its checkpoint. See its own error message, and restore "
+                f"Process {process} rejected its checkpoint. See its error message, and restore "
                 "the same checkpoint in every process."
             )
         if moment != first[2:]:
@@ -276,7 +276,7 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
 
 
 def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[int]]:
-    """Gathers each process's values through the devices, the only public way in jax."""
+    """Gathers each process's values through the devices, jax's only public channel."""
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
     row = np.array([values], np.int32)

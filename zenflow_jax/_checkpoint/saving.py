@@ -1,7 +1,7 @@
 """Captures an engine's state at one moment, for a tree in memory or for files.
 
-Each process writes one file, from the host's own memory while the run continues. It has the parts
-that this process saves, each under its place in the leaf (`stored.py` reads them).
+Each process writes one file, from the host's own memory, while the run continues. The file has the
+parts that this process saves, each under its place in the leaf (`stored.py` reads them).
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
 from zenflow_jax._host.state import HostLeaf
 
-# Elements to assemble at once, where the format in memory differs from the file's.
+# Elements to assemble at once, if the format in memory differs from the file's.
 _CHUNK = 1024 * 1024
 # How often a waiting thread checks whether it should end.
 _POLL_S = 0.1
 
 
 class Saver:
-    """Saves one engine. For its calling thread, while the worker has nothing to do."""
+    """Saves one engine. Must be used from its calling thread, while the worker is idle."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Saver:
         self._weights = [weakref.ref(x) for x in weights]
 
     def has_noted(self, weights: Sequence[jax.Array]) -> bool:
-        """Returns whether `weights` are the parameters that were noted last."""
+        """Returns whether `weights` are the parameters noted last."""
         return all(x is known() for x, known in zip(weights, self._weights, strict=True))
 
     def tree(self) -> dict[str, Any]:
@@ -78,14 +78,14 @@ class Saver:
         """Returns the state without a copy, to be written while the run continues."""
         open_steps, parts = self._progress.open_steps, self._offloaded.parts
         saved = [i for i, part in enumerate(parts) if part.saved]
-        # Write first the parts whose windows close next.
+        # Parts whose windows close next are written first.
         saved.sort(key=lambda i: (-open_steps[parts[i].spec.group], parts[i].spec.group))
         stream = self._stream(saved, copy_bytes)
         self._snapshots = [*(x for x in self._snapshots if not x.done), stream.snapshot]
         return stream
 
     def _before_write(self, i: int) -> None:
-        """Waits until no checkpoint needs the arrays of part `i` any more."""
+        """Waits until no checkpoint still needs the arrays of part `i`."""
         for snapshot in self._snapshots:
             if not snapshot.done:
                 self._worker.pause(partial(snapshot.before_write, i))
@@ -94,7 +94,7 @@ class Saver:
         pending, progress, host = self._updates.wait(), self._progress, self._worker.host
         specs = [leaf.spec for leaf in self._abstract.leaves]
         fingerprints = np.zeros(len(specs), np.uint32)
-        if progress.step:  # before the first step other parameters may be loaded
+        if progress.step:  # before the first step, other parameters may be loaded
             fingerprints = fingerprints_alive(self._weights, specs, self._devices)
         counts = Counts(
             step=progress.step,
@@ -138,8 +138,8 @@ class Saver:
 class Snapshot:
     """The host's leaves at one moment, in the order of saving; each has `nbytes` and can `copy`.
 
-    A leaf that is written before it is saved is copied, if there is room for copies; else its
-    writer waits for the saver, which saves that leaf next.
+    A leaf that is overwritten before it is saved is copied, if there is room for copies; otherwise
+    its writer waits for the saver, which saves that leaf next.
     """
 
     def __init__(self, leaves: Mapping[int, Any], copy_bytes: int):
@@ -152,7 +152,7 @@ class Snapshot:
 
     @property
     def done(self) -> bool:
-        """Returns whether no writer has to wait for the saver any more."""
+        """Returns whether no writer still has to wait for the saver."""
         with self._condition:
             return self._in_use is None and self._unsaved.keys() <= self._copied
 
@@ -195,7 +195,7 @@ class Snapshot:
             del leaf
 
     def close(self) -> None:
-        """Releases all leaves: unsaved ones stay unsaved. Safe to call twice."""
+        """Releases all leaves; unsaved leaves stay unsaved. Safe to call twice."""
         with self._condition:
             self._unsaved.clear()
             self._in_use = None
@@ -216,13 +216,13 @@ class EngineStream:
     everywhere: Any  # the sharding for arrays of `small`
     before: Sequence[np.ndarray | None]  # for each part, as `Updates.before`
     adam: HostAdam  # adds up mail, on the thread that writes
-    # For each saved part, its arrays' places in the leaf's arrays; sums of no step are left out.
+    # For each saved part, its arrays' places in the leaf's arrays; empty sums are left out.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
     snapshot: Snapshot  # the host's arrays of these parts
     processes: Sequence[int]  # ascending; each writes a file
 
     def close(self) -> None:
-        """Lets the run write all leaves: unsaved ones stay unsaved. Safe to call twice."""
+        """Lets the run overwrite all leaves, saved or not. Safe to call twice."""
         self.snapshot.close()
         self.adam.close()
 
@@ -240,7 +240,7 @@ class EngineStream:
         return {"leaves": of_leaves, **small}
 
     def write(self, folder: Path) -> None:
-        """Writes this process's file into an existing folder, and closes the stream."""
+        """Writes this process's file to an existing folder, and closes the stream."""
         tensors = {
             self._tensor(i, name): (self._array(i, name).dtype, _size(place))
             for i, places in self.places.items()
@@ -277,7 +277,7 @@ class EngineStream:
             yield from getattr(leaf, name).chunks(_CHUNK)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
-        """Returns elements of the open window's sum; its bits do not depend on chunks."""
+        """Returns elements of the open window's sum, bit-identical for any chunks."""
         total = np.empty(end - begin, np.float32)
         window = leaf.open
         if window.total is not None:
@@ -287,7 +287,7 @@ class EngineStream:
         return total
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
-        """Makes an array of leaf `number`, beside its devices; CPUs share NumPy's memory."""
+        """Makes an array of leaf `number`, next to its devices; CPUs share NumPy's memory."""
         array = self.arrays[number][name]
         assert array.sharding is not None
         pieces = self.offloaded.on_devices(
@@ -298,7 +298,7 @@ class EngineStream:
         return assemble(pieces, array.shape, array.sharding)
 
     def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
-        """Makes an array for part `i`, zero where nothing is saved."""
+        """Makes an array for part `i`, zero where no value is saved."""
         places = self.places[i]
         place = places.get(name, places["master"])  # where the sum would be
         array = aligned_zeros(_size(place), self._array(i, name).dtype)

@@ -1,7 +1,7 @@
 """Files with an engine's state: written in pieces, in any order, and read on demand.
 
-They have the safetensors format. That format's own library writes only whole arrays from memory,
-for which there is no room during a save. `saving.py` describes the contents.
+They use the safetensors format. That format's own library only writes whole arrays from memory, for
+which there is no room during a save. `saving.py` describes the contents.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _DTYPES = {name: np.dtype(x) for name, x in (("F32", "f4"), ("I32", "i4"), ("U32
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The header's size is a multiple of this.
 _ALIGNMENT = 64
-# A longer header is garbage.
+# A longer header is invalid.
 _LONGEST = 2**30
 
 
@@ -39,15 +39,15 @@ def write_state(
     tensors: Mapping[str, tuple[Any, Sequence[int]]],
     chunks: Iterable[tuple[str, int, np.ndarray]],
 ) -> None:
-    """Writes this process's file of a saved state into an existing folder.
+    """Writes this process's file of a saved state to an existing folder.
 
-    Each of `processes` writes one. `small` is a tree of arrays, `leaves` lists the large ones.
-    `tensors` has dtype and shape of the pieces in this file, `chunks` their elements in order, each
-    with the piece's name and the first index.
+    Each of `processes` writes one file. `small` is a tree of arrays; `leaves` lists the large
+    arrays. `tensors` has dtype and shape of the pieces in this file; `chunks` has their elements in
+    order, each with the piece's name and first index.
     """
     flat = dict(_flat(small, ""))
     tensors = {name: (x.dtype, x.shape) for name, x in flat.items()} | dict(tensors)
-    # Other processes in jax's run may have separate engines and checkpoints.
+    # Other processes in the jax run may have separate engines and checkpoints.
     number, count = processes.index(jax.process_index()), len(processes)
     shapes = [{name: (x.dtype.name, x.shape) for name, x in leaf.items()} for leaf in leaves]
     metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
@@ -119,7 +119,7 @@ class _Tensor:
     """An array in a file, which may be deleted or replaced before the read."""
 
     path: Path
-    stamp: tuple[int, int]  # as `_stamp`, when the header was read
+    stamp: tuple[int, int]  # the result of `_stamp` when the header was read
     begin: int  # in bytes, from the start of the file
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -173,7 +173,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
                 raise ValueError(f"{name} is incomplete in its {stamp[0]} bytes")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no complete file of an engine's state: {error}. Use another checkpoint."
+            f"{path} is not a complete file of an engine's state: {error}. Use another checkpoint."
         ) from error
     return metadata, tensors
 
@@ -185,14 +185,14 @@ def file_name(process: int | str, processes: int | str) -> str:
 
 
 class StoredArray:
-    """An array in a saved state, read on demand by NumPy's slices."""
+    """An array in a saved state, read on demand by slicing as in NumPy."""
 
     def __init__(self, leaf: int, name: str, shape: tuple[int, ...], dtype: np.dtype):
         self._name = f"leaves/{leaf}/{name}"
         self.shape = shape
         self.dtype = dtype
-        self.pieces: dict[tuple[int, ...], _Tensor] = {}  # by where they begin
-        # Sums of windows without a step are not written.
+        self.pieces: dict[tuple[int, ...], _Tensor] = {}  # by their start
+        # Sums of windows without steps are not written.
         self._zero_elsewhere = name == "total"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -249,7 +249,7 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
     if len(moments) > 1:
         steps = " and ".join(str(step) for step, _ in sorted(moments))
         raise ValueError(
-            f"{folder} mixes files of several saves, from steps {steps} or other runs. Use another "
+            f"{folder} mixes files from several saves, of steps {steps} or other runs. Use another "
             "checkpoint, or keep only the files of one save in the folder."
         )
     return tree

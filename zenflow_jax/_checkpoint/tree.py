@@ -1,6 +1,6 @@
 """An engine's state as a tree of arrays, which any number of devices and processes can read.
 
-Arrays are global and in host memory. Large arrays are placed like their leaf's parts: a saver
+Arrays are global and in host memory. Large arrays are placed like their leaf's parts, so a saver
 writes each part once, from a process that has it. Small arrays are replicated on every device.
 """
 
@@ -44,9 +44,9 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
             name: np.array(-1 if (x := getattr(schedule, name)) is None else x, np.float32)
             for name in sorted(numbers)
         },
-        # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.
+        # 1 for "per_window", whose sums the optimizer state has; the other two are bit-identical.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
-        # For each leaf its channel axis (-1 if resident), selected channels, weight decay, ranges.
+        # For each leaf: channel axis (-1 if resident), selected channels, weight decay, ranges.
         "leaves": np.array(rows, np.int32).reshape(-1, 4),
         # For each range of each leaf.
         "groups": np.array([group for s in specs for group in s.groups], np.int32),
@@ -64,7 +64,7 @@ def _rule(rule: Any) -> tuple[Any, ...]:
 
 
 def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
-    """Returns the tree of `HostEngine.state` without values, to restore a checkpoint into place.
+    """Returns the tree of `HostEngine.state` without values, a template for restoring checkpoints.
 
     Args:
         opt_state: The result of `tx.init(params)`: arrays, or `ShapeDtypeStruct`s.
@@ -125,7 +125,7 @@ def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
         "schedule_state": {
             name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
             for name, x in counts.schedule_state._asdict().items()
-            if np.size(x)  # orbax writes no empty arrays
+            if np.size(x)  # orbax cannot write empty arrays
         },
     }
 
@@ -172,10 +172,10 @@ def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any
 
     arrays = {name: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=wide) for name in WIDE}
     if sums_on_device:
-        del arrays["total"]  # the optimizer state has the sums, as its mail
+        del arrays["total"]  # the sums are mail in the optimizer state
     arrays["steps"] = counts(spec.n)
-    if spec.k:  # orbax writes no empty arrays
-        # Channels selected while the pending update's window was open, if there is one.
+    if spec.k:  # orbax cannot write empty arrays
+        # Channels selected while the pending update's window, if any, was open.
         arrays["before"] = counts(spec.k)
     return arrays
 

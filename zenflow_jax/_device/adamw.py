@@ -18,11 +18,11 @@ def add_gradient(
 ) -> Float[Array, "..."]:
     """Returns a window's sum plus `factor * g`, or the sum alone if the step is skipped.
 
-    The addition is float32; the result is rounded to the sum's dtype.
+    The addition is in float32; the result is rounded to the sum's dtype.
     """
     wide = g.astype(jnp.float32)
     if g.dtype == jnp.bfloat16:
-        # XLA:GPU drops a cast to bfloat16 and back, and so the rounding (jax 0.10.2).
+        # XLA:GPU drops a cast to bfloat16 and back, and with it the rounding (jax 0.10.2).
         wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     new = total.astype(jnp.float32) + wide * factor
     return jnp.where(finite, new.astype(total.dtype), total)
@@ -38,7 +38,7 @@ def adamw(
     *,
     decay: bool,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-    """Returns the change of masters `p` and the new moments, as `optax.adamw` computes them.
+    """Returns the change in masters `p` and the new moments, as `optax.adamw` computes them.
 
     All are float32. `steps`, int32, counts each channel's Adam steps, this step included.
     """
@@ -56,7 +56,7 @@ def change_of(
     *,
     decay: bool,
 ) -> Float[Array, "..."]:
-    """Returns the change of `p` from the moments after the step; arguments as for `adamw`."""
+    """Returns the change in `p` from the moments after the step; arguments as for `adamw`."""
     t = steps.astype(jnp.float32)
     corrected = mu / (1 - scalars.b1**t), nu / (1 - scalars.b2**t)
     direction = corrected[0] / (jnp.sqrt(corrected[1]) + scalars.eps)

@@ -1,7 +1,7 @@
-"""Device programs that the engine runs between steps: merge, choose, enter, measure.
+"""Device programs that the engine runs between steps: merge, choose, enter and measure.
 
 Each is one program for all leaves. Parameters are always whole leaves; if `specs` are for ranges,
-all other arrays are for these ranges.
+so are all other arrays.
 """
 
 import math
@@ -42,8 +42,8 @@ def _becomes_weight(spec: LeafSpec) -> bool:
     return spec.start is None and not gathered
 
 
-# A merge consumes uploads, never the caller's parameters: those may be in use elsewhere. An upload
-# of the same size becomes the new parameter.
+# A merge consumes uploads, never the caller's parameters, which may still be in use. An upload of
+# the same size becomes the new parameter.
 @partial(jax.jit, static_argnames="specs", donate_argnames="donated")
 def merge(
     weights: Arrays, donated: Arrays, kept: Arrays, during: Array, after: Array, *, specs: Specs
@@ -51,7 +51,7 @@ def merge(
     """Returns the parameters with a window's update on deferred channels.
 
     `donated` and `kept` come from `split_uploads`; `specs` are for leaves or ranges. `during` and
-    `after` are rows of the channels selected during the window and since: the update has neither.
+    `after` are rows of the channels selected during the window and since; the update has neither.
     """
 
     def merge_leaf(

@@ -2,8 +2,8 @@
 
 A leaf is `(*stack, *rows, n, *tail)`: each stack entry has `n` channels along the channel axis, and
 `k` of them are selected. Rows exist only if the channel axis is a matrix's last axis, a tail only
-if it is not. Through `shards.py` these functions see only one device's piece, which selects among
-its own channels.
+if it is not. Because of `shards.py`, these functions see only one device's piece, which selects
+among its own channels.
 """
 
 import jax
@@ -61,8 +61,8 @@ def gather_to_channels(
 ) -> Shaped[Array, "..."]:
     """Spreads the selected slices `x` to their channels; other channels get arbitrary slices.
 
-    A gather, not a scatter: XLA fuses a gather into its reader, so it never writes a whole leaf for
-    a few channels.
+    This is a gather, not a scatter: XLA fuses a gather into its reader, so it never writes a whole
+    leaf for a few channels.
     """
     if spec.k == 0:
         return jnp.zeros(spec.shape, x.dtype)

@@ -1,7 +1,7 @@
 """Builds the state before the first step, placed as `update` returns it.
 
-If only the spelling of shardings differs between the first state and the second, jit compiles the
-step twice. So on a mesh the first state comes out of jit, too.
+If the shardings of the first and second states differ even in spelling, jit compiles the step
+twice. So on a mesh, the first state also comes out of jit.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from zenflow_jax._version import LAYOUT, LAYOUT_NAME
 
 
 def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
-    """Makes the state that `zenflow().init` returns, from concrete, traced or abstract arrays."""
+    """Makes the state for `zenflow().init`, from concrete, traced or abstract arrays."""
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)
     if not traced and all(isinstance(x, jax.Array) for x in leaves):
@@ -44,7 +44,7 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
         return commit(build(weights), like)
     # `keep_unused`, here and below: unread parameters still determine the devices.
     state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
-    # Mail is made separately, a leaf at a time: the device that makes it has no room for all.
+    # Mail is made separately, a leaf at a time, because the device has no room for all of it.
     rank, sending = mail_rank(specs), static.send_gradients
     first_mail = jax.jit(_first_mail, static_argnums=(1, 2, 3), keep_unused=True)
     each = tuple(
@@ -117,9 +117,9 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
 def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
     """Makes one leaf's mail before the first step.
 
-    It has the shape of mail where sums start from it, or where either branch of `optax.MultiSteps`
-    may return it. Else it is one element per device, with the same sharding, and not empty: some
-    savers refuse empty arrays.
+    It has the shape of mail if sums start from it, or if either branch of `optax.MultiSteps` may
+    return it. Otherwise it is one element per device, with the same sharding, and not empty,
+    because some savers reject empty arrays.
     """
     if not sending.in_step:
         rank = len(spec.shape)
@@ -139,7 +139,7 @@ def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int)
 def _first_scalars(
     weights: list[jax.Array], specs: tuple[LeafSpec, ...], static: Static
 ) -> StepScalars:
-    """Makes step scalars of zero, on all the run's devices."""
+    """Makes step scalars of zero on all of the run's devices."""
     sizes = StepScalars.sizes(specs, static.schedule.needs_statistics)
     in_step = static.send_gradients.in_step
     rank = mail_rank(specs) if in_step else 1

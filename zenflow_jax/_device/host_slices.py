@@ -1,7 +1,7 @@
 """Rejects slices of host memory inside loops where XLA for GPUs gets them wrong.
 
-XLA annotates such a slice with an offset and a step in bytes, and its runtime copies by these. In
-jax 0.10.2 and 0.11.0 they do not match the index (openxla/xla#46231, fixed in 0.11.1): layers are
+XLA annotates such a slice with an offset and a step in bytes, which its runtime uses to copy. In
+jax 0.10.2 and 0.11.0, they do not match the index (openxla/xla#46231, fixed in 0.11.1): layers are
 silently read and written in the wrong order. jax knows a program's device when it lowers the
 program, so such slices go through an identity without a lowering for GPUs.
 """
@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-#: XLA adds no annotation if XLA_FLAGS disables this pass. XLA reads the flags once, so a value that
-#: is set after this import does not count.
+#: XLA adds no annotation if XLA_FLAGS disables this pass. XLA reads the flags once, so a value set
+#: after this import has no effect.
 _PASS = "dynamic-slice-annotator"
 _DISABLED = any(
     _PASS in passes.split(",")
@@ -30,7 +30,7 @@ _sliced_p.def_abstract_eval(lambda x: x)
 def check_slices(x: jax.Array) -> jax.Array:
     """Returns `x`; a GPU program that reads it fails to lower if XLA would get slices wrong.
 
-    Nothing may differentiate through this.
+    It cannot be differentiated.
     """
     return x if jax.__version_info__ >= _FIXED else _sliced_p.bind(x)
 

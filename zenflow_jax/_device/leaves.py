@@ -1,4 +1,4 @@
-"""Matches the leaves of a caller's tree with those of the state, and checks them."""
+"""Matches the leaves of a caller's tree with the state's leaves, and checks them."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from zenflow_jax._spec.leaf import LeafSpec, plain_name
 
 
 def as_pure(tree: Any) -> Any:
-    """Returns a flax nnx tree as a tree of arrays; any other tree unchanged."""
+    """Returns a flax nnx tree as a tree of arrays, and any other tree unchanged."""
     nnx = sys.modules.get("flax.nnx")  # a caller with such a tree has imported it
     return tree if nnx is None else nnx.as_pure(tree)
 
@@ -21,12 +21,12 @@ def as_pure(tree: Any) -> Any:
 class Places:
     """Finds a state's leaves in a caller's tree, which may have more leaves, by key path.
 
-    It searches once for each structure: callers pass a tree at every step.
+    It searches once for each structure, because callers pass a tree at every step.
     """
 
     def __init__(self, specs: Sequence[LeafSpec]):
         self._specs = tuple(specs)
-        # The last structures. A list, because a dict would hash them.
+        # The last structures, in a list because a dict would hash them.
         self._known: list[tuple[Any, list[int]]] = []
 
     def __call__(self, params: Any) -> tuple[list[Any], Any, list[int]]:
@@ -44,7 +44,7 @@ class Places:
         by_name = {plain_name(path): i for i, (path, _) in enumerate(paths)}
         if len(by_name) < len(paths):
             raise ValueError(
-                "`params` has several leaves with the same path. Give each a path of its own, in "
+                "`params` has several leaves with the same path. Give each its own path, in "
                 "the container's `tree_flatten_with_keys`."
             )
         names = [spec.name for spec in self._specs]
@@ -91,7 +91,7 @@ def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list
 
 
 def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
-    """Returns the parameters' leaves; rejects parameters or gradients that do not fit the state."""
+    """Returns the parameters' leaves; rejects trees that do not fit the state."""
     if not isinstance(state, ZenFlowState):
         raise ValueError(
             f"The state is a {type(state).__name__}. Pass the ZenFlowState that `tx.init(params)` "
@@ -128,7 +128,7 @@ def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
 def check_outside_of_shard_map(
     name: str, remedy: str = "call it on the gradients that come out"
 ) -> None:
-    """Rejects calls inside `shard_map` and `pmap`, where each device would decide by itself."""
+    """Rejects calls inside `shard_map` and `pmap`, where each device would decide on its own."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Arrays in pinned host memory, and copies between NumPy and devices.
 
-With "during_step" the user's jitted step copies its mail to the host (`to_host`). Everything else
-crosses between steps.
+With "during_step", the user's jitted step copies its mail to the host (`to_host`). Everything else
+is copied between steps.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ T = TypeVar("T")
 def mail_rank(specs: Sequence[LeafSpec]) -> int:
     """Returns the rank of all arrays in host memory: higher than any array's on the device.
 
-    If shardings are left to jit, XLA may alias a donated buffer to an output of the same shape and
+    If jit chooses shardings, XLA may alias a donated buffer to an output of the same shape and
     dtype in the *other* memory, and the process aborts. Unit axes make such a pair impossible.
     """
     return max(8, *(1 + len(spec.shape) for spec in specs), 0)
@@ -40,12 +40,12 @@ def shape_with_rank(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 
 def without_units(entries: Sequence[T], rank: int) -> tuple[T, ...]:
-    """Drops the entries for unit axes: from one entry per mail axis to one per leaf axis."""
+    """Drops the entries for unit axes, from one entry per mail axis to one per leaf axis."""
     return (*entries[: rank - 2], *entries[-2:])
 
 
 def to_host(x: jax.Array, rank: int) -> jax.Array:
-    """Copies a whole array to pinned host memory; under jit asynchronously."""
+    """Copies a whole array to pinned host memory; asynchronously under jit."""
     return jax.device_put(with_rank(x, rank), jax.memory.Space.Host)
 
 
@@ -58,7 +58,7 @@ def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.
 
 
 def copy_to_host(pieces: Any) -> Any:
-    """Starts to copy a tree of arrays, each on one device, to pinned host memory next to it.
+    """Starts copying a tree of arrays, each on one device, to pinned host memory next to it.
 
     Plain copies run at any time; a device program would wait for its turn.
     """
@@ -92,7 +92,7 @@ def commit(tree: Any, like: Any) -> Any:
 def view(x: jax.Array) -> np.ndarray:
     """Returns a read-only NumPy view of an array in host memory, without a copy.
 
-    Drop it after reading: it keeps the buffer alive, and on a GPU blocks its donation.
+    Drop the view after reading: it keeps the buffer alive and, on a GPU, blocks its donation.
     """
     return np.asarray(x.addressable_data(0))
 
@@ -112,7 +112,7 @@ def read(x: jax.Array) -> np.ndarray:
 def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
     """Copies a tree of NumPy arrays to the device; the result never shares memory with them.
 
-    The copies may still run when this returns: change no array before the result is ready.
+    The copies may still run when this returns: do not change an array before the result is ready.
     """
     if device.platform == "cpu":
         # The CPU backend aliases aligned NumPy memory even with `may_alias=False` (jax 0.10.0 to
@@ -142,7 +142,7 @@ def put_everywhere(
 ) -> jax.Array:
     """Makes an array with this piece on every device.
 
-    It needs no communication; `jax.device_put` would check that all processes do the same.
+    This needs no communication; `jax.device_put` would check that all processes agree.
     """
     if isinstance(sharding, SingleDeviceSharding):
         return jax.device_put(piece, sharding)

@@ -1,7 +1,7 @@
 """Checks the placement of parameters, and puts misplaced arrays of a state back.
 
-Trainers may place optimizer states by their own rules. The values stay correct, but neither device
-nor host would read its own part.
+Trainers may place optimizer states by their own rules. The values stay correct, but device and host
+would read the wrong parts.
 """
 
 from collections.abc import Sequence
@@ -67,13 +67,13 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
 def _is_typed_as_host(x: jax.Array) -> bool:
     """Returns whether the type of an array in host memory has that memory, for tracing.
 
-    In jax 0.10.2 an array that was assembled from pieces, as by savers, has another type.
+    In jax 0.10.2, an array that was assembled from pieces, as savers do, has a different type.
     """
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
-    """Adds to an abstract state the shardings of a real state, as far as known."""
+    """Adds a real state's shardings, as far as known, to an abstract state."""
     meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
     if not meshes or meshes[0].empty:
         return state
@@ -121,7 +121,7 @@ def put_back(
 
     def put(x: jax.Array, like: Any, in_mail: bool) -> jax.Array:
         nonlocal moved
-        # On one device every spelling of the sharding is right.
+        # On one device, every spelling of the sharding is correct.
         where = like.sharding if on_mesh else x.sharding
         kind = HOST if in_mail and state.send_gradients.in_step else default
         if not memories or kind is None:

@@ -1,6 +1,6 @@
 """Checksums and samples of parameters, to detect changes by other code.
 
-Subnormal numbers and both zeros count as equal: adding a zero may change one into another.
+Subnormal numbers and both zeros count as equal, because adding a zero may turn one into another.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Ar
 
 
 def sample_of(block: Array) -> Array:
-    """Returns some values from a device's block of a leaf, always from the same places."""
-    # All layers of a stack, or 32 to 63 of many; about eight rows and columns of a matrix.
+    """Returns some values from a device's block of a leaf, always at the same positions."""
+    # All layers of a stack, or 32 to 63 if it has more; about eight rows and columns of a matrix.
     most = [32] * (block.ndim - 2) + [8, 8][max(2 - block.ndim, 0) :]
     strides = [max(size // m, 1) for size, m in zip(block.shape, most, strict=True)]
     return block[tuple(slice(stride // 2, None, stride) for stride in strides)]
@@ -42,8 +42,8 @@ def _sum_bits(shard: Shard, weight: Array, *, shape: tuple[int, ...]) -> Array:
     kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
     bits = jnp.where(small, jnp.uint32(0), bits)
-    # An odd factor loses no bit. Each place in the leaf has a different factor, to detect swapped
-    # values.
+    # An odd factor loses no bits. Each position in the leaf has a different factor, to detect
+    # swaps.
     factor, stride = jnp.ones((), jnp.uint32), 2
     for axis in reversed(range(weight.ndim)):
         index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)

@@ -1,4 +1,4 @@
-"""Runs work on leaves of a mesh: each device works on its own part, as on a whole leaf.
+"""Runs work on the leaves of a mesh: each device treats its own part as a whole leaf.
 
 `on_each_device` is a `shard_map` for leaves. Its function sees the shapes and channels of one
 device, and communicates only through `Shard.sum`, `Shard.gather` and the like. A leaf on one device
@@ -70,7 +70,7 @@ class Shard:
         self.shares: MeshAxes = ((),) * len(spec.shape) if place is None else place.shares
 
     def to_local(self, channels: jax.Array) -> jax.Array:
-        """Converts the leaf's `channels` to numbers on this device, which must have them all."""
+        """Converts the leaf's `channels` to numbers on this device, which must have all of them."""
         return channels - self._first_channel()
 
     def to_global(self, index: jax.Array) -> jax.Array:
@@ -135,8 +135,8 @@ def on_each_device(
 ) -> Callable[..., Any]:
     """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
-    `takes` has a partition spec, or a prefix tree of specs, for each argument, and any value for
-    None. `gives` is the same for the result.
+    `takes` has a partition spec, or a prefix tree of specs, for each argument; for None, any value.
+    `gives` is the same for the result.
     """
     shard = Shard(spec)
     place = spec.placement
@@ -152,7 +152,7 @@ def on_each_device(
         leaves, structure = jax.tree.flatten(args)
         specs = jax.tree.leaves(jax.tree.broadcast(tuple(takes), args))
         if place.explicit:
-            # With Explicit axes, jax does not move an argument to where `takes` wants it.
+            # With Explicit axes, jax does not move an argument to where `takes` expects it.
             leaves = [
                 jax.sharding.reshard(x, target(spec)) for x, spec in zip(leaves, specs, strict=True)
             ]
@@ -198,7 +198,7 @@ def each_leaf(
 def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:
     """Forces a traced gradient into its parameter's placement before anything reads it.
 
-    Otherwise the compiler may sum whole gradients over all devices, to suit their first reader.
+    Otherwise the compiler may sum whole gradients over all devices to suit their first reader.
     """
     place = spec.placement
     if place is None or place.explicit or not any(place.shares) or not isinstance(g, Tracer):
@@ -212,7 +212,7 @@ def row(x: jax.Array) -> jax.Array:
 
 
 def join(rows: Sequence[jax.Array]) -> jax.Array:
-    """Joins rows of several leaves: separate arrays would cost as much as the update."""
+    """Joins rows of several leaves, because separate arrays would cost as much as the update."""
     return jnp.concatenate(rows, axis=1)
 
 

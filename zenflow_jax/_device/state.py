@@ -1,7 +1,7 @@
 """The state that `zenflow()` keeps between steps: named tuples, with static facts in their treedef.
 
-The engine needs nothing else. Trees of shapes, shardings and partition specs use these classes,
-too.
+The engine needs nothing else. Trees of shapes, shardings and partition specs also use these
+classes.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class LeafState(NamedTuple):
 
     Selected arrays have the leaf's shape with `k` channels instead of `n`; if the channel axis is a
     matrix's last axis, rows precede it and there is no tail. A resident leaf is wholly selected:
-    its arrays have the leaf's shape, and it has one step count, no channels, no scores.
+    its arrays have the leaf's shape, and it has one step count, no channels and no scores.
     """
 
     channels: Int32[Array, "*stack k"] | None  # ascending
@@ -58,19 +58,19 @@ class ZenFlowState(NamedTuple):
         step: int32 (). Steps taken, skipped steps included.
         skipped: int32 (). Steps skipped because a gradient was not finite.
         skipped_in_a_row: int32 (). Steps skipped since the last step that counted.
-        leaves: A tuple with a state for each leaf of the parameters, in their order. It is not a
-            tree like the parameters, because flax nnx shows different trees at init and update.
+        leaves: A tuple with a state for each leaf of the parameters, in order. It is not a tree
+            like the parameters, because flax nnx passes different trees to init and update.
         mail: A tuple of each leaf's gradient, or its sum, depending on `send_gradients`; None for a
             resident leaf. `exchange` replaces it after every step.
         token: int32 (). Set by the engine's exchange, -1 after a step.
         step_scalars: The scalars in the mail.
         layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
-            has the number, too.
+            includes the number.
         static: The settings in the treedef: `schedule` and `send_gradients`.
 
-    With `send_gradients="during_step"` mail is in pinned host memory, with unit axes. With
-    "after_step" it stays on the device, where `exchange` replaces it by one element per device;
-    with "per_window" it is a sum on the device. With the last two the state has nothing in host
+    With `send_gradients="during_step"`, mail is in pinned host memory, with unit axes. With
+    "after_step", it stays on the device, where `exchange` replaces it with one element per device;
+    with "per_window", it is a sum on the device. With the last two, the state has nothing in host
     memory: copies of a few scalars would make XLA:GPU keep all activations (benchmarks/LOG.md).
 
     Examples:
@@ -106,7 +106,7 @@ class ZenFlowState(NamedTuple):
 
 def leaf_layout(spec: LeafSpec) -> LeafState:
     """Returns the partition specs of a leaf's state."""
-    lay: Any = Layout(spec)  # partition specs in the place of arrays
+    lay: Any = Layout(spec)  # partition specs in place of arrays
     everywhere: Any = REPLICATED
     each: Any = None if spec.resident else lay.channels
     return LeafState(
@@ -120,7 +120,7 @@ def leaf_layout(spec: LeafSpec) -> LeafState:
     )
 
 
-# Ranges of a stacked leaf's first axis. Parameters and state hold whole leaves; where a window
+# Ranges of a stacked leaf's first axis. Parameters and state hold whole leaves; when a window
 # closes, each range acts as a separate leaf. No mesh divides the first axis of a leaf with ranges,
 # so nothing moves between devices.
 
@@ -146,7 +146,7 @@ def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
 
 
 def put_state(whole: LeafState, part: LeafState) -> LeafState:
-    """Returns a leaf's state with a range's state put in."""
+    """Returns a leaf's state with a range's state inserted."""
     spec = part.spec
     if spec.start is None:
         return part
@@ -182,7 +182,7 @@ def find_state(opt_state: Any) -> ZenFlowState:
                 "module, as docs/trainers.md does for MaxText"
             )
         raise ValueError(
-            f"The optimizer state, a {kind.__name__}, has {len(states)} ZenFlowStates in it, not "
+            f"The optimizer state, a {kind.__name__}, contains {len(states)} ZenFlowStates, not "
             f"one. {remedy}."
         )
     return states[0]
@@ -190,8 +190,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
 
 @functools.cache
 def register_flax_serialization() -> None:
-    """Makes `flax.serialization` save the options that shape the arrays, and refuse others."""
-    # Not at import: importing flax takes as long as importing this whole library.
+    """Makes `flax.serialization` save the options that shape the arrays, and compare them."""
+    # Not at import, because importing flax takes as long as importing this whole library.
     from flax import serialization
 
     def read(target: Any, saved: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A step's device half: read each gradient once, check the step, step the selected channels.
+"""A step's device half: read each gradient once, check the step, update the selected channels.
 
-The functions take a leaf at a time; on a mesh each device works on its own part (`shards.py`). The
-deferred channels' gradient becomes mail.
+The functions process a leaf at a time; on a mesh, each device works on its own part (`shards.py`).
+The deferred channels' gradient becomes mail.
 """
 
 from collections.abc import Sequence
@@ -54,17 +54,17 @@ def split_gradient(
     signs: bool,
     packing: type | None = None,
 ) -> GradientParts:
-    """Makes all reads of a whole gradient, in the dtype in which it arrives.
+    """Makes all reads of a whole gradient, in the gradient's own dtype.
 
-    `rank` is mail's rank in host memory. `signs` requests signs, for a provisional step; `packing`
-    is the dtype to pack them in.
+    `rank` is the rank of mail in host memory. `signs` requests signs, for a provisional step;
+    `packing` is the dtype to pack them in.
     """
     layout = Layout(spec)
     crosses = not spec.resident and sending.in_step
     if not crosses:
         rank = len(spec.shape)
     signs = signs and not spec.resident
-    # A stack's whole gradient exists when its scan ends: packing its signs saves nothing.
+    # A stack's whole gradient exists when its scan ends, so packing its signs saves nothing.
     if packing is None and crosses and not spec.stack:
         packing = jnp.uint8
     see = on_each_device(
@@ -93,11 +93,11 @@ def _split(
     selected = take(g, shard.to_local(channels), spec)
     # The signs replace the gradient until it is known whether the step counts.
     sign = _pack_signs(g, _packed_axis(shard), packing) if signs and packing else None
-    # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
-    # the scheduler starts it as soon as the backward pass has made the leaf. Without the barrier
-    # XLA:GPU leaves some models' copies, and all their gradients, for after the last matmul
-    # (benchmarks/LOG.md, gpu_program). A gradient that stays on the device has the barrier, too:
-    # the program, and so its bits, are the same up to the copies.
+    # The barrier makes the copy the gradient's last use. The end of the copy then frees the
+    # gradient, so the scheduler starts it as soon as the backward pass has computed the leaf.
+    # Without the barrier, XLA:GPU delays some models' copies, and keeps all their gradients, until
+    # after the last matmul (benchmarks/LOG.md, gpu_program). A gradient that stays on the device
+    # also has the barrier: except for the copies, the program and the result are the same.
     g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
     mail = with_rank(g.astype(spec.mail_dtype), rank)
     sign = g if signs and not packing else sign
@@ -114,8 +114,8 @@ def _packed_axis(shard: Shard) -> int:
     return max(axes, key=lambda axis: (not shares[axis], shape[axis]))
 
 
-#: For each dtype, how many signs a number holds, and the base whose digits they are. For bytes the
-#: base is four, because shifts unpack faster on a CPU than divisions.
+#: For each dtype, how many signs a number holds, and the base whose digits they are. For bytes, the
+#: base is four, because on a CPU shifts unpack faster than divisions.
 _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
@@ -142,7 +142,7 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
 def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Array:
     """Inverts `_pack_signs`, to int8, for an axis of `size`."""
     count, base = _SIGNS[np.dtype(packed[0].dtype)]
-    # Joining 32-bit numbers would take a CPU ten times as long.
+    # Joining 32-bit numbers would take ten times as long on a CPU.
     digits = [
         (part // base**i % base).astype(jnp.int8)
         for part, (pieces, _) in zip(packed, _pieces(size, count), strict=True)
@@ -153,13 +153,13 @@ def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Arra
 
 
 def _pieces(size: int, count: int) -> list[tuple[int, int]]:
-    """Cuts an axis into equal pieces, twice, because padding costs a CPU much more."""
+    """Cuts an axis into equal pieces, twice, because padding is much slower on a CPU."""
     cuts = [(count, size // count), (size % count, 1)]
     return [(pieces, width) for pieces, width in cuts if pieces * width]
 
 
 def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-    """Returns the signs, int8, of a block's gradient, from the parts' packed signs."""
+    """Returns the signs of a block's gradient, as int8, from the parts' packed signs."""
     if not isinstance(signs, tuple):
         return shard.gather(jnp.sign(signs).astype(jnp.int8))
     axis = _packed_axis(shard)
@@ -170,7 +170,7 @@ def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> j
 
 
 def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) -> Verdict:
-    """Decides whether a step counts, and by which factor its gradient is clipped."""
+    """Decides whether a step counts, and the factor that clips its gradient."""
     per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
     finite = jnp.all(jnp.isfinite(per_leaf))
     if max_grad_norm is None:
@@ -190,7 +190,7 @@ def step_selected(
 ) -> tuple[jax.Array, LeafState]:
     """Takes the AdamW step on selected channels; returns the leaf's float32 change and state.
 
-    `length` is the provisional step's, for deferred channels.
+    `length` is the provisional step's length, for deferred channels.
     """
     lay, state = Layout(leaf.spec), leaf_layout(leaf.spec)
     parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
@@ -201,12 +201,12 @@ def step_selected(
         (lay.block, state),
     )
     length = None if seen.signs is None else length
-    # The step does not read the mail, so that needs no partition spec here.
+    # The step does not read the mail, which therefore needs no partition spec here.
     return step(p, seen._replace(mail=None), leaf, scalars, verdict, length)
 
 
 def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Verdict) -> jax.Array:
-    """Returns one leaf's sum of the open window, plus the step's gradient."""
+    """Returns one leaf's sum for the open window, plus the step's gradient."""
     part = Layout(spec).part
     add = on_each_device(
         lambda _, total, mail, verdict: add_gradient(total, mail, *verdict),
@@ -250,8 +250,8 @@ def _step(
     if leaf.master is not None:
         master = if_counted(master + change, master)
         leaf = leaf._replace(master=master)
-        # The float32 difference of two low-precision numbers is exact unless they are a factor of
-        # 2**16 apart, so adding it gives the cast of the master.
+        # The float32 difference of two low-precision numbers is exact unless they differ by a
+        # factor of 2**16, so adding it gives the cast of the master.
         new = shard.gather(master.astype(spec.dtype))
         change = new.astype(jnp.float32) - old.astype(jnp.float32)
     else:
@@ -271,7 +271,7 @@ def _step(
 def current_masters(weights: jax.Array, leaf: LeafState, spec: LeafSpec) -> jax.Array:
     """Returns a part's masters of selected channels; `weights` are their values in the parameter.
 
-    Before its first step a master follows its parameter, so weights may be loaded after `init`, as
+    Before its first step, a master follows its parameter, so weights may be loaded after `init`, as
     with `optax.adamw`, which keeps no masters. (`Updates.load` does the same on the host.)
     """
     if leaf.master is None:
@@ -281,7 +281,7 @@ def current_masters(weights: jax.Array, leaf: LeafState, spec: LeafSpec) -> jax.
 
 
 def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the float32 change of `p` from subtracting `step` and rounding."""
+    """Returns the float32 change in `p` from subtracting `step` and rounding."""
     if p.dtype == jnp.float32:
         return -step
     old = p.astype(jnp.float32)
@@ -291,8 +291,8 @@ def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """Rounds float32 numbers to the nearest in `dtype`.
 
-    A compiler may drop a pair of casts, but not this. `reduce_precision` alone flushes subnormal
-    numbers to zero.
+    A compiler may drop a pair of casts, but not this operation. `reduce_precision` alone flushes
+    subnormal numbers to zero.
     """
     kind = jnp.finfo(dtype)
     normal = jnp.abs(x) >= float(kind.smallest_normal)

@@ -2,8 +2,8 @@
 
 A `Streamed` has the weights of all layers, and *probes*: zeros in the shapes of `GradientParts`. A
 function with a custom derivative returns a layer's weights; its backward pass immediately turns the
-layer's gradient into the probes' gradients. So `jax.grad` stacks only these, and the weights' whole
-gradient never exists.
+layer's gradient into the probes' gradients. So `jax.grad` stacks only the latter, and the weights'
+whole gradient never exists.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _OF_NORM = 1e-4
 #: Smaller gradients are not checked: their squares may be zero.
 _SMALL = 1e-18
 
-#: So large that a gradient norm in front of zenflow, which would be wrong, is infinite.
+#: Large enough that a gradient norm before zenflow, which would be wrong, is infinite.
 _ONCE = 1e30
 
 
@@ -60,7 +60,7 @@ class _Sending(NamedTuple):
 class Streamed:
     """Stacked layers for `scan_layers`, or their gradient, or one layer inside the scan.
 
-    It is no array, so any other read fails.
+    It is not an array, so any other read fails.
     """
 
     weights: Any
@@ -85,7 +85,7 @@ class Streamed:
         )
 
     def __getitem__(self, _: Any) -> Any:
-        """Rejects indexing, by which nnx reads its variables."""
+        """Rejects indexing, which nnx uses to read its variables."""
         return self.__jax_array__()
 
 
@@ -94,9 +94,9 @@ def is_streamed(x: Any) -> bool:
 
 
 def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> Streamed:
-    """Wraps a leaf of stacked layers for `scan_layers`; `rank` is mail's.
+    """Wraps a leaf of stacked layers for `scan_layers`; `rank` is mail's rank.
 
-    Nothing reads the probes' values, so the compiler drops them.
+    The probes' values are never read, so the compiler drops them.
     """
     spec, weights = layer_spec(leaf.spec), _with_no_derivative(weights)
     sending = _Sending(spec, signs, rank - 1)
@@ -110,7 +110,7 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
 
 @jax.custom_jvp
 def _with_no_derivative(weights: Any) -> Any:
-    """Returns weights that refuse a derivative through `stream`, which would be zero."""
+    """Returns weights that reject a derivative through `stream`, which would be zero."""
     return check_slices(weights)
 
 
@@ -169,7 +169,7 @@ def _forward(sending: _Sending, weights: Any, channels: Any, probes: Any) -> Any
 
 
 def _backward(sending: _Sending, channels: Any, g: Any) -> Any:
-    # Channels come back, so that the step can compare them with the state's.
+    # Channels are returned so that the step can compare them with the state's.
     return None, channels, _probes(sending, channels, g)
 
 
@@ -191,8 +191,8 @@ def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
 
 
 #: The bits of the smallest normal float32. The next 3**19 are all normal and finite, so adding
-#: zeros is safe. Negative numbers would make room for 3**20, but then XLA needs more memory to
-#: unpack them (benchmarks/LOG.md).
+#: zeros is safe. Negative numbers would allow 3**20, but XLA needs more memory to unpack them
+#: (benchmarks/LOG.md).
 _SMALLEST = np.uint32(1 << 23)
 
 
@@ -228,6 +228,6 @@ def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
         g.probes.passed != np.float32(_ONCE),
         apart,  # False for NaN: the step is skipped
         g.channels != channels.astype(jnp.float32),  # other weights, or another state
-        g.weights != 0,  # nonzero if read elsewhere; else constant zeros
+        g.weights != 0,  # nonzero if read outside the scan; else constant zeros
     ]
     return jnp.any(jnp.stack([jnp.any(x) for x in wrong]))

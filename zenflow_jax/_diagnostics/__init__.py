@@ -1,1 +1,1 @@
-"""A run's reports: counts, a timeline, warnings."""
+"""Reports about a run: counts, a timeline and warnings."""

@@ -1,10 +1,10 @@
-"""An engine's statistics, and warnings of consecutive skipped steps."""
+"""An engine's statistics, and warnings about consecutive skipped steps."""
 
 import dataclasses
 import logging
 
 _logger = logging.getLogger("zenflow_jax")
-# Consecutive skipped steps that cause a warning.
+# Number of consecutive skipped steps that causes a warning.
 _MANY = 3
 _REMEDY = (
     "Look for NaN or infinity in the weights, the batches and the loss; "
@@ -14,29 +14,29 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Counts, seconds and bytes since an engine was made; with several processes, in this one.
+    """Counts, seconds and bytes since an engine was created, in this process.
 
     Attributes:
-        steps: Exchanges.
-        window_lengths: Number of windows by length in steps, skipped steps included. Where leaves
-            take turns, each group has separate windows.
-        reselections: Selections of channels in all groups, the first selections included.
+        steps: Number of exchanges.
+        window_lengths: Number of windows by length in steps, skipped steps included. If leaves take
+            turns, each group has separate windows.
+        reselections: Number of channel selections in all groups, including the first.
         kept_share: The selected channels' share of the best k channels' score, averaged over the
-            groups' last boundaries but one. None before the first is read, and unless
+            groups' second-to-last boundaries. None before the first is read, and unless
             `select_interval` is an `AutoSelect`.
-        put_back: Number of state arrays that other code, such as a trainer, had misplaced, and that
-            the engine put back: at its start, and once after a step.
-        skipped_steps: Steps whose gradient was not finite, among those whose mail has been read.
+        put_back: Number of state arrays that other code, such as a trainer, had misplaced and the
+            engine put back: at its start, and once after a step.
+        skipped_steps: Number of steps with a non-finite gradient, as far as their mail has been
+        read.
         skipped_in_a_row: Steps skipped since the last step that counted.
         exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
-        wait_s: Seconds that the caller waited for the host after the device was done.
+        wait_s: Seconds that the caller waited for the host after the device had finished.
         work_s: Seconds that the worker worked, or waited for uploads.
         seconds: Seconds of mail, of uploads and of each kind of the worker's work: the sums of the
             spans in the rows "mail", "upload" and "host" of the timeline, by their kind.
         bytes_to_host: Bytes of mail read, and of channels handed over.
-        bytes_to_device: Bytes of updates, and of channels handed over, for each device that gets
-            them.
-        host_bytes: Bytes of the NumPy arrays of the deferred half; none of it is pinned.
+        bytes_to_device: Bytes of updates, and of channels handed over, for each receiving device.
+        host_bytes: Bytes of the deferred half's NumPy arrays, which are not pinned.
         pinned_bytes: Bytes of pinned mail that the worker keeps for its windows' updates, without
             unread and placeholder mail.
 
@@ -73,7 +73,7 @@ class EngineStats:
 
 
 def check_skipped_steps(in_a_row: int, step: int, limit: int | None) -> None:
-    """Warns of many skipped steps in a row, up to `step`; raises if there are `limit`."""
+    """Warns about consecutive skipped steps up to `step`; raises if there are `limit`."""
     if limit is not None and in_a_row >= limit:
         raise FloatingPointError(
             f"The gradients of the last {in_a_row} steps, up to step {step}, were not finite, and "

@@ -16,14 +16,14 @@ Row = Literal["device", "mail", "host", "upload", "caller"]
 #: The rows, in the order in which they are shown.
 ROWS: tuple[Row, ...] = ("device", "mail", "host", "upload", "caller")
 
-#: Kinds whose number is a window's; all other kinds have a step's.
+#: Kinds whose number is a window's; all other kinds have a step number.
 OF_WINDOWS = frozenset(
     {"take in sums", "hand over", "update", "wait for uploads", "wait for save", "upload"}
 )
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-# About nine spans a step, so some 400 steps; 1 MB.
+# Enough for about 400 steps, at nine spans per step; 1 MB.
 _CAPACITY = 4096
 
 
@@ -35,7 +35,7 @@ class Span(NamedTuple):
         kind: The activity; docs/timeline.md lists the kinds.
         start: Start time, in seconds of `time.perf_counter`.
         end: End time.
-        number: The number of its step or window.
+        number: The step's or window's number.
 
     Examples:
         >>> span = Span("host", "update", start=1.0, end=1.25, number=3)
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The last spans of a run, as `HostEngine.timeline` gives them.
+    """The last spans of a run, as `HostEngine.timeline` returns them.
 
     docs/timeline.md explains each row and kind of span, and their accuracy.
 
@@ -79,7 +79,7 @@ class Timeline:
     def during(self, steps: range) -> "Timeline":
         """Returns the spans that overlap the time of those steps, uncut.
 
-        The time ends when the next step starts, or after the last step at a long idle gap.
+        That time ends when the next step starts or, after the last step, at a long idle gap.
         """
         start, end = self.bounds(steps)
         return Timeline(tuple(s for s in self.spans if s.end >= start and s.start <= end))
@@ -112,16 +112,16 @@ class Timeline:
 class Recorder:
     """Records spans, about a microsecond each; keeps the last `capacity`, and the sums of all.
 
-    Each method but `timeline` and `seconds` belongs to one thread, so that nothing needs a lock:
-    `append` and `copy` are single C calls, each sum is one thread's, all else is replaced whole.
+    Each method but `timeline` and `seconds` belongs to one thread, so that no lock is needed:
+    `append` and `copy` are single C calls, a sum belongs to one thread, all else is replaced whole.
     """
 
     def __init__(self, capacity: int = _CAPACITY):
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._seconds: dict[tuple[Row, str, int], float] = {}  # by thread
         self._work: Span | None = None  # the worker's open span; None while it waits for work
-        self._arrived: dict[int, float] = {}  # arrival times of mails that are not taken in yet
-        self._step_end = 0.0  # the last step's
+        self._arrived: dict[int, float] = {}  # arrival times of mails not yet taken in
+        self._step_end = 0.0  # when the last step ended
         self._returned = time.perf_counter()
         self._waits: list[tuple[str, float, float]] = []  # in the current call
 
@@ -160,7 +160,7 @@ class Recorder:
         self._step_end = self.add("device", "step", max(begin, at), step, now)
 
     def mail_arrived(self, step: int) -> None:
-        """Records that the gradients have arrived, too. For the mail thread."""
+        """Records that the gradients have also arrived. For the mail thread."""
         self._arrived[step] = self.add("mail", "copy", self._step_end, step)
 
     def works_at(self, kind: str | None, number: int = 0) -> None:
@@ -189,7 +189,7 @@ class Recorder:
     def timeline(self) -> Timeline:
         """Returns all recorded spans, and the worker's current work."""
         work, spans = self._work, list(self._spans.copy())
-        # Unless it was recorded between the two reads.
+        # Skipped if it was recorded between the two reads.
         if work is not None and all((x.row, x.start) != ("host", work.start) for x in spans):
             spans.append(work._replace(end=time.perf_counter()))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)))
@@ -202,7 +202,7 @@ class Recorder:
         host, caller = rows["host"], rows["caller"]
         if work is not None:
             host[work.kind] = host.get(work.kind, 0.0) + time.perf_counter() - work.start
-        rows["mail"].pop("unread", None)  # waiting is no work
+        rows["mail"].pop("unread", None)  # waiting is not work
         return {
             "exchange_s": caller.get("exchange", 0.0) + caller.get("flush", 0.0),
             "wait_s": caller.get("wait for host", 0.0),

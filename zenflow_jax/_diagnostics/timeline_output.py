@@ -9,8 +9,8 @@ from zenflow_jax._diagnostics.timeline import OF_WINDOWS, ROWS, Span, Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHOWN = 12  # steps that a picture shows by default
-# In the order of the legend. Pale colours are for spans without work: unknown, or waiting.
+_SHOWN = 12  # number of steps in a picture by default
+# In the legend's order. Pale colours are for spans without work: unknown, or waiting.
 _COLOURS = {
     "step": "#3b75af",
     "dispatch": "#c3d7ea",
@@ -47,7 +47,7 @@ def plot_timeline(
 
     Args:
         timeline: A `HostEngine.timeline`.
-        path: Path of a file to write as well; its suffix names the format: .png, .svg or .pdf.
+        path: Path of a file to write as well; its suffix sets the format: .png, .svg or .pdf.
         steps: The steps to draw; None draws the last twelve.
 
     Returns:
@@ -81,7 +81,7 @@ def plot_timeline(
             "`zenflow_jax.save_trace`, which does not need it."
         ) from error
 
-    # Not by pyplot, which needs a display and leaves global state.
+    # Does not use pyplot, which needs a display and leaves global state.
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     _draw(figure, timeline, timeline.steps[-_SHOWN:] if steps is None else steps)
     if path is not None:
@@ -105,13 +105,13 @@ def _draw(figure: "Figure", timeline: Timeline, steps: range) -> None:
         of_kind = [span for span in spans if span.kind == kind]
         if not of_kind:
             continue
-        # Waits are in front of their call, whose edges stay visible.
+        # Waits are drawn over their call, whose edges stay visible.
         height = 0.5 if kind in ("wait for device", "wait for host") else 0.72
         axes.broken_barh(
             [(1e3 * (span.start - start), 1e3 * (span.end - span.start)) for span in of_kind],
             (ROWS.index(of_kind[0].row) - height / 2, height),
             facecolors=colour,
-            # The edge keeps the shortest spans visible, and steps apart.
+            # The edge keeps the shortest spans visible and separates steps.
             edgecolors="white" if kind == "step" else colour,
             linewidth=0.6,
             label=_LABELS.get(kind, kind),
@@ -123,7 +123,7 @@ def _draw(figure: "Figure", timeline: Timeline, steps: range) -> None:
 
 
 def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Writes all of a timeline as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
+    """Writes a whole timeline as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
     Args:
         timeline: A `HostEngine.timeline`, or a part of it: `timeline.during(steps)`.
@@ -148,7 +148,7 @@ def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 
 def _lanes(spans: list[Span]) -> list[list[Span]]:
-    """Sorts spans into lanes: viewers misdraw a thread's partially overlapping spans."""
+    """Sorts spans into lanes, because viewers misdraw a thread's partially overlapping spans."""
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         fitting = (x for x in lanes if all(y.end <= span.start or span.end <= y.end for y in x))

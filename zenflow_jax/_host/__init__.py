@@ -1,1 +1,1 @@
-"""The host half: NumPy only. It uses no jax array, no queue, and only its kernels' threads."""
+"""The host half, in NumPy: no jax arrays, no queues, and no threads except the kernels'."""

@@ -1,10 +1,10 @@
-"""AdamW on NumPy arrays for the deferred channels, and copies of channels in and out.
+"""AdamW on NumPy arrays for the deferred channels, which are also copied in and out.
 
-Two kernels give the same bits, whatever the number of threads and the size of tiles. "numba" makes
-one pass over memory in compiled loops; "numpy" needs no compiler and works through tiles that fit
-the cache. float16 leaves always take the NumPy kernel, as Numba has no float16 on CPUs.
+Two kernels give bit-identical results, whatever the number of threads and the tile size. "numba"
+makes one pass over memory in compiled loops; "numpy" needs no compiler and processes tiles that fit
+in the cache. float16 leaves always use the NumPy kernel, as Numba has no float16 on CPUs.
 
-Arrays are `(entries, rows, n, tail)` (see `arrays.py`), or `(entries, n)` with a number per
+Arrays are `(entries, rows, n, tail)` (see `arrays.py`), or `(entries, n)` with one number per
 channel. `masters.py` and `moments.py` define the formats of masters and moments.
 """
 
@@ -24,30 +24,29 @@ from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
-# The most elements that a thread takes at once. Numba streams through memory and evicts the
-# interpreter's data; reloading it costs up to 50 us a tile, 3 % of the time with half this size.
+# Maximum number of elements that a thread takes at once. Numba streams through memory and evicts
+# the interpreter's data; reloading it costs up to 50 us a tile, 3 % of the time at half this size.
 _NUMBA_TILE = 2 * 1024 * 1024
-# The NumPy kernel's tile should stay in a core's second-level cache. But several threads contend
-# for the GIL between any two NumPy calls. Longer calls exceed the cache, but halve the time lost to
-# the GIL.
+# The NumPy kernel's tile should stay in a core's L2 cache. But several threads contend for the GIL
+# between NumPy calls. Longer calls exceed the cache, but halve the time lost to the GIL.
 _NUMPY_TILE, _NUMPY_TILE_SHARED = 128 * 1024, 256 * 1024
-# Smaller leaves get smaller tiles, so that every thread has work. Below this size it does not pay.
+# Smaller leaves get smaller tiles, so that every thread has work. This is the minimum.
 _LEAST_TILE = 64 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
 
-#: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
+#: Gradients of one shape (float32, bfloat16 or float16; may be read-only), each with its factor.
 WeightedGradients = Sequence[tuple[np.ndarray, float]]
 
 _FLOAT16, _BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
 class HostAdam:
-    """Adds up gradients, takes AdamW steps, moves channels: a leaf at a time, on several threads.
+    """Sums gradients, takes AdamW steps and moves channels, a leaf at a time, on several threads.
 
-    For one calling thread, which waits inside each call. While a call (or a chunk of `adamw`) runs,
-    no other thread may use the arrays that it writes. End with `close`. By default `threads` are
-    all cores but one; `tile` is the number of elements that a thread takes at once.
+    Must be used from one thread only, which waits inside each call. While a call (or a chunk of
+    `adamw`) runs, no other thread may use the arrays that it writes. `threads` defaults to all
+    cores but one; `tile` is the number of elements that a thread takes at once.
     """
 
     def __init__(
@@ -95,11 +94,12 @@ class HostAdam:
     ) -> Iterator[None]:
         """Takes an AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
-        At most `GRADIENTS_PER_PASS` gradients; the bits are the same if `accumulate` adds them up
-        first. `steps`, int32, and `active` are `(entries, n)`. Inactive channels keep every bit.
+        Takes at most `GRADIENTS_PER_PASS` gradients; summing them with `accumulate` first is
+        bit-identical. `steps`, int32, and `active` are `(entries, n)`. Inactive channels stay
+        unchanged.
 
-        A generator, so that the caller can do other work between chunks of some milliseconds. It
-        reads `steps` and `active`, and writes `steps`, at its start.
+        It is a generator, so that the caller can do other work between chunks of a few
+        milliseconds. It reads `steps` and `active`, and writes `steps`, when it starts.
         """
         assert (mu.scales is None) == (nu.scales is None)
         assert mu.shape == nu.shape == masters.shape
@@ -145,7 +145,7 @@ class HostAdam:
     def put(
         self, arrays: Sequence[HostArray], channels: np.ndarray, rows: Sequence[np.ndarray]
     ) -> None:
-        """Writes `rows`, as `take` returns them, over channels."""
+        """Overwrites channels with `rows`, as `take` returns them."""
         for x, numbers in zip(arrays, rows, strict=True):
             of_channels = type(x)(numbers) if x.plain else x.like(numbers.shape)
             if not x.plain:
@@ -201,9 +201,9 @@ class HostAdam:
                     return
                 work(tile)
 
-        # One task for each thread: a task for each tile would cost 45 us more a tile.
+        # One task per thread: a task per tile would cost 45 us more for each.
         futures = [self._pool.submit(share) for _ in range(min(self.threads, len(tiles)))]
-        wait(futures)  # all: no thread may still write after an exception
+        wait(futures)  # waits for all, because no thread may still write after an exception
         for future in futures:
             future.result()
 
@@ -217,7 +217,7 @@ def _move(
     if inward:
         x[entry][:, index] = moved
     else:
-        # The default mode would fill a temporary buffer first.
+        # The default mode would first fill a temporary buffer.
         np.take(x[entry], index, axis=1, out=moved, mode="clip")
 
 
@@ -262,7 +262,7 @@ class NumbaKernel:
 
 
 def _padded(gradients: Weighted) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
-    """Pads gradients and factors to the number that the compiled loops take."""
+    """Pads gradients and factors to the number that the compiled loops expect."""
     none = GRADIENTS_PER_PASS - len(gradients)
     assert none >= 0, "earlier gradients are already summed"
     views = [_bits(g).view() for g, _ in gradients]

@@ -1,4 +1,4 @@
-"""A leaf's float32 numbers on the host, in full or in fewer bytes.
+"""A leaf's float32 numbers on the host, stored in full or in fewer bytes.
 
 Arrays are C-contiguous, `(entries, rows, n, tail)`: `entries` of the stack axes, `n` channels in
 each. Leading channels have one row, and a channel is a run of `tail` elements; trailing channels
@@ -16,12 +16,12 @@ import numpy as np
 
 #: The alignment that jax needs (0.10.0 to 0.11.2), in bytes. NumPy aligns only to 16.
 ALIGNMENT = 64
-#: Elements to convert at once: the scratch stays in the cache.
+#: Number of elements to convert at once, so that the scratch stays in the cache.
 CHUNK = 128 * 1024
-#: Number of neighbours in a channel that share a scale in compact moments; fewer at its end.
+#: Number of neighbours in a channel that share a scale in compact moments; fewer at the end.
 BUCKET = 32
 
-#: First segment and last + 1, then the first element in each and last + 1.
+#: First segment and last + 1, then the first element in each segment and last + 1.
 Tile = tuple[int, int, int, int]
 _Array = TypeVar("_Array", bound="HostArray")
 
@@ -41,7 +41,7 @@ def copied(x: np.ndarray) -> np.ndarray:
 
 
 def flat(x: np.ndarray) -> np.ndarray:
-    assert x.flags.c_contiguous  # otherwise `reshape` would copy, and lose writes
+    assert x.flags.c_contiguous  # otherwise `reshape` would copy, and writes would be lost
     return x.reshape(-1)
 
 
@@ -137,7 +137,7 @@ class HostArray(abc.ABC):
         return dataclasses.replace(self, **arrays)
 
     def as_float32(self, run: Callable[..., None] = in_turn) -> np.ndarray:
-        """Returns all numbers; if they are float32, `values` itself, which updates write."""
+        """Returns all numbers; if they are float32, `values` itself, which updates overwrite."""
         if self.values.dtype == np.float32:
             return self.values
         x, segments = np.empty(self.shape, np.float32), self.segments

@@ -6,10 +6,10 @@ upper 16 bits of a float32. The host keeps the rounded number and the master's l
 bits are rounded up exactly where the lower bits are negative.
 
 There is one exception: a master exactly halfway above a bfloat16 that ends in 0 is rounded down to
-it, and 32768 does not fit int16. It becomes 32767: such a master, one in 131,072 numbers, moves by
-its last bit, once, and both values have the same cast. (Ties away from zero would keep the bit, but
-jax rounds ties to even.) A NaN stays a NaN with its sign. All other numbers come back bit for bit;
-`tests/host/test_masters.py` tries all 2**32.
+it, and 32768 does not fit in int16. `rest` becomes 32767: such a master, one in 131,072 numbers,
+changes in its last bit, once, and both values have the same cast. (Rounding ties away from zero
+would keep the bit, but jax rounds ties to even.) A NaN stays a NaN with its sign. All other numbers
+are restored exactly; `tests/host/test_masters.py` tests all 2**32.
 
 The spacing of float16 numbers is uneven, so `rest` does not work: such a leaf keeps float32 masters
 and a rounded copy for uploads.
@@ -44,7 +44,7 @@ class Masters(HostArray):
 
     @property
     def to_upload(self) -> np.ndarray:
-        """Returns the masters in the leaf's dtype, not copied: the next update writes them."""
+        """Returns the masters in the leaf's dtype, uncopied: the next update overwrites them."""
         return self.values if self.cast is None else self.cast
 
     def like(self, shape: tuple[int, ...]) -> "Masters":
@@ -69,7 +69,7 @@ class Masters(HostArray):
             _split(x, values, rest, where)
             return
         np.copyto(values, x, where=where)
-        if rest is not None:  # rounded already
+        if rest is not None:  # already rounded
             np.copyto(rest, 0, where=where)
         if cast is not None:
             _round(x, out=cast, where=where)
@@ -88,7 +88,7 @@ def _split(
     halfway = rest == _INT16.min
     if where is not True:
         halfway &= where
-    # They are few. `np.nonzero` takes ten times as long for an array with several axes.
+    # Such values are rare. `np.nonzero` takes ten times as long for an array with several axes.
     places = np.unravel_index(np.flatnonzero(halfway), rest.shape)
     down = bits[places] >> 16 == rounded.view(np.int16)[places]
     rest[places] = np.where(down, _INT16.max, _INT16.min)

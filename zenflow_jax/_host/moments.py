@@ -1,21 +1,21 @@
 """The two moments of a leaf on the host: float32, or "compact" in 8-bit codes.
 
 A bucket of 32 neighbours in a channel has a code for each and a single scale, its largest
-magnitude. So the two moments need 1.0625 and 1.125 bytes instead of 4 each. Buckets never span
+magnitude. The two moments thus take 1.0625 and 1.125 bytes instead of 4 each. Buckets never span
 channels.
 
 First moment: a code `c` from -127 to 127 stands for `c (|c| + 60) / 23749` times the scale. The gap
 between codes grows fourfold from zero to the largest, as on a softsign curve (FlashOptim,
 https://arxiv.org/abs/2602.23349), but decoding needs no division. Second moment: its square root is
-`c / 255` times the scale, `c` from 0 to 255. Encoding rounds to the nearest code, but to at least 1
-for a second moment above zero: a zero below a first moment would cause a huge step.
+`c / 255` times the scale, for `c` from 0 to 255. Encoding rounds to the nearest code, but to at
+least 1 for a second moment above zero: a zero below a first moment would cause a huge step.
 
 The first moment's scale is a bfloat16, the second's a float32. A bfloat16 would never shrink: with
 `b2` = 0.999 an update shrinks the root by 1 in 2000, which would be rounded away.
 
-Decoded numbers encode to the same codes and scales again, because the largest code stands exactly
-for the scale. So checkpoints have float32 moments and lose nothing. A bucket is zero if its numbers
-(or roots) are all below 2**-60. A number that is not finite makes its bucket NaN or infinite.
+Decoded numbers encode to the same codes and scales, because the largest code stands exactly for the
+scale. So checkpoints store float32 moments without loss. A bucket is zero if its numbers (or roots)
+are all below 2**-60. A number that is not finite makes its bucket NaN or infinite.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from zenflow_jax._host.arrays import BUCKET, HostArray, Tile, aligned_zeros
 BEND = np.float32(30)
 TOP_FIRST, TOP_SECOND = np.float32(127 * (127 + 60)), np.float32(255)
 PER_FIRST, PER_SECOND = 1 / TOP_FIRST, 1 / TOP_SECOND
-#: Buckets below are zero.
+#: Buckets below this are zero.
 LEAST = np.float32(2.0**-60)
 
 _FIRST, _SECOND = np.dtype(np.int8), np.dtype(np.uint8)

@@ -2,11 +2,11 @@
 
 bfloat16 arrives as bits in uint16 arrays; Numba has no float16 on CPUs. Every operation rounds
 once, as IEEE 754 requires: no fastmath flag is set, not even "contract". So a loop's vectorized
-body and its scalar tail give the same bits, and so does NumPy. Moments in codes (`moments.py`) are
+body, its scalar tail and NumPy give bit-identical results. Moments in codes (`moments.py`) are
 decoded to scratch, a chunk at a time, and encoded again after the step.
 
 Numba adds two uint32 to a uint64, so each step of bit arithmetic casts back. It checks an index
-that it cannot prove positive, which keeps LLVM from vectorizing: so indices are unsigned
+that it cannot prove positive, which keeps LLVM from vectorizing, so indices are unsigned
 (`np.uintp`), or count over slices from zero. Flags that select a function (`by_type`) are True or
 None, which have different types.
 
@@ -27,32 +27,32 @@ from numba.extending import overload
 
 from zenflow_jax._host import arrays, moments
 
-# Numba caches compiled loops on disk, with these numbers in them, and compiles again when this file
-# changes, but not when an imported file does. So the numbers are literals here, too.
+# Numba caches compiled loops on disk, with these numbers in them, and recompiles when this file
+# changes, but not when an imported file does. So the numbers are repeated here as literals.
 BUCKET, _BEND, _LEAST, _ZERO = 32, np.float32(30), np.float32(2.0**-60), np.float32(0)
 _TOP_FIRST, _TOP_SECOND = np.float32(127 * 187), np.float32(255)
 assert (BUCKET, _BEND, _LEAST) == (arrays.BUCKET, moments.BEND, moments.LEAST)
 assert (_TOP_FIRST, _TOP_SECOND) == (moments.TOP_FIRST, moments.TOP_SECOND)
 _TWICE_BEND, _BEND_SQUARED = 2 * _BEND, _BEND * _BEND
 _PER_FIRST, _PER_SECOND = 1 / _TOP_FIRST, 1 / _TOP_SECOND
-# Adding it to a small number leaves the nearest integer in the lower bits, ties to even.
+# Adding this to a small number leaves the nearest integer in the lower bits, ties to even.
 _ROUNDER = np.float32(1.5 * 2**23)
-# Elements of a chunk with leading channels: larger scratch exceeds the first-level cache, smaller
-# chunks cost calls. With trailing channels, a chunk has a bucket's rows and this many lanes: with
-# fewer, the scratch (512 KiB) would fit the first-level cache, but memory reads would be short.
+# Elements of a chunk with leading channels: larger scratch exceeds the L1 cache, and smaller chunks
+# cost calls. With trailing channels, a chunk has a bucket's rows and this many lanes: with fewer,
+# the scratch (512 KiB) would fit in the L1 cache, but memory reads would be short.
 _CHUNK = 4096
 _LANES = 2048
 
-# C code calls none of these functions, and Python calls no inner function. Numba's wrappers for
-# both took a third of the compile time. Both options of `numba.njit` are undocumented; it refuses
-# unknown options.
+# These functions are never called from C, and inner functions never from Python. Numba's wrappers
+# for both took a third of the compile time. Both options of `numba.njit` are undocumented; it
+# rejects unknown options.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _INNER: Any = {**_OPTIONS, "no_cpython_wrapper": True}
 
 
 def compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
     """Compiles to serial code that releases the GIL, cached on disk if Numba finds a folder."""
-    function = inspect.unwrap(function)  # jaxtyping's import hook wraps it, in tests
+    function = inspect.unwrap(function)  # wrapped by jaxtyping's import hook in tests
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:
@@ -60,7 +60,7 @@ def compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
 
 
 def inner(function: Callable) -> Any:
-    """Compiles a function for calls from compiled code; a call from Python ends the process."""
+    """Compiles a function for compiled code only; a call from Python crashes the process."""
     return compiled(function, _INNER)
 
 
@@ -71,7 +71,7 @@ def by_type(position: int, kind: Any, if_kind: Callable, otherwise: Callable) ->
         raise NotImplementedError("Only compiled code may call this function.")
 
     pair = inspect.unwrap(if_kind), inspect.unwrap(otherwise)
-    # Not strict: the arguments' names may differ from those of `args`.
+    # Not strict, because argument names may differ from `args`.
     overload(either, jit_options=_INNER, strict=False)(
         lambda *args: pair[0] if args[position] == kind else pair[1]
     )
@@ -141,13 +141,13 @@ _keep = by_type(2, numba.none, _keep_whole, _keep_split)
 
 @inner
 def _select(on, new, old):
-    """Returns `new` if `on`, else `old`: uint16, by bits, because LLVM vectorizes no branch."""
+    """Returns `new` if `on`, else `old`, in uint16; bitwise, as LLVM vectorizes no branches."""
     return np.uint16(old ^ np.uint16(np.uint16(old ^ new) & np.uint16(-np.int64(on))))
 
 
 @inner
 def _rest_of(x, rounded):
-    """Returns the lower half of a master next to its bfloat16 bits; uint16 (`masters.py`)."""
+    """Returns `rest`, the lower half of a master, as uint16 (`masters.py`)."""
     bits = np.float32(x).view(np.uint32)
     lower, upper = np.uint16(bits), np.uint16(np.uint32(bits >> np.uint32(16)))
     halfway_down = (lower == np.uint16(0x8000)) & (upper == rounded)
@@ -185,7 +185,7 @@ def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes,
     for e in range(size):
         i, j = np.uintp(at + e), np.uintp(at_m + e)
         c = np.uintp(channel) if lanes is None else np.uintp(channel + e)
-        # Writes every lane: without masked stores, LLVM vectorizes no branch around a store.
+        # Writes every lane, because LLVM vectorizes conditional stores only with masked stores.
         on = True if lanes is None else active[c]
         g = _sum(None, gs, fs, i)
         x = _master(p, rest, i)
@@ -195,7 +195,7 @@ def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes,
         v[j] = new_v if on else v[j]
 
 
-# The arrays in which moments take the step: their own, or scratch.
+# The arrays in which moments are updated: their own, or scratch.
 _work_array = by_type(
     1, numba.none, lambda x, scales, size: x, lambda x, scales, size: np.empty(size, np.float32)
 )
@@ -215,8 +215,8 @@ def adamw_leading(
         if not active[s]:
             s += 1
             continue
-        # Neighbours that take the same step form a chunk: a narrow channel costs more to start than
-        # to compute.
+        # Neighbours that take the same step form a chunk, because a narrow channel costs more to
+        # start than to compute.
         end = s + 1
         while (
             end < min(last, s + most)
@@ -343,7 +343,7 @@ def _decode_buckets(codes, scales, x, root, encode):
 
 
 def _encode_buckets(codes, scales, x, root, encode):
-    # LLVM vectorizes the search for a largest number only if its length is not known.
+    # LLVM vectorizes the search for a maximum only if its length is unknown.
     for b in range(x.shape[0]):
         largest = np.uint32(0)
         for i in range(x.shape[1]):
@@ -384,8 +384,8 @@ def _encode_rows(codes, scales, x, shape, active, root, encode):
 
 # Converts buckets, one per row.
 _convert_buckets = by_type(4, numba.none, _decode_buckets, _encode_buckets)
-# Converts a bucket's rows of `lanes` elements, whose codes are `stride` elements apart. Channels
-# that are not `active` keep codes and scales.
+# Converts a bucket's rows of `lanes` elements, whose codes are `stride` elements apart. Inactive
+# channels keep their codes and scales.
 _convert_rows = by_type(6, numba.none, _decode_rows, _encode_rows)
 
 

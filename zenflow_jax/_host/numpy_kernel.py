@@ -1,7 +1,7 @@
-"""The portable kernel: AdamW in NumPy calls on tiles that fit the cache.
+"""The portable kernel: AdamW in NumPy calls on tiles that fit in the cache.
 
-`adam.py` runs it on request, and for float16. Its twin `numba_loops.py` gives the same bits. `Step`
-is the input of both kernels.
+`adam.py` uses it on request and for float16. Its twin, `numba_loops.py`, gives bit-identical
+results. `Step` is the input to both kernels.
 
 Letters: `p, m, v, g` master, moments and gradient of a tile, in float32.
 """
@@ -17,7 +17,7 @@ from zenflow_jax._host.moments import Moment
 from zenflow_jax._spec.scalars import AdamScalars
 
 #: Number of gradients that a compiled step sums in one pass: enough for twice the default window.
-#: Numba compiles each number of gradients and each set of dtypes at first use, in a second.
+#: Numba compiles each number of gradients and each set of dtypes on first use, in a second.
 GRADIENTS_PER_PASS = 8
 
 #: Gradients in float32, bfloat16 or float16, each with its factor.
@@ -25,7 +25,7 @@ Weighted = list[tuple[np.ndarray, np.float32]]
 
 
 class Step(NamedTuple):
-    """One AdamW step of one leaf, as the kernels see it."""
+    """One leaf's AdamW step, as the kernels see it."""
 
     masters: Masters
     mu: Moment
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 
 class NumpyKernel:
-    """The kernel in NumPy calls with `out=`: only a thread's first step allocates."""
+    """The kernel in NumPy calls with `out=`, so that only a thread's first step allocates."""
 
     def __init__(self, tile: int):
         self.tile = tile
@@ -112,5 +112,5 @@ def _widen_into(x: np.ndarray, g: np.ndarray, factor: np.float32) -> None:
     if g.dtype == np.float32:
         np.multiply(g, factor, out=x)
     else:
-        np.copyto(x, g)  # exact, releases the GIL, and beats shifting bits
+        np.copyto(x, g)  # exact, releases the GIL, and is faster than shifting bits
         x *= factor

@@ -1,7 +1,7 @@
 """The state of every deferred channel: masters, moments, counts, and the open window.
 
-`_exchange/worker.py` decides when these methods run, `adam.py` does the arithmetic. Arrays have the
-leaf's full shape, viewed as `(entries, rows, n, tail)`. Rows of selected channels are stale.
+`_exchange/worker.py` decides when these methods run, and `adam.py` does the arithmetic. Arrays have
+the leaf's full shape, viewed as `(entries, rows, n, tail)`. Rows of selected channels are stale.
 
 Letters: `entries` of the stack axes, `n` channels in each, `k` of them selected.
 """
@@ -20,16 +20,16 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
 from zenflow_jax._spec.schedule import Schedule
 
-#: The most mails to keep. An update frees the closed window's mails leaf by leaf while the next
-#: window's arrive. So windows of four steps need no sums as long as the update keeps up.
+#: The maximum number of mails to keep. An update frees the closed window's mails leaf by leaf while
+#: the next window's arrive, so windows of four steps need no sums if the update keeps up.
 MAILS_KEPT = 5
 
 
 @dataclasses.dataclass
 class WindowGradients:
-    """One leaf's gradients of a window, until they are used."""
+    """One leaf's gradients in a window, until they are used."""
 
-    # The float32 sum of the earliest gradients, if added up; the leaf owns its memory.
+    # The float32 sum of the earliest gradients, if any were summed; the leaf owns its memory.
     total: np.ndarray | None = None
     # The later gradients in order, each with its factor: views that keep their host memory alive.
     kept: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
@@ -51,16 +51,16 @@ class HostLeaf:
     mu: Moment
     nu: Moment
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
-    channels: np.ndarray  # int32 (entries, k), ascending: the selected ones
+    channels: np.ndarray  # int32 (entries, k), ascending: the selected channels
     open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
-    # Unused sums. While an update runs two may be in use: its window's and the next window's.
+    # Unused sums. During an update, two may be in use: its window's and the next window's.
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @classmethod
     def new(
         cls, spec: LeafSpec, weight: np.ndarray, channels: np.ndarray, *, compact: bool
     ) -> "HostLeaf":
-        """Makes a leaf with a copy of its parameter, and zero moments."""
+        """Makes a leaf with a copy of its parameter and zero moments."""
         shape = spec.view4(spec.n)
         mu, nu = new_moments(shape, compact=compact)
         leaf = cls(
@@ -76,18 +76,18 @@ class HostLeaf:
 
     @property
     def written(self) -> list[np.ndarray]:
-        """Returns the arrays that updates write, and `copy` copies."""
+        """Returns the arrays that updates write and `copy` copies."""
         total = [] if self.open.total is None else [self.open.total]
         return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *total]
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """Returns all of the leaf's own arrays, spare ones included, without mails."""
+        """Returns all of the leaf's own arrays, including spare ones, without mails."""
         return [*self.written, self.channels, *self.spare]
 
     @property
     def to_upload(self) -> np.ndarray:
-        """Returns the masters in the leaf's dtype and shape, for an upload, not copied."""
+        """Returns the masters in the leaf's dtype and shape, for an upload, uncopied."""
         return self.master.to_upload.reshape(self.spec.shape)
 
     @property
@@ -98,12 +98,12 @@ class HostLeaf:
         self.open.kept.append((gradient.reshape(self.master.shape), factor))
 
     def alias(self) -> "HostLeaf":
-        """Returns the leaf in the same memory, without mails that are added later."""
+        """Returns the leaf in the same memory; mails added later are not included."""
         window = dataclasses.replace(self.open, kept=list(self.open.kept))
         return dataclasses.replace(self, open=window, spare=[])
 
     def copy(self) -> "HostLeaf":
-        """Copies the leaf, except mails and channels, which are never written."""
+        """Copies the leaf, except mails and channels, which are never overwritten."""
         total, leaf = self.open.total, self.alias()
         window = dataclasses.replace(leaf.open, total=None if total is None else copied(total))
         return dataclasses.replace(
@@ -124,9 +124,9 @@ class ClosedWindow:
     counted: int  # steps that were not skipped
     step: WindowStep  # from the hyperparameters of its last step
     leaves: list[int]  # the numbers of the group's leaves
-    # By these numbers; empty if no step counted. A leaf's update drops its entry.
+    # By leaf number; empty if no step counted. A leaf's update drops its entry.
     gradients: dict[int, WindowGradients]
-    # Bool (entries, n): channels to update, without those that enter before the update.
+    # Bool (entries, n): channels to update, except those that enter before the update.
     active: dict[int, np.ndarray]
 
 
@@ -161,7 +161,7 @@ class SelectedRows:
 
 
 class HostState:
-    """The deferred half of a run on the host. For one thread at a time.
+    """The deferred half of a run on the host. Must be used by one thread at a time.
 
     Each of `pieces` has the numbers of leaves that share memory in a mail. `before_write` gets the
     number of a leaf before its arrays are written; it may wait.
@@ -192,15 +192,15 @@ class HostState:
         ]
         self._mail_bytes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self.windows = 0  # closed so far
-        self._closed: list[ClosedWindow] = []  # windows that wait for their update
-        self._overflowed = False  # whether gradients ever exceeded the limit: reuse sum buffers
-        # A window uses its last step's hyperparameters, whether that step was skipped or not.
+        self._closed: list[ClosedWindow] = []  # windows waiting for their updates
+        self._overflowed = False  # whether gradients ever exceeded the limit, so sums are reused
+        # A window uses its last step's hyperparameters, even if that step was skipped.
         self.scalars: AdamScalars | None = None
         self.before_write: Callable[[int], None] = lambda i: None
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of all arrays, spare ones included; none is in pinned memory."""
+        """Returns the bytes of all arrays, including spare ones; none is in pinned memory."""
         return sum(x.nbytes for leaf in self.leaves for x in leaf.arrays)
 
     @property
@@ -226,7 +226,7 @@ class HostState:
     ) -> None:
         """Resumes a saved run's state; the selected channels are already in place.
 
-        For each leaf `arrays` has "master", "mu", "nu", "steps" and, if the host adds up its open
+        For each leaf, `arrays` has "master", "mu", "nu", "steps" and, if the host sums its open
         window, "total". `counted` has the steps in each group's open window.
         """
         self.windows, self.scalars = closed, scalars
@@ -254,8 +254,8 @@ class HostState:
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
         """Adds one step's gradients to the open windows, `factor` times.
 
-        The host keeps them for their window's update, which adds them up. If they are too many, the
-        host adds some up at once, which changes no bit.
+        The host keeps them for their window's update, which sums them. If there are too many, the
+        host sums some at once, which does not affect the result.
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             leaf.keep(gradient, factor)
@@ -269,7 +269,7 @@ class HostState:
                     self._add_up(i, leaf.open)
 
     def count(self) -> None:
-        """Counts one step into the open windows, whose gradients the device may add up."""
+        """Counts one step in the open windows, whose gradients the device may sum."""
         for window in self.open:
             window.counted += 1
 
@@ -281,7 +281,7 @@ class HostState:
                 self.leaves[i].keep(gradient, 1.0)
 
     def _add_up(self, i: int, gradients: WindowGradients, end: int | None = None) -> None:
-        """Adds the mails of leaf `i` up to `end` of a window to its sum."""
+        """Adds a window's mails of leaf `i`, up to `end`, to its sum."""
         leaf, first = self.leaves[i], gradients.total is None
         if gradients.total is None:
             gradients.total = leaf.spare.pop() if leaf.spare else aligned_zeros(leaf.master.shape)
@@ -314,9 +314,9 @@ class HostState:
     def update(
         self, window: ClosedWindow, finished: Callable[[int, HostLeaf], None]
     ) -> Iterator[str]:
-        """Makes a window's update, some milliseconds at a time; yields the leaf's name before each.
+        """Makes a window's update in pieces of a few milliseconds; yields the leaf before each.
 
-        Calls `finished` for each leaf that is done. No hand-over of the group may run in between.
+        Calls `finished` for each leaf that is done. The group's hand-overs must not run in between.
         """
         for i, gradients in window.gradients.items():
             leaf = self.leaves[i]
@@ -364,7 +364,7 @@ class HostState:
         if len(gradients.weighted) > GRADIENTS_PER_PASS:
             self._add_up(i, gradients, 1 - GRADIENTS_PER_PASS)
         arrays = leaf.master, leaf.mu, leaf.nu, leaf.steps
-        scale = 1 / max(window.counted, 1)  # of the mean
+        scale = 1 / max(window.counted, 1)  # for the mean
         return self._adam.adamw(*arrays, gradients.weighted, scale, active, step)
 
 
@@ -378,7 +378,7 @@ def _keep_staying(
 
 
 def _members(channels: np.ndarray, n: int) -> np.ndarray:
-    """Returns, bool (entries, n), whether a channel is among `channels` (entries, k)."""
+    """Returns whether each channel is among `channels` (entries, k), as bool (entries, n)."""
     members = np.zeros((channels.shape[0], n), bool)
     np.put_along_axis(members, channels, True, axis=-1)
     return members

@@ -1,1 +1,1 @@
-"""Decisions before the first step: static, hashable, without arrays."""
+"""Decisions made before the first step: static and hashable, without arrays."""

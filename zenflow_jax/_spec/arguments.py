@@ -20,7 +20,7 @@ from zenflow_jax._spec.rules import (
 )
 from zenflow_jax._spec.schedule import Schedule
 
-#: Arguments that may be arrays, also traced ones. All others shape the state.
+#: Arguments that may be arrays, including traced ones. All others shape the state.
 NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
 
 
@@ -35,7 +35,7 @@ def check_schedule(
     window_scaling: float | None,
     provisional_share: float | None,
 ) -> Schedule:
-    """Returns the schedule that these arguments describe; errors name the wrong argument."""
+    """Returns the schedule that these arguments describe; errors name the invalid argument."""
     check_share("topk_ratio", topk_ratio, remedy=_IF_INJECTED)
     window = _check_window(update_interval, topk_ratio)
     select = _check_select(select_interval, window)
@@ -59,7 +59,7 @@ def check_schedule(
         groups=window if in_turn and isinstance(window, int) else 1,
         staleness=late,
         window_scaling=scaling,
-        # With windows of one step and no staleness, no weight waits for an update.
+        # With windows of one step and no staleness, weights never wait for an update.
         provisional_share=None if window == 1 and late == 0 else share,
     )
 
@@ -85,7 +85,7 @@ def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect:
 
 
 def _check_staleness(staleness: Any, window: int | AutoWindow, in_turn: bool) -> int | None:
-    """Returns how many steps an update waits; None if until the next boundary."""
+    """Returns how many steps an update waits, or None for until the next boundary."""
     staleness = check_int_or_none("staleness", staleness, 0, _IF_INJECTED)
     if staleness is None:
         return 1 if in_turn else window if isinstance(window, int) else None
@@ -122,7 +122,7 @@ def check_transfer_dtype(dtype: Any) -> np.dtype | None:
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Rejects values that are not real scalars, and bad values unless traced."""
+    """Rejects values that are not real scalars, and untraced values out of range."""
     for name, value in numbers.items():
         if name == "max_grad_norm" and value is None:
             continue

@@ -1,6 +1,6 @@
-"""Divides the offloaded leaves into groups that take turns to close their windows.
+"""Divides the offloaded leaves into groups that take turns closing their windows.
 
-The rule uses only shapes, dtypes and order, so that a run has the same groups on any devices. With
+The rule uses only shapes, dtypes and order, so that a run has the same groups on any devices, with
 one exception: if a mesh divides the layers of a stack, the stack stays in one piece.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.schedule import Schedule
 
-#: The largest ratio between the sizes of two groups without cutting stacked leaves.
+#: The largest ratio of group sizes for which stacked leaves are not cut.
 UNEVEN = 1.5
-#: The most bytes of a range of a stacked leaf, in groups' mean bytes, tried in this order. At each
-#: of its boundaries a range costs a copy of its whole leaf on the device, so large ones come first.
+#: The maximum size of a stacked leaf's range, in groups' mean bytes, tried in this order. Each
+#: boundary of a range copies its whole leaf on the device, so large ranges come first.
 _LARGEST = (math.inf, 1.0, 0.5, 0.25)
 
 

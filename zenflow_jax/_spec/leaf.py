@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from zenflow_jax._spec.mesh import Placement
 
-#: Dtypes a leaf may have. Wider ones would lose bits to the float32 arithmetic.
+#: Dtypes that a leaf may have. Wider dtypes would lose bits in float32 arithmetic.
 DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 
@@ -88,7 +88,7 @@ class LeafSpec:
 
     @property
     def pieces(self) -> int:
-        """Returns the number of pieces on its channel axis; each selects among its own channels."""
+        """Returns the number of pieces on its channel axis, which select channels independently."""
         assert self.axis is not None
         place = self.placement
         return 1 if place is None else place.count(place.block[self.axis])
@@ -102,7 +102,7 @@ class LeafSpec:
     def view4(self, channels: int) -> tuple[int, int, int, int]:
         """Returns the shape as `(entries, rows, channels, tail)`, for the host.
 
-        `entries` of the stack axes; rows only if the channel axis is the last, else a tail.
+        `entries` covers the stack axes; there are rows if the channel axis is last, else a tail.
         """
         assert self.axis is not None
         return (
@@ -118,7 +118,7 @@ def check_memory(name: str, parameter: Any) -> None:
     if isinstance(parameter, Tracer):
         in_host_memory = jax.typeof(parameter).memory_space == jax.memory.Space.Host
     else:
-        # A shape's type, or that of an array assembled by a saver, may not say so (jax 0.10.2).
+        # The type of a shape, or of an array assembled by a saver, may not show this (jax 0.10.2).
         sharding = getattr(parameter, "sharding", None)
         in_host_memory = getattr(sharding, "memory_kind", None) == "pinned_host"
     if in_host_memory:
@@ -129,7 +129,7 @@ def check_memory(name: str, parameter: Any) -> None:
 
 
 def plain_name(path: tuple[Any, ...]) -> str:
-    """Formats a leaf's key path, the same with and without a wrapper of flax nnx."""
+    """Formats a leaf's key path, the same with or without a flax nnx wrapper."""
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path)

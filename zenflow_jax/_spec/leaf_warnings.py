@@ -1,6 +1,6 @@
-"""Warns, by `logging`, of leaves that the user has probably not intended.
+"""Warns with `logging` about leaves that the user probably did not intend.
 
-Nothing here changes a result.
+Warnings never change a result.
 """
 
 import logging
@@ -17,14 +17,14 @@ from zenflow_jax._spec.resolve import selected_channels
 
 _logger = logging.getLogger("zenflow_jax")
 
-# A smaller share of extra selected parameters causes no warning.
+# A smaller share of extra selected parameters does not cause a warning.
 _NEGLIGIBLE = 0.01
-# The last key in the path of a norm or a bias.
+# The last key in a norm's or a bias's path.
 _VECTOR = re.compile(r"\b(bias|scale)\W*$")
 
 
 def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
-    """Warns that nothing saves memory. No error, because the result is right."""
+    """Warns that no memory is saved. This is not an error, because the result is correct."""
     if not any(math.prod(spec.shape) for spec in specs) or not all(s.resident for s in specs):
         return
     first = specs[0]
@@ -46,7 +46,7 @@ def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
     _logger.warning(
         f"zenflow selects {largest.k} of {largest.n} channels along axis {largest.axis} of "
         f"{largest.name or 'a bare array'} of shape {largest.shape}, more than twice "
-        f"topk_ratio={topk_ratio:g}; so it does in {len(few) - 1} other leaves. Their state uses "
+        f"topk_ratio={topk_ratio:g}; likewise in {len(few) - 1} other leaves. Their state uses "
         "device memory. If that is an axis of layers or heads, pass another `channel_axis`, an int "
         "or a function of (path, leaf), or stack layers along the first axis."
     )
@@ -73,7 +73,7 @@ def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
 
 
 def warn_of_stacked_vectors(specs: Sequence[LeafSpec]) -> None:
-    """Warns of offloaded leaves that are named like a norm or a bias, as in scanned layers."""
+    """Warns about offloaded leaves that are named like a norm or a bias, as in scanned layers."""
     named = [s for s in specs if not s.resident and _VECTOR.search(s.name)]
     if named:
         _logger.warning(

@@ -1,9 +1,9 @@
-"""A leaf's placement on a mesh: the mesh axes that divide it, and those that divide its work.
+"""A leaf's placement on a mesh: the mesh axes that divide the leaf, or the work on it.
 
-These facts are static and hashable, and name no device. `_device/shards.py` acts on them.
+These facts are static and hashable, and do not name devices. `_device/shards.py` uses them.
 
-Words: a device holds a *block* of a parameter. Where several devices hold the same block (data
-parallelism), each works only on its *part* of the block, as in ZeRO. Elsewhere it is the block.
+Words: a device holds a *block* of a parameter. If several devices hold the same block (data
+parallelism), each works only on its *part* of it, as in ZeRO. Otherwise the part is the block.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ MeshAxes = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A mesh's division of a leaf's parameter, and of the arrays that belong to the leaf."""
+    """How a mesh divides a leaf's parameter, and the arrays that belong to the leaf."""
 
     mesh: AbstractMesh
     block: MeshAxes  # divide the parameter
-    part: MeshAxes  # divide moments, mail and deferred half: the block's axes and maybe more
+    part: MeshAxes  # divide moments, mail and deferred half: the block's axes, maybe others
 
     def count(self, axes: Sequence[str]) -> int:
-        """Returns the number of pieces into which these mesh axes together cut an axis."""
+        """Returns the number of pieces into which these mesh axes cut an axis."""
         return math.prod(self.mesh.shape[name] for name in axes)
 
     @property
@@ -51,7 +51,7 @@ class Placement:
 
 
 def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
-    """Returns `leaf`'s placement on its mesh; None if it is on one device, or not known yet.
+    """Returns `leaf`'s placement on its mesh; None if it is on one device, or not yet known.
 
     `sharding` replaces the leaf's own, which a traced leaf knows only on Explicit axes.
     """
@@ -79,7 +79,7 @@ def mesh_axes(spec: PartitionSpec, rank: int) -> MeshAxes:
     def names(entry: Any) -> tuple[str, ...]:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
             return ()
-        # A lone name may come without a tuple.
+        # A single name may come without a tuple.
         return (entry,) if isinstance(entry, str) else tuple(entry)
 
     return tuple(map(names, [*spec, *[None] * (rank - len(spec))]))
@@ -88,7 +88,7 @@ def mesh_axes(spec: PartitionSpec, rank: int) -> MeshAxes:
 def divide_blocks(placement: Placement, shape: Sequence[int], axes: Sequence[int]) -> Placement:
     """Cuts each block that several devices hold into parts, as far as the leaf's shape allows.
 
-    `axes` of the leaf may be cut, the preferred one first.
+    `axes` lists the leaf axes that may be cut, in order of preference.
     """
     part = [list(names) for names in placement.block]
     used = {name for names in part for name in names}
@@ -103,7 +103,7 @@ def divide_blocks(placement: Placement, shape: Sequence[int], axes: Sequence[int
 
 
 def partition_spec(axes: MeshAxes) -> PartitionSpec:
-    # The spelling of jit's outputs: a lone name without a tuple, no trailing None.
+    # Spelled as in jit's outputs: a single name without a tuple, no trailing None.
     entries = [names[0] if len(names) == 1 else names or None for names in axes]
     while entries and entries[-1] is None:
         entries.pop()

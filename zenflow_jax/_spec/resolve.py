@@ -27,7 +27,7 @@ class LeafRules(NamedTuple):
 def resolve(
     path: tuple[Any, ...], leaf: Any, rules: LeafRules, *, sharding: Any, decay: bool
 ) -> LeafSpec:
-    """Returns the spec of one leaf: its kind, by the user's options."""
+    """Returns the spec of one leaf, whose kind depends on the user's options."""
     name = plain_name(path)
     shape, dtype = _check_leaf(leaf, name)
     check_memory(name, leaf)
@@ -46,7 +46,7 @@ def resolve(
         )
     transfer_dtype = rules.transfer_dtype
     if transfer_dtype is None and dtype == np.float16:
-        # Unscaled gradients do not fit float16: most underflow, some overflow.
+        # Unscaled gradients do not fit in float16: most underflow, some overflow.
         transfer_dtype = np.dtype(np.float32)
     elif transfer_dtype == dtype:
         transfer_dtype = None
@@ -57,7 +57,7 @@ def resolve(
     cut = rules.partition_replicated
     if place is not None and (bool(cut(path, leaf)) if callable(cut) else cut):
         # The channel axis stays whole, because a block selects among all its channels. So do stack
-        # axes, because a scan fills a stack (of layers) entry by entry.
+        # axes, because a scan fills a stack of layers entry by entry.
         rest = range(len(spec.stack), len(shape))
         place = divide_blocks(place, shape, [i for i in reversed(rest) if i != spec.axis])
     return dataclasses.replace(spec, k=k, placement=place)
@@ -70,7 +70,7 @@ def selected_channels(topk_ratio: float, n: int, pieces: int) -> int:
 
 def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise TypeError(f"{name} is no array: {leaf!r}. {_KEEP_OUT}")
+        raise TypeError(f"{name} is not an array: {leaf!r}. {_KEEP_OUT}")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
         raise ValueError(
             f"{name} is {leaf.dtype}; zenflow trains float32, bfloat16 and float16. {_KEEP_OUT}"

@@ -1,4 +1,4 @@
-"""Values of arguments: rules for windows and selections, and when gradients leave the device."""
+"""Argument types: rules for windows and selections, and when gradients leave the device."""
 
 import dataclasses
 import enum
@@ -18,14 +18,14 @@ class UnfitRunError(ValueError):
 class AutoWindow:
     """Windows that close when deferred gradients match a single step's selected gradients.
 
-    At every step each leaf has a root mean square of its gradient on deferred channels, and one on
+    At every step, each leaf has two root mean squares of its gradient, one on deferred and one on
     selected channels. A leaf is ripe when the window's sum of the first is at least the window's
     mean of the second. The window closes when at least `share` of the offloaded leaves are ripe, or
-    when it has `max_interval` steps. The decision after step t knows only the steps before it, so a
-    window has at least two. DeepSpeed's "Zen-auto" has the same idea and compares L1 sums.
+    when it has `max_interval` steps. The decision after step t uses only the steps before it, so a
+    window has at least two. DeepSpeed's "Zen-auto" uses the same idea but compares L1 sums.
 
     Attributes:
-        max_interval: The most steps that a window may have.
+        max_interval: The maximum number of steps in a window.
         share: Share of the offloaded leaves that must be ripe, in (0, 1]; the count is rounded up.
 
     Examples:
@@ -52,14 +52,14 @@ class AutoSelect:
     """Selects again when the selected channels no longer hold most of the score.
 
     Each boundary measures the share of the best k channels' score that the selected channels hold:
-    a ratio for each leaf, weighted by the leaf's size. Below `keep` the next boundary selects
+    a ratio for each leaf, weighted by the leaf's size. Below `keep`, the next boundary selects
     again, as does the `max_windows`-th window since the last selection. Scores are sums since that
-    selection: if the best channels change w windows after it, the next selection follows about
-    w / keep + 1 windows later.
+    selection: if the best channels change w windows after it, the next selection follows about w /
+    keep + 1 windows later.
 
     Attributes:
         keep: The share to hold, in [0, 1].
-        max_windows: The most windows between two selections.
+        max_windows: The maximum number of windows between two selections.
 
     Examples:
         >>> from zenflow_jax import zenflow
@@ -77,11 +77,11 @@ class AutoSelect:
 class SendGradients(enum.StrEnum):
     """When the gradients of offloaded leaves leave the device."""
 
-    #: The step copies each to host memory, as soon as the backward pass has made it.
+    #: The step copies each to host memory as soon as the backward pass has computed it.
     DURING_STEP = "during_step"
     #: The step leaves them on the device; they are copied while the next step runs.
     AFTER_STEP = "after_step"
-    #: The step adds them up on the device; the sum is copied while the next window runs.
+    #: The step sums them on the device; the sum is copied while the next window runs.
     PER_WINDOW = "per_window"
 
     @property
@@ -91,7 +91,7 @@ class SendGradients(enum.StrEnum):
 
     @property
     def sums_on_device(self) -> bool:
-        """Returns whether the device adds up a window's gradients."""
+        """Returns whether the device sums a window's gradients."""
         return self is SendGradients.PER_WINDOW
 
 
@@ -99,7 +99,7 @@ def check_int(
     name: str, value: Any, least: int | None, kinds: str = "an int", remedy: str = ""
 ) -> int:
     """Returns an int of at least `least`; `kinds` names the caller's other types."""
-    # To Python a bool is an Integral; to users it is not.
+    # To Python, a bool is an Integral; to users, it is not.
     if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
     if least is not None and value < least:
@@ -119,7 +119,7 @@ def check_one_of(name: str, value: Any, choices: Collection[str]) -> None:
 
 def round_up(share: float, count: int) -> int:
     """Returns a share of a count, rounded up."""
-    # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
+    # Rounded first, because 0.07 * 100 is 7.000000000000001, and the user meant 7.
     return math.ceil(round(share * count, 6))
 
 

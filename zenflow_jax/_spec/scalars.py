@@ -18,7 +18,7 @@ MISUSED = -2
 class AdamScalars(NamedTuple):
     """Hyperparameters that all leaves share: Python numbers or float32 scalars, traced or not.
 
-    `1 - b` is computed while `b` is a Python number: in float32, 1 - 0.999 is off by 1e-5 of it.
+    `1 - b` is computed while `b` is a Python number: in float32, 1 - 0.999 has an error of 1e-5.
     """
 
     learning_rate: Any
@@ -35,13 +35,13 @@ class WindowStep(NamedTuple):
 
     scalars: AdamScalars
     advance: Any  # how many Adam steps it counts as
-    # A single step's betas. The bias corrections raise them to a channel's count.
+    # A single step's betas, which the bias corrections raise to a channel's count.
     b1: Any
     b2: Any
 
 
 def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> WindowStep:
-    """Returns the step with the mean of `counted` gradients, scaled to that many single steps.
+    """Returns the step with the mean of `counted` gradients, scaled to as many single steps.
 
     A mean of c gradients is the gradient of a batch c times larger (Malladi et al., 2022).
     `scaling` is the exponent for the learning rate; None scales nothing.
@@ -53,7 +53,7 @@ def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> Wi
     once = c == 1
 
     def power(b: Any, one_minus_b: Any) -> tuple[Any, Any]:
-        # From `1 - b`, which is exact where `b` is rounded; for `b` = 0 the logarithm is -inf.
+        # Uses `1 - b`, which is exact where `b` is rounded; for `b` = 0, the logarithm is -inf.
         with np.errstate(divide="ignore"):
             exponent = c * np.log1p(-one_minus_b)
         return np.where(once, b, np.exp(exponent)), np.where(once, one_minus_b, -np.expm1(exponent))
@@ -83,7 +83,7 @@ class StepFacts(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """A step's scalars in few arrays, because each array costs a copy to host memory."""
+    """A step's scalars in a few arrays, because each array costs a copy to host memory."""
 
     floats: Any  # float32 (8,): the fields of AdamScalars, then the clipping factor
     ints: Any  # int32 (3,): step, token, whether the gradient was finite

@@ -1,9 +1,9 @@
 """Decides when a window closes and when channels are selected again.
 
 Steps count from 1; step t's boundary lies between t and t + 1. Leaves are in groups (`groups.py`),
-and each group has windows of its own.
+and each group has its own windows.
 
-A decision about a step uses only earlier steps: otherwise an engine would wait for the device.
+A decision about a step uses only earlier steps; otherwise an engine would wait for the device.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 class Boundary(NamedTuple):
     """A group's events after a step."""
 
-    closes: bool  # the window ends and its update is made
+    closes: bool  # the window ends, and its update is made
     selects: bool  # channels are selected again; only where a window closes
     synchronous: bool  # the update reaches the parameters at once
     arrives: bool  # an earlier update reaches the parameters, before everything else
@@ -31,9 +31,9 @@ class ScheduleState(NamedTuple):
 
     # For adaptive windows, which are the same for all leaves.
     length: np.int32  # steps since the last boundary, without the next step
-    counted: np.float32  # those that were not skipped
+    counted: np.float32  # steps that were not skipped
     deferred: Float32[np.ndarray, " leaves"]  # deferred channels' root mean squares, summed
-    selected: Float32[np.ndarray, " leaves"]  # the same of the selected channels
+    selected: Float32[np.ndarray, " leaves"]  # the same for the selected channels
     # For each group.
     windows: Int32[np.ndarray, " groups"]  # windows closed since the last selection
     kept_share: Float32[np.ndarray, " groups"]  # of the best score, at the last boundary; else 1
@@ -45,7 +45,7 @@ class ScheduleState(NamedTuple):
     def close_window(
         self, first: "ScheduleState", closes: np.ndarray, selects: np.ndarray
     ) -> "ScheduleState":
-        """Returns the state after a step that closed windows; its statistics count for none.
+        """Returns the state after a step that closed windows; its statistics are not used.
 
         `first` is the state before the first step; `closes` and `selects` are bool (groups,).
         """
@@ -80,16 +80,16 @@ def first_schedule_state(schedule: "Schedule", leaves: int) -> ScheduleState:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When windows close and channels are selected after the warm-up. Static, hashable.
+    """When windows close and channels are selected after the warm-up. Static and hashable.
 
     Attributes:
         window: Steps in a window, or the rule that closes it.
         select: Steps between two selections, or the rule that starts one.
-        full_warm_up_rounds: Number of first steps; each is a window of its own.
+        full_warm_up_rounds: Number of initial steps, each of which is its own window.
         groups: Number of groups that take turns: group j closes its windows j steps ahead of 0.
         staleness: Steps from the end of a window to the step after which its update reaches the
             parameters. None: to the next boundary, wherever an adaptive window has it.
-        window_scaling: The exponent of `window_step`.
+        window_scaling: The exponent for `window_step`.
         provisional_share: The length of a provisional step, as a share of the learning rate.
     """
 
@@ -104,7 +104,7 @@ class Schedule:
     def provisional_step(self, step: jax.Array, learning_rate: Any, counts: Any) -> jax.Array:
         """Returns the float32 length that step `step`, if it `counts`, moves deferred weights by.
 
-        A run's first step moves none: weights may be loaded before it.
+        A run's first step moves none, because weights may be loaded before it.
         """
         length = jnp.float32(self.provisional_share) * jnp.asarray(learning_rate, jnp.float32)
         moves = counts & (step > max(self.full_warm_up_rounds, 1))
@@ -112,7 +112,7 @@ class Schedule:
 
     @property
     def longest_window(self) -> int:
-        """Returns the most steps that a window may have."""
+        """Returns the maximum number of steps in a window."""
         return self.window.max_interval if isinstance(self.window, AutoWindow) else self.window
 
     @property
@@ -126,7 +126,7 @@ class Schedule:
         return isinstance(self.select, AutoSelect)
 
     def boundary(self, step: int, schedule_state: ScheduleState, group: int = 0) -> Boundary:
-        """Returns the boundary of `group` after step `step`; the state is of the steps before."""
+        """Returns the boundary of `group` after step `step`; the state covers the steps before."""
         warm = step <= self.full_warm_up_rounds
         since = step - self.full_warm_up_rounds
         if isinstance(self.window, AutoWindow):

@@ -1,6 +1,6 @@
 """Translates DeepSpeed's configs, as of DeepSpeed 0.19.8, without importing DeepSpeed.
 
-Users read docs/deepspeed.md.
+docs/deepspeed.md is the guide for users.
 """
 
 from zenflow_jax.deepspeed._options import DeepSpeedOptions, from_deepspeed

@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed config by a table, which has the allowed values for each key."""
+"""Reads a DeepSpeed config with the help of a table of the allowed values for each key."""
 
 import json
 import math
@@ -16,7 +16,7 @@ class Kind(NamedTuple):
 
 
 def number(low: int = 0, high: int | None = None, *, whole: bool = False) -> Kind:
-    """Returns the kind for numbers from `low` to `high`; 4.0 is whole, as to DeepSpeed."""
+    """Returns the kind for numbers from `low` to `high`; 4.0 is whole, as in DeepSpeed."""
 
     def fits(x: Any) -> bool:
         is_number = isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
@@ -40,7 +40,7 @@ def one_of(*values: str | bool) -> Kind:
 
 
 #: Each key's kind, or its block's table. "*" lists DeepSpeed's other keys; a block without "*" may
-#: have any others.
+#: have any other keys.
 Table = Mapping[str, Any]
 
 
@@ -59,7 +59,7 @@ class Config:
     def read(self, table: Table, path: str = "") -> dict[str, Any]:
         """Returns the values in the block at `path`, such as "optimizer.params"; by default in all.
 
-        None is "auto"; a key that is left out, or null, is missing. Errors name their key.
+        None is "auto"; a key that is left out or null is missing. Errors name their key.
         """
         block, values = self._at(path), {}
         for key, x in block.items():
@@ -72,7 +72,7 @@ class Config:
                 values[key] = self.read(kind, name)
             elif kind is None:
                 if "*" in table and key not in table["*"]:
-                    raise ValueError(f"{self._prefix}`{name}` is no key of DeepSpeed. Remove it.")
+                    raise ValueError(f"{self._prefix}`{name}` is not a DeepSpeed key. Remove it.")
                 self.listed.append(name)
             elif x == "auto" and key != "type":
                 values[key] = None
@@ -109,7 +109,7 @@ def _load(path: str) -> Mapping[str, Any]:
         try:
             values = json.load(file, object_pairs_hook=_unique)
         except ValueError as error:
-            raise ValueError(f"{path}: The file is no plain JSON (comments?): {error}.") from None
+            raise ValueError(f"{path}: The file is not plain JSON (comments?): {error}.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: The file is a {type(values).__name__}, not an object.")
     return values

@@ -64,10 +64,10 @@ _TABLE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSpeedOptions:
-    """The meaning of a DeepSpeed config. Made by `from_deepspeed`.
+    """The meaning of a DeepSpeed config. Created by `from_deepspeed`.
 
-    Values that the config leaves open are None. If numbers of steps become known later, set them
-    with `dataclasses.replace`. A property that lacks one raises a ValueError that names it.
+    Values that the config leaves open are None. If step counts become known later, set them with
+    `dataclasses.replace`. A property that lacks one raises a ValueError that names it.
 
     Attributes:
         kind: "zenflow"; "offload" for an offloaded optimizer without a `zenflow` section, which is
@@ -76,7 +76,7 @@ class DeepSpeedOptions:
         max_grad_norm: The global norm to which gradients are clipped; also in `arguments`.
         batch_size: Number of examples in a step, on all devices together.
         micro_batches: Number of micro-batches in a batch.
-        compute_dtype: The dtype that the model computes in.
+        compute_dtype: The dtype in which the model computes.
         threads: For `HostEngine(threads=...)`, from `pt_reserved_cores_perc`.
         not_translated: Names of keys that are not read or not followed.
         has_zero: Whether the config has a `zero_optimization` section with any keys.
@@ -120,7 +120,7 @@ class DeepSpeedOptions:
     def optimizer(self) -> optax.GradientTransformation:
         """Returns a new transformation: `zenflow(learning_rate, **arguments)`, for a `HostEngine`.
 
-        For the kind "adamw" it is `optax.adamw` behind `optax.clip_by_global_norm`.
+        For the kind "adamw", it is `optax.adamw` after `optax.clip_by_global_norm`.
         """
         rate = self.learning_rate
         if rate is None:
@@ -152,16 +152,16 @@ def from_deepspeed(
 ) -> DeepSpeedOptions:
     """Returns the optimizer, schedule, batch and precision in a DeepSpeed config.
 
-    The config's own values take precedence. The arguments replace values that are "auto" or left
-    out, as in the Hugging Face Trainer. If DeepSpeed and that Trainer have different defaults,
-    "auto" is an error without its argument. docs/deepspeed.md lists the keys that are followed.
+    The config's own values take precedence. The arguments replace values that are "auto" or
+    missing, as in the Hugging Face Trainer. If DeepSpeed and that Trainer have different defaults,
+    "auto" without its argument is an error. docs/deepspeed.md lists the keys that are followed.
 
     Args:
         config: Path of a JSON file, or the result of `json.load` on one.
         total_steps: For a schedule's `total_num_steps`.
         steps_per_epoch: For the `select_strategy` "epoch", and for "auto": once per epoch if it is
             known, otherwise `AutoSelect`.
-        devices: DeepSpeed's world size. By default it follows from the batch sizes, or is 1.
+        devices: DeepSpeed's world size. By default, it follows from the batch sizes, or is 1.
         learning_rate: For `lr` and `warmup_max_lr`; a schedule if the config has none.
         warmup_steps: For `warmup_num_steps`; at least 2 is used.
         b1, b2: For `betas`.
@@ -171,8 +171,8 @@ def from_deepspeed(
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is not plain JSON, or a value is wrong or missing; also if `zenflow`,
-            `bf16` or the parameters of optimizer and scheduler have a key that DeepSpeed lacks.
+        ValueError: If the file is not plain JSON; if a value is invalid or missing; or if
+            `zenflow`, `bf16`, optimizer or scheduler parameters have a key that DeepSpeed lacks.
         TypeError: If an argument has the wrong type.
 
     Warns:
@@ -271,8 +271,8 @@ def _adam(
 def _table(config: Mapping[str, Any], learning_rate: Any) -> dict[str, Any]:
     """Returns the table for this config.
 
-    An unknown scheduler is not read if the argument is a schedule, and an optimizer or scheduler
-    without a type never: DeepSpeed ignores it.
+    An unknown scheduler is not read if the argument is a schedule. An optimizer or scheduler
+    without a type is never read, because DeepSpeed ignores it.
     """
     named = config.get("scheduler")
     kind = str(named.get("type")) if isinstance(named, Mapping) else ""
@@ -289,7 +289,7 @@ def _table(config: Mapping[str, Any], learning_rate: Any) -> dict[str, Any]:
 
 
 def _kind(config: Config, zero: dict[str, Any]) -> str:
-    """Returns the kind of optimizer; lists the keys on ZeRO and offloading without effect."""
+    """Returns the kind of optimizer; lists ineffective keys for ZeRO and offloading."""
     offload, name = zero.get("offload_optimizer", {}), "zero_optimization"
     stage, has_rules = get(zero, "stage", 0), "zenflow" in zero
     device = get(offload, "device", "none")
@@ -316,7 +316,7 @@ def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selec
     """Returns `zenflow`'s arguments from its section, in which "auto" is DeepSpeed's default."""
     window = rules.get("update_interval")
     if window is None:
-        # With a share of 0 no leaf delays the close: windows are as short as adaptive ones can be.
+        # With a share of 0, no leaf delays the close, so windows have the minimum length.
         share = get(rules, "auto_ratio", 0.99)
         window = AutoWindow(share=share) if share else 2
     arguments = {
@@ -325,7 +325,7 @@ def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selec
         "update_interval": window,
     }
     if isinstance(window, AutoWindow):
-        arguments["window_scaling"] = None  # as DeepSpeed, and best for windows that adapt
+        arguments["window_scaling"] = None  # as in DeepSpeed, and best for adaptive windows
     if not get(rules, "overlap_step", False):
         arguments["staleness"] = 0
     strategy, interval = get(rules, "select_strategy", "auto"), rules.get("select_interval")
@@ -336,7 +336,7 @@ def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selec
     interval = 1 if interval is None else interval
     selection = Selection(strategy, interval, window, rules.get("steps_per_epoch"))
     if strategy == "step":
-        selection.rule(None)  # raises mistakes that need no epoch now
+        selection.rule(None)  # raises errors that do not depend on the epoch's length
     return arguments, selection
 
 
@@ -367,7 +367,7 @@ def _batch(
     elif micro and not total:
         total, parts = known, parts or 1
     if zenflow and parts and parts > 1:
-        # DeepSpeed overrides it by `update_interval`, so that every micro-batch is a step.
+        # DeepSpeed overrides it with `update_interval`, so that every micro-batch is a step.
         config.listed.append(_ACCUMULATION)
         return (total // parts if total else None), 1
     return total, parts

@@ -2,8 +2,8 @@
 
 DeepSpeed calls its scheduler after a step, and its scheduler counts from -1. So step `count` (from
 0, as in optax) has the rate that DeepSpeed computes for iteration `count - 1`, and the first two
-steps both have the lowest rate. Up to two roundings of float32 the numbers are those of
-`deepspeed.runtime.lr_schedules` 0.19.8.
+steps both have the lowest rate. The numbers match `deepspeed.runtime.lr_schedules` 0.19.8 up to two
+float32 roundings.
 """
 
 import math
@@ -18,7 +18,7 @@ from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax.deepspeed._config import Table, get, number, one_of
 
 _NEVER = 2**31 - 1  # steps, int32's largest number
-# DeepSpeed's own defaults, where `from_deepspeed`'s arguments have others.
+# DeepSpeed's own defaults, where those of `from_deepspeed` differ.
 _WARMUP_STEPS = 1000
 _WARMUP_DECAY_MAX = 1e-3
 
@@ -40,7 +40,7 @@ SCHEDULES: dict[str, Table] = {
 
 
 class Scheduler(NamedTuple):
-    """A schedule whose lengths may be known later than the config."""
+    """A schedule whose lengths may become known after the config is read."""
 
     kind: str  # a key of `SCHEDULES`
     warmup: int | None  # the config's warm-up steps; None if open
@@ -74,7 +74,7 @@ class Scheduler(NamedTuple):
             cosine = (1 + jnp.cos(math.pi * jnp.minimum(progress, 1.0))) / 2
             fall = jnp.maximum(self.last_share + (1 - self.last_share) * cosine, 0.0)
             part = jnp.where(i < warmup, self.lowest + (1 - self.lowest) * risen, fall)
-            # The first step's rate is 0, whatever the lowest is, as in DeepSpeed.
+            # The first step's rate is 0, whatever the lowest rate is, as in DeepSpeed.
             return self.highest * jnp.where(i < 0, 0.0, part)
         left: Any = 1.0
         if self.kind == "WarmupDecayLR":
@@ -120,7 +120,7 @@ def _known(value: int | None, otherwise: int | None, key: str, argument: str) ->
 class Selection(NamedTuple):
     """The times of selections, which may depend on an epoch's length."""
 
-    strategy: str  # "step", "epoch", or "auto": by epochs, or `AutoSelect` without their length
+    strategy: str  # "step", "epoch", or "auto": by epochs, or `AutoSelect` if unknown
     interval: int  # steps or epochs between two selections; 0 for a single selection
     window: int | AutoWindow
     steps_per_epoch: int | None  # the config's

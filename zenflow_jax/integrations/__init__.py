@@ -1,1 +1,1 @@
-"""zenflow in third-party trainers: import the module you need, nothing else imports it."""
+"""zenflow in third-party trainers. Import the module you need; no other module imports it."""

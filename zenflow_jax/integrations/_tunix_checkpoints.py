@@ -1,6 +1,6 @@
 """Saves the engine's state in Tunix's checkpoints.
 
-It relies on two private details of Tunix 0.1.7, which `tests/in_tunix/test_contract.py` checks:
+This relies on two private details of Tunix 0.1.7, which `tests/in_tunix/test_contract.py` checks:
 `_checkpoint_manager` is orbax's or None, and the items for which that manager has handlers.
 """
 
@@ -15,12 +15,12 @@ from tunix.sft import checkpoint_manager as tunix_checkpoints  # pyright: ignore
 from zenflow_jax._checkpoint.handler import EngineCheckpointHandler, EngineRestore, EngineSave
 from zenflow_jax._device.memory import zeros_like
 
-#: The engine's item of a checkpoint, next to Tunix's `model_params` and `optimizer_state`.
+#: The engine's item in a checkpoint, next to Tunix's `model_params` and `optimizer_state`.
 ITEM = "zenflow_engine"
 
 
 class CheckpointManager(tunix_checkpoints.CheckpointManager):
-    """Replaces a trainer's manager, to save the engine's state as well.
+    """Replaces a trainer's manager to save the engine's state as well.
 
     A checkpoint is one folder that appears atomically, so a kill cannot separate the two states.
     """
@@ -47,7 +47,7 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
         """Exchanges the step's mail, and saves if a save is due.
 
-        The trainer calls this after every update. The last call flushes, because training ends: its
+        The trainer calls this after every update. The last call flushes, so that the last
         checkpoint has the flushed parameters.
         """
         self._hooks.exchange()
@@ -83,8 +83,8 @@ class _WithEngine(ocp.CheckpointManager):
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
         items = dict(kwargs.pop("args").items())
         engine, mail = self._hooks.to_save()
-        # Steps that read mail, as under `optax.MultiSteps`, overwrite it in place, while orbax
-        # still writes it from host memory: jax then aborts (0.10.2, on a mesh of CPUs). So a
+        # Steps that read mail, as under `optax.MultiSteps`, overwrite it in place while orbax is
+        # still writing it from host memory; jax then aborts (0.10.2, on a mesh of CPUs). So a
         # separate placeholder mail is saved.
         own = functools.partial(jax.tree.map, lambda x: zeros_like(x) if id(x) in mail else x)
         if "optimizer_state" in items:

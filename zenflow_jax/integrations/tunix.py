@@ -8,8 +8,8 @@ They rely on three behaviours of Tunix 0.1.7, which `tests/in_tunix/` checks:
 
 * `train` calls `checkpoint_manager.save` after each update, whether it saves or not, and before the
   next step. So that call exchanges. (The hook `on_train_step_end` comes one step later.)
-* A trainer restores parameters and optimizer state in its constructor, and `train` places the
-  optimizer state again before it compiles, by partition specs that this state does not have.
+* A trainer restores parameters and optimizer state in its constructor, and `train` re-places the
+  optimizer state before it compiles, by partition specs that this state does not have.
 * Only its checkpoint manager writes checkpoints (`_tunix_checkpoints.py`).
 """
 
@@ -35,7 +35,7 @@ from zenflow_jax._exchange.checks import accumulations
 from zenflow_jax._spec.rules import check_one_of
 from zenflow_jax.integrations._tunix_checkpoints import CheckpointManager
 
-#: The supported and tested version. The next version writes checkpoints by another orbax API, and
+#: The supported and tested version. The next version writes checkpoints with another orbax API, and
 #: accumulates gradients in its step.
 VERSION = "0.1.7"
 
@@ -50,18 +50,18 @@ Evaluate = Literal["as_is", "flush"]
 
 
 class ZenFlowHooks(tunix_hooks.TrainingHooks):
-    """Trains with `zenflow` in a trainer of Tunix: make it after the trainer, before `train`.
+    """Trains with `zenflow` in a Tunix trainer. Create it after the trainer, before `train`.
 
-    It adds itself to the trainer's hooks, and replaces the checkpoint manager with one that saves
-    the engine's state as well. It exchanges every update and flushes after the last one. It serves
-    `PeftTrainer` and trainers that inherit its `train`. Accumulate gradients by
-    `gradient_accumulation_steps` or an `optax.MultiSteps` of your own. Where `train` is called
-    repeatedly (`is_managed_externally`, as in Tunix's reinforcement learning), call `flush` and
-    `close` yourself.
+    It adds itself to the trainer's hooks, and replaces the checkpoint manager with one that also
+    saves the engine's state. It exchanges every update and flushes after the last one. It supports
+    `PeftTrainer` and trainers that inherit its `train`. Accumulate gradients with
+    `gradient_accumulation_steps` or your own `optax.MultiSteps`. If `train` is called repeatedly
+    (`is_managed_externally`, as in Tunix's reinforcement learning), call `flush` and `close`
+    yourself.
 
     Args:
-        trainer: Made with an optimizer that has `zenflow` in it. If it has restored a checkpoint,
-            the engine resumes from the same one, bit for bit.
+        trainer: A trainer whose optimizer contains `zenflow`. If it has restored a checkpoint, the
+            engine resumes from the same checkpoint, bit-identically.
         hooks: Your own hooks, called after these. None: the trainer's current hooks.
         evaluate: The parameters for evaluations. "as_is": the training parameters, without pending
             updates. "flush": with pending updates.
@@ -90,9 +90,9 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._closed = False
         self._put_back = 0
         self._evaluating = False
-        # Now, not before the first step: restored arrays are fully replicated on each device.
+        # Done now, not before the first step, as restored arrays are replicated on every device.
         self._place()
-        # One of these is the trainer's own, if it accumulates. Any other alone knows the number of
+        # One of these is the trainer's own, if it accumulates. Only another one has the number of
         # updates.
         of_trainer = trainer.config.gradient_accumulation_steps is not None
         self._asks_optimizer = len(accumulations(self._opt_state)) > of_trainer
@@ -104,7 +104,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     @property
     def engine(self) -> HostEngine:
-        """Returns the engine; raises before training starts, which makes it."""
+        """Returns the engine, which training creates; raises before training starts."""
         if self._engine is None:
             raise RuntimeError(
                 "The trainer has not started, so there is no engine yet. Call `train` first. If it "
@@ -132,7 +132,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self.engine.flush_nnx(self._trainer.model, self._trainer.optimizer)
 
     def close(self) -> None:
-        """Closes the engine, as the trainer's own `close` does. Safe to call twice."""
+        """Closes the engine, like the trainer's own `close`. Safe to call twice."""
         self._closed = True
         if self._engine is not None:
             self._engine.close()
@@ -149,7 +149,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._call_user_hooks("on_train_start", train_ctx)
 
     def on_train_step_start(self, train_ctx: Any) -> None:
-        """Exchanges, in case another manager than `CheckpointManager` saves."""
+        """Exchanges, in case a manager other than `CheckpointManager` saves."""
         self._check_trainer(train_ctx)
         self.exchange()
         self._call_user_hooks("on_train_step_start", train_ctx)
@@ -183,7 +183,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             getattr(hook, event)(*args)
 
     def _start(self, trainer: Any) -> None:
-        """Makes the engine, once the trainer has placed the state for its compiled step."""
+        """Creates the engine, once the trainer has placed the state for its compiled step."""
         self._check_trainer(trainer)
         if self._closed:
             raise RuntimeError(
@@ -203,7 +203,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     def to_save(self) -> tuple[HostEngine, set[int]]:
         """Returns the engine, and the ids of the state's placeholder mail in host memory."""
-        self._start(self._trainer)  # a trainer may be closed before it has trained
+        self._start(self._trainer)  # a trainer may be closed before it trains
         state = find_state(self._opt_state)
         mail = jax.tree.leaves((state.mail, state.step_scalars))
         return self.engine, {id(x) for x in mail if x.sharding.memory_kind == HOST}
@@ -211,7 +211,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     @property
     def _params(self) -> Any:
         optimizer = self._trainer.optimizer
-        # A copy of the variables: `nnx.update` of the model would change the originals.
+        # A copy of the variables, because `nnx.update` on the model would change the originals.
         return jax.tree.map(lambda x: x, nnx.state(self._trainer.model, optimizer.wrt))
 
     @property
@@ -240,8 +240,8 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
                 self._trainer.optimizer.opt_state, nnx.state(replace_state(opt_state, state))
             )
         _annotate_shardings(find_state(self._trainer.optimizer.opt_state), state)
-        # An uncommitted model's step would be compiled twice: mail is committed to a device, so all
-        # other outputs are, too.
+        # An uncommitted model's step would be compiled twice, because mail is committed to a
+        # device, and thus all other outputs are, too.
         if not any(isinstance(weight.sharding, NamedSharding) for weight in weights):
             for whole in (self._trainer.model, self._trainer.optimizer):
                 nnx.update(whole, jax.tree.map(_bound, nnx.state(whole)))
@@ -257,7 +257,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
     """Returns the channel axis of a leaf in Tunix's models, for `zenflow(channel_axis=...)`.
 
-    There, projections to queries, keys and values have the shape `(model, heads, width)`, whose
+    Their projections to queries, keys and values have the shape `(model, heads, width)`, whose
     first axis is the input. zenflow's default is the second-to-last axis.
 
     Examples:
@@ -276,7 +276,7 @@ def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
 def _annotate_shardings(variables: Any, state: Any) -> None:
     """Writes each variable's sharding into its metadata, which Tunix uses to place the state.
 
-    Without it each device would hold all mail.
+    Without it, each device would hold all mail.
     """
     for variable, x in zip(
         jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable)),
@@ -301,12 +301,12 @@ def _as_list(hooks: Any) -> list[tunix_hooks.TrainingHooks]:
 
 
 def _check_new(trainer: Any) -> None:
-    """Rejects an object that is no supported trainer."""
+    """Rejects an unsupported trainer."""
     if not isinstance(trainer, peft_trainer.PeftTrainer):
         raise TypeError(f"`trainer` is a {type(trainer).__name__}. Pass Tunix's `PeftTrainer`.")
     manager = trainer.checkpoint_manager
     if isinstance(manager, CheckpointManager):
-        raise ValueError("The trainer has `ZenFlowHooks` already. Use those.")
+        raise ValueError("The trainer already has `ZenFlowHooks`. Use those.")
     if type(manager) is not tunix_checkpoints.CheckpointManager:
         raise ValueError(
             f"The trainer's checkpoint manager, a {type(manager).__name__}, would not save the "

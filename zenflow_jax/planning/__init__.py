@@ -1,4 +1,4 @@
-"""Plans whether a run fits, and whether its host work hides, without a device.
+"""Plans whether a run fits, and whether its host work is hidden, without a device.
 
 `plan` needs the shapes of a step's arguments, `plan_layerwise` those of a trainer's weights and
 batch. `described_mesh` and `peak_bytes` add gradients and activations, with XLA's compiler, for a

@@ -1,8 +1,8 @@
 """The GPUs that a plan supports, with the sources of their numbers.
 
-Memory is as the driver reports it, in MiB; the rest is from NVIDIA's data sheets: bandwidth of its
-memory, bfloat16 products with float32 sums on dense matrices, PCIe per direction. The host's share
-per GPU is assumed: of a server's memory channels, or a desktop's two.
+Memory is as the driver reports it, in MiB; the rest is from NVIDIA's data sheets: memory bandwidth,
+bfloat16 products with float32 sums on dense matrices, PCIe per direction. The host's share per GPU
+is an assumption: of a server's memory channels, or a desktop's two.
 
 https://www.nvidia.com/en-us/data-center/h100/, .../h200/, .../a100/, .../l40s/;
 the architecture white papers of Ada and GA102 for the RTX cards, whose tensor cores take float32
@@ -47,9 +47,9 @@ class Gpu:
     core_memory: int
 
     def host_beside(self, devices: int) -> tuple[float, int]:
-        """Returns bytes per second and bytes of a host with so many `devices`: assumed.
+        """Returns the assumed bandwidth and memory, in bytes, of a host with `devices` GPUs.
 
-        A server grows with its GPUs, its bandwidth to four times at most; a desktop does not.
+        A server's grow with its GPUs, the bandwidth at most fourfold; a desktop's do not.
         """
         if self.host_memory < _SERVER:
             return self.host_bandwidth, self.host_memory
@@ -57,7 +57,7 @@ class Gpu:
 
     @property
     def description(self) -> str:
-        """XLA's GpuTargetConfig in text form."""
+        """Returns XLA's GpuTargetConfig in text form."""
         major, minor = self.capability
         threads = 2048 if major == 9 or minor == 0 else 1536
         return f"""
@@ -87,11 +87,11 @@ device_description_str: "{self.name}"
 """
 
 
-# Bus, host bandwidth and host memory: PCIe 4 or 5 of a server, PCIe 4 of a desktop.
+# Bus, host bandwidth and host memory: a server's PCIe 4 or 5, a desktop's PCIe 4.
 _SERVER = 256 * 10**9
 _SERVER4, _SERVER5 = (25e9, 100e9, _SERVER), (50e9, 100e9, _SERVER)
 _PC = (25e9, 50e9, 128 * 10**9)
-# Name, MiB, bandwidth, flops, bus and host, capability, cores, MiB of cache, memory of a core.
+# Name, MiB, bandwidth, flops, bus and host, capability, cores, MiB of cache, a core's memory.
 _FIGURES = {
     "h100": ("NVIDIA H100 80GB HBM3", 81559, 3.35e12, 989e12, _SERVER5, (9, 0), 132, 50, 233472),
     "h200": ("NVIDIA H200", 143771, 4.8e12, 989e12, _SERVER5, (9, 0), 132, 60, 233472),
@@ -119,10 +119,10 @@ def gpu_named(device: str | Gpu) -> Gpu:
 
 
 def gpu_here() -> Gpu | None:
-    """Returns the GPU of this machine; None if the table lacks it, or jax has no device."""
+    """Returns this machine's GPU; None if the table lacks it, or jax has no device."""
     try:
         kind = jax.local_devices()[0].device_kind
-    # AssertionError: JAX_PLATFORMS=cuda and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 (jax 0.10.2).
+    # JAX_PLATFORMS=cuda with JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 asserts (jax 0.10.2).
     except (RuntimeError, AssertionError):
         return None
     return gpu_of_kind(kind)

@@ -1,4 +1,4 @@
-"""The needs of an engine on host and device, and how well its host work hides.
+"""An engine's needs on host and device, and how well its host work is hidden.
 
 States may consist of shapes. Host memory limits updates, so work is counted in bytes.
 """
@@ -29,7 +29,7 @@ from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 #: The window lengths that are compared, in steps.
 INTERVALS = (1, 2, 4, 8, 16)
-#: The share of its time that host work may take; a fifth is a reserve.
+#: The share of the available time that host work may take; a fifth is a reserve.
 BUSY = 0.8
 _FLOAT32 = 4
 
@@ -37,8 +37,8 @@ _FLOAT32 = 4
 class Needs(NamedTuple):
     """Bytes; on a mesh each process and each device has its share.
 
-    Host memory that may be in use at once. Pages take no memory until they are written: moments
-    do from the first update on.
+    Host memory that may be in use at once. Pages take no memory until they are written, which for
+    moments happens in the first update.
     """
 
     state: int  # masters, casts for uploads, moments, counts and channel indices: NumPy
@@ -49,10 +49,10 @@ class Needs(NamedTuple):
     # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
     # the memory of its uploads, and again in that of a leaf that is cut into ranges.)
     uploads: int  # updates that wait to be merged; limited by `prefetch_bytes`
-    late: int  # the rest, uploaded at a boundary, for the largest group: not while a step runs
+    late: int  # the rest, uploaded at a boundary, for the largest group; not during a step
     under_way: int  # gradients of the previous step, or a group's sums, until they are on the host
-    # Bytes that the host reads and writes. The device writes mail, the update reads it; an update
-    # also reads and writes masters and moments; an upload reads once more.
+    # Bytes that the host reads and writes. The device writes mail, and the update reads it; an
+    # update also reads and writes masters and moments; an upload reads once more.
     busiest: float  # for the largest group's update, and the mail that arrives meanwhile
     steps: int  # the number of steps in which that must be done
     mean: float  # per step, on average
@@ -92,15 +92,15 @@ def needs_of(
         read = read + 2 * _FLOAT32 * passes * size
     updates = 2 * kept + upload + read
     arriving = mail.sum() / (window if on_device else 1)
-    # Even an update without staleness has a step's time, in which the loop waits.
+    # Even an update without staleness has the time of one step, while the loop waits.
     steps = window if staleness is None else max(staleness, 1)
-    # With groups in turn, this many updates wait at once; together, the single one.
+    # If groups take turns, this many updates wait at once; otherwise, only one does.
     waiting = min(staleness or 1, schedule.groups)
     neighbours = np.tile(upload - late, 2)
     under_way = mail.max() if on_device else mail.sum()
     return Needs(
         state=int(kept.sum() + counts.sum()),
-        # A leaf's open window may have a sum, and the window that is being updated another.
+        # A leaf's open window may have a sum, and the window being updated may have another.
         sums=int(2 * _FLOAT32 * size.sum()) if added_up else 0,
         mail=round(buffers(state) * sent.sum()),
         hand_over=int(selected.max()),
@@ -116,7 +116,7 @@ def needs_of(
 
 
 def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
-    """Returns the state, of arrays or shapes, of the same run with another window length.
+    """Returns the same run's state, of arrays or shapes, with another window length.
 
     Select intervals are the defaults. Leaves take turns if the state has several groups.
     """
@@ -140,11 +140,11 @@ def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
 
 @dataclasses.dataclass(frozen=True)
 class Hiding:
-    """How well the host work hides, in a plan or in a run.
+    """How well the host work is hidden, in a plan or in a run.
 
     Attributes:
         interval: Steps per window; None if windows adapt.
-        busy: The share of its time that the host needs, in the worst case.
+        busy: The share of the available time that the host needs, in the worst case.
         of_intervals: `busy` for other window lengths; empty if windows adapt.
     """
 
@@ -154,13 +154,13 @@ class Hiding:
 
     @property
     def smallest_interval(self) -> int | None:
-        """The shortest windows that hide with a fifth in reserve, in steps; None if none do."""
+        """Returns the shortest window, in steps, that hides with a fifth in reserve, or None."""
         hidden = [s for s, busy in self.of_intervals.items() if busy <= BUSY]
         return min(hidden, default=None)
 
     @property
     def advice(self) -> str:
-        """Says how busy the host is, and which longer windows would suffice."""
+        """Describes how busy the host is, and which longer windows would suffice."""
         smallest = self.smallest_interval
         text = (
             f"The host needs {self.busy:.0%} of the available time with "
@@ -178,14 +178,14 @@ class Hiding:
 
 
 def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, host_state: str) -> Hiding:
-    """Returns how well an engine's work hides behind steps of `step_s` seconds.
+    """Returns how well steps of `step_s` seconds hide an engine's work.
 
     Updates read and write `rate` bytes of host memory per second.
     """
 
     def busy(of: ZenFlowState) -> float:
         work = needs_of(of, host_state=host_state)
-        # Without offloaded leaves there is neither work nor a rate.
+        # Without offloaded leaves, there is neither work nor a rate.
         return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0
 
     window = state.schedule.window
@@ -204,14 +204,14 @@ def hiding(
     Args:
         opt_state: The run's last state.
         stats: `engine.stats` after it.
-        seconds: Time of all steps in `stats` together.
+        seconds: Total time of all steps in `stats`.
         host_state: As for `HostEngine`.
 
     Returns:
-        None before two windows, and if windows adapt or every step waits for its update.
+        None before two windows, if windows adapt, or if every step waits for its update.
 
     Raises:
-        ValueError: If there is not one `ZenFlowState`, or `host_state` is unknown.
+        ValueError: If there is not exactly one `ZenFlowState`, or `host_state` is unknown.
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax
@@ -225,10 +225,10 @@ def hiding(
     window = state.schedule.window
     if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
         return None
-    # The device's own time: it did not compute while the loop waited.
+    # The device's own time, as it did not compute while the loop waited.
     step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
     before = int(read(state.step)) - stats.steps
-    # In the warm-up each step updated everything.
+    # During the warm-up, each step updated all channels.
     warm = min(max(state.schedule.full_warm_up_rounds - before, 0), stats.steps)
     moved = sum(
         steps * needs_of(of, host_state=host_state).mean
@@ -250,7 +250,7 @@ def host_bandwidth(
         leaves: A state's leaves; measures with the largest one's dtypes and shape.
         threads: As for `HostEngine`.
         host_state: As for `HostEngine`.
-        seconds: Approximate time to measure, without compiling.
+        seconds: Approximate measuring time, without compilation.
 
     Returns:
         Bytes per second of state read and written, and of gradients read.

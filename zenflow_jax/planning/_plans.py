@@ -1,4 +1,4 @@
-"""Estimates the needs of a run on device and host, without either: `plan()`."""
+"""Estimates a run's needs on device and host, without using either: `plan()`."""
 
 import dataclasses
 import math
@@ -24,20 +24,20 @@ MAX_FRACTION = 0.95
 DEFAULT_FRACTION = 0.75
 #: Bytes of host memory for the system, Python, CUDA and XLA.
 HOST_RESERVE = 8 * 10**9
-#: The kind of device memory that only a compiler knows.
+#: The use of device memory that only a compiler knows.
 TEMPORARIES = "gradients, activations"
-#: Uploads at a boundary beyond that kind, whose memory is free by then.
+#: Uploads at a boundary that exceed that memory, which is free by then.
 LATE = "late uploads"
 _WITHOUT = " without gradients and activations"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The memory and time that a run needs, and the capacity of its machine.
+    """The memory and time that a run needs, and its machine's capacity.
 
     Attributes:
         gpu: The planned device.
-        devices: Their number.
+        devices: Number of devices.
         device: Bytes of one device at the peak of a step, by use.
             "late uploads" are the uploads at a boundary, less "gradients, activations", which are
             freed by then: 0 unless the boundary is the peak.
@@ -53,7 +53,7 @@ class Plan:
         to_device: Bytes that one device receives in a step, on average.
         late: Peak bytes that one device receives at a boundary, because of `prefetch_bytes`.
         host_s: Seconds of host work per step, on average; 0 without an engine.
-        hides: How well that work hides; None without an engine, or if each step waits for it.
+        hides: How well that work is hidden; None without an engine, or if each step waits for it.
     """
 
     gpu: Gpu
@@ -79,27 +79,27 @@ class Plan:
 
     @property
     def bus(self) -> float:
-        """The share of a step that the bus needs, in its busier direction."""
+        """Returns the share of a step that the bus needs, in its busier direction."""
         return max(self.to_host, self.to_device) / self.gpu.bus / self.step_s
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of one device at the peak of a step; `by` "shapes" without activations."""
+        """Returns a device's bytes at a step's peak; if `by` is "shapes", without activations."""
         return sum(self.device.values())
 
     @property
     def device_capacity_bytes(self) -> int:
-        """Bytes of one device that jax may use."""
+        """Returns the bytes of one device that jax may use."""
         return int(MAX_FRACTION * self.gpu.memory)
 
     @property
     def host_bytes(self) -> int:
-        """Peak bytes of the host for all devices together."""
+        """Returns the host's peak bytes for all devices together."""
         return sum(self.host.values())
 
     @property
     def short(self) -> Mapping[str, str]:
-        """Says what "device", "host" and "bus" lack; only short ones are keys."""
+        """Describes each shortage; the keys are those of "device", "host" and "bus" that lack."""
         short = {}
         lack = self.device_bytes - self.device_capacity_bytes
         if lack > 0:
@@ -123,17 +123,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether neither device nor host lacks memory."""
+        """Returns whether both device and host have enough memory."""
         return self.short.keys() <= {"bus"}
 
     @property
     def hidden(self) -> float:
-        """The share of the host's work that hides behind the device's."""
+        """Returns the share of the host's work that the device's work hides."""
         return 0.0 if self.hides is None else 1 / max(1.0, self.hides.busy, self.bus)
 
     @property
     def advice(self) -> str:
-        """Advice in a sentence or two; for a run that does not fit, everything that it lacks."""
+        """Returns one or two sentences of advice; if the run does not fit, all that it lacks."""
         short = dict(self.short)
         bus = short.pop("bus", "")
         if short:
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def on_time(self) -> list[str]:
-        """Sentences on the time of a step."""
+        """Returns sentences about the time of a step."""
         if self.hides is None:
             return [f"Every step waits {self.host_s:.2g} s for the host."] if self.host else []
         return [] if self.hides.interval is None else [self.hides.advice]
@@ -179,21 +179,22 @@ def plan(
 
     Args:
         step: The training step `(params, opt_state, *arguments)`, jitted with both donated.
-        params: Its parameters: arrays, or `jax.ShapeDtypeStruct`s. On a mesh they have shardings.
+        params: The step's parameters: arrays, or `jax.ShapeDtypeStruct`s. On a mesh, with
+        shardings.
         opt_state: The result of `tx.init(params)`, or `jax.eval_shape(tx.init, params)`.
         arguments: The step's other arguments, such as a batch.
         device: A key of `GPUS`, or another `Gpu`.
-        host_memory_bytes: Memory of the machine with these devices. None: a usual amount.
+        host_memory_bytes: Memory of the machine with these devices. None: a typical amount.
         bandwidth: Bytes per second of host updates, as `host_bandwidth()` measures. None: a
             usual rate.
         host_state: As for `HostEngine`.
-        prefetch_bytes: As for `HostEngine`. Loops wait for the remaining copies.
+        prefetch_bytes: As for `HostEngine`. The loop waits for the remaining copies.
         compiled: The step compiled for such devices, as for `described_mesh`. None: without
             gradients and activations.
 
     Raises:
         ValueError: If `device` or `host_state` is unknown, or `prefetch_bytes` is below 0.
-        TypeError: If `step` is not jitted, or `prefetch_bytes` is no int.
+        TypeError: If `step` is not jitted, or `prefetch_bytes` is not an int.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -215,7 +216,7 @@ def plan(
     check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
     if not hasattr(step, "trace"):
         raise TypeError(
-            f"`step` is a {type(step).__name__}, and not jitted. Pass "
+            f"`step` is a {type(step).__name__} that is not jitted. Pass "
             "`jax.jit(step, donate_argnums=(0, 1))`."
         )
     weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state)

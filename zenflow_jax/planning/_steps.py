@@ -1,4 +1,4 @@
-"""Traces the matrix products of a step, and asks XLA for its memory on the device."""
+"""Traces a step's matrix products, and queries XLA for the step's memory on the device."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ INSTALL = 'pip install "jax[cuda12]"'
 
 
 def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of GPUs in one node that need not exist, to compile a step for.
+    """Returns a mesh of GPUs in one node, which need not exist, as a target for compiling a step.
 
     Args:
         gpu: A key of `GPUS`.
@@ -37,7 +37,7 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
         topology = topologies.get_topology_desc(
             gpu, "cuda", target_config=GPUS[gpu].description, topology=f"1x1x{count}"
         )
-    # The exception depends on what is missing: the plugin, its libraries, or another version.
+    # The exception depends on the missing part: the plugin, its libraries, or another version.
     except Exception as error:  # noqa: BLE001
         raise RuntimeError(
             "Compiling for a GPU needs jax's CUDA plugin: "
@@ -61,8 +61,8 @@ def has_compiler() -> bool:
 def placed(tree: Any, mesh: Mesh) -> Any:
     """Returns shapes on the mesh, with their own sharding or replicated.
 
-    A described device has no host memory for arguments. A step reads no mail, so jit drops it, and
-    its placement does not matter.
+    A described device has no host memory for arguments. A step does not read mail, so jit drops it,
+    and its placement does not matter.
     """
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
@@ -93,7 +93,7 @@ def peak_bytes(compiled: Any) -> int:
 def products(jaxpr: Jaxpr) -> tuple[float, float]:
     """Counts operations, and bytes read and written, of matrix products and convolutions.
 
-    A loop with an unknown number of rounds counts once; unused results count nothing.
+    A loop with an unknown number of iterations counts once; unused results are not counted.
     """
     flops = moved = 0.0
     needed = {x for x in jaxpr.outvars if isinstance(x, Var)}
