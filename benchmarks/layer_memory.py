@@ -83,8 +83,7 @@ def main() -> None:
     if args.one:
         with contextlib.ExitStack() as stack:
             stepper(args.one, model, tokens, stack)(STEPS)
-        print(host_peak_bytes())
-        return
+        return print(host_peak_bytes())
     print(f"{model.parameters:,} parameters, {batch} x {length} tokens, jax {jax.__version__}")
     peaks, times = {}, {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as cache:

@@ -68,8 +68,9 @@ class LayerPlan(Plan):
         text = f"A step takes {self.step_s:.2g} s; its bottleneck is {self.bottleneck} ({work})."
         if self.compute_from is None:
             return [f"{text} No batch makes compute {BOUND:.0%} of a step."]
-        from_batch = f"from {self.compute_from:.2g} times this batch on"
-        return [f"{text} Compute is {BOUND:.0%} of a step {from_batch}."]
+        return [
+            f"{text} From {self.compute_from:.2g} times this batch on it is {BOUND:.0%} compute."
+        ]
 
 
 def plan_layerwise(
