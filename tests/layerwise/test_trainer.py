@@ -46,7 +46,8 @@ def layer(w, x, shared):
 
 
 def last(outer, x, batch):
-    logits = (x @ outer["head"]).astype(jnp.float32)
+    # The table has gradients from here, from the shared scale and from the embedding.
+    logits = (x @ (outer["head"] + outer["table"].T)).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
