@@ -1,12 +1,12 @@
 """Packs the files of a model, and unpacks them.
 
-    python -m train.compress IN OUT                      lossless: the same bits when restored
+    python -m train.compress IN OUT                      lossless: bit-identical when restored
     python -m train.compress IN OUT --bound 2^-24        float32 with at most that error
     python -m train.compress IN OUT --base DIR           as differences from the model in DIR
     python -m train.compress --restore OUT BACK
     python -m train.compress --check OUT
 
-IN is a safetensors file, or a Hugging Face folder. `train/` reads packed models directly. `elves/`
+IN is a safetensors file or a Hugging Face folder. `train/` reads packed models directly. `elves/`
 does the work; docs/smaller_files.md has the results.
 """
 
@@ -36,16 +36,16 @@ PROGRAM = command_of("compress")
 class Command:
     """Packs the files of a model, or unpacks them."""
 
-    source: Path = option(help="A safetensors file, or a folder with some.", positional=True)
+    source: Path = option(help="A safetensors file, or a folder of them.", positional=True)
     target: Path | None = option(None, "New file or folder to write.", positional=True)
     bound: str | None = option(
-        None, "Largest error of a float32 weight, such as 2^-24. Default: none at all."
+        None, "Maximum error of a float32 weight, such as 2^-24. Default: lossless."
     )
-    base: Path | None = option(None, "Model of which the differences are kept.")
+    base: Path | None = option(None, "Model from which to store only the differences.")
     threads: int | None = option(None, "Number of threads. Default: all cores.", above=0)
-    replace: bool = option(False, "Replace each file by the packed one. Without TARGET.")
+    replace: bool = option(False, "Replace each file with its packed form. Without TARGET.")
     restore: bool = option(False, "Restore a packed file or folder.")
-    check: bool = option(False, "Decode a packed file or folder, to check whether it is intact.")
+    check: bool = option(False, "Decode a packed file or folder to check whether it is intact.")
 
 
 def run(command: Command) -> None:
@@ -69,7 +69,7 @@ def run(command: Command) -> None:
         options = Options(bound=bound, threads=threads)
         packed = pack_path(command.source, command.target, options, base=command.base)
         if not packed:
-            print(f"{command.source} is packed already: nothing to do")
+            print(f"{command.source} is already packed: nothing to do")
             return
         _print_result(command, packed, time.perf_counter() - begin)
 
@@ -98,7 +98,7 @@ def _check(command: Command) -> None:
     names = ("restore", "check", "replace", "bound")
     flags = [f"--{name}" for name in names if getattr(command, name)]
     if len(flags) > 1 and flags != ["--replace", "--bound"]:
-        raise ElvesError(f"{flags[0]} excludes {' and '.join(flags[1:])}.")
+        raise ElvesError(f"{flags[0]} cannot be combined with {' and '.join(flags[1:])}.")
     in_place = command.check or command.replace
     if in_place and command.target is not None:
         raise ElvesError(f"{flags[0]} takes one path. Leave out {command.target}.")
@@ -112,7 +112,7 @@ def _check(command: Command) -> None:
 
 
 def _number(text: str) -> float:
-    """Returns a bound: a number, or a power as in 2^-24."""
+    """Returns a bound: a number, or a power such as 2^-24."""
     power = re.fullmatch(r"\s*([\d.]+)\s*(?:\^|\*\*)\s*(-?\d+)\s*", text)
     try:
         return float(power[1]) ** int(power[2]) if power else float(text)
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"error: {error}"
     except OSError as error:
         place = finished(Path(error.filename or place))
-        message = f"error: {place}: {error.strerror}. Make room or see to the permissions. {left}"
+        message = f"error: {place}: {error.strerror}. Free space or fix permissions. {left}"
     except KeyboardInterrupt:
         message, status = f"stopped by SIGINT. {left}", 130
     sys.stderr.write(f"{message}\n")

@@ -1,4 +1,4 @@
-"""Fine-tunes a model: a small built-in one, or one in a Hugging Face folder.
+"""Fine-tunes a small built-in model, or a model in a Hugging Face folder.
 
     python -m train.finetune configs/quickstart.toml
     python -m train.finetune configs/quickstart.toml --run first    # again: resumes it
@@ -50,16 +50,16 @@ from train.run.setup import evaluate, prepare, read
 from train.tasks import is_loss
 from train.tasks.chosen import labels_and_best
 
-# Errors of the file system that the user can fix.
+# File system errors that the user can fix.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -> None:
     """Trains a run, or the rest of it, and leaves the results in the run's folder.
 
-    With `steps` 0 it shows the metrics of a validation, and writes nothing. A `run` is resumed from
-    its newest intact checkpoint, unless the start must be `fresh`. Raises `Stopped` if a signal
-    ends the run.
+    With `steps` 0, it shows a validation's metrics and writes nothing. A `run` is resumed from its
+    newest intact checkpoint, unless the start must be `fresh`. Raises `Stopped` if a signal ends
+    the run.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
@@ -95,13 +95,13 @@ def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -
 def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str], None]) -> None:
     """Writes the weights of a `checkpoint`, a step or "best", to a new or empty folder.
 
-    These are the validated weights: without the updates that were pending then.
+    These are the validated weights, without the updates that were pending then.
     """
     if settings.run is None:
         raise SettingsError("`--export`: needs the name of a run. Pass --run.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"`--export`: {target} is not new or empty. Name another folder.")
-    target = target.absolute()  # since "." has no name
+    target = target.absolute()  # because "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
     labels, best = labels_and_best(settings.task)
@@ -113,7 +113,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
         say=say,
     )
     labels = labels or checkpoints.labels()
-    # The end of the run has all windows closed; its checkpoint has them open.
+    # The final weights have all windows closed; their checkpoint has open windows.
     summary = read_summary(folder)
     end = folder / (models.WEIGHTS if origin is None else models.FOLDER)
     rival, has_end = math.nan, False
@@ -130,7 +130,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     shapes = layered.shapes if layered else jax.eval_shape(lambda: models.split(build()))[1]
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
     weights, values = layered.whole(weights, None) if layered else (weights, None)
-    # The run's template, whatever the settings contain now.
+    # The run's own template, even if the settings have changed.
     copy = folder / TEMPLATE
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
     task = task_name(vars(settings))
@@ -158,7 +158,7 @@ def _copy(model: Path, target: Path) -> None:
 def show_plan(
     settings: Settings, planning: Planning, arguments: Sequence[str], console: Console
 ) -> None:
-    """Shows the needs of the run, and trains nothing."""
+    """Shows the run's needs without training."""
     from train.plan import report
     from train.plan.planning import plan_run
     from zenflow_jax.planning import has_compiler
@@ -171,7 +171,7 @@ def show_plan(
     settings, deepspeed = with_deepspeed(settings, parts)
     if has_compiler():
         console.print(
-            "Compiling: minutes if the model is large. XLA's lines on memory are no error."
+            "Compiling: minutes if the model is large. XLA's lines about memory are not errors."
         )
     report.show(plan_run(settings, planning, deepspeed), arguments, console)
 
@@ -227,7 +227,7 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
         processes.leave()
         return 0
     host = (command.launch.coordinator or "").rpartition(":")[0] or None
-    # Before reading anything, which may take minutes.
+    # Before reading data, which may take minutes.
     peers = Peers(host, restart="Start all of them again.", say=say)
     with StopRequest(say) as stop, peers:
         train(command, console, stop, peers)

@@ -4,8 +4,8 @@
     python -m train.generate --model runs/NAME/model "The cat" --temperature 0.8 --top-p 0.95
     python -m train.generate --model DIR "The cat" --format text --max-tokens 20
 
-The text goes to stdout as it is generated, everything else to stderr. `model/sampling.py` chooses
-the tokens.
+The text is written to stdout as it is generated, everything else to stderr. `model/sampling.py`
+chooses the tokens.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Options:
         help="Text to continue or classify, or an instruction; -: a text per line of stdin (BERT).",
         positional=True,
     )
-    model: Dir = option(help="Folder of the model, as runs/NAME/model, or org/name on the Hub.")
+    model: Dir = option(help="Model folder, such as runs/NAME/model, or org/name on the Hub.")
     format: Literal["auto", "text", "alpaca", "chat"] = option(
         "auto", "The prompt as it is, as an instruction, as a user's message; auto: as trained."
     )
     system: str | None = option(None, "chat: system message ahead of the prompt.")
-    max_tokens: int = option(256, "Largest number of tokens to write.", least=1)
+    max_tokens: int = option(256, "Maximum number of tokens to write.", least=1)
     temperature: float | None = option(
         None, "Divides the logits; 0: greedy. Default: 0, or 1 with --top-k or --top-p.", least=0
     )
-    top_k: int | None = option(None, "Sample from so many most likely tokens.", least=1)
-    top_p: float | None = option(None, "Sample from the fewest with this probability.", above=0)
-    seed: int = option(0, "Seed of the sampling.", least=0)
+    top_k: int | None = option(None, "Sample from this many most likely tokens.", least=1)
+    top_p: float | None = option(None, "Total probability of tokens to sample from.", above=0)
+    seed: int = option(0, "Seed for sampling.", least=0)
     dtype: Literal["bfloat16", "float32"] | None = option(
         None, "Dtype of weights and products. Default: the folder's."
     )
@@ -89,7 +89,7 @@ class Prompt(NamedTuple):
 
 
 def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """Writes the continuation of the prompt in pieces; `say` shows lines about it."""
+    """Writes the prompt's continuation in pieces; `say` shows lines about it."""
     folder = model_folder(options.model)
     options = dataclasses.replace(options, model=str(folder))
     origin = read_folder(folder)
@@ -122,7 +122,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
         if text := stream.step(tokenizer.tokens, number):  # only whole characters
             write(text)
             written += text
-    # Shows a character that was cut off.
+    # Shows a final incomplete character.
     write(tokenizer.tokens.decode(numbers, skip_special_tokens=True)[len(written) :] + "\n")
     if numbers[-1] in prompt.ends:
         reason = f"ended by {tokenizer.tokens.id_to_token(numbers[-1])}"
@@ -183,7 +183,7 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
 
 def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
     if dtype is None:
-        # These cannot overflow where float16 does.
+        # These dtypes cannot overflow where float16 does.
         dtype = "bfloat16" if dtype_of(origin) == jnp.bfloat16 else "float32"
     options = {"weight_dtype": np.dtype(dtype), "compute_dtype": np.dtype(dtype)}
     options |= {"scan_layers": True, "labels": origin.labels or 0}

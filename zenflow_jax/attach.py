@@ -247,7 +247,7 @@ def _replaced(state: Any, new: dict[str, Any]) -> Any:
         return dataclasses.replace(state, **new)
     raise TypeError(
         f"The train state is a {type(state).__name__}, not a dataclass, named tuple or dict, and "
-        "has no `replace`. Call `params, opt_state = engine.exchange(...)` after each step."
+        "has no `replace`. Call `params, opt_state = engine.exchange(...)` yourself every step."
     )
 
 

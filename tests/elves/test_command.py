@@ -57,7 +57,7 @@ def test_a_packed_folder_is_read_as_the_same_model_or_within_its_bound(packed_ll
 def test_replacing_keeps_what_is_packed_and_what_would_not_be_smaller(model, tmp_path, capsys):
     small = shutil.copytree(FIXTURES / "llama2", tmp_path / "small")
     expected = {}
-    for folder, said in ((small, "ratio 1.0"), (model, "ratio 1.2"), (model, "is packed already")):
+    for folder, said in ((small, "ratio 1.0"), (model, "ratio 1.2"), (model, "is already packed")):
         assert compress.main([str(folder), "--replace"]) == 0
         assert said in capsys.readouterr().out
         content = (folder / "model.safetensors").read_bytes()
@@ -105,7 +105,7 @@ def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
         ("model out --bound nan", "must be a finite number above 0"),
         ("model out --threads 0", "`threads`: must be a finite number above 0"),
         ("model --check", "model has no packed files"),
-        ("model out --restore --bound 2^-9", "--restore excludes --bound"),
+        ("model out --restore --bound 2^-9", "--restore cannot be combined with --bound"),
         ("model out --base gone", "`base`: gone does not exist"),
         ("model out --bond 1", "unknown option --bond. Did you mean --bound"),
     ):

@@ -210,7 +210,7 @@ def test_a_template_can_neither_reach_out_nor_know_the_date(written):
         "{{ raise_exception('No.') }}",
         "{{ messages[3].content + 'a' }}",
     ):
-        with pytest.raises(ConversationError, match="the template in .* refuses the messages"):
+        with pytest.raises(ConversationError, match="the template in .* rejects the messages"):
             written(text).render(talk("a"))
 
 

@@ -120,7 +120,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_p
     folder = tmp_path / "runs" / "001-zenflow"
     # The first step has made weights of which nothing can be computed.
     assert [row["skipped"] for row in rows(folder / "metrics.csv")][:3] == ["0", "1", "2"]
-    assert "step 2 was skipped: no checkpoint of it" in shown.out
+    assert "step 2 was skipped: no checkpoint is saved" in shown.out
     assert not (folder / "checkpoints").exists()
     assert not (folder / "model.safetensors").exists()
 
@@ -229,7 +229,7 @@ def test_a_folder_with_files_that_are_no_runs_is_not_written_to(tmp_path, capsys
         folder.mkdir(parents=True)
         (folder / name).write_text("precious")
         assert finetune.main([*tiny_command(tmp_path), "--run", folder.name]) == 2
-        expected = f"`run`: {folder} has a {name}, but is no run's folder"
+        expected = f"`run`: {folder} has a {name}, but is not a run folder"
         assert re.search(expected, capsys.readouterr().err)
         assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "precious")]
 

@@ -1,8 +1,8 @@
 """Chat templates: render the messages of a conversation, and find the answers in the text.
 
-A template is a Jinja program, run here in a sandbox as `transformers` runs it, except that the date
-is always `DATE`, so that examples stay the same. Some templates mark the assistant's part with
-`{% generation %}`. For others it is found by rendering only the conversation up to an answer.
+A template is a Jinja program, run here in a sandbox as in `transformers`, except that the date is
+always `DATE`, so that examples stay the same. Some templates mark the assistant's part with `{%
+generation %}`. In others, it is found by rendering the conversation only up to an answer.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ ROLES = {
     "developer": "system",
 }
 
-# Placed around the assistant's text while a template is rendered. They are noncharacters of
-# Unicode, so no text contains them.
+# Placed around the assistant's text while a template is rendered. They are Unicode noncharacters,
+# so no text contains them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-# Replaces an answer to find its position; the answer's text may occur elsewhere, too.
+# Replaces an answer to find its position, because the answer's text may also occur elsewhere.
 _PLACE = "\ufdd2"
 
 Message = Mapping[str, Any]  # "role", usually "content", and other fields that a template reads
 
 
 class ConversationError(ValueError):
-    """A template cannot render a conversation; the message follows the name of its place."""
+    """A template cannot render a conversation; the message is appended to its location."""
 
 
 class Conversation(NamedTuple):
@@ -65,7 +65,7 @@ class Conversation(NamedTuple):
 
 
 class ChatTemplate:
-    """A template; `special` are texts of special tokens by name, `marks` all such texts."""
+    """A template; `special` has the special tokens' texts by name, `marks` all such texts."""
 
     def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
         self.text = text
@@ -169,8 +169,8 @@ class ChatTemplate:
     def _stop(self, whole: str, ended: str, placed: str) -> int | None:
         """Returns the end of an answer, found with a placeholder in its place.
 
-        A last message can be rendered differently: with a thought before it, or with an end of text
-        after the end of the answer. The common part after the answer is its end.
+        The last message can be rendered differently: with a thought before it, or with an end of
+        text after the end of the answer. The common part after the answer is its end.
         """
         behind, rest = (text.rpartition(_PLACE)[2] for text in (ended, placed))
         if _PLACE not in ended or _PLACE not in placed or not whole.endswith(rest):
@@ -189,14 +189,14 @@ class ChatTemplate:
         # A template can fail like any program.
         except Exception as error:
             raise ConversationError(
-                f"the template in {self.where} refuses the messages: {error}"
+                f"the template in {self.where} rejects the messages: {error}"
             ) from error
 
 
 def read_template(
     folder: Path, tokens: tokenizers.Tokenizer, file: Path | None = None
 ) -> ChatTemplate:
-    """Returns the chat template of a model's folder, or that in `file`."""
+    """Returns the chat template of a model's folder, or the template in `file`."""
     config = _read_json(folder / CONFIG)
     special = {
         name: token["content"] if isinstance(token, dict) else token
@@ -210,7 +210,7 @@ def read_template(
         return ChatTemplate(read_template_text(file), special, marks, str(file))
     for path in (folder / CONFIG, folder / "chat_template.json"):
         text = _read_json(path).get("chat_template")
-        if isinstance(text, list):  # several, with names
+        if isinstance(text, list):  # several named templates
             text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
         if isinstance(text, str):
             return ChatTemplate(text, special, marks, str(path))
@@ -221,7 +221,7 @@ def read_template(
 
 
 def rename_roles(*roles: str) -> str | None:
-    """Returns the sentence that renames roles of other formats; None if there are none."""
+    """Returns the sentence that renames other formats' roles; None if there are none."""
     names = {role: ROLES.get(role.lower(), role.lower()) for role in roles}
     pairs = [f"{role!r} to {name!r}" for role, name in names.items() if role != name]
     return f"Rename the role {', '.join(pairs)}" if pairs else None

@@ -1,6 +1,6 @@
 """Reads the config.json of a Hugging Face folder: the kind of model, and its sizes.
 
-A setting that would make a different function than the models here is an error.
+A setting that requires a model function that is not implemented here is an error.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ SIZES = {
     "positions": "max_position_embeddings",
 }
 
-# Only these may have attention windows in some of the layers.
+# Only these may have attention windows in some layers.
 QWEN = ("qwen2", "qwen3")
 
-# Values that a key must have if it is present, since the models here support no others.
+# Values that a key must have if it is present, because the models here support no others.
 FIXED: Mapping[str, Mapping[str, Any]] = {
     "decoder": {
         "hidden_act": "silu",
@@ -72,13 +72,13 @@ class ModelError(Failure):
 
 
 def read_raw(folder: Path) -> dict[str, Any]:
-    """Reads the config.json of a folder; for other kinds of folders names a remedy."""
+    """Reads a folder's config.json; names a remedy for other kinds of folders."""
     if folder.is_dir() and not (folder / CONFIG).exists():
         quantized = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == ".gguf")
         if (folder / ADAPTER).exists():
             base = read_object(folder / ADAPTER, ModelError).get("base_model_name_or_path")
             raise ModelError(
-                f"`model`: {folder} has a LoRA adapter and no model. Merge it first with peft: "
+                f"`model`: {folder} has a LoRA adapter but no model. Merge it first with peft: "
                 f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
                 f".save_pretrained(DIR), and copy the tokenizer; or train its base model, {base}."
             )
@@ -138,8 +138,8 @@ def _decoder(keys: _Keys, kind: str, **sizes: int) -> DecoderConfig:
 
 def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
     """Returns base and scaling of the rotations, from the keys of old and new configs."""
-    # transformers 5 has `rope_parameters`, with the base inside; earlier versions `rope_scaling`
-    # and `rope_theta`. If both exist, all versions read `rope_scaling`; null means none.
+    # transformers 5 has `rope_parameters`, with the base inside; earlier versions have
+    # `rope_scaling` and `rope_theta`. If both exist, all read `rope_scaling`; null means none.
     name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     scaling = keys.raw.get(name)
     outer_base = keys.positive("rope_theta", ROPE_BASE)
@@ -172,12 +172,12 @@ def _window(keys: _Keys, kind: str, layers: int) -> int | None:
     sliding = [window is not None and layer >= first for layer in range(layers)]
     if isinstance(types, list):
         named = [name == "sliding_attention" for name in types]
-        # Qwen's classes have the window in these layers. Other classes ignore the key, but other
-        # programs do.
+        # Qwen's classes use the window in these layers. Other classes ignore the key, but other
+        # programs do not.
         same = named == sliding or (kind in QWEN and window is not None)
         keys.check("layer_types", same, f"the attention of `sliding_window`, {window}")
         sliding = named
-    # All layers must be alike, since they may be scanned.
+    # All layers must be alike, because they may be scanned.
     alike = all(sliding) or not any(sliding)
     keys.check("use_sliding_window", alike, "the same attention in all layers")
     return window if any(sliding) else None

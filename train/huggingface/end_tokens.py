@@ -1,7 +1,7 @@
 """Completes a trained folder: the tokens that end an answer, and a single chat template.
 
-Other programs read the ends in generation_config.json only; `train.generate` also finds ends in the
-chat template.
+Other programs read end tokens only from generation_config.json; `train.generate` also finds them in
+the chat template.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def answer_end_tokens(
 
 
 def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
-    """Writes the ends that `train.generate` would find into the files that other programs read."""
+    """Writes the end tokens that `train.generate` would find to files that other programs read."""
     if not (folder / TOKENIZER).is_file():
         return
     # Programs differ in which of several chat templates they read.
@@ -63,7 +63,7 @@ def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
                 template, tokenizer, [{"role": "user", "content": "Is it so?"}]
             )
         except ConversationError:
-            pass  # `train.generate` refuses this template
+            pass  # `train.generate` rejects this template
     config = read_object(folder / CONFIG, TokenizerError)
     content = {name: config[name] for name in _IDS if config.get(name) is not None}
     if (folder / GENERATION).is_file():

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: `org/name` is a folder in the Hub's local cache.
+"""Models from the Hugging Face Hub: `org/name` is a folder in the Hub's local cache.
 
 `huggingface_hub` decides where the cache is, which token it sends, and whether it downloads:
 HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from train.huggingface.config import ModelError
 
-# All files of a model; no pickles, and no second copy of the weights.
+# All files of a model, without pickles or a second copy of the weights.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 NO_FILES = ("*/*", "consolidated*")
 
 
 def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
-    """Returns the local folder of this name, or the `files` of `org/name` from the Hub."""
+    """Returns the local folder with this name, or the `files` of `org/name` from the Hub."""
     folder, name = Path(model), str(model)
     # A misspelled name of a local folder is not looked up on the Hub.
     if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -31,7 +31,7 @@ def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     except (OSError, ValueError) as error:  # the Hub's errors and network errors
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"`model`: {name} is no folder, and not available from the Hub: {reason} "
+            f"`model`: {name} is not a folder, nor available from the Hub: {reason} "
             f"({type(error).__name__}). Check the name and the network, log in with `hf auth "
             f"login` for a gated model, or copy a folder that `hf download {name} --local-dir DIR` "
             "has made elsewhere."

@@ -1,4 +1,4 @@
-"""JSON files with an object."""
+"""Reads JSON files that contain an object."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from train.model.encoder import BertClassifier, EncoderConfig
 # Modules that a folder may lack, such as heads for other purposes.
 OPTIONAL = ("pooler", "classifier")
 
-# Tensors that are rightly ignored.
+# Tensors that can safely be ignored.
 UNUSED = {
     "decoder": r"(^|\.)rotary_emb\.inv_freq$",  # follows from the config
     # Positions, which can be counted; heads for other purposes.
@@ -53,14 +53,14 @@ class Pretrained(NamedTuple):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the head's classes; LABEL_0 and so on if the config has none."""
+        """Returns the names of the head's classes; LABEL_0 and so on if the config has none."""
         named = self.raw.get("id2label")
         named = named if isinstance(named, dict) else {}
         return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(self.labels or 0))
 
 
 def read_folder(model: str | Path) -> Pretrained:
-    """Reads and checks `config.json` and the headers of the safetensors files, no weights."""
+    """Reads and checks `config.json` and the safetensors headers, without the weights."""
     folder = model_folder(model)
     if not folder.is_dir():
         problem = "is a file" if folder.is_file() else f"does not exist (in {Path.cwd()})"
@@ -112,11 +112,11 @@ def load_weights(
     anew: Collection[str] = (),
     seed: int = 0,
 ) -> Any:
-    """Reads the weights of the folder into the tree of a model's parameters, of these `shapes`.
+    """Reads the folder's weights into a tree of model parameters with these `shapes`.
 
-    Reads leaf by leaf, and only the shards on this process's devices: host memory needs room for
-    the largest leaf. `shardings` None places everything on the first device. `anew` names modules
-    that are drawn although the folder has them. The draws depend on `seed` only.
+    Reads leaf by leaf, and only the shards on this process's devices, so that host memory needs
+    room only for the largest leaf. With `shardings` None, everything is on the first device. `anew`
+    names modules that are drawn although the folder has them. The draws depend only on `seed`.
     """
     if shardings is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
@@ -163,7 +163,7 @@ def _draw(name: str, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.n
 
 
 def _check_tensors(pretrained: Pretrained) -> None:
-    """Compares the headers with the tensors of the config's model."""
+    """Compares the headers with the tensors that the config's model needs."""
     expected = {}
     shapes = shapes_of(pretrained.config, pretrained.labels or 1)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
@@ -192,7 +192,7 @@ def _check_tensors(pretrained: Pretrained) -> None:
 
 @functools.lru_cache(maxsize=16)
 def shapes_of(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
-    """Returns the shapes of a model's parameters; scanned, since one block is traced faster."""
+    """Returns the shapes of a model's parameters; scanned, to trace only one block."""
 
     def params():
         dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}

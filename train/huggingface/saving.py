@@ -35,7 +35,7 @@ from train.huggingface.tensors import (
 )
 from train.model.decoder import DecoderConfig
 
-# Copied unchanged: all files of a tokenizer, and the settings of text generation.
+# Copied unchanged: all tokenizer files, and the settings for text generation.
 COPIED = tuple(
     "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
     "added_tokens.json vocab.txt vocab.json merges.txt chat_template.jinja chat_template.json "
@@ -81,7 +81,7 @@ def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.n
             "permissions, and start the run again: it resumes from its last checkpoint."
         ) from error
     finally:
-        # All processes must gather: otherwise they would wait for a process that has failed.
+        # All processes must gather; otherwise they would wait for a process that has failed.
         for _ in tensors:
             pass
 
@@ -98,16 +98,16 @@ def save_folder(
 ) -> None:
     """Writes a folder that `read_folder` and `transformers` load.
 
-    All processes must call it; the first process writes, atomically. Each tensor gets its dtype in
-    the original folder, and a new tensor the most frequent one.
+    All processes must call it; the first process writes atomically. Each tensor gets its dtype in
+    the original folder, and a new tensor gets the most frequent dtype.
 
     Args:
         path: A new folder, or one that contains only a model, which is replaced.
         pretrained: The original folder of the model.
         params: Its parameters, scanned or not: jax arrays, or complete NumPy arrays.
-        labels: Names of the classes by id; () for those of the folder.
+        labels: Names of the classes by id; () for the folder's own names.
         values: Arrays that replace the leaves of `params`; each is requested when it is written.
-        texts: Files of the new folder, by name, instead of copies.
+        texts: Files of the new folder, by name, that replace copies.
         task: The task that the parameters were trained on, for the config.
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]

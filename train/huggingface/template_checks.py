@@ -1,8 +1,8 @@
 """Finds the parts of a conversation that a chat template skips.
 
-A template skips everything that it does not know: other roles, tools and their calls, thoughts. So
-the conversation is rendered again, with a mark in place of each text. A mark that is missing in the
-result stands for a skipped part. Since marks replace all texts, one rendering covers all
+A template skips everything that it does not support: other roles, tools and their calls, thoughts.
+So the conversation is rendered again, with a mark in place of each text. A mark that is missing
+from the result indicates a skipped part. Because marks replace all texts, one rendering covers all
 conversations of the same form: the same roles, fields, calls and tools.
 """
 
@@ -23,7 +23,7 @@ USUAL = ("system", "user", "assistant", "tool")
 _LEFT, _RIGHT = "\u29fc", "\u29fd"
 _MARK = re.compile(f"{_LEFT}([0-9.]+) ([^{_RIGHT}]*){_RIGHT}")
 
-# The id of a call is no text, and some templates require exactly nine letters and digits.
+# A call's id is not text, and some templates require exactly nine letters and digits.
 _ID = "call00000"
 
 #: Number of forms to remember.
@@ -43,7 +43,7 @@ class TemplateChecks:
         self._of_form = functools.lru_cache(FORMS)(self._render)
 
     def check(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
-        """Raises a `ConversationError` if content, calls or tools are missing in the text."""
+        """Raises a `ConversationError` if the text lacks content, calls or tools."""
         self._roles.update(m["role"] for m in messages if m["role"] not in USUAL)
         form = [[_marked(i, m) for i, m in enumerate(messages)], _named("0", "tools", tools or [])]
         missing, failure = self._of_form(json.dumps(form, ensure_ascii=False, default=str))
@@ -66,7 +66,7 @@ class TemplateChecks:
         counts = {
             "fields of messages that it does not write": self._fields,
             f"roles besides {', '.join(USUAL)}, which zenflow-generate does not use": self._roles,
-            "conversations that it refuses with marks for texts, so that no check shows skipped "
+            "conversations that it rejects with marks for texts, so that no check shows skipped "
             "parts": self._failures,
         }
         return [f"{where}: {label}: {listed(count)}" for label, count in counts.items() if count]
@@ -118,7 +118,7 @@ def _named(number: str, name: str, items: Sequence[Any]) -> list[Any]:
 
 
 def _replaced(value: Any, mark: str) -> Any:
-    """Replaces texts and numbers by the mark, in one entry of each list."""
+    """Replaces texts and numbers with the mark, in one entry of each list."""
     if isinstance(value, dict):
         return {name: _replaced(part, mark) for name, part in value.items()}
     if isinstance(value, list):

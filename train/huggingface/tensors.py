@@ -1,12 +1,12 @@
-"""The tensors of a Hugging Face folder: their names, their files, and how to read parts of them.
+"""The tensors of a Hugging Face folder: their names, their files, and how to read parts.
 
     leaf of the model                tensor, after its prefix `model.` or `bert.`
     blocks/3/query/kernel (in, out)  layers.3.self_attn.q_proj.weight (out, in)
     blocks/query/kernel (n, in, out) the same of all n layers
     head/kernel (n, in, words)       lm_head.weight (n words, in), part by part; `embed` likewise
 
-Only safetensors, no pickle. Files are mapped into memory, so that only requested parts are read.
-Files that `train.compress` has packed are decoded on the way.
+Only safetensors are read, never pickles. Files are mapped into memory, so that only requested parts
+are read. Files that `train.compress` has packed are decoded while reading.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# Modules of the models here, and their tensors. `{}` is the number of the layer.
+# Modules of the supported models, and their tensors. `{}` is the layer number.
 MODULES: Mapping[str, Mapping[str, str]] = {
     "decoder": {
         "embed": "embed_tokens",
@@ -73,11 +73,11 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# The prefix of all tensors except those of a head, if the model has a head.
+# The prefix of all tensors except a head's, if the model has a head.
 PREFIXES = {"decoder": "model.", "encoder": "bert."}
 HEADS = {"decoder": "lm_head.", "encoder": "classifier."}
 
-# Rows of a matrix that are compared at once.
+# Number of matrix rows that are compared at once.
 _ROWS = 4096
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -96,7 +96,7 @@ class Source(NamedTuple):
     """The tensors of a leaf."""
 
     names: tuple[str, ...]  # without prefix; one, or one per layer
-    shape: tuple[int, ...]  # of each
+    shape: tuple[int, ...]  # of each tensor
     stacked: bool  # whether the leaf has an axis over tensors, or over parts of one
     transposed: bool
     parts: int = 1  # of a vocabulary, whose rows are divided
@@ -147,8 +147,8 @@ def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
 
 
 def transpose(x: np.ndarray, out: np.ndarray) -> None:
-    """Writes the transpose of `x` to `out` in tiles: NumPy alone takes about five times as long."""
-    # As integers, since NumPy is slower with other dtypes, such as bfloat16.
+    """Writes the transpose of `x` to `out` in tiles, about five times as fast as NumPy alone."""
+    # As integers, because NumPy is slower with other dtypes, such as bfloat16.
     kind = f"u{x.dtype.itemsize}"
     rows, columns = out.view(kind), x.view(kind)
     for i in range(0, rows.shape[0], 64):
@@ -157,7 +157,7 @@ def transpose(x: np.ndarray, out: np.ndarray) -> None:
 
 
 class Reader(contextlib.ExitStack):
-    """Reads parts of leaves. Use with `with`, which closes the files."""
+    """Reads parts of leaves. Use it in a `with` block, which closes the files."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +184,7 @@ class Reader(contextlib.ExitStack):
         return out if of.stacked else out[0]
 
     def same(self, one: Tensor, other: Tensor) -> bool:
-        """Returns whether two matrices have the same numbers; reads some rows at a time."""
+        """Returns whether two matrices have equal values; reads a few rows at a time."""
         if one.shape != other.shape:
             return False
         rows = one.shape[0]
@@ -202,7 +202,7 @@ class Reader(contextlib.ExitStack):
 
 
 def _opened(path: Path) -> Any:
-    """Opens a file of tensors, plain or packed by `train.compress`; use with `with`."""
+    """Opens a file of tensors, plain or packed by `train.compress`, for a `with` block."""
     if elves.is_packed(path):
         return elves.open(path, threads=len(os.sched_getaffinity(0)))
     return safe_open(path, "numpy")
@@ -252,7 +252,7 @@ def _no_safetensors(folder: Path) -> ModelError:
 
 
 def first_of(names: Iterable[str]) -> str:
-    """Names the first of some tensors, and the number of others."""
+    """Names the first of several tensors, and the number of others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 1} more" if len(ordered) > 1 else ""
     return f"the tensor `{ordered[0]}`{more}"

@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face folder, and its begin, end and padding tokens.
+"""A Hugging Face folder's tokenizer, and its begin, end and padding tokens.
 
 The begin token is the token that the post-processor in tokenizer.json puts before a text, as in
-`transformers`; without one, `bos_token` if tokenizer_config.json has `"add_bos_token": true`.
+`transformers`; if it puts none, `bos_token` if tokenizer_config.json has `"add_bos_token": true`.
 `bos_token` alone only names a token.
 
 End and padding token come from the first of these files that names one:
@@ -33,9 +33,9 @@ class TokenizerError(Failure):
 
 class Tokenizer(NamedTuple):
     tokens: tokenizers.Tokenizer  # from tokenizer.json, without truncation and padding
-    begin: int | None  # put before a text; None if the tokenizer adds none
-    end: int | None  # put after a text; None if there is none, as in most encoders
-    pad: int  # fills up short examples; `end` if there is no such token
+    begin: int | None  # put before a text; None if the tokenizer adds no token
+    end: int | None  # put after a text; None if missing, as in most encoders
+    pad: int  # fills up short examples; `end` if there is no padding token
     vocabulary: int  # all ids are smaller
 
 
@@ -65,7 +65,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
             f"`{lacks}` in {' or '.join(_NAMED)}, nor its id in {' or '.join(_NUMBERED)}. "
             f"Add `{lacks}` to tokenizer_config.json."
         )
-    # A model may have an id for padding that its tokenizer lacks.
+    # A model may have a padding id that its tokenizer lacks.
     named = [number for number in (begin, end, pad) if number is not None]
     return Tokenizer(tokens, begin, end, pad, vocabulary=max(last, *named) + 1)
 
@@ -90,11 +90,11 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
         )
     try:
         tokens = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no exception class of its own
+    except Exception as error:  # the library has no exception class
         raise TokenizerError(
             f"`tokenizers` {tokenizers.__version__} cannot read a tokenizer from {path}: {error}."
         ) from error
-    # The task decides about lengths, and some files contain those of another use.
+    # The task decides about lengths, and some files contain lengths for another use.
     tokens.no_truncation()
     tokens.no_padding()
     return tokens
@@ -136,7 +136,7 @@ def _special(
             return number
     for name in _NUMBERED:
         number = entries.get(name, {}).get(f"{kind}_token_id")
-        if isinstance(number, list) and number:  # the first of several ends is the usual one
+        if isinstance(number, list) and number:  # the first of several ends is the usual end
             number = number[0]
         if number is not None and number != -1:  # some configs write -1 for none
             if type(number) is not int or not 0 <= number < vocabulary:

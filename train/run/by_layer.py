@@ -1,7 +1,7 @@
-"""A model as the functions and weights of `zenflow_jax.layerwise`, and back.
+"""Converts a model to the functions and weights of `zenflow_jax.layerwise`, and back.
 
 A decoder whose embedding and head are in parts has a layer for each part. Then `carry` is the
-stream, and the first word of the next part; behind the norm also the sums over the words so far.
+stream and the first word of the next part; after the norm, also the sums over the words so far.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LayeredModel(NamedTuple):
         return {"outer": {}, "layers": itertools.chain(embed, blocks, [outer["norm"]], head)}
 
     def without_training(self, params: Any) -> layerwise.Trainer:
-        """Returns a trainer that only evaluates."""
+        """Returns a trainer for evaluation only."""
         layers = range(len(self.layers))
         functions = {"first": self.first, "layer": self.layers, "last": self.last}
         return layerwise.Trainer(params, **functions, learning_rate=0.0, frozen=["outer", *layers])
@@ -67,7 +67,7 @@ class LayeredModel(NamedTuple):
                 yield np.stack([processes.gather(of_layer(begin + i)) for i in range(self.parts)])
 
     def whole(self, params: Any, values: Iterator[Any] | None) -> tuple[Any, Iterator[Any]]:
-        """Returns a model's parameters as shapes, and their values, from those of the trainer."""
+        """Returns a model's parameters as shapes, and their values, from the trainer's."""
         outer, *layers = params["outer"], *params["layers"]
         if values is None:
             values = self.leaves(lambda i: outer if i == "outer" else layers[int(i)])
@@ -75,7 +75,7 @@ class LayeredModel(NamedTuple):
 
 
 def layered(graphdef: nnx.GraphDef, params: Any) -> LayeredModel:
-    """Returns the functions of a model with blocks that are written out."""
+    """Returns the functions of a model whose blocks are written out."""
     model = nnx.merge(graphdef, params)
     blocks = list(model.blocks)
     block_def = nnx.split(blocks[0])[0]

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its lock, and its settings."""
+"""A run's folder: its name, its lock and its settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.distributed import processes
 from train.huggingface.chat_template import TEMPLATE
 from train.run import models
 
-# Names the process that holds the lock. It stays when the run ends.
+# Names the process that holds the lock. The file stays when the run ends.
 LOCK = "lock"
 
 # The files that a run overwrites.
@@ -29,7 +29,7 @@ WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
     """Returns the folder of the run, the same for every process.
 
-    A named run may have an earlier start unless `fresh`; without a name the folder is new.
+    A named run may have an earlier start unless `fresh`; without a name, the folder is new.
     """
     output_dir, run = settings.output_dir, settings.run
     if not processes.is_first():
@@ -42,12 +42,12 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
     except OSError as error:
         problem = f"cannot write to {output_dir} ({error.strerror})"
         raise SettingsError(f"`output_dir`: {problem}. Name another --output-dir.") from error
-    # Every start makes a lock, but a copied run may lack it.
+    # Every start makes a lock file, but a copied run may lack it.
     is_run = bool(names & {LOCK, "checkpoints"})
     names.discard(LOCK)
     if not is_run and names & WRITTEN:
         raise SettingsError(
-            f"`run`: {folder} has a {min(names & WRITTEN)}, but is no run's folder. Name another."
+            f"`run`: {folder} has a {min(names & WRITTEN)}, but is not a run folder. Name another."
         )
     if fresh and names:
         raise SettingsError(
@@ -64,13 +64,13 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
 
 
 def new_run_folder(parent: Path, label: str) -> Path:
-    """Makes the folder `parent/NNN-label`, numbered after the highest one in `parent`."""
+    """Makes the folder `parent/NNN-label` with the next number after those in `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
     numbers = [int(n) for p in parent.iterdir() if (n := p.name.partition("-")[0]).isdecimal()]
     number = max(numbers, default=0) + 1
     while True:
         folder = parent / f"{number:03d}-{label}"
-        with contextlib.suppress(FileExistsError):  # another run started at the same moment
+        with contextlib.suppress(FileExistsError):  # another run started at the same time
             folder.mkdir()
             return folder
         number += 1
@@ -91,7 +91,7 @@ def write_settings(folder: Path, values: Mapping[str, Any], texts: Mapping[str, 
 
 @contextlib.contextmanager
 def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Keeps a second start out of the run's folder; the lock ends with the process."""
+    """Locks the run's folder against a second start; the lock ends with the process."""
     if not processes.is_first():
         yield
         return

@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 
 class Run:
-    """Trains a job in a folder that this process has locked; `stack` closes the run's resources."""
+    """Trains a job in a folder that this process has locked; `stack` closes its resources."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Run:
             StepTraining(job, opt_state) if job.layered is None else LayerTraining(job, job.layered)
         )
         self.validations: list[tuple[int, dict[str, float]]] = []  # each step with its metrics
-        self.done = 0  # by earlier starts
+        self.done = 0  # steps taken by earlier starts
         self.steps = job.settings.steps
         task, config = job.task, job.model.origin and job.model.origin.config
         self.checkpoints = stack.enter_context(
@@ -77,22 +77,22 @@ class Run:
             if self._has_ended():
                 return False
         elif (self.folder / "settings.toml").is_file():  # a start that ended before its first save
-            self._say(f"{self.folder} has no checkpoint to resume from: the run starts again")
+            self._say(f"{self.folder} has no checkpoint to resume from: the run starts over")
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
         self.training.open(self.stack)
         if timeline and (host := self.training.host) and processes.is_first():
-            # Whether or not the run succeeds.
+            # Closed whether or not the run succeeds.
             self.stack.callback(
                 lambda: summary.write_timeline(timeline, host.timeline, self.console)
             )
-        self.checkpoints.rename_damaged()  # this start is valid
+        self.checkpoints.rename_damaged()  # only now, because this start is valid
         self._open_log(progress)
         if not self.done:
             check_finite(self._validated(0), self.job.causes_of_infinity)
         elif self._is_validated(self.done):
-            # The last start was stopped before this validation, or ended with that step.
+            # The last start was stopped before this validation, or ended with this step.
             self.checkpoints.rate(self.done, self._validated(self.done)[self.job.task.best])
         return True
 
@@ -118,7 +118,7 @@ class Run:
         return False
 
     def _open_log(self, progress: Mapping[str, Any]) -> None:
-        """Opens the metrics, which continue those of the last checkpoint."""
+        """Opens the metrics, which continue from the last checkpoint."""
         job, host, done = self.job, self.training.host, self.done
         metered = progress.get("meter")
         self.log = NoLog()
@@ -149,14 +149,14 @@ class Run:
         )
 
     def loop(self) -> None:
-        """Takes the remaining steps; raises `Stopped` after a save if a signal asks for it."""
+        """Takes the remaining steps; raises `Stopped` after a save if a signal requests it."""
         # The loop blocks in: the first step, until it is compiled and finished; a row, until the
-        # device is within `log_every` steps of the loop; `exchange`, if the loop is two steps
-        # ahead of the device, or a window closes before the host has finished the previous update
-        # (only this is in the share of time waiting); `_save`, until the step is finished and
-        # copied, and the previous save is written.
+        # device is within `log_every` steps of the loop; `exchange`, if the loop is two steps ahead
+        # of the device, or a window closes before the host has finished the previous update (only
+        # this counts as waiting); `_save`, until the step is finished and copied, and the previous
+        # save is written.
         saved = self.done
-        lengths: set[int | None] = set()  # batch lengths whose step is compiled
+        lengths: set[int | None] = set()  # batch lengths for which the step is compiled
         if self.done < self.steps:
             self.log.say("compiling the training step")
         for step in range(self.done + 1, self.steps + 1):
@@ -167,14 +167,14 @@ class Run:
                     self._validated(step)
             except Interrupted:
                 number = self.stop.after(step)
-            if number:  # the sender of the signal may not wait long
+            if number:  # the signal's sender may not wait long
                 self._save(step)
                 self.checkpoints.finish()
                 raise Stopped(how_to_resume(number, step, self.folder), signal_number=number)
             if self._is_saved(step):
                 if self.meter.skipped_last():
-                    # The weights may be useless by now; only older checkpoints are good.
-                    self._say(f"step {step} was skipped: no checkpoint of it")
+                    # The weights may be unusable by now; only older checkpoints are safe.
+                    self._say(f"step {step} was skipped: no checkpoint is saved")
                 else:
                     self._save(saved := step)
             if is_due(self.job.settings.export_every, step):
@@ -188,8 +188,8 @@ class Run:
                 self._say(f"stopping after step {step}: no better validation in {patience}")
                 break
         if saved < self.steps:
-            # Before the final flush, so that the run can be resumed with more steps as if it had
-            # had them from the start.
+            # Saved before the final flush, so that a run that is resumed with more steps equals a
+            # run that had them from the start.
             self._save(self.steps)
         self.checkpoints.wait()
         if number := self.stop.end(f"all {self.steps} steps are done and saved"):
@@ -208,7 +208,7 @@ class Run:
             loss, skipped = self.training.step(job.batches[step - 1])
             if is_new:
                 self.training.wait()
-                tokens = 0  # a step that compiles counts in no rate
+                tokens = 0  # steps that compile are excluded from rates
         if step == self.done + 1:
             self.training.wait()
             self.meter.start()
@@ -228,7 +228,7 @@ class Run:
         flushed = self.training.flush()  # the measured time includes the last update
         totals = self.meter.since_start()
         if flushed and self.validations[-1][0] == steps:
-            self.validations.pop()  # of a run that stopped early: its weights have changed since
+            self.validations.pop()  # from an early stop: the weights have changed since
         figures = self._validated(steps)
         self.checkpoints.rate(steps, figures[self.job.task.best])
         best = self.checkpoints.best(or_step=steps)
@@ -237,7 +237,7 @@ class Run:
             self.checkpoints.finish()
         except CheckpointError as error:
             if not processes.is_first():
-                raise  # other processes show nothing before
+                raise  # before this, other processes show nothing
             model = f"{self.folder / written} has the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
         if test := self.training.test(weights):
@@ -245,7 +245,7 @@ class Run:
         return Result(totals, best, written, test)
 
     def report(self, ended: Result, begun_s: float) -> None:
-        """Writes and shows the summary of a run that began at `begun_s`; all files are closed."""
+        """Writes and shows the summary of a run that began at `begun_s`; closes all files first."""
         figures = self._figures(ended, begun_s)
         if not processes.is_first():
             return
@@ -272,7 +272,7 @@ class Run:
     def _write_model(self, best: int) -> tuple[Any, str]:
         """Writes the weights of the best step; returns them, and the name of file or folder."""
         if best != self.steps:
-            # As validated: without the updates that were pending then.
+            # As validated, without the updates that were pending then.
             weights, values = self.training.weights_of(self.checkpoints, best), None
         else:
             weights, values = self.training.final_weights()
@@ -333,13 +333,13 @@ class Run:
         return has_stalled(values, patience, larger_is_better=not is_loss(best))
 
     def _is_validated(self, step: int) -> bool:
-        """Returns whether a validation is due; the final one follows after all windows close."""
+        """Returns whether a validation is due; the final validation follows later."""
         settings = self.job.settings
         is_compared = settings.keep_best and self._is_saved(step)
         return step < self.steps and (is_compared or is_due(settings.evaluate_every, step))
 
     def _is_saved(self, step: int) -> bool:
-        """Returns whether a checkpoint is due; with early stopping also at each validation."""
+        """Returns whether a checkpoint is due; with early stopping, also at each validation."""
         settings = self.job.settings
         every = 0 if settings.early_stopping_patience is None else settings.evaluate_every
         return is_due(settings.save_every, step) or is_due(every, step)

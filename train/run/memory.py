@@ -1,4 +1,4 @@
-"""Out of memory: refused before anything is allocated, or explained in one message."""
+"""Rejects runs that cannot fit in memory, and explains out-of-memory errors in one message."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zenflow_jax.planning import gb
 
 
 def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepSettings) -> None:
-    """Rejects a run that cannot fit in any layout, by the least memory that it needs.
+    """Rejects a run that cannot fit in any layout, based on the minimum memory that it needs.
 
     Its batches have logits for `vocabulary` tokens, 0 for none.
     """
     adamw, trains = run.optimizer == "adamw", run.steps != 0
     weights = np.dtype(weight_dtype(run.optimizer, run.dtype)).itemsize * parameters
-    # Weights, and gradients if all exist at once; with adamw its moments too. Leaves that are not
-    # matrices of a block are ignored.
+    # Weights, gradients if all exist at once and, with adamw, moments. Leaves that are not matrices
+    # of a block are ignored.
     device = weights
     if trains and run.stream == "none":
         device = 2 * weights + (8 * parameters if adamw else 0)
@@ -58,7 +58,7 @@ def host_bytes() -> int:
 
 
 def device_bytes() -> int | None:
-    """Returns a device's memory, for a CPU its share of the machine's; None if unknown."""
+    """Returns a device's memory (a CPU's share of the machine's memory); None if unknown."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]

@@ -1,4 +1,4 @@
-"""The model of a run: made from the settings' sizes, or loaded from a folder."""
+"""A run's model: created from the settings' sizes, or loaded from a folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from train.run.by_layer import LayeredModel, layered
 from train.run.optimizers import weight_dtype
 from train.tasks import standard_library
 
-# The trained weights in the folder of a run.
-WEIGHTS = "model.safetensors"  # of a model made from sizes
+# The trained weights in a run's folder.
+WEIGHTS = "model.safetensors"  # of a model created from sizes
 FOLDER = "model"  # of a model loaded from a folder: a folder in the same layout
 
 
@@ -35,7 +35,7 @@ class Model(NamedTuple):
     graphdef: nnx.GraphDef
     params: Any  # weights on their devices
     origin: loading.Pretrained | None  # the folder of the weights
-    drawn: tuple[str, ...] = ()  # names of leaves that are missing in the folder
+    drawn: tuple[str, ...] = ()  # names of leaves that the folder lacks
 
 
 def make(
@@ -46,7 +46,7 @@ def make(
     labels: Sequence[str] = (),
     seed: int,
 ) -> Model:
-    """Makes the model of a `builder`, with the same weights on any mesh or without."""
+    """Creates the model of a `builder`, with the same weights on any mesh or without one."""
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
         graphdef, params = split(build())
@@ -69,7 +69,7 @@ def make_layered(
     labels: Sequence[str] = (),
     seed: int,
 ) -> tuple[Model, LayeredModel]:
-    """Makes the same model for `layerwise.Trainer`, whose parameters it has.
+    """Creates the same model for `layerwise.Trainer`, with the trainer's parameters.
 
     Blocks of a folder are read when the trainer takes them, so that they need not fit on the
     devices.
@@ -126,7 +126,7 @@ def _heads_to_draw(origin: loading.Pretrained, labels: Sequence[str]) -> tuple[s
 
 
 def describe_new_weights(model: Model, labels: Sequence[str]) -> str:
-    """Returns a line on weights that were not in the folder; "" if all were."""
+    """Returns a line about weights that the folder lacked; "" if it had all."""
     if not model.drawn:
         return ""
     folder, names = model.origin.folder, model.origin.class_names
@@ -146,7 +146,7 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
 def config_of(
     origin: loading.Pretrained | None, run: StepSettings
 ) -> DecoderConfig | EncoderConfig:
-    """Returns the folder's config, or that of a small Llama 2 over bytes."""
+    """Returns the folder's config, or the config of a small Llama 2 over bytes."""
     if origin is not None:
         return origin.config
     return DecoderConfig(
@@ -170,8 +170,8 @@ def builder(
 ) -> Callable[[], nnx.Module]:
     """Returns a function that makes the model of these settings with random weights.
 
-    `sharding` is the batch's. If layers stream, embedding and head stream as well, in parts,
-    unless they are tied.
+    `sharding` is the batch's. If layers stream, embedding and head also stream, in parts, unless
+    they are tied.
     """
     parts = parts_that_stream(config, run.stream)
     more = {"parts": parts} if parts > 1 else {}
@@ -195,10 +195,10 @@ def write(
     values: Iterator[Any] | None = None,
     **options: Any,
 ) -> None:
-    """Writes the trained weights into `folder`, in the layout of the model's folder, if any.
+    """Writes the trained weights to `folder`, in the layout of the model's folder, if any.
 
     `values` replace the leaves of `params`; each is requested when it is written. `options` are
-    those of `save_folder`.
+    passed to `save_folder`.
     """
     if origin is None:
         write_weights(folder / WEIGHTS, params, values)
@@ -207,7 +207,7 @@ def write(
 
 
 def template_files(chat_template: str | None) -> dict[str, str]:
-    """Returns the files, by name, that replace files of the model's folder in the new one."""
+    """Returns the files, by name, that replace those of the model's folder in the new folder."""
     return {} if chat_template is None else {TEMPLATE: read_template_text(Path(chat_template))}
 
 

@@ -1,4 +1,4 @@
-"""Optimizers from the settings, or from a DeepSpeed config that the settings name."""
+"""Optimizers from the settings, or from a DeepSpeed config named in the settings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import zenflow_jax
 from train.cli.settings import OptimizerSettings, SettingsError
 from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
 
-# Settings that include an optimizer's.
+# Settings that include optimizer settings.
 S = TypeVar("S", bound=OptimizerSettings)
 
 
 def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
-    """Returns the dtype of matrices on the device: adamw has no masters, so needs float32."""
+    """Returns the dtype of matrices on the device: adamw needs float32, as it has no masters."""
     return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 
 
@@ -40,7 +40,7 @@ def learning_rate(peak: float, warm_up: int, steps: int, schedule: str) -> optax
 def schedule_of(
     settings: OptimizerSettings, deepspeed: DeepSpeedOptions | None = None
 ) -> float | optax.Schedule:
-    """Returns the learning rate of the settings, with `steps`."""
+    """Returns the learning rate from the settings, whose `steps` are known."""
     if deepspeed is not None and deepspeed.scheduler is not None:
         return deepspeed.learning_rate
     warm_up = settings.learning_rate_warm_up
@@ -53,7 +53,7 @@ def make_optimizer(
     *,
     steps_per_epoch: int | None = None,
 ) -> optax.GradientTransformation:
-    """Makes the optimizer of the settings, with `steps`; `deepspeed` from `finalize_settings`."""
+    """Creates the optimizer; `steps` are known, `deepspeed` is from `finalize_settings`."""
     norm, rate = settings.max_grad_norm, schedule_of(settings, deepspeed)
     arguments = settings.subset(("b1", "b2", "eps", "weight_decay")) | {"mask": decayed}
     if settings.optimizer == "adamw":
@@ -76,9 +76,9 @@ class SkipState(NamedTuple):
 
 
 def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Skips steps of `inner` whose gradient's norm is not finite, as zenflow does itself.
+    """Skips steps of `inner` whose gradient norm is not finite, as zenflow does itself.
 
-    `optax.apply_if_finite` needs a `cond`, which makes a GPU wait and keeps the state twice.
+    `optax.apply_if_finite` needs a `cond`, which makes a GPU wait and stores the state twice.
     """
 
     def init(params):
@@ -96,13 +96,13 @@ def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTra
 
 
 def skipped_steps(opt_state: Any) -> jax.Array:
-    """Returns the number of skipped steps, int32, in a state of `make_optimizer`'s."""
+    """Returns the number of skipped steps, int32, in the state of a `make_optimizer` result."""
     if isinstance(opt_state, SkipState):
         return opt_state.skipped
     return zenflow_jax.find_state(opt_state).skipped
 
 
-# Arguments of zenflow that are settings of the same names.
+# Arguments of zenflow that are settings with the same names.
 _SHARED = {f.name for f in dataclasses.fields(OptimizerSettings)} & set(zenflow_jax.STATIC_ARGS)
 
 
@@ -144,7 +144,7 @@ def with_deepspeed(settings: S, devices: int) -> tuple[S, DeepSpeedOptions | Non
 
 
 def with_deepspeed_values(options: DeepSpeedOptions, settings: S) -> S:
-    """Returns the settings with the values of a DeepSpeed config in their place."""
+    """Returns the settings, overridden by the values of a DeepSpeed config."""
     open_or_not = {
         "optimizer": options.kind if options.has_zero else None,
         "batch_size": options.batch_size,
@@ -159,7 +159,7 @@ def with_deepspeed_values(options: DeepSpeedOptions, settings: S) -> S:
     values = {name: arguments[name] for name in ("b1", "b2", "eps", "weight_decay")}
     if settings.optimizer == options.kind == "zenflow":
         values |= {name: arguments[name] for name in _SHARED & arguments.keys()}
-        # "auto" until the length of an epoch is known; it fits all windows.
+        # "auto" until an epoch's length is known; it fits all windows.
         values |= {"full_warm_up_share": None, "select_interval": "auto"}
         values["provisional_share"] = values["provisional_share"] or 0.0
         if isinstance(values["update_interval"], zenflow_jax.AutoWindow):
@@ -198,7 +198,7 @@ def finalize_settings(
 def describe_deepspeed_changes(
     original: S, settings: S, deepspeed: DeepSpeedOptions | None
 ) -> list[str]:
-    """Returns lines on the settings that the DeepSpeed config changes, and on ignored keys."""
+    """Returns lines about settings that the DeepSpeed config changes, and about ignored keys."""
     if deepspeed is None:
         return []
     lines = []
@@ -219,5 +219,5 @@ def decayed(params):
 
 
 def _is_no_matrix(path: tuple[Any, ...], _: Any) -> bool:
-    # By name, since a bias of stacked blocks also has two axes.
+    # By name, because a bias of stacked blocks also has two axes.
     return jax.tree_util.keystr(path[-1:], simple=True) in ("bias", "scale")

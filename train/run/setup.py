@@ -1,4 +1,4 @@
-"""Prepares a run before its folder exists: data, model, optimizer, compiled functions."""
+"""Prepares a run before its folder exists: data, model, optimizer and compiled functions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from train.tasks.chosen import make_task, make_test, with_best
 from zenflow_jax import layerwise, streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
-# Too few steps to teach a model much.
+# With fewer steps, a model learns little.
 FEW_STEPS = 50
 
 
@@ -67,8 +67,8 @@ class Job(NamedTuple):
     batches: Batches
     model: models.Model
     layered: LayeredModel | None  # if weights stream
-    learning_rate: float | optax.Schedule  # for it
-    train_step: Callable | None  # for all others
+    learning_rate: float | optax.Schedule  # for `layered`
+    train_step: Callable | None  # for all other models
     validate: Callable[[Any], dict[str, float]]  # from `make_validate`
     test: Callable[[Any], dict[str, float]] | None  # the same for the test data
     notes: tuple[str, ...]  # shown to the user
@@ -78,7 +78,7 @@ class Job(NamedTuple):
 def read(
     settings: Settings, *, timeline: Path | None, force: bool, say: Callable[[str], None]
 ) -> Sources:
-    """Reads and checks everything but weights; arguments and errors are those of `train`."""
+    """Reads and checks everything except weights; arguments and errors are as for `train`."""
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
@@ -99,7 +99,7 @@ def read(
         vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
         check_memory(parameters, vocabulary, mesh, settings)
     task = with_best(make_task(settings, origin, say), settings.best)
-    # Validations use micro-batches too, since these fit the device.
+    # Validations also use micro-batches, because these fit on the device.
     parts, most = settings.micro_batches, settings.eval_batches
     sample = partial(
         Sample,
@@ -122,7 +122,7 @@ def read(
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
-    """Makes model, compiled functions and optimizer state; `check` may end a validation."""
+    """Creates model, compiled functions and optimizer state; `check` may end a validation."""
     settings, mesh, task = sources.settings, sources.mesh, sources.task
     batches = Batches(
         task.train,
@@ -172,7 +172,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
 
 
 def _with_steps(settings: Settings, per_epoch: int) -> tuple[Settings, list[str]]:
-    """Returns the settings with their number of steps, and notes if these are few."""
+    """Returns the settings with their number of steps, and notes if it is small."""
     if settings.steps is not None:
         return settings, []
     settings = dataclasses.replace(settings, steps=steps_of(settings.epochs, per_epoch))
@@ -209,7 +209,7 @@ def _make_step(
 
 
 def make_model(sources: Sources) -> tuple[models.Model, LayeredModel | None, Callable]:
-    """Makes the model, its functions if weights stream, and the `judge` of `make_validate`."""
+    """Creates the model, its functions if weights stream, and the `judge` for `make_validate`."""
     settings, mesh, labels = sources.settings, sources.mesh, sources.task.labels
     sharding = mesh and batch_sharding(mesh, settings.batch_size, settings.micro_batches)
     build = models.builder(sources.config, settings, sharding=sharding, labels=len(labels))
@@ -222,7 +222,7 @@ def make_model(sources: Sources) -> tuple[models.Model, LayeredModel | None, Cal
 
 
 def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
-    """Makes the trainer of a run whose weights stream; `state` resumes it."""
+    """Creates the trainer for a run whose weights stream; `state` resumes it."""
     settings, layered = job.settings, job.layered
     assert layered is not None
     return layerwise.Trainer(
@@ -243,7 +243,7 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
 
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
-    """Shows the metrics of a validation, which must be finite. All processes must call it."""
+    """Shows a validation's metrics, which must be finite. All processes must call it."""
     settings, task = sources.settings, sources.task
     samples = {**sources.samples, **sources.test}
     processes.check_same(to_toml(dataclasses.asdict(settings)), sources.checksum)
@@ -267,7 +267,7 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
 
 
 def _check_evaluation(run: str | None, model: str | None, output_dir: str) -> None:
-    """Rejects an evaluation of an ambiguous model; a run's settings name both run and model."""
+    """Rejects an evaluation of an ambiguous model: a run's settings name both run and model."""
     trained = Path(output_dir) / str(run) / models.FOLDER
     if run is not None and (model is None or Path(model).resolve() != trained.resolve()):
         raise SettingsError(

@@ -1,6 +1,6 @@
-"""One training step and one validation step, for every kind of model.
+"""The training step and the validation step for every kind of model.
 
-A loss is kept per example, as a sum and a number of terms: the mean is over tokens.
+A loss is stored per example, as a sum and a number of terms, because the mean is over tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from train.tasks import Task
 from train.tasks.batches import ROWS, Batch
 from zenflow_jax import streaming
 
-# Batches of a validation that are dispatched before the first result is read.
+# Number of validation batches that are dispatched before the first result is read.
 AHEAD = 8
-# Otherwise a GPU sums scattered values in any order, and so does cuDNN: runs must repeat.
+# Otherwise a GPU and cuDNN sum scattered values in any order, but runs must be repeatable.
 DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
@@ -37,7 +37,7 @@ class PerExample(NamedTuple):
 
 
 def from_losses(losses: jax.Array, batch: Batch) -> PerExample:
-    """Sums a decoder's loss for each next token `(b, t)`; examples of a batch are as in `tasks`."""
+    """Sums a decoder's losses of next tokens `(b, t)`; `tasks` describes a batch's examples."""
     if (weights := batch.get("weights")) is None:
         return PerExample(losses.sum(1), jnp.full(len(losses), losses.shape[1], jnp.float32), None)
     weights = weights.astype(jnp.float32)
@@ -45,7 +45,7 @@ def from_losses(losses: jax.Array, batch: Batch) -> PerExample:
 
 
 def from_logits(logits: jax.Array, batch: Batch) -> PerExample:
-    """Returns a classifier's loss, of logits `(b, labels)`."""
+    """Returns a classifier's loss from logits `(b, labels)`."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     predictions = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return PerExample(losses, jnp.ones_like(losses), predictions)
@@ -67,7 +67,7 @@ def of_labels(model: Any, batch: Batch) -> PerExample:
 def mean_loss(result: PerExample) -> tuple[jax.Array, jax.Array]:
     """Returns the mean loss of a batch, and the number of its targets."""
     targets = result.targets.sum()
-    # Without any target the loss is zero: answers can be cut off.
+    # Without targets, the loss is zero, because answers can be cut off.
     return result.losses.sum() / jnp.maximum(targets, 1), targets
 
 
@@ -86,9 +86,9 @@ def make_train_step(
     """Returns the jitted step, which works for any optimizer and number of devices.
 
     It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of
-    steps skipped so far (int32). Gradients of `micro_batches` are summed in float32. With
-    `stream`, gradients of scanned layers leave layer by layer. `placement` are shardings of
-    parameters and state, which the compiler could otherwise change.
+    steps skipped so far (int32). Gradients of `micro_batches` are summed in float32. With `stream`,
+    gradients of scanned layers leave layer by layer. `placement` has the shardings of parameters
+    and state, which the compiler could otherwise change.
     """
 
     def loss_of(params, batch):
@@ -100,7 +100,7 @@ def make_train_step(
         if micro_batches == 1:
             (loss, _), grads = mean(params, batch)
             return loss, grads
-        # Each device has adjacent rows of each micro-batch: nothing moves.
+        # Each device has adjacent rows of each micro-batch, so nothing moves.
         parts = jax.tree.map(lambda x: _split(x, micro_batches), batch)
 
         def add(total, part):
@@ -141,7 +141,7 @@ def _split(x: jax.Array, parts: int) -> jax.Array:
 def make_judge(
     graphdef: nnx.GraphDef, per_example: Callable[[nnx.Module, Batch], PerExample]
 ) -> Callable[[Any, Batch], Any]:
-    """Returns a jitted function from parameters and a batch to the arguments of a validation."""
+    """Returns a jitted function from parameters and a batch to a validation's arguments."""
 
     @jax.jit
     def judge(params: Any, batch: Batch) -> Any:
@@ -164,7 +164,7 @@ def make_validate(
 ) -> Callable[[Any], dict[str, float]]:
     """Returns a function from the first argument of `judge` to the metrics on `samples`.
 
-    With several samples each metric is prefixed by the sample's name: `matched/accuracy`.
+    With several samples, each metric is prefixed with the sample's name: `matched/accuracy`.
     """
 
     def of_sample(params, sample: Iterable[Batch]) -> dict[str, float]:
@@ -196,7 +196,7 @@ def make_validate(
 def _ahead(
     dispatch: Callable[[Batch], Any], batches: Iterable[Batch]
 ) -> Iterator[tuple[Batch, Any]]:
-    """Yields batches with their results; the device is some batches ahead."""
+    """Yields batches with their results; the device stays a few batches ahead."""
     waiting: deque[tuple[Batch, Any]] = deque()
     for batch in batches:
         waiting.append((batch, dispatch(batch)))

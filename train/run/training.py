@@ -1,4 +1,4 @@
-"""What a run trains: weights and state on the devices, or by layers in host memory."""
+"""Holds the weights and state that a run trains: on the devices, or by layers on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Figures = dict[str, float]
 
 
 class StepTraining:
-    """One program a step: `optax.adamw`, or zenflow with an engine."""
+    """Runs one program per step: `optax.adamw`, or zenflow with an engine."""
 
     def __init__(self, job: Job, opt_state: Any):
         self._job = job
@@ -39,7 +39,7 @@ class StepTraining:
         return progress
 
     def open(self, stack: contextlib.ExitStack) -> None:
-        """Makes the engine, which `stack` closes."""
+        """Creates the engine, which `stack` closes."""
         if self._job.settings.optimizer == "adamw":
             return
         names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
@@ -49,7 +49,7 @@ class StepTraining:
                 self.opt_state,
                 **self._job.settings.subset(names),
                 engine_state=self._engine_state,
-                # The process only runs this job, and can be restarted, so it may end itself.
+                # The process runs only this job and can be restarted, so it may end itself.
                 exit_if_stuck=True,
             )
         self.host = stack.enter_context(engine)
@@ -66,7 +66,7 @@ class StepTraining:
         return loss, skipped
 
     def wait(self) -> None:
-        """Waits until the last step is done."""
+        """Waits until the last step has finished."""
         jax.block_until_ready(self.params)
 
     def flush(self) -> bool:
@@ -84,7 +84,7 @@ class StepTraining:
         checkpoints.save(step, *state, progress, figure=figure)
 
     def final_weights(self) -> tuple[Any, Iterator[Any] | None]:
-        """Returns the weights, and their float32 values where these are masters."""
+        """Returns the weights, and their float32 values if these are masters."""
         if self.host is None:
             return self.params, None
         masters = zenflow_jax.iter_master_params(self.params, self.opt_state, self.host)
@@ -98,7 +98,7 @@ class StepTraining:
         return self.params
 
     def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
-        """Returns weights and values as those of the model."""
+        """Returns weights and values in the model's own structure."""
         return weights, values
 
     def test(self, weights: Any) -> Figures | None:
@@ -107,7 +107,7 @@ class StepTraining:
 
 
 class LayerTraining:
-    """One program a layer, with weights in host memory; the methods are those of `StepTraining`."""
+    """Runs one program per layer, with weights in host memory; same methods as `StepTraining`."""
 
     def __init__(self, job: Job, layered: LayeredModel):
         self._job, self._layered = job, layered

@@ -26,8 +26,7 @@ class EngineStats:
             `select_interval` is an `AutoSelect`.
         put_back: Number of state arrays that other code, such as a trainer, had misplaced and the
             engine put back: at its start, and once after a step.
-        skipped_steps: Number of steps with a non-finite gradient, as far as their mail has been
-        read.
+        skipped_steps: Steps with a non-finite gradient, as far as their mail has been read.
         skipped_in_a_row: Steps skipped since the last step that counted.
         exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
         wait_s: Seconds that the caller waited for the host after the device had finished.

@@ -92,8 +92,8 @@ class Integrity:
                     f"{step}, and this engine takes no more steps. Pass each step the parameters "
                     "that the last `exchange` or `flush` returned, and apply updates with "
                     "`optax.apply_updates`. Put zenflow last in its chain; set a variable rate "
-                    "with `learning_rate` and `optax.inject_hyperparams`. To change weights, "
-                    "call `flush`, `tx.init(params)` and make a new engine."
+                    "with `learning_rate` and `optax.inject_hyperparams`. To change weights in a "
+                    "run, call `flush`, `tx.init(params)` and make a new engine."
                 )
         if self._error:
             raise RuntimeError(self._error)

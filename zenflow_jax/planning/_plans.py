@@ -179,8 +179,7 @@ def plan(
 
     Args:
         step: The training step `(params, opt_state, *arguments)`, jitted with both donated.
-        params: The step's parameters: arrays, or `jax.ShapeDtypeStruct`s. On a mesh, with
-        shardings.
+        params: Its parameters: arrays, or `jax.ShapeDtypeStruct`s, with shardings on a mesh.
         opt_state: The result of `tx.init(params)`, or `jax.eval_shape(tx.init, params)`.
         arguments: The step's other arguments, such as a batch.
         device: A key of `GPUS`, or another `Gpu`.
