@@ -26,7 +26,8 @@ def test_a_run_by_layers_on_a_mesh_has_the_losses_of_one_device_and_resumes(monk
             state = trainer.state()
             losses.append(np.array(taken + [trainer.step(batch) for batch in batches[1:]]))
             trained = trainer.params()
-    assert job.layered and job.layered.parts > 1
+    assert job.layered
+    assert job.layered.parts > 1
     np.testing.assert_allclose(losses[1], losses[0], atol=ATOL)
     with setup.make_trainer(job, state) as resumed:
         for batch in batches[1:]:
