@@ -69,7 +69,7 @@ class LayerPlan(Plan):
         if self.compute_from is None:
             return [f"{text} No batch makes compute {BOUND:.0%} of a step."]
         return [
-            f"{text} From {self.compute_from:.2g} times this batch on it is {BOUND:.0%} compute."
+            f"{text} It is {BOUND:.0%} compute from {self.compute_from:.2g} times this batch on."
         ]
 
 
@@ -149,7 +149,7 @@ def plan_layerwise(
         return scale * compute_s >= BOUND * _period(step, gpu.bus, host, at_once, scale)
 
     index = bisect.bisect_left(_SCALES, True, key=computes)
-    parameters = sum(math.prod(x.shape) for x in leaves)
+    parameters = sum(x.size for x in leaves)
     return LayerPlan(
         gpu=gpu,
         devices=devices,
