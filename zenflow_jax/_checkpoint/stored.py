@@ -51,12 +51,13 @@ def write_state(
     number, count = processes.index(jax.process_index()), len(processes)
     shapes = [{name: (x.dtype.name, x.shape) for name, x in leaf.items()} for leaf in leaves]
     metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
-    missing = sum(math.prod(shape) for _, shape in tensors.values())
+    # Names, not elements: parts of a leaf that share channels write the same step counts.
+    missing = {name for name, (_, shape) in tensors.items() if 0 not in shape}
     with _new_file(folder / file_name(number, count), tensors, metadata) as write:
         whole = ((name, 0, x) for name, x in flat.items())
         for name, begin, elements in itertools.chain(whole, chunks):
             write(name, begin, elements)
-            missing -= elements.size
+            missing.discard(name)
         if missing:
             raise RuntimeError(
                 "The save was closed before the whole state was written. Save again, and call "
