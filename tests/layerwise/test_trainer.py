@@ -154,7 +154,7 @@ def test_micro_batches_are_weighed():
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
         counted = batch[:, 1:] > 5
         targets = counted.sum()
-        return (losses * counted).sum() / jnp.maximum(targets, 1), targets
+        return layerwise.WeightedLoss((losses * counted).sum() / jnp.maximum(targets, 1), targets)
 
     def whole(params, batch):
         return loss_of(params, batch, ends=(first, lambda *args: weighing(*args)[0]))
@@ -409,7 +409,7 @@ def test_the_device_has_two_layers_weights_at_a_time(monkeypatch):
     [
         ({"first": lambda outer, batch: batch}, TypeError, r"must return \(carry, shared\)"),
         ({"last": lambda outer, x, batch: x}, TypeError, "must return a float scalar"),
-        ({"last": lambda o, x, b: (x.mean(), {"n": 1})}, TypeError, r"loss, or \(loss, weight\)"),
+        ({"last": lambda o, x, b: (x.mean(), x.max())}, TypeError, r"a `layerwise.WeightedLoss`"),
         ({"last": lambda o, x, b: (x @ SQUARE).mean()}, ValueError, "`last` uses an array"),
         (
             {"layer": lambda w, x, s: x @ w["up"]},

@@ -155,7 +155,7 @@ def _of(
     return LayeredModel(
         first,
         layers,
-        lambda *args: mean_loss(result(*args)),
+        lambda *args: layerwise.WeightedLoss(*mean_loss(result(*args))),
         lambda outer, carry, batch: judged(result(outer, carry, batch), batch),
         parts,
         blocks,

@@ -1,8 +1,11 @@
 """The host's half of a layerwise run: one thread, which takes AdamW steps in order."""
 
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -18,6 +21,37 @@ from zenflow_jax.layerwise._blocks import Block
 
 #: The weight of older steps in a block's mean share of the squared norm.
 _MEMORY = np.float32(0.9)
+
+
+class _Thread:
+    """Runs tasks in order. Unlike a pool's thread it never keeps the interpreter from ending."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        arguments = {"target": _run_tasks, "args": (self._tasks,), "name": "zenflow-host"}
+        self._thread = threading.Thread(**arguments, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def submit(self, task: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._tasks.put((future, task, args))
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after the tasks so far."""
+        self._tasks.put(None)
+        self._thread.join()
+
+
+def _run_tasks(tasks: "queue.SimpleQueue[Any]") -> None:
+    while (item := tasks.get()) is not None:
+        future, task, args = item
+        try:
+            future.set_result(task(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        del item, future, task, args  # arrays, until the next task
 
 
 class Host:
@@ -54,18 +88,18 @@ class Host:
         self._counts, self._factor = True, 1.0
         self._arrived = 0.0  # when the device's last result arrived
         self._squares: dict[int, np.float32] = {}
-        self._pool = ThreadPoolExecutor(1, "zenflow-host")
+        self._thread = _Thread()
         peers.start(self._on_peer_failure)
 
     def decide(self, step: int, rate: jax.Array, numbers: Sequence[jax.Array]) -> Future[None]:
         """Decides whether a step counts; `numbers` are its loss, or the sums of squares of all."""
-        return self._pool.submit(self._run, self._decide, step, rate, numbers)
+        return self._thread.submit(self._run, self._decide, step, rate, numbers)
 
     def update(
         self, i: int, step: int, old: list[Any], gradient: list[Any], squares: jax.Array
     ) -> Future[list[Any]]:
         """Updates block `i`, and returns its new weights; empties both lists."""
-        return self._pool.submit(self._run, self._update, i, step, old, gradient, squares)
+        return self._thread.submit(self._run, self._update, i, step, old, gradient, squares)
 
     def result(self, future: "Future[Any]") -> Any:
         """Waits for a task, and raises its error."""
@@ -105,7 +139,7 @@ class Host:
     def close(self) -> None:
         if not self.closed:
             self.closed = True  # ends a wait for a save
-            self._pool.shutdown(cancel_futures=True)
+            self._thread.close()
             self._adam.close()
             self._peers.close()
 
@@ -115,6 +149,8 @@ class Host:
     def _run(self, task: Callable[..., Any], step: int, *args: Any) -> Any:
         if self.failure is not None:
             raise self.failure
+        if self.closed:
+            raise RuntimeError("it was closed before this update")
         try:
             return task(step, *args)
         except BaseException as error:

@@ -8,12 +8,29 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 Options = dict[str, Any] | None
+
+
+class WeightedLoss(NamedTuple):
+    """A micro-batch's loss with its weight among the micro-batches; `last` may return it.
+
+    Attributes:
+        loss: The mean loss of the micro-batch, a float scalar.
+        weight: A scalar, such as the number of targets.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> WeightedLoss(jnp.float32(0.5), jnp.int32(7)).weight.dtype
+        dtype('int32')
+    """
+
+    loss: Any
+    weight: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +109,16 @@ def trace_model(
     with _noting("`last`", carry, batch):
         closed, end = jax.make_jaxpr(last, return_shape=True)(_shapes(outer), carry, batch)
     _check_closure(closed, "`last`")
-    pair = end if isinstance(end, tuple) else (end, end)
+    pair = end if isinstance(end, WeightedLoss) else (end, end)
     if [getattr(x, "shape", None) for x in pair] != [(), ()] or not _is_float(pair[0]):
         raise TypeError(
-            "`last` must return a float scalar as the loss, or (loss, weight), but returned "
-            f"{_text(end)}."
+            "`last` must return a float scalar as the loss, or a `layerwise.WeightedLoss`, but "
+            f"returned {_text(end)}."
         )
 
     def loss(outer: Any, carry: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         result = last(outer, carry, batch)
-        value, weight = result if isinstance(result, tuple) else (result, 1.0)
+        value, weight = result if isinstance(result, WeightedLoss) else (result, 1.0)
         return value, jnp.asarray(weight, jnp.float32)
 
     def with_gradient(outer: Any, carry: Any, batch: Any) -> Any:

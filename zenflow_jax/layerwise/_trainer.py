@@ -35,8 +35,8 @@ class Trainer:
     * `first(outer, batch)` returns (carry, shared): the input of layer 0, and whatever all layers
       read, such as rotations or an encoder's output (None for nothing).
     * `layer(weights, carry, shared)` returns the next carry.
-    * `last(outer, carry, batch)` returns the loss, a scalar; or (loss, weight), to weigh
-      micro-batches by their targets, for instance.
+    * `last(outer, carry, batch)` returns the loss, a scalar; or a `WeightedLoss`, to weight
+      micro-batches, for instance by their number of targets.
 
     Any tree of arrays can be a carry. The backward pass computes each layer again.
 
