@@ -59,7 +59,6 @@ class LayerPlan(Plan):
 
     @property
     def hidden(self) -> float:
-        """The share of a step in which the device computes."""
         return self.seconds["compute"] / self.step_s
 
     @property
@@ -208,10 +207,8 @@ class _Costs:
     compiles: bool
 
     def call(self, program: Any, times: int, *args: Any) -> _Call:
-        """Returns the costs of `times` calls in turn."""
-        traced = program.trace(*args)
+        gpu, traced = self.gpu, program.trace(*args)
         flops, moved = (times * x / self.shares for x in products(traced.jaxpr.jaxpr))
-        gpu = self.gpu
         seconds = max(flops / gpu.flops / EFFICIENCY, moved / gpu.bandwidth / OF_BANDWIDTH)
         if not self.compiles:
             return _Call(traced.out_info, 0, flops, seconds)
