@@ -37,10 +37,9 @@ class Files(NamedTuple):
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     """Finds a task's files in a file or folder; their names end in one of `suffixes`.
 
-    In a folder, or in `save_to_disk` output of `datasets`, names decide which files are for
-    training or validation (`_side_of`); test data is left out. If no name marks training data,
-    files without a side are for training. Folders named like sides are sides if there are no files
-    next to them.
+    In a folder, or in `save_to_disk` output of `datasets`, names decide which files train or
+    validate (`_side_of`); test data is left out. If no name marks training data, files without a
+    side train. Folders named like sides count if no files are next to them.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
