@@ -51,7 +51,7 @@ def pack_path(
         base: A folder, or a file, of the model that `source` was made from.
 
     Returns:
-        The result for each file; [] if all files to replace are packed already.
+        The result for each file; [] if all files to replace are already packed.
 
     Raises:
         ElvesError: If there is nothing to pack, the target exists, or the bound is too large.
@@ -70,7 +70,7 @@ def pack_path(
         if not files and packed and target is None:
             return []
         if not files:
-            reason = f": {packed[0]} is packed already" if packed else ""
+            reason = f": {packed[0]} is already packed" if packed else ""
             raise ElvesError(f"{source} has no safetensors to pack{reason}.")
         bases = None if base is None else _Bases(base, stack)
         pieces = {name: _pieces(file, bases) for name, file in files.items()}

@@ -193,5 +193,5 @@ def test_folders_without_a_head_or_a_tokenizer_are_refused(tmp_path, capsys):
 
     encoder = write_model(tmp_path / "encoder", "bert")
     change_tensors(encoder, lambda of: {n: x for n, x in of.items() if "classifier" not in n})
-    assert "(bert) has no head that classifies" in refusal(encoder)
+    assert "(bert) has no classification head" in refusal(encoder)
     assert "tokenizer.json" in refusal(FIXTURES / "llama2")

@@ -41,7 +41,7 @@ def test_a_name_is_a_folder_in_the_hubs_cache_unless_there_is_one_of_that_name(c
 
 @pytest.mark.usefixtures("cache")
 def test_a_model_that_the_cache_lacks_is_one_line_and_a_wrong_path_is_not_asked_for(tmp_path):
-    with pytest.raises(ModelError, match=r"org/other is not a folder.*LocalEntryNotFound.*download"):
+    with pytest.raises(ModelError, match=r"org/other is not a folder.*LocalEntryNotFound.*downl"):
         read_folder("org/other")
     (tmp_path / "runs").mkdir()
     for path in ("runs/modl", "modl", "a/b/c"):

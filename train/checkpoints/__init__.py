@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written, read, and compared with the run that resumes from them."""
+"""A run's checkpoints: written, read, and compared with the run that resumes from them."""

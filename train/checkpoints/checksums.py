@@ -1,4 +1,4 @@
-"""Tells whether a checkpoint is intact, by the sizes and checksums of its files."""
+"""Checks whether a checkpoint is intact, by the sizes and checksums of its files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ UNPACKED = "unpacked.json"
 
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
-    """Returns size and CRC-32 of each file in the folders of the items."""
-    # Files beside the items are left out: orbax writes them last, and need not read them.
+    """Returns size and CRC-32 of each file in the items' folders."""
+    # Files next to the items are left out: orbax writes them last, and need not read them.
     files = sorted(p for p in folder.glob("*/**/*") if p.is_file())
     return {p.relative_to(folder).as_posix(): _checksum(p) for p in files}
 
@@ -30,7 +30,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Returns the first damage in a checkpoint; None if it is intact."""
+    """Describes the first damage in a checkpoint; None if it is intact."""
     if (folder / UNPACKED).exists():
         return f"it is packed (unpack it: {command_of('compress')} --restore {folder})"
     try:

@@ -1,4 +1,4 @@
-"""The description of a run in each checkpoint, which a resumed run must match."""
+"""The run's description in each checkpoint, which a resumed run must match."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from train.cli.settings import SettingsError, option_words
 from train.model.decoder import parts_that_stream
 
-# In the folder of a run, a copy of its DeepSpeed config.
+# A copy of the DeepSpeed config in a run's folder.
 DEEPSPEED = "deepspeed.json"
 
-# Settings that a resumed run may change; the library has its own list. `eval_batches` must stay:
-# metrics of other samples cannot tell which checkpoint is best.
+# Settings that a resumed run may change; the library has its own list. `eval_batches` must stay the
+# same: metrics on different samples cannot show which checkpoint is best.
 MAY_CHANGE = frozenset(
     "model data test_data token_cache chat_template deepspeed steps epochs learning_rate schedule "
     "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
@@ -22,7 +22,7 @@ MAY_CHANGE = frozenset(
     "max_skipped b1 b2 eps early_stopping_patience".split()
 )
 
-# Settings that determine what the weights are for, their layout, and the best ones.
+# Settings that determine the weights' purpose and layout, and which are best.
 OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers stream best".split()
 
 
@@ -34,7 +34,7 @@ def description(
     The full warm-up is given in rounds.
     """
     fixed = {k: v for k, v in settings.items() if k not in MAY_CHANGE | {"full_warm_up_share"}}
-    # The two other values give the same bits, and are interchangeable.
+    # The two other values are bit-identical and interchangeable.
     sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
     fixed["stream"] = _of_shapes(settings["stream"], config)
@@ -42,7 +42,7 @@ def description(
         del fixed["packing"]
     return {
         "settings": fixed,
-        "labels": list(labels),  # not compared, since the data determines them
+        "labels": list(labels),  # not compared, because the data determines them
         "stream": settings["stream"],
         "data": data,
         "model": _as_strings(config),
@@ -62,14 +62,14 @@ def _of_shapes(stream: str, config: Any) -> str:
 
 
 def _as_strings(config: Any) -> dict[str, str]:
-    # Shapes of arrays do not show everything, such as the base of the rotations.
+    # Array shapes do not show everything, such as the base of the rotations.
     return {} if config is None else {name: str(x) for name, x in config._asdict().items()}
 
 
 def check_same_run(
     folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], *, otherwise: str
 ) -> None:
-    """Raises `SettingsError` if the checkpoint's description `saved` is of another run."""
+    """Raises `SettingsError` if the checkpoint's description `saved` belongs to another run."""
     for name, value in wanted["settings"].items():
         before = saved["settings"].get(name, value)
         if before != value:

@@ -1,6 +1,6 @@
 """Reads the checkpoints of a run, and finds the intact, the newest and the best.
 
-`writing.py` says what a checkpoint contains.
+`writing.py` describes a checkpoint's contents.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Restored(NamedTuple):
     params: Any
     opt_state: Any
     engine_state: Any  # None without an engine; an engine reads its arrays from the checkpoint
-    progress: dict[str, Any]  # as given to `save`
+    progress: dict[str, Any]  # as passed to `save`
 
 
 def check_path(folder: Path) -> None:
-    """Raises if orbax could not read back from `folder`: it takes paths for patterns."""
+    """Raises if orbax could not read from `folder`, because it treats paths as patterns."""
     folder = folder.absolute()
     if signs := re.findall(r"[][*?\\]", str(folder)):  # orbax 0.12.8
         raise SettingsError(
@@ -48,7 +48,7 @@ def check_path(folder: Path) -> None:
 class SavedCheckpoints:
     """The checkpoints of one run. Every process must make the same calls."""
 
-    # The end of the sentence that names the remedy for a mismatch.
+    # The end of the sentence with the remedy for a mismatch.
     _otherwise = "or give the settings.toml of that run as the config file."
 
     def __init__(
@@ -64,38 +64,38 @@ class SavedCheckpoints:
         self._sign = 1 if larger_is_better else -1
         self._description = describe
         self._say = say
-        self._damaged: list[int] = []  # steps, newer than the newest intact one
-        self._figures: dict[int, float] = {}  # metric of the validation after a step
+        self._damaged: list[int] = []  # steps after the newest intact checkpoint
+        self._figures: dict[int, float] = {}  # validation metric by step
         for name in ("absl", "asyncio"):  # orbax logs to these
             logging.getLogger(name).addFilter(_is_no_traceback)
 
     def newest(self) -> int | None:
-        """Returns the step of the newest intact checkpoint; None if there are none at all.
+        """Returns the step of the newest intact checkpoint; None if there are no checkpoints.
 
-        Names newer, damaged ones; raises `SettingsError` if all are damaged.
+        Names newer, damaged checkpoints; raises `SettingsError` if all are damaged.
         """
         step = self._newest_whole() if processes.is_first() else None
         text = processes.from_first("" if step is None else str(step))
         return int(text) if text else None
 
     def steps(self) -> list[int]:
-        """Returns the steps of all complete checkpoints, damaged ones too: ascending."""
+        """Returns the steps of all complete checkpoints, including damaged ones, ascending."""
         if not self._folder.is_dir():  # no checkpoint was started
             return []
         return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
 
     def labels(self) -> tuple[str, ...]:
-        """Returns the class names of the newest intact checkpoint; () if there is none."""
+        """Returns the newest intact checkpoint's class names; () if there is none."""
         newest = self.newest()
         return () if newest is None else tuple(self._read_run(newest)["labels"])
 
     def restore(
         self, step: int, params: Any, opt_state: Any, *, only_engine: bool = False
     ) -> Restored:
-        """Restores the checkpoint of `step`; `SettingsError` if it is of another run.
+        """Restores the checkpoint of `step`; raises `SettingsError` if it belongs to another run.
 
-        Consumes `params` and `opt_state`: each restored array replaces the fresh one; with
-        `only_engine` they stay.
+        Consumes `params` and `opt_state`: each restored array replaces the fresh array; with
+        `only_engine`, they stay.
         """
         run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}
@@ -151,7 +151,7 @@ class SavedCheckpoints:
             return reader.restore(self._folder / str(step) / "run")
 
     def _read_checked(self, step: int) -> dict[str, Any]:
-        """Reads a checkpoint's record, checks that it is of this run, and keeps its figures."""
+        """Reads a checkpoint's record, checks that it is this run's, and keeps its figures."""
         run, folder = self._read_run(step), self._folder / str(step)
         check_same_run(folder, run, self._description, otherwise=self._otherwise)
         self._figures = dict(run["figures"])
@@ -171,7 +171,7 @@ class SavedCheckpoints:
 
     def _best_of(self, steps: Iterable[int]) -> int | None:
         rated = [(self._sign * self._figures[s], s) for s in steps if s in self._figures]
-        # NaN is neither better nor worse. Among equals the later one wins.
+        # NaN is neither better nor worse. Among equals, the latest wins.
         return max((pair for pair in rated if not math.isnan(pair[0])), default=(0, None))[1]
 
     def _newest_whole(self) -> int | None:
@@ -198,12 +198,12 @@ class SavedCheckpoints:
 
 
 def _is_no_traceback(record: logging.LogRecord) -> bool:
-    """Returns whether to keep a log record of orbax: it also raises the failures that it logs."""
+    """Returns whether to keep an orbax log record; orbax also raises the failures that it logs."""
     return record.exc_info is None
 
 
 def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays of a checkpoint, by name, and the others: blank mail, empty arrays."""
+    """Returns a checkpoint's arrays by name, and the remaining arrays: blank mail, empty arrays."""
     mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):
@@ -243,7 +243,7 @@ def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
 def check_arrays(
     folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str], version: str
 ) -> None:
-    """Rejects a checkpoint with other arrays, or with the layout of another version."""
+    """Rejects a checkpoint with different arrays, or with another version's layout."""
     for name in [*wanted, *saved]:
         if saved.get(name) != wanted.get(name):
             raise SettingsError(

@@ -1,14 +1,14 @@
-"""Writes the checkpoints of a run in parallel with training.
+"""Writes a run's checkpoints in parallel with training.
 
     checkpoints/300/state   parameters and optimizer state, by orbax, without mail
     checkpoints/300/engine  the engine's state, written from its own memory
     checkpoints/300/run     step, settings, names of the arrays, unfinished metrics (JSON)
-    checkpoints/300/checksums.json   size and CRC-32 of every file of these
-    checkpoints/damaged-400   a checkpoint that was found damaged, and is ignored
+    checkpoints/300/checksums.json   size and CRC-32 of every file in these
+    checkpoints/damaged-400   a checkpoint that was found damaged and is ignored
 
-The step is the position in the data (`tasks/batches.py`). A checkpoint gets its name when it is
-complete. orbax decodes most flipped bits without an error, so `reading.py` compares checksums
-before it restores anything. Nothing is ever unpickled.
+The step is the position in the data (`tasks/batches.py`). A checkpoint gets its final name when it
+is complete. orbax decodes most flipped bits without an error, so `reading.py` compares checksums
+before it restores anything. No data is ever unpickled.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Checkpoints(SavedCheckpoints):
         self.wait()
         if self._manager is not None:  # None after a failed save
             self._manager.close()
-        # Otherwise pending reads or writes may still end later than this.
+        # Otherwise pending reads or writes may end later.
         if self._failed is None:
             sys.unraisablehook = self._unraisable
 
@@ -76,7 +76,7 @@ class Checkpoints(SavedCheckpoints):
                     new = old.with_name(f"damaged-{step}-{number}")
                 old.rename(new)
                 self._say(f"renamed the damaged checkpoint {old} to {new.name}; you can delete it")
-        processes.from_first("")  # rename before another process looks
+        processes.from_first("")  # renames before another process looks
 
     def save(
         self,
@@ -87,13 +87,13 @@ class Checkpoints(SavedCheckpoints):
         progress: Mapping[str, Any],
         figure: float | None = None,
     ) -> None:
-        """Starts to write a checkpoint; training may continue, and donate the arrays, at once.
+        """Starts writing a checkpoint; training may continue, and donate the arrays, at once.
 
         Waits for the previous save, and until the device has finished `step`; the writer then has
-        copies. On a CPU it reads the arrays themselves, which the runtime does not donate meanwhile
-        (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is printed, not raised: the
-        next save tries again. `progress` must be JSON; `figure`, from a validation, decides which
-        checkpoint is best.
+        copies. On a CPU, it reads the arrays themselves, which the runtime does not donate
+        meanwhile (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is printed, not
+        raised; the next save tries again. `progress` must be JSON; `figure`, from a validation,
+        decides which checkpoint is best.
         """
         if figure is not None:
             self.rate(step, figure)
@@ -109,7 +109,7 @@ class Checkpoints(SavedCheckpoints):
             "progress": progress,
         }
         items: dict[str, Any] = {
-            # One file per process, since orbax would copy arrays to divide them among several.
+            # One file per process, because orbax would copy arrays to divide them among several.
             "state": ocp.args.PyTreeSave(saved, ocdbt_target_data_file_size=0),
             "run": ocp.args.JsonSave(run),
         }
@@ -117,11 +117,11 @@ class Checkpoints(SavedCheckpoints):
             items["engine"] = zenflow_jax.EngineSave(engine)
         self._writing = step
         with self._failures():
-            # Forced, since orbax would skip a step that is older than its newest.
+            # Forced, because orbax would skip a step that is older than its newest.
             self._opened().save(step, args=ocp.args.Composite(**items), force=True)
 
     def poll(self) -> None:
-        """Prints an error if the pending save has failed; does not wait."""
+        """Prints an error if the pending save has failed, without waiting."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self.wait()
 
@@ -142,7 +142,7 @@ class Checkpoints(SavedCheckpoints):
         self._figures[step] = figure
 
     def best(self, *, or_step: int) -> int:
-        """Returns the step of the best checkpoint; `or_step` if better, or without `keep_best`."""
+        """Returns the best checkpoint's step; `or_step` if better, or without `keep_best`."""
         if not self._keep_best:
             return or_step
         # Process 0 has already removed the checkpoints that are not kept.
@@ -158,13 +158,13 @@ class Checkpoints(SavedCheckpoints):
                 cleanup_tmp_directories=True,  # from a killed run
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._seal,
-                    # So a folder that cannot be created is an immediate error.
+                    # Makes a folder that cannot be created an immediate error.
                     create_directories_asynchronously=False,
-                    # 125 GB, a checkpoint of 7B, at 10 MB/s. By default a save fails after 20 min.
+                    # 125 GB, a 7B checkpoint, at 10 MB/s. By default, a save fails after 20 min.
                     timeout_secs=4 * 3600,
                 ),
             )
-            # Compression would hold a second copy of everything in memory (LOG.md, orbax 0.12.8).
+            # Compression would keep a second copy of everything in memory (LOG.md, orbax 0.12.8).
             handlers = {
                 "state": ocp.PyTreeCheckpointHandler(use_compression=False),
                 "run": ocp.JsonCheckpointHandler(),
@@ -176,15 +176,15 @@ class Checkpoints(SavedCheckpoints):
         return self._manager
 
     def _seal(self) -> None:
-        # orbax's thread calls this on process 0 after all processes have written their files and
+        # orbax's thread calls this in process 0 after all processes have written their files and
         # before the folder gets its name (checked on orbax 0.12.8, which has no other such hook).
         (folder,) = self._unnamed(self._writing)
         text = json.dumps(checksums(folder), indent=1)
         (folder / CHECKSUMS).write_text(text, encoding="utf-8")
 
     def _unnamed(self, step: int | None) -> list[Path]:
-        """Returns the checkpoint of that step under its temporary name."""
-        # The suffix is needed: a name that begins with the number could be a user's copy.
+        """Returns the step's checkpoint under its temporary name."""
+        # The suffix is needed, because a name that begins with the number could be a user's copy.
         return list(self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 
     @contextlib.contextmanager
@@ -204,7 +204,7 @@ class Checkpoints(SavedCheckpoints):
                 "checkpoints are unchanged."
             )
             self._say(f"error: {self._failed}")
-            # At exit, Python warns of writes that never started, after the message that matters
+            # At exit, Python warns about writes that never started, after the message that matters
             # (orbax 0.12.8).
             unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
             warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
@@ -222,7 +222,7 @@ class Checkpoints(SavedCheckpoints):
 
 @dataclasses.dataclass
 class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
-    """Decides which checkpoints are kept; orbax's `BestN` keeps all that have no metric."""
+    """Decides which checkpoints are kept; orbax's `BestN` keeps all without a metric."""
 
     newest: int
     best: Callable[[Iterable[int]], int | None] | None

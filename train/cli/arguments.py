@@ -1,8 +1,8 @@
 """Reads command lines into dataclasses with argparse, and explains a mistake in one line.
 
-A field that is an `option` is declared in one place: its name, type, default, help and limits. The
-class that declares it is its group; a field that is a dataclass has all options of that class. A
-type such as `Annotated[str, "DIR"]` names the value in the help.
+A field that is an `option` has its name, type, default, help and limits in one place. The class
+that declares it is its group; a field that is a dataclass has all options of that class. A type
+such as `Annotated[str, "DIR"]` names the value in the help.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from train import Failure
 
-# Names of options in transformers' Trainer, torchtune, TRL and DeepSpeed, and the names here.
+# Option names in transformers' Trainer, torchtune, TRL and DeepSpeed, and the names here.
 _PAIRS = (
     "adam-beta1:b1 adam-beta2:b2 adam-epsilon:eps bf16:dtype dataset-name:data dataset:data "
     "eval-data:validation-share eval-steps:evaluate-every eval-strategy:evaluate-every "
@@ -74,7 +74,7 @@ def option(
     """Declares an option as a field of a dataclass; an option without a default is required.
 
     A `positional` value has no name. `out_of_bounds` finds values that are not `above` a number, or
-    not at least the `least`. `tasks` that read the option are in its help; "" stands for all.
+    not at least `least`. `tasks` that read the option are in its help; "" stands for all.
     """
     if tasks:
         help = f"{tasks.replace(' ', ', ')}: {help}"
@@ -84,7 +84,7 @@ def option(
 
 
 def out_of_bounds(options: Any) -> Iterator[tuple[str, str]]:
-    """Yields the name of each option of a dataclass outside of its bounds, with these in words."""
+    """Yields the name of each option that is out of bounds, with its bounds in words."""
     for spec in fields(options):
         value, above, least = getattr(options, spec.name), *map(spec.metadata.get, BOUNDS)
         if value is None or isinstance(value, str) or above is least is None:
@@ -99,7 +99,7 @@ def read_arguments(
     kind: type, argv: Sequence[str] | None, *, program: str, default: Any = None
 ) -> Any:
     """Reads the arguments `argv` into an object of the dataclass `kind`; `--help` exits."""
-    # As wide as the terminal; 100 columns without one.
+    # As wide as the terminal, or 100 columns without a terminal.
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     names = "".join(f" {x.name.upper()}" for x in fields(kind) if x.metadata.get("positional"))
     parser = _Parser(
@@ -132,7 +132,7 @@ def read_arguments(
         problems = " ".join(
             f"unknown option {name}."
             + (
-                " Write its value alone, without the name."
+                " Write only its value, without the name."
                 if name in alone
                 else did_you_mean(name, known, prefix="--")
             )
@@ -147,7 +147,7 @@ def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
 
     Options of other trainers without a counterpart have their own answer.
     """
-    # From an option, a key of a file, or `--name=value`.
+    # From an option, a key in a file, or `--name=value`.
     name = name.lstrip("-").partition("=")[0].replace("_", "-")
     if answer := _answer(name):
         return answer
@@ -231,7 +231,7 @@ def _read(kinds: Sequence[Any], text: str) -> Any:
 
 
 def _build(kind: Any, values: dict[str, Any]) -> Any:
-    """Builds the dataclass, and its nested dataclasses, from the values of all options."""
+    """Builds the dataclass and its nested dataclasses from the values of all options."""
     nested = {n: _build(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
     built = kind(**{spec.name: (values | nested)[spec.name] for spec in fields(kind)})
     for name, expected in out_of_bounds(built):

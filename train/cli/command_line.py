@@ -1,4 +1,4 @@
-"""Reads the settings of a run and the options of a start from a file and a command line.
+"""Reads a run's settings and a start's options from a file and a command line.
 
 A TOML file without tables overrides the defaults of `Settings`, and options override the file;
 options of `Launch`, `Start` and `Planning` are never in a file. A mistake is a `SettingsError`.
@@ -79,15 +79,15 @@ class Start:
 class Planning:
     """Planning: memory and speed of a run, without starting it (docs/planning.md)."""
 
-    plan: bool = option(False, "Show what the run needs, and settings that fit.")
+    plan: bool = option(False, "Show the run's needs, and settings that fit.")
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = option(
-        None, "GPU to plan for. Default: this machine's, or else h100."
+        None, "GPU to plan for. Default: this machine's, or h100."
     )
     host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).", above=0)
     host_bandwidth: float | Literal["here"] | None = option(
         None, "Speed of host memory in GB/s; here: measured. Default: usual for --device.", above=0
     )
-    force: bool = option(False, "Start a run even if its memory cannot suffice.")
+    force: bool = option(False, "Start a run even if it cannot fit in memory.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Command:
 
 
 class PlanCommand(Command):
-    """Plans the memory and the speed of a run with the settings of a TOML file; trains nothing."""
+    """Plans a run's memory and speed with the settings of a TOML file, without training."""
 
 
 def shipped() -> list[str]:
@@ -110,7 +110,7 @@ def shipped() -> list[str]:
 
 
 def load_settings(path: str | Path) -> Settings:
-    """Reads a TOML file of fields of `Settings`, or a shipped one by its name.
+    """Reads a TOML file of `Settings` fields, or a shipped file by its name.
 
     Whole numbers are accepted for floats.
     """
@@ -151,7 +151,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Returns the text of a file that `load_settings` reads back; None values are left out."""
+    """Returns the text of a file that `load_settings` can read; None values are left out."""
     # JSON writes strings, finite numbers and booleans like TOML, except that it escapes characters
     # beyond U+FFFF as two surrogates, which TOML forbids, and does not escape U+007F.
     return "".join(
@@ -162,7 +162,7 @@ def to_toml(values: Mapping[str, Any]) -> str:
 
 
 def _check_place(config: Path, output_dir: str, run: str | None) -> None:
-    """Raises if settings of a resumable run would start it again in another folder."""
+    """Raises if a resumable run's settings would start it again in another folder."""
     folder = config.absolute().parent
     if config.name != "settings.toml" or folder.name != run:
         return

@@ -1,6 +1,6 @@
 """Declares the settings of a training run; `command_line.py` reads them.
 
-A function that needs many of them takes one of the groups, so that its signature shows which.
+A function that needs many settings takes one of the groups, so that its signature shows which.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class SettingsError(Failure):
 
 
 def task_name(settings: Mapping[str, Any]) -> str:
-    """Returns the task that the config of the trained model names."""
+    """Returns the task that the trained model's config names."""
     is_own = settings["task"] == "classification"
     return PAIRS if is_own and settings.get("second_text_column") else settings["task"]
 
 
 def steps_of(share: float, count: int) -> int:
     """Returns a share of a count, rounded up."""
-    return math.ceil(round(share * count, 6))  # rounded first, as 0.07 * 100 is 7.000000000000001
+    return math.ceil(round(share * count, 6))  # rounded, as 0.07 * 100 is 7.000000000000001
 
 
 class _Group:
     def subset(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns the settings of these names."""
+        """Returns the settings with these names."""
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(_Group):
-    """Model: a Hugging Face folder, or with --task standard_library a small one of these sizes."""
+    """Model: a Hugging Face folder or, with --task standard_library, a small model."""
 
     model: Dir | None = option(None, "Hugging Face folder, or org/name on the Hub.")
     width: int = option(256, "Size of the residual stream.", above=0, tasks=_OWN)
@@ -70,7 +70,7 @@ class ModelSettings(_Group):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(_Group):
-    """Data, and how to make examples of it (docs/finetuning.md)."""
+    """Data, and how to make examples from it (docs/finetuning.md)."""
 
     task: OwnTask | GlueTask = option(
         "standard_library",
@@ -102,11 +102,11 @@ class DataSettings(_Group):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(_Group):
-    """Training: batches, steps, devices."""
+    """Training: batches, steps and devices."""
 
-    seed: int = option(0, "Seed of split, initial weights and order of batches.", least=0)
+    seed: int = option(0, "Seed for split, initial weights and batch order.", least=0)
     steps: int | None = option(None, "Steps; 0: only evaluate. Default: as --epochs.", least=0)
-    epochs: float = option(1.0, "Passes over the training data, without --steps.", above=0)
+    epochs: float = option(1.0, "Passes over the training data, if --steps is not set.", above=0)
     batch_size: int = option(8, "Sequences per step, over all devices.", above=0)
     sequence_length: int = option(128, "Tokens per sequence (bytes for standard_library).", above=0)
     micro_batches: int = option(1, "Parts of a batch, computed in turn to save memory.", above=0)
@@ -121,7 +121,7 @@ class TrainingSettings(_Group):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings(_Group):
-    """Adam, of all three optimizers: learning rate, decay, clipping."""
+    """Adam, for all three optimizers: learning rate, decay and clipping."""
 
     learning_rate: float = option(1e-3, "Peak of the learning rate, after the warm-up.", above=0)
     schedule: Literal["cosine", "linear", "constant"] = option(
@@ -132,13 +132,13 @@ class AdamSettings(_Group):
     b1: float = option(0.9, "Adam's decay of the first moment.")
     b2: float = option(0.999, "Adam's decay of the second moment.")
     eps: float = option(1e-8, "Adam's epsilon.", above=0)
-    weight_decay: float = option(0.01, "Weight decay, but not of biases and norms.", least=0)
+    weight_decay: float = option(0.01, "Weight decay, except for biases and norms.", least=0)
     max_grad_norm: float | None = option(None, "Clip the global gradient norm to this.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZenFlowSettings(_Group):
-    """zenflow: what the device updates, and when the host updates the rest."""
+    """zenflow: the device's share of updates, and when the host updates the rest."""
 
     topk_ratio: float = option(0.1, "Share of channels that the device updates at each step.")
     update_interval: int | Literal["auto"] = option(
@@ -194,7 +194,7 @@ class HostSettings(_Group):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings(_Group):
-    """Output: metrics, validations, checkpoints."""
+    """Output: metrics, validations and checkpoints."""
 
     output_dir: Dir = option("runs", "Folder of all runs.")
     run: str | None = option(None, "Name of a new run, or of one to resume. Default: a new one.")
@@ -213,13 +213,13 @@ class OutputSettings(_Group):
         0, "Steps between exports of weights to model-STEP; 0: none.", least=0
     )
     early_stopping_patience: int | None = option(
-        None, "Stop after so many validations in a row without a better one.", above=0
+        None, "Stop after this many validations in a row without improvement.", above=0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSettings):
-    """Everything that the optimizer depends on."""
+    """All settings that the optimizer depends on."""
 
     @property
     def warm_up_rounds(self) -> int:
@@ -228,7 +228,7 @@ class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSet
 
     @property
     def learning_rate_warm_up(self) -> int:
-        """Returns the steps of the learning rate's warm-up, likewise."""
+        """Returns the steps of the learning rate's warm-up; `steps` must be known."""
         return self._steps(self.warmup_share, self.warmup_steps)
 
     def _steps(self, share: float | None, count: int) -> int:
@@ -237,7 +237,7 @@ class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSet
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(OptimizerSettings, ModelSettings):
-    """Everything that a training step depends on."""
+    """All settings that a training step depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +330,7 @@ def flag_of(name: str) -> str:
 
 
 def option_words(name: str, value: object) -> list[str]:
-    """Returns the command-line words that give a setting this value."""
+    """Returns the command-line words that set this value."""
     if isinstance(value, bool):
         return [flag_of(name if value else f"no_{name}")]
     return [flag_of(name), str(value)]

@@ -1,1 +1,1 @@
-"""Several devices and processes: placement of arrays, start, end and failure of processes."""
+"""Several devices and processes: array placement; start, end and failure of processes."""

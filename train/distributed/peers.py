@@ -1,8 +1,8 @@
 """Ends all processes of a run when one is killed or fails.
 
-The library's own monitor spreads failures of an engine through jax's service, which notices a
-killed process only at its time-out, in adamw runs not at all. Only the kernel knows at once: it
-closes the connection that each process here has to process 0. Without connections a line says so.
+The library's own monitor propagates an engine's failures through jax's service, which detects a
+killed process only at its timeout, and never in adamw runs. Only the kernel knows at once: it
+closes the connection that each process here has to process 0. Missing connections are reported.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import jax
 from train.distributed import processes
 from train.distributed.stopping import Stopped
 
-# How long process 0 waits for connections, and the others for theirs.
+# How long process 0 waits for connections, and other processes for theirs.
 MEET_S = 10.0
-# How long a process may take to end by itself after another has failed: its own error says more.
+# How long a process may take to end by itself after another has failed, to show its own error.
 GRACE_S = 5.0
 
 BYE, FAILED = b".", b"!"
 
 
 class Peers:
-    """Ends this process when another process of the run is gone. Use with `with`, in each of them.
+    """Ends this process when another process of the run is gone. Use it in a `with` block in each.
 
     `host` is the address of process 0; `restart` says how to restart, and may be changed.
     """
@@ -40,11 +40,11 @@ class Peers:
         self.restart = restart
         self._say = say
         self._connections: dict[socket.socket, int] = {}  # with their process numbers
-        self._has_failed = False  # this process, which shows its error and ends by itself
+        self._has_failed = False  # whether this process failed; it shows its error and ends
 
     def __enter__(self) -> Peers:
         if jax.process_count() > 1:
-            # Not asked later: by then this process may have shut jax down.
+            # Read now, because later this process may have shut jax down.
             self._is_first = processes.is_first()
             self._meet()
             threading.Thread(target=self._watch, name="peers", daemon=True).start()
@@ -66,7 +66,7 @@ class Peers:
             missing = set(range(1, jax.process_count())) - set(self._connections.values())
             if missing:
                 listed = ", ".join(map(str, sorted(missing)))
-                self._say(f"no connection to process {listed}: its death will be noticed late")
+                self._say(f"no connection to process {listed}: its death will be detected late")
             return
         host, port, token = processes.from_first("").split()
         try:
@@ -96,7 +96,7 @@ class Peers:
             for key, _ in selector.select():
                 connection = key.data
                 try:
-                    # Two messages may arrive at once; the first one counts.
+                    # Two messages may arrive at once; the first counts.
                     news = connection.recv(64).partition(b"\n")[0]
                 except OSError:
                     news = b""
@@ -111,7 +111,7 @@ class Peers:
                     timer.daemon = True
                     timer.start()
                 elif not news.startswith(BYE):
-                    # Process 0 learns it from the kernel, and tells the others the number.
+                    # Process 0 learns this from the kernel, and sends the number to the others.
                     index = int(news) if news.isdigit() else index
                     self._forward(str(index).encode())
                     self._exit(f"process {index} is gone: it was killed, or its machine failed")
@@ -122,13 +122,13 @@ class Peers:
 
     def _send(self, message: bytes) -> None:
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # the process is gone, which the thread notices
+            with contextlib.suppress(OSError):  # the process is gone, as the thread will detect
                 connection.sendall(message + b"\n")
 
     def _exit(self, why: str) -> NoReturn:
         if self._has_failed:
             os._exit(2)  # it has shown its own error, and waits for the others to shut jax down
-        # Not through `sys.stderr`, whose lock the main thread may hold. Silences jax and gloo.
+        # Bypasses `sys.stderr`, whose lock the main thread may hold. Silences jax and gloo.
         os.write(2, f"error: {why}. This process ends as well. {self.restart}\n".encode())
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os._exit(1)

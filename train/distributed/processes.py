@@ -1,7 +1,7 @@
-"""The processes of a run: how they connect, agree, and end.
+"""The processes of a run: how they connect, agree and end.
 
-jax makes them one: a jitted step on a mesh is one program that all processes must call. So each
-decision about the next call must be the same in all. Only process 0 prints and writes.
+A jitted step on a mesh is one program that all processes must call, so each decision about the next
+call must be the same in all. Only process 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from train.cli.command_line import PROGRAM, Launch
 from train.cli.settings import SettingsError
 
-# How long a process may be silent until jax ends the others, and how long a process that ends
+# How long a process may be silent before jax ends the others, and how long a process that ends
 # waits for the others, which may hang in a step that it has left.
 TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
 
@@ -28,7 +28,7 @@ def join(launch: Launch) -> None:
             launch.coordinator,
             launch.processes,
             launch.process,
-            cluster_detection_method="deactivate",  # the flags also hold inside a SLURM job
+            cluster_detection_method="deactivate",  # the flags also apply inside a SLURM job
             **TIMEOUTS,
         )
         return
@@ -72,7 +72,7 @@ def sum_over(value: float) -> float:
 
 
 def from_first(text: str) -> str:
-    """Sends the `text` of process 0, at most 4 KiB of UTF-8, to every process."""
+    """Sends process 0's `text`, at most 4 KiB of UTF-8, to every process."""
     if jax.process_count() == 1:
         return text
     padded = np.zeros(4096, np.uint8)
@@ -82,14 +82,14 @@ def from_first(text: str) -> str:
 
 
 def gather(x: jax.Array | np.ndarray) -> np.ndarray:
-    """Gathers an array, whose shards may be on several processes, in each of them."""
+    """Gathers an array, whose shards may be in several processes, in each process."""
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
 
 
 def _refuse_mpirun() -> None:
-    """Rejects mpirun without options: each process would train alone, or misread its number."""
+    """Rejects mpirun without options: each process would train alone or misread its number."""
     open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     size, rank = (f"{'OMPI_COMM_WORLD' if open_mpi else 'PMI'}_{name}" for name in ("SIZE", "RANK"))
     # `srun --mpi=pmi2` also sets PMI's variables, to SLURM's values.

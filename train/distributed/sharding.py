@@ -1,4 +1,4 @@
-"""Places the arrays of a run on a mesh of devices, by a table of rules.
+"""Places a run's arrays on a mesh of devices, according to a table of rules.
 
     --mesh data=2,fsdp=2,tensor=2     eight devices, numbered in this order, the last axis fastest
 
@@ -8,7 +8,7 @@
     tensor    split                  a copy on each device
 
 Devices are numbered node by node, so name the axis that may cross nodes first: `data`, which sends
-the least. To shard another model, or this one differently, change `RULES`.
+the least. To shard another model, or shard differently, change `RULES`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MESH_AXES = ("data", "fsdp", "tensor")
 
 BATCH_AXES = ("data", "fsdp")  # a batch is split over these, by sequences
 
-# A pattern, searched in the path of a leaf (`blocks/0/gate/kernel`), and the mesh axis of each
-# dimension, None to not split it. The first match decides; axes that the mesh lacks are ignored.
-# The stack axis of blocks, or of parts of a vocabulary, is never split.
+# A pattern, searched in a leaf's path (`blocks/0/gate/kernel`), and the mesh axis of each
+# dimension, or None to leave it whole. The first match decides; axes that the mesh lacks are
+# ignored. The stack axis of blocks, or of vocabulary parts, is never split.
 #
 # `tensor` splits the inner dimension of a pair of matrices, columns of the first and rows of the
 # second, so that a block sums over devices once per pair. `fsdp` splits the other dimension: its
@@ -50,8 +50,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"norm/(scale|bias)$", (None,)),  # (width,) or (d,): small, so replicated
 )
 
-# Leaves that are replicated if they do not divide: a loaded model's vocabulary cannot be chosen,
-# and BERT's, for instance, divides by 2 but not by 4.
+# Leaves that are replicated if they are not divisible: a loaded model's vocabulary is given, and
+# BERT's, for instance, is divisible by 2 but not by 4.
 UNEVEN = r"^(embed/embedding|head/kernel)$"
 
 
@@ -74,14 +74,14 @@ def make_mesh(text: str | None) -> Mesh | None:
 
 def mesh_over(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a mesh with axes of these sizes, over all devices or the given ones."""
-    # Auto: the compiler derives placements inside the step from its arguments. With jax's
-    # default, Explicit, the model would have to name the placement of some results.
+    # With Auto, the compiler derives placements inside the step from its arguments. With jax's
+    # default, Explicit, the model would have to specify the placement of some results.
     auto = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
 
 
 def weight_shardings(mesh: Mesh, weights: Any) -> Any:
-    """Returns the sharding of each leaf of `weights`, arrays or shapes, by `RULES`."""
+    """Returns the sharding of each leaf in `weights`, arrays or shapes, by `RULES`."""
 
     def sharding_of(path: Any, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -91,7 +91,7 @@ def weight_shardings(mesh: Mesh, weights: Any) -> Any:
 
 
 def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> NamedSharding:
-    """Returns the sharding of a (micro-)batch `(b, ...)`: its sequences over `BATCH_AXES`."""
+    """Returns the sharding of a (micro-)batch `(b, ...)`, with sequences over `BATCH_AXES`."""
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
     parts = micro_batches * batch_parts(mesh)
     if batch_size % parts:
@@ -110,7 +110,7 @@ def batch_parts(mesh: Mesh | None) -> int:
 
 
 def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
-    """Returns the indices of the rows of an array `(rows, ...)` on this process, ascending."""
+    """Returns the row indices of an array `(rows, ...)` in this process, ascending."""
     slices = {
         (index[0].start or 0, rows if index[0].stop is None else index[0].stop)
         for index in sharding.addressable_devices_indices_map((rows,)).values()
@@ -119,7 +119,7 @@ def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
 
 
 def committed(tree: Any, mesh: Mesh | None = None) -> Any:
-    """Returns the arrays committed to their devices, like jit's results: the step compiles once.
+    """Returns the arrays committed to their devices, like jit's results, to compile the step once.
 
     Uncommitted arrays are replicated on the mesh.
     """
@@ -130,7 +130,7 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
         if x.committed:
             return x
         everywhere = NamedSharding(mesh, PartitionSpec(), memory_kind=x.sharding.memory_kind)
-        # `device_put` would ask all processes whether they have the same value.
+        # `device_put` would compare the values of all processes.
         value = np.asarray(x)
         return jax.make_array_from_callback(x.shape, everywhere, lambda index: value[index])
 

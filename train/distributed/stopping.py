@@ -1,11 +1,11 @@
-"""Signals that stop a run: it saves after its step, and prints how to resume.
+"""Handles signals that stop a run: it saves after its step, and prints how to resume.
 
 Python runs a handler only when the main thread leaves the compiler or a wait for the device. To
-answer at once, a separate thread receives signals through the pipe of `signal.set_wakeup_fd`.
+respond at once, a separate thread receives signals through the pipe of `signal.set_wakeup_fd`.
 
-If there is nothing to save, or at a second signal, the process ends at once. With several processes
-a signal to one of them suffices; jax then finds a step at which all can stop. SIGUSR1 counts as
-SIGTERM: many batch scripts send it before a time limit.
+If there is nothing to save, or at a second signal, the process ends at once. With several
+processes, a signal to one is enough; jax then finds a step at which all can stop. SIGUSR1 is
+treated as SIGTERM, because many batch scripts send it before a time limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Receives SIGTERM, SIGUSR1 and SIGINT. Use with `with`, on the main thread."""
+    """Receives SIGTERM, SIGUSR1 and SIGINT. Use it in a `with` block on the main thread."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -46,7 +46,7 @@ class StopRequest:
         self._say = say
         self._number: int | None = None
         self._nothing_to_save: str | None = "no step of this start was done"
-        self._lock = threading.Lock()  # guards the two above
+        self._lock = threading.Lock()  # guards the two attributes above
         self._before = {}
 
     def __enter__(self) -> StopRequest:
@@ -54,7 +54,7 @@ class StopRequest:
         self._pipe, self._end = os.pipe()
         os.set_blocking(self._end, False)
         self._wakeup_before = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
-        # With several processes jax handles SIGTERM, and its service tells the others.
+        # With several processes, jax handles SIGTERM, and its service informs the others.
         self._of_sigterm = _swapped_handler(signal.SIGTERM)
         for number in self.SIGNALS:
             self._before[number] = signal.signal(number, _do_nothing)
@@ -69,24 +69,24 @@ class StopRequest:
         os.close(self._end)  # ends the thread
 
     def begin(self) -> None:
-        """Notes that from now on there is something to save."""
+        """Notes that from now on there are steps to save."""
         with self._lock:
             self._nothing_to_save = None
 
     def end(self, why: str) -> int | None:
-        """Notes that nothing is left to save, and why; returns an earlier signal, if any."""
+        """Notes that no steps are left to save, and why; returns an earlier signal, if any."""
         with self._lock:
             self._nothing_to_save = why
             return self._number if self._alone else None
 
     def after(self, step: int) -> int | None:
-        """Returns the signal that ends the run after `step`, the same in every process, or None."""
+        """Returns the signal that ends the run after `step`, or None; the same in every process."""
         if self._alone:
             return self._number
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
 
     def check(self) -> None:
-        """Raises `Interrupted` if the run must stop; several processes agree at a step instead."""
+        """Raises `Interrupted` if the run must stop; several processes instead agree at a step."""
         if self._alone and self._number is not None and self._nothing_to_save is None:
             raise Interrupted
 
@@ -110,23 +110,23 @@ class StopRequest:
         self._say(f"{name}: stopping after this step, saving; again to abort")
         if not self._alone:
             own = _swapped_handler(signal.SIGTERM, self._of_sigterm)
-            signal.raise_signal(signal.SIGTERM)  # on this thread, so done when it returns
+            signal.raise_signal(signal.SIGTERM)  # on this thread, so handled when it returns
             _swapped_handler(signal.SIGTERM, own)
 
 
 def _swapped_handler(number: int, new: ctypes.Array | None = None) -> ctypes.Array:
-    """Returns a signal's handler, and sets `new`; `signal` cannot restore a handler in C."""
+    """Returns a signal's handler and sets `new`; `signal` cannot restore a C handler."""
     old = ctypes.create_string_buffer(256)  # a `struct sigaction` has 152 bytes in glibc
     ctypes.CDLL(None).sigaction(number, new, old)
     return old
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Does nothing: only with a Python handler does Python write to the pipe."""
+    """Does nothing; Python writes to the pipe only if there is a Python handler."""
 
 
 def _exit_now(number: int, line: str) -> None:
-    # Not `sys.stderr` or a normal exit: the main thread may hold either's locks.
+    # Avoids `sys.stderr` and a normal exit, because the main thread may hold their locks.
     os.write(2, f"{line}\n".encode())
     os._exit(128 + number)
 

@@ -1,1 +1,1 @@
-"""Metrics of a run: measured, logged, sent to trackers, and summed up at the end."""
+"""A run's metrics: measured, logged, sent to trackers, and summarized at the end."""

@@ -1,7 +1,7 @@
-"""Measures loss, speed, stalls, schedule and skipped steps of a training loop without stalling it.
+"""Measures a training loop's loss, speed, stalls, schedule and skipped steps without stalling it.
 
-The loss of a step is read one interval later. Rates count tokens of finished steps, not of
-dispatched ones. A step with a non-finite gradient is skipped; too many in a row end the run.
+A step's loss is read one interval later. Rates count tokens of finished steps, not of dispatched
+steps. A step with a non-finite gradient is skipped; too many in a row end the run.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ import zenflow_jax
 from train import Failure
 from train.cli.settings import StepSettings
 
-# How many steps later the device's record of a skipped step is read, so that reading never
-# waits.
+# How many steps later the device's record of a skipped step is read, so that the read never waits.
 BEHIND = 4
 
 
 class NotFiniteError(Failure):
-    """A run makes no progress, or will make none."""
+    """A run makes no progress, or cannot make any."""
 
 
 class Row(NamedTuple):
-    """The metrics of one interval of steps. Rates cover it and the previous interval."""
+    """The metrics of one interval of steps. Rates also cover the previous interval."""
 
     step: int  # the last step of the interval, counted from 1
-    loss: float  # mean over steps that were not skipped, nats per token or label; NaN if none
-    tokens_per_s: float | None  # without padding; None if all its steps were compiled
+    loss: float  # mean over steps that count, nats per token or label; NaN if there are none
+    tokens_per_s: float | None  # without padding; None if all its steps compiled
     wait_share: float  # share of the time in which the loop waited for the host
     skipped: int  # steps of the interval with a non-finite gradient
     # zenflow's schedule, from the start of the run to the end of the interval; None without it.
     window_length: float | None = None  # in steps, the mean of all closed windows
     kept_share: float | None = None  # see `EngineStats.kept_share`; one boundary late
-    reselections: int | None = None  # the first selection included
+    reselections: int | None = None  # including the first selection
 
 
 class Totals(NamedTuple):
     seconds: float
-    tokens_per_s: float | None  # None if no step counts in a rate, such as the first of each length
+    tokens_per_s: float | None  # None if all steps compiled, as the first of each length does
     wait_share: float
 
 
@@ -60,19 +59,19 @@ class Mark(NamedTuple):
 
 
 class UnreadStep(NamedTuple):
-    """A step that is not in a row yet."""
+    """A step that is not yet in a row."""
 
     loss: jax.Array | float
     skipped: jax.Array | int  # total number of skipped steps after it
     tokens: int
-    schedule: Sequence[Any]  # values of a row; () inside an interval
+    schedule: Sequence[Any]  # a row's values; () inside an interval
 
 
 class Meter:
     """Turns the losses of all steps into a `Row` for the first and each `log_every` of them.
 
     Call `start` when the first steps are compiled and finished, `step` after every step and its
-    exchange, `drain` and `finish` after the last one. A resumed run had `steps_done` and this
+    exchange, `drain` and `finish` after the last step. A resumed run passes its `steps_done` and
     `state`. `max_skipped` skipped steps in a row are an error, with the `remedy`.
     """
 
@@ -96,18 +95,18 @@ class Meter:
         )
         self._steps_read = steps_done - len(self._unread)
         self._tokens_read = 0
-        self._skipped: int = state["skipped"]  # by the last row
+        self._skipped: int = state["skipped"]  # up to the last row
         self._paused_s = 0.0
         self.total_skipped = int(self._unread[-1].skipped) if self._unread else self._skipped
         self._skipped_in_a_row = 0
-        # The last step of which is known whether it was skipped.
+        # The last step that is known to have been skipped or not.
         self._known = self._begun = steps_done
         self._max_skipped, self._remedy = max_skipped, remedy
 
     def start(self) -> None:
-        """Starts the clock. Earlier steps must have no tokens, since they count in no rate."""
+        """Starts the clock. Earlier steps must have no tokens, because they are not in any rate."""
         self._started = Mark(0, self._now(), self._waited_s())
-        # Two intervals: the steps of the last one may seem to take no time.
+        # Two intervals, because the last interval's steps may seem to take no time.
         self._last_two = deque([self._started], maxlen=2)
 
     def step(self, loss: jax.Array, *, skipped: jax.Array, tokens: int) -> Row | None:
@@ -140,7 +139,7 @@ class Meter:
             yield self._next_row()
 
     def skipped_last(self) -> bool:
-        """Returns whether the last step was skipped; blocks until the device has done it."""
+        """Returns whether the last step was skipped; blocks until the device has finished it."""
         self._read_skips(self._steps_taken)
         return self._skipped_in_a_row > 0
 
@@ -151,7 +150,7 @@ class Meter:
             self._fail()
 
     def state(self) -> dict[str, Any]:
-        """Returns everything that a resumed run needs, as JSON. Blocks until all steps are done."""
+        """Returns the state for a resumed run, as JSON. Blocks until all steps are done."""
         unread = jax.device_get(list(self._unread))
         return {
             "unread": [(float(x.loss), int(x.skipped), x.schedule) for x in unread],
@@ -183,7 +182,7 @@ class Meter:
         )
 
     def _to_next_row(self) -> int:
-        # Fewer than `log_every` if the last start had another interval, and after the first step.
+        # Fewer than `log_every` after the first step, or if the last start had another interval.
         if self._steps_read == 0:
             return 1
         return self._log_every - self._steps_read % self._log_every
@@ -206,7 +205,7 @@ class Meter:
         return Row(self._steps_read, loss, *rates, skipped, *taken[-1].schedule)
 
     def _mark(self) -> Mark:
-        # Losses from a checkpoint are not arrays, and have no tokens.
+        # Losses from a checkpoint are not arrays and have no tokens.
         unread: Any = self._unread
         done = sum(x.tokens for x in unread if x.tokens and x.loss.is_ready())
         return Mark(self._tokens_read + done, self._now(), self._waited_s())

@@ -1,4 +1,4 @@
-"""Shows and writes the metrics of a running training.
+"""Shows and writes the metrics of a run in progress.
 
     metrics.csv           one row per `log_every` steps, written immediately; unknown values,
                           such as adamw's windows, are blank
@@ -27,12 +27,12 @@ from elves.atomic import atomic_path
 from train.log.meter import Row
 from train.log.trackers import Reporter, finite
 
-# In wider terminals a bar and a percentage fit beside time, steps and metrics.
+# In wider terminals, a bar and a percentage fit next to time, steps and metrics.
 WIDE = 110
 
 
 class RunLog:
-    """Sends metrics to the screen, the CSV files and a tracker. Use with `with`.
+    """Sends metrics to the screen, the CSV files and a tracker. Use it in a `with` block.
 
     `rows`, from `read_rows`, and `validations` are from earlier starts.
     """
@@ -87,7 +87,7 @@ class RunLog:
                 closing.callback(self._reporter.finish)
 
     def begin(self, step: int) -> None:
-        """Notes that the first step of this start is compiled and done."""
+        """Notes that this start's first step is compiled and finished."""
         self._begun = step, time.monotonic()
         self.say(f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s")
 
@@ -98,7 +98,7 @@ class RunLog:
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        # Immediately, so that a run can be followed, and a killed run leaves a record.
+        # Written immediately, so that a run can be followed, and a killed run leaves a record.
         _write(self._csv_file, [row])
         self._report("train", row._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
@@ -107,7 +107,7 @@ class RunLog:
         if row.skipped:
             figures += f"  {row.skipped} skipped"
         self._bar.update(self._task, completed=row.step, figures=figures)
-        # From the steps of this start, including validations and checkpoints.
+        # Based on the steps of this start, including validations and checkpoints.
         first, since = self._begun
         if first < row.step < self._steps:
             per_step = (time.monotonic() - since) / (row.step - first)
@@ -133,7 +133,7 @@ class RunLog:
 
 
 class NoLog(contextlib.nullcontext):
-    """Replaces `RunLog` in a process that does not report."""
+    """Replaces `RunLog` in processes that do not report."""
 
     rows: Sequence[Row] = ()
 
@@ -144,13 +144,13 @@ class NoLog(contextlib.nullcontext):
 
 
 def show(console: Console, line: str) -> None:
-    """Shows a line that may contain brackets, or characters that the terminal lacks."""
+    """Shows a line that may contain brackets or characters that the terminal lacks."""
     line = line.encode(console.encoding, "backslashreplace").decode(console.encoding)
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[Row]:
-    """Reads the rows of `metrics.csv` up to the step `until`, or up to the first damage."""
+    """Reads the rows of `metrics.csv` up to step `until`, or up to the first damage."""
     path = folder / "metrics.csv"
     rows: list[Row] = []
     try:
@@ -179,8 +179,8 @@ def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, floa
 
 
 def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
-    """Writes a CSV file with these lines, and opens it for more."""
-    # Atomically: a run that is killed here keeps the old file.
+    """Writes a CSV file with these lines, and opens it for appending."""
+    # Atomic, so that a run that is killed here keeps the old file.
     with atomic_path(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)
     return open(path, "a", newline="", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The results of a run, in its folder and on the screen.
+"""A run's results, in its folder and on the screen.
 
 settings.toml         all settings, as a config file, with copies of the files that it names
                       (deepspeed.json, chat_template.jinja)
@@ -6,8 +6,8 @@ metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
 summary.json          the values of the summary table; `best_step` is the step of the saved
                       weights, null without keep_best; `test` has the metrics of these weights
-checkpoints/          what the run can resume from (`checkpoints/writing.py`)
-model.safetensors     trained weights in float32; or model/, a folder like the one that was read
+checkpoints/          the run's checkpoints, to resume from (`checkpoints/writing.py`)
+model.safetensors     trained weights in float32; or model/, a folder like the original
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from zenflow_jax import planning
 # Minimum number of steps for advice from the timings.
 LEAST_STEPS = 100
 
-# The values of a summary that show how a run ended.
+# The summary values that show how a run ended.
 ENDS = {"steps", "best_step", "validation_after"}
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
 
-# The values of `summary.json` in the table: name, words, format. Except for steps, parameters
-# and bytes they cover this start only; with several processes, times are of process 0.
+# The values of `summary.json` in the table: name, words, format. Except for steps, parameters and
+# bytes, they cover only this start; with several processes, times are from process 0.
 SHOWN = (
     ("parameters", "parameters", ","),
     ("steps", "steps", ","),
@@ -60,7 +60,7 @@ SHOWN = (
 
 
 def write_summary(folder: Path, figures: Mapping[str, Any]) -> None:
-    """Writes `summary.json` last: its existence means that all files are written."""
+    """Writes `summary.json` last, because its existence means that all files are written."""
     write_text_atomically(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
 
 
@@ -69,7 +69,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     try:
         figures = dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
         return figures if ENDS <= figures.keys() else None
-    except (FileNotFoundError, ValueError, TypeError):  # not UTF-8, not JSON, or no object
+    except (FileNotFoundError, ValueError, TypeError):  # not UTF-8, JSON or an object
         return None
 
 
@@ -83,20 +83,20 @@ def write_picture(
     from matplotlib.figure import Figure  # a third of the start-up time
     from matplotlib.ticker import MaxNLocator
 
-    # With several data sets `matched/loss`.
+    # With several data sets, `matched/loss`.
     panel_of = {name: int(not name.endswith("loss")) for name in validations[-1][1]}
     count = 1 + max(panel_of.values())
     # A Figure without pyplot needs no display and no global state.
     figure = Figure(figsize=(8, 2.5 + 1.5 * count), layout="constrained")
     panels = figure.subplots(count, sharex=True, squeeze=False, height_ratios=[2, 1][:count])[:, 0]
-    # A row is the mean of its steps, so it is drawn at their middle.
+    # A row is the mean over its steps, so it is drawn in their middle.
     steps = [0, *(row.step for row in rows)]
     middles = [(before + step + 1) / 2 for before, step in itertools.pairwise(steps)]
     panels[0].plot(middles, [row.loss for row in rows], ".-", label="training")
     for name, panel in panel_of.items():
         values = [figures[name] for _, figures in validations]
         label = f"validation {name}".replace("/", " ")
-        # Points, since the values between them are unknown.
+        # Points, because the values between them are unknown.
         panels[panel].plot([step for step, _ in validations], values, "o", label=label)
     for axes in panels:
         axes.grid(alpha=0.3)
@@ -120,7 +120,7 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
 
 
 def command_of_use(model: Path, task: str) -> str | None:
-    """Returns the command that uses the model in this folder; None if no command does."""
+    """Returns the command that uses the model in this folder; None if there is none."""
     if is_pair_task(task):
         return None
     prompts = {"language": "The beginning of a text", "alpaca": "An instruction"}
@@ -129,7 +129,7 @@ def command_of_use(model: Path, task: str) -> str | None:
 
 
 def summary_table(figures: Mapping[str, Any]) -> Table:
-    """Returns the figures of a run as a table for the terminal."""
+    """Returns a run's figures as a table for the terminal."""
     device, first = figures["device"], ""
     if figures["devices"] > 1:
         device = f"{figures['devices']} x {device}"
@@ -153,7 +153,7 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
 def host_load(
     opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
 ) -> planning.Hiding | None:
-    """Returns the host's load; None after few steps, and on a CPU, which shares its cores."""
+    """Returns the host's load; None after few steps, or on a CPU, which shares its cores."""
     if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
         return None
     of_all = seconds * stats.steps / (stats.steps - 1)

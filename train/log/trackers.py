@@ -1,4 +1,4 @@
-"""Sends the metrics of a run to TensorBoard, Trackio or Weights & Biases (`--report-to`)."""
+"""Sends a run's metrics to TensorBoard, Trackio or Weights & Biases (`--report-to`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb
 BOARD_EVERY_S = 30.0  # the interval of TensorBoard's readers
 
 
-# It has `log(figures, step)`, for finite values by name, such as `train/loss`, and `finish()`.
+# An object with `log(figures, step)`, for finite values by name (`train/loss`), and `finish()`.
 Reporter = Any
 
 
@@ -35,14 +35,14 @@ def check_reporter(kind: str) -> None:
 
 
 def reporter(kind: str, folder: Path, *, done: int, config: Mapping[str, Any]) -> Reporter | None:
-    """Returns the tracker of the run in `folder`, which already has the first `done` steps."""
+    """Returns the tracker for the run in `folder`, which already has the first `done` steps."""
     if kind == "none":
         return None
     if kind == "tensorboard":
         return _Board(folder, done)
     options: dict[str, Any] = {"name": folder.name, "config": dict(config), "resume": "allow"}
     if kind == "wandb":
-        # A run of the same name in another folder is a different run.
+        # A run with the same name in another folder is a different run.
         number = zlib.crc32(str(folder.absolute()).encode())
         options |= {"dir": str(folder), "id": f"{folder.name}-{number:08x}"}
     return importlib.import_module(kind).init(project=PROJECT, **options)
@@ -58,9 +58,9 @@ def finite(label: str, figures: Mapping[str, float | None]) -> dict[str, float]:
 
 
 class _Board:
-    """Writes TensorBoard's file; its readers discard earlier records of steps after `done`.
+    """Writes TensorBoard's file; readers discard earlier records of steps after `done`.
 
-    On a full disk tensorboardX's `SummaryWriter` blocks forever; its `EventsWriter` never closes.
+    On a full disk, tensorboardX's `SummaryWriter` blocks forever; its `EventsWriter` never closes.
     """
 
     def __init__(self, folder: Path, done: int):

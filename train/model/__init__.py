@@ -1,1 +1,1 @@
-"""Models in Flax nnx: a decoder, an encoder, their blocks, and the sampling of text."""
+"""Models in Flax nnx: a decoder, an encoder, their blocks, and text sampling."""

@@ -22,11 +22,11 @@ def attention(
     causal: bool = False,
     window: int | None = None,
 ) -> jax.Array:
-    """Returns the mixed values `(b, t, heads, d)` of queries of that shape.
+    """Returns the mixed values `(b, t, heads, d)` for queries of that shape.
 
     Keys and values are `(b, t, kv_heads, d)`. `mask` is broadcast to `(b, heads, t, t)` and says
-    which keys a query sees; `causal` hides later positions, and a `window` all but the last so many
-    positions, the query's own included.
+    which keys a query sees; `causal` hides later positions, and a `window` all but the last
+    `window` positions, including the query's own.
     """
     # jax does not count the position itself.
     local = None if window is None or window >= q.shape[1] else (window - 1, 0)
@@ -40,14 +40,14 @@ def attention(
     flash = partial(plain, implementation="cudnn")
     if not _takes(flash, q, k, v, mask):
         return plain(q, k, v, mask)
-    # Traced possibly without a GPU, as in a plan: the target of the compilation decides.
+    # This may be traced without a GPU, as in a plan, so the compilation target decides.
     return jax.lax.platform_dependent(q, k, v, mask, cuda=flash, default=plain)
 
 
 def _takes(kernel, *arrays) -> bool:
-    """Returns whether jax with this cuDNN accepts such arrays, also in a backward pass.
+    """Returns whether jax with this cuDNN accepts these arrays, also in a backward pass.
 
-    On a GPU it warns with cuDNN's reason, except for float32, which the kernel does not support.
+    On a GPU, it warns with cuDNN's reason, except for float32, which the kernel does not support.
     """
 
     def gradients(*arrays):

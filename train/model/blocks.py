@@ -1,7 +1,8 @@
-"""A stack of equal blocks: written out or scanned, rematerialized or not, the same function.
+"""A stack of equal blocks: written out or scanned, rematerialized or not, with equal results.
 
-Scanned, every leaf has a leading axis over the layers, and the compiler sees one block. Written
-out, a layer's gradients can leave the device while the backward pass of earlier layers runs.
+If scanned, every leaf has a leading axis over the layers, and the compiler sees one block. If
+written out, a layer's gradients can leave the device while the backward pass of earlier layers
+runs.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Stacked(nnx.Module):
                 return run(graphdef, params, x), None
 
             if self.remat:
-                # Inside a scan the compiler cannot merge the two computations.
+                # Inside a scan, the compiler cannot merge the two computations.
                 body = jax.checkpoint(body, prevent_cse=False)
             return streaming.scan_layers(body, x, stacks)[0]
 
@@ -70,7 +71,7 @@ class Stacked(nnx.Module):
 
 
 def stack(make: Callable[..., nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """Makes a module whose leaves are stacks of the leaves that `make` makes with `rngs`."""
+    """Makes a module whose leaves are stacks of those that `make` creates with `rngs`."""
     return nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
 
 
@@ -79,7 +80,7 @@ def placed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
 
 
 def linear(n_in: int, n_out: int, *, bias: bool, **options) -> nnx.Linear:
-    """Makes a normal matrix `(n_in, n_out)`, deviation `INIT_STD`, and a zero bias if wanted."""
+    """Makes a normal matrix `(n_in, n_out)`, deviation `INIT_STD`, with an optional zero bias."""
     return nnx.Linear(n_in, n_out, use_bias=bias, kernel_init=rounded_normal, **options)
 
 
@@ -89,8 +90,8 @@ def embedding(rows: int, width: int, **options) -> nnx.Embed:
 
 
 def rounded_normal(key, shape, dtype, **options):
-    """Draws weights in float32, then rounds: every dtype starts from the same draw."""
+    """Draws weights in float32, then rounds, so that every dtype starts from the same draw."""
     draw = jax.random.normal(key, shape, jnp.float32, **options)
-    # Under jit the compiler would first multiply `INIT_STD` by the last factor of `normal`, and
+    # Under jit, the compiler would first multiply `INIT_STD` by the last factor of `normal`, and
     # round differently.
     return (jax.lax.optimization_barrier(draw) * INIT_STD).astype(dtype)

@@ -1,9 +1,9 @@
-"""The loss of next tokens for a large vocabulary, without all logits in memory at once.
+"""The next-token loss for a large vocabulary, without all logits in memory at once.
 
 Logits of 8,192 tokens for 150,000 words take 5 GB in float32, and so does their gradient. Here each
-part of the vocabulary has its turn, and its logits are computed again for the gradient. Parts of
-the vocabulary, not of the batch: then the gradient of each part of the head is complete when it is
-made, and no sum of it is kept beside the head.
+part of the vocabulary has its turn, and its logits are recomputed for the gradient. Dividing the
+vocabulary, not the batch, completes the gradient of each part of the head at once, so that no sum
+is kept next to the head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def token_losses(x: jax.Array, head: jax.Array, targets: jax.Array, axis: int) -
 
     Args:
         x: Output of the last layer `(b, t, width)`, in the dtype of the computation.
-        head: The matrix that maps it to logits, in any float dtype; cast to the dtype of `x`.
+        head: The matrix that maps `x` to logits, in any float dtype; cast to the dtype of `x`.
         targets: Words `(b, t)`, integers. The loss of an invalid number is NaN.
         axis: The axis of the vocabulary in `head`, 0 or 1; the other is the width.
     """
@@ -55,7 +55,7 @@ def _backward(axis: int, residuals: Any, g: jax.Array) -> Any:
         of_x, of_head = gradients
         matrix = _slice(head, start, words, axis).astype(x.dtype)
         logits = _logits(x, matrix, axis)
-        # A target of another part is outside of this part: its row is all zeros.
+        # A target in another part is outside this part, so its row is all zeros.
         off = jnp.exp(logits - normalizers[..., None]) - jax.nn.one_hot(targets - start, words)
         off = (off * g[..., None]).astype(x.dtype)
         of_x += _einsum(f"btv,{_LETTERS[axis]}->btw", off, matrix)
@@ -73,13 +73,13 @@ token_losses.defvjp(_forward, _backward)
 def no_words(targets: jax.Array) -> Any:
     """Returns the sums of `add_words` before any words."""
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    return zeros - jnp.inf, zeros, zeros + jnp.nan  # for targets that are no words
+    return zeros - jnp.inf, zeros, zeros + jnp.nan  # for targets that are not words
 
 
 def add_words(sums: Any, logits: jax.Array, place: jax.Array) -> Any:
     """Returns the largest logit, the sum of exponentials without it, and the logit of the target.
 
-    `place` is the index of the target among the words of `logits`; it may be outside of them.
+    `place` is the target's index among the words of `logits`, or outside that range.
     """
     # The loss does not depend on the number that is subtracted from all logits.
     top, (_, total, of_target) = jax.lax.stop_gradient(sums[0]), sums

@@ -1,8 +1,8 @@
 """The Llama family: Llama 2 and 3, Qwen 2, 2.5 and 3, and Mistral as one decoder with options.
 
-RMSNorm before each half of a block, rotary positions, attention in which several query heads share
-a key head, SwiGLU. Matrices are `(in, out)`, kept in `weight_dtype` and multiplied in
-`compute_dtype`; norms, rotations, the softmax of attention and the logits are always float32.
+It has RMSNorm before each half of a block, rotary positions, attention in which several query heads
+share a key head, and SwiGLU. Matrices are `(in, out)`, stored in `weight_dtype` and multiplied in
+`compute_dtype`; norms, rotations, the attention softmax and the logits are always float32.
 
 Letters: `b` sequences in a batch, `t` positions, `s` positions in a cache, `h` heads, `d` width of
 a head.
@@ -52,23 +52,23 @@ class DecoderConfig(NamedTuple):
     layers: int
     heads: int
     kv_heads: int  # a divisor of `heads`
-    head_width: int  # even; `heads * head_width` need not be `width`
+    head_width: int  # even; `heads * head_width` may differ from `width`
     ffn: int  # inner width of the SwiGLU layer
-    positions: int  # of the longest supported sequence; longer ones run, with bad results
+    positions: int  # of the longest supported sequence; longer sequences give bad results
     norm_eps: float = 1e-5  # added to the mean square
     rope_base: float = 1e4  # the slowest rotation turns once in about 6 times this many positions
     rope_scaling: LinearRope | Llama3Rope | None = None
     qkv_bias: bool = False  # whether queries, keys and values have a bias (Qwen 2)
     qk_norm: bool = False  # whether the query and the key of each head are normalized (Qwen 3)
     tied: bool = False  # whether the embedding is also the head
-    window: int | None = None  # how many tokens a token attends to, itself included; None for all
+    window: int | None = None  # how many tokens a token attends to, including itself; None for all
 
 
 class Cache(NamedTuple):
     """Keys and values of earlier positions, of one block or stacked for all of them."""
 
     keys: jax.Array  # ([blocks,] b, s, kv_heads, d), rotated
-    values: jax.Array  # likewise
+    values: jax.Array  # the same shape
 
 
 class Decoder(Stacked):
@@ -98,7 +98,7 @@ class Decoder(Stacked):
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Returns the logits after each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
 
-        With `positions` `(b, t)` of tokens in their texts, texts in a row do not attend to each
+        With the tokens' `positions` `(b, t)` in their texts, texts in a row do not attend to each
         other.
         """
         return self._logits(self._last_layer(tokens, positions))
@@ -108,12 +108,12 @@ class Decoder(Stacked):
     ) -> jax.Array:
         """Returns the cross-entropy of each of `targets` `(b, t)` in nats: float32 `(b, t)`.
 
-        Logits of a large vocabulary are never all in memory at once.
+        A large vocabulary's logits are never all in memory at once.
         """
         return self.losses_after(self._last_layer(tokens, positions), targets)
 
     def losses_after(self, x: jax.Array, targets: jax.Array) -> jax.Array:
-        """Returns the same from the stream `x` `(b, t, width)` after all blocks."""
+        """Returns the same losses from the stream `x` `(b, t, width)` after all blocks."""
         if self.parts > 1:
             head = self.head.kernel.get_value()
             return vocabulary.token_losses(self.norm(x), head, targets, self.embed.dtype)
@@ -141,7 +141,7 @@ class Decoder(Stacked):
         return self.run_blocks(x, *self.block_inputs(tokens, positions))
 
     def block_inputs(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[Any, ...]:
-        """Returns all blocks' inputs: rotations, and each token's text as its index in the row."""
+        """Returns all blocks' inputs: rotations, and the index of each token's text in the row."""
         text = None
         if positions is None:
             positions = jnp.arange(tokens.shape[1])[None]
@@ -160,7 +160,7 @@ class Decoder(Stacked):
     ) -> tuple[jax.Array, Cache]:
         """Returns the float32 logits `(b, vocabulary)` after `tokens` `(b, t)`, and the cache.
 
-        The cache has the `start` tokens before them; `start + t` is at most `s`. Needs stacked
+        The cache has the `start` tokens before them; `start + t` is at most `s`. This needs stacked
         blocks.
         """
         x = self.embed(tokens.astype(jnp.int32))
@@ -186,7 +186,7 @@ class Decoder(Stacked):
 
 
 class DecoderBlock(nnx.Module):
-    """Causal attention, then SwiGLU, each added to the residual stream it read from."""
+    """Applies causal attention, then SwiGLU; each is added to the residual stream that it read."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, **options):
         def matrix(n_in: int, n_out: int, *, bias: bool = False) -> nnx.Linear:
@@ -213,7 +213,7 @@ class DecoderBlock(nnx.Module):
     ) -> jax.Array:
         """Maps the stream `(b, t, width)`; a token sees only tokens with its number in `text`."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
-        # Recomputed in each block: kept for the backward pass, it would take (t, t).
+        # Recomputed in each block, because keeping it for the backward pass would take (t, t).
         mask = None if text is None else (text[:, :, None] == text[:, None, :])[:, None]
         mixed = attention(q, k, v, mask=mask, causal=True, window=self.config.window)
         return self._mixed_in(x, mixed)
@@ -221,7 +221,7 @@ class DecoderBlock(nnx.Module):
     def extend(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: Cache, start: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """Returns the same for positions from `start`; the cache has the earlier ones first."""
+        """Returns the same for positions from `start`; the cache starts with earlier positions."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
         cache = Cache(
             jax.lax.dynamic_update_slice_in_dim(cache.keys, k, start, axis=1),
@@ -249,7 +249,7 @@ class DecoderBlock(nnx.Module):
         return q, k, v
 
     def _mixed_in(self, x, mixed):
-        """Returns the stream after the block, from the output of attention `(b, t, heads, d)`."""
+        """Returns the stream after the block, from the attention's output `(b, t, heads, d)`."""
         x = x + self.attention_out(mixed.reshape(*x.shape[:2], -1))
         y = self.ffn_norm(x)
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
@@ -264,7 +264,7 @@ def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, j
 
 
 def rotation_speeds(config: DecoderConfig) -> np.ndarray:
-    """Returns radians per position of each pair of channels, descending: float64 `(d / 2,)`."""
+    """Returns each channel pair's radians per position, descending: float64 `(d / 2,)`."""
     pairs = config.head_width // 2
     speed = config.rope_base ** (-np.arange(pairs) / pairs)
     match config.rope_scaling:

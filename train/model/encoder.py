@@ -29,7 +29,7 @@ class EncoderConfig(NamedTuple):
 
 
 class BertClassifier(Stacked):
-    """Computes the logits of a sequence, or of a pair of sequences; arguments as for `Decoder`."""
+    """Computes the logits for a sequence or a pair of sequences; arguments as for `Decoder`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class BertClassifier(Stacked):
         self.embed_norm = _norm(config, rngs)
         super().__init__(config, partial(EncoderBlock, config, **dtypes), rngs=rngs, **options)
         self.pooler = linear(width, width, bias=True, rngs=rngs, **dtypes)
-        # One row per sequence, so float32 costs nothing.
+        # float32 is cheap, because there is one row per sequence.
         self.classifier = linear(
             width, labels, bias=True, rngs=rngs, param_dtype=weight_dtype, dtype=jnp.float32
         )
@@ -71,7 +71,7 @@ class BertClassifier(Stacked):
 
 
 class EncoderBlock(nnx.Module):
-    """Applies attention, then a feed-forward layer; adds each to its input, and normalizes."""
+    """Applies attention, then a feed-forward layer; adds each to its input and normalizes."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs, **options):
         def square() -> nnx.Linear:

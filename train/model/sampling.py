@@ -1,6 +1,6 @@
 """Continues a text token by token: greedily, or by sampling.
 
-The prompt goes through the model at once, then each token separately, with a cache of fixed size.
+The prompt passes through the model at once, then each token separately, with a fixed-size cache.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def continue_tokens(
     sampling: Sampling = LIKELIEST,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yields the tokens that continue a prompt, by a decoder of stacked blocks, up to an end."""
+    """Yields the tokens with which a decoder of stacked blocks continues a prompt, up to an end."""
     key = jax.random.key(seed)
     cache = nnx.merge(graphdef, params).empty_cache(1, len(prompt) + most)
     choose = partial(_extend, graphdef, sampling, params, key)
     token, cache = choose(cache, jnp.asarray(np.asarray(prompt, np.int32)), 0)
     for start in range(len(prompt), len(prompt) + most):
-        # The device starts the next token before this one is known: one step too many costs less
-        # than a wait at each.
+        # The device starts the next token before this token is known, because one extra step costs
+        # less than a wait at each.
         following = token
         if start < len(prompt) + most - 1:
             following, cache = choose(cache, token, start)
@@ -60,7 +60,7 @@ def continue_tokens(
 
 
 def choose(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns the next token, int32 `()`, by its logits `(vocabulary,)`; -1 if not finite."""
+    """Returns the next token, int32 `()`, from its logits `(vocabulary,)`; -1 if not finite."""
     finite = jnp.isfinite(logits.max())
     if sampling.temperature == 0:
         token = jnp.argmax(logits)

@@ -1,7 +1,7 @@
 """Embedding and head in parts of the vocabulary, which are scanned like layers.
 
-So gradients leave the device part by part. Both are stacks of parts, as `streaming.stream` returns
-them.
+Their gradients thus leave the device part by part. Both are stacks of parts, as returned by
+`streaming.stream`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from train.model import cross_entropy
 from train.model.blocks import stack
 from zenflow_jax import streaming
 
-#: The most parts of a vocabulary, and the largest part in units of `cross_entropy.PART`.
+#: The maximum number of vocabulary parts, and the largest part in units of `cross_entropy.PART`.
 MOST, LARGEST = 16, 4
 
 T = TypeVar("T")
 
 
 def parts_of(words: int) -> int:
-    """Returns the number of equal parts of a vocabulary; 1 if it is small, or its parts large."""
+    """Returns the number of equal vocabulary parts; 1 if it is small, or its parts large."""
     parts = max(i for i in range(1, MOST + 1) if words % i == 0)
     return parts if cross_entropy.PART < words <= parts * LARGEST * cross_entropy.PART else 1
 
 
 def make_parts(make: Callable[..., nnx.Module], words: int, parts: int, rngs: nnx.Rngs) -> Any:
-    """Makes an embedding or head of so many words; in parts, a stack of one for each part."""
+    """Makes an embedding or head for `words` words; if in parts, a stack with one per part."""
     if parts == 1:
         return make(words, rngs=rngs)
     return stack(partial(make, words // parts), parts, rngs)
@@ -54,7 +54,7 @@ def no_rows(tokens: jax.Array, width: int, dtype: DTypeLike) -> jax.Array:
 
 
 def add_rows(x: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
-    """Puts rows of a part `(words, width)` into `x`; `place` may be outside of the part."""
+    """Puts rows of a part `(words, width)` into `x`; `place` may be outside the part."""
     rows = _rows(part.astype(x.dtype), place)
     return jnp.where(((place >= 0) & (place < len(part)))[..., None], rows, x)
 
@@ -65,7 +65,7 @@ def _rows(part: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _rows_backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> Any:
-    # A scatter on a GPU would sort all numbers of `g` for each part, to add them in order.
+    # A scatter on a GPU would sort all values in `g` for each part, to add them in order.
     place, part = residuals
     of_words = jax.nn.one_hot(place, len(part), dtype=g.dtype)
     of_part = jnp.einsum("btv,btw->vw", of_words, g, preferred_element_type=jnp.float32)
@@ -78,7 +78,7 @@ _rows.defvjp(lambda part, place: (_rows(part, place), (place, part)), _rows_back
 def token_losses(x: jax.Array, head: Any, targets: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Computes `cross_entropy.token_losses` for a head `(parts, width, words)`; `x` is float32.
 
-    Products are in `dtype`, gradients with respect to `x` are summed in float32.
+    Products are in `dtype`; gradients with respect to `x` are summed in float32.
     """
 
     def add(sums: Any, part: jax.Array, start: jax.Array) -> Any:
@@ -89,7 +89,7 @@ def token_losses(x: jax.Array, head: Any, targets: jax.Array, dtype: DTypeLike) 
 
 
 def add_logits(sums: Any, x: jax.Array, part: jax.Array, place: jax.Array) -> Any:
-    """Adds the words of a part `(width, words)` to sums that `cross_entropy.no_words` began."""
+    """Adds the words of a part `(width, words)` to sums started by `cross_entropy.no_words`."""
     return cross_entropy.add_words(sums, cross_entropy.logits_of(x, part), place)
 
 

@@ -1,1 +1,1 @@
-"""The memory and the speed of a run, before it starts."""
+"""The memory and speed of a run, before it starts."""

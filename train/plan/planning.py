@@ -1,6 +1,6 @@
-"""Plans the memory and the speed of a run for three optimizers, and finds settings that fit.
+"""Plans a run's memory and speed for three optimizers, and finds settings that fit.
 
-Reads no weights, and needs no device. `zenflow_jax.planning` has the arithmetic.
+This reads no weights and needs no device. `zenflow_jax.planning` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from zenflow_jax import find_state, planning
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
 OPTIMIZERS = ("adamw", "offload", "zenflow")
-#: The most settings that are named, and the most steps that are compiled to find them.
+#: The maximum number of suggested settings, and of steps that are compiled to find them.
 WAYS, COMPILATIONS = 3, 12
-# For a run whose steps and classes depend on its data: no size depends on them.
+# For a run whose steps and classes depend on its data; sizes do not depend on these.
 STEPS, LABELS = 1000, 2
-# Without a device jax 0.11.2 cannot select a deterministic matrix product.
+# Without a device, jax 0.11.2 cannot select a deterministic matrix product.
 _OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": False}
-#: Settings of a run that fits where no other does.
+#: Settings for a run that fits when no other does.
 _BY_LAYERS = {
     "optimizer": "offload",
     "stream": "weights",
@@ -109,7 +109,7 @@ class _Planner:
         self._compiled_layers = functools.cache(functools.partial(self._layers, compiles=True))
 
     def _rate(self, bandwidth: float | str | None) -> float:
-        """Returns bytes a second of the host's memory."""
+        """Returns the host memory's bytes per second."""
         if bandwidth is None:
             axes = mesh_axes(self.settings.mesh) if self.settings.mesh else {}
             return planning.GPUS[self.device].host_beside(math.prod(axes.values()))[0]
@@ -136,7 +136,7 @@ class _Planner:
         plan = self.by_shapes(run)
         if not self.by_compiler:
             return plan
-        # No step's gradients and activations depend on these.
+        # Gradients and activations of steps do not depend on these.
         same = {name: getattr(self.settings, name) for name in ("update_interval", "staleness")}
         run = dataclasses.replace(run, **same, host_state="float32", prefetch_bytes=None)
         return plan.with_peak(self._peak(run))
@@ -144,7 +144,7 @@ class _Planner:
     def plan_to_fit(self, run: StepSettings) -> planning.Plan | None:
         """Plans a run, and compiles only if it fits by shapes; None if it cannot be planned."""
         try:
-            # These bytes do not depend on remat; the trace of a deep model takes seconds.
+            # These bytes do not depend on remat, and tracing a deep model takes seconds.
             plan = self.by_shapes(dataclasses.replace(run, remat=self.settings.remat))
             if not plan.fits or not self.by_compiler:
                 return plan
@@ -158,7 +158,7 @@ class _Planner:
 def plan_run(
     settings: Settings, options: Planning, deepspeed: DeepSpeedOptions | None = None
 ) -> RunPlan:
-    """Plans a run, which has the values of its DeepSpeed config, for the machine of `options`."""
+    """Plans a run, which has its DeepSpeed config's values, for the machine in `options`."""
     settings.check_task(["model"])
     planner = _Planner(settings, options)
     if planner.origin is not None:
@@ -230,7 +230,7 @@ def ways_that_fit(
 
 
 def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
-    """Yields changes other than the batch, alone and combined: few changes first."""
+    """Yields changes other than the batch, alone and combined, fewest changes first."""
     offloads, interval = settings.optimizer != "adamw", settings.update_interval
     choices: dict[str, Any] = {"remat": True}
     if settings.stream == "weights":  # each layer is recomputed
@@ -253,7 +253,7 @@ def _changed(settings: StepSettings, values: Mapping[str, Any]) -> dict[str, Any
 
 
 def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | None) -> int:
-    """Returns the bytes of one device at the peak of a step, by the compiler."""
+    """Returns a device's bytes at the peak of a step, according to the compiler."""
     return planning.peak_bytes(compiled_step(planned_step(run, origin, mesh, placed=True)))
 
 
@@ -267,7 +267,7 @@ def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
 
 
 def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
-    """Returns the mesh of the setting: of described GPUs, or of this machine's CPU devices."""
+    """Returns the mesh in the setting, of described GPUs or of this machine's CPU devices."""
     sizes = mesh_axes(text) if text else {"data": 1}
     if described:
         return planning.described_mesh(device, sizes)
@@ -284,7 +284,7 @@ class PlannedStep(NamedTuple):
 
 
 def folder_of_config(model: str) -> Pretrained:
-    """Returns a model's folder, of which only `config.json` is read."""
+    """Returns a model's folder after reading only its `config.json`."""
     folder = model_folder(model, [CONFIG])
     raw = read_raw(folder)
     config = read_config(folder / CONFIG, raw)
@@ -389,7 +389,7 @@ def _shape_at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _state_shapes(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
-    """Returns a state with moments sharded like their parameters, and all else `everywhere`."""
+    """Returns a state with moments sharded like their parameters, and the rest `everywhere`."""
     return optax.tree.map_params(
         tx,
         lambda x, p: _shape_at(x, p.sharding),

@@ -16,7 +16,7 @@ from zenflow_jax import planning
 
 
 def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
-    """Prints the plan; `arguments` are those of the command."""
+    """Prints the plan; `arguments` are the command's arguments."""
     chosen, settings = run_plan.chosen, run_plan.settings
     devices = "" if chosen.devices == 1 else f" on {chosen.devices} devices"
     by = "the compiler" if chosen.by == "compiler" else "shapes: no gradients, no activations"
@@ -67,7 +67,7 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
 
 
 def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
-    """Returns sentences on the run, and at most three commands that fit."""
+    """Returns sentences about the run, and at most three commands that fit."""
     chosen, settings = run_plan.chosen, run_plan.settings
     by_shapes = chosen.by == "shapes"
     lines = [f"{settings.optimizer}: {chosen.advice}"]

@@ -10,8 +10,8 @@
     examples.py          the common part of the last three
     files.py, tables.py  the contents of files
 
-All tasks but the first tokenize everything at the start, in chunks (`encoding.py`), into files on
-disk that are mapped into memory (`token_files.py`). The same files and seed give the same examples.
+All tasks but the first tokenize everything at the start, in chunks (`encoding.py`), into
+memory-mapped files on disk (`token_files.py`). The same files and seed give the same examples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from train.tasks.batches import Source
 
-# Predicted and true ids of classes, both (n,), to metrics.
+# Maps predicted and true class ids, both (n,), to metrics.
 Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 
 
@@ -47,23 +47,23 @@ class Task(NamedTuple):
     name: str
     train: Source
     validation: Mapping[str, Source]  # usually one, "validation"
-    checksum: int  # CRC-32 of all tokens and labels, so that a resumed run notices changed data
+    checksum: int  # CRC-32 of all tokens and labels, so that a resumed run detects changed data
     labels: tuple[str, ...] = ()  # names of the classes in the order of their ids
     score: Score | None = None  # the official metrics of classes
-    # The metric that decides which weights are best; a loss is better if smaller. With several data
-    # sets it has the set's name as a prefix: "matched/accuracy".
+    # The metric that decides which weights are best; a smaller loss is better. With several data
+    # sets, it has the set's name as a prefix: "matched/accuracy".
     best: str = "loss"
-    notes: tuple[str, ...] = ()  # sentences about examples that were left out, to be shown
+    notes: tuple[str, ...] = ()  # sentences about omitted examples, to be shown
     overview: tuple[str, ...] = ()  # lines about the training examples, to be shown
 
     @property
     def kind(self) -> Literal["decoder", "encoder"]:
-        """The kind of model that the task needs."""
+        """Returns the kind of model that the task needs."""
         return "encoder" if self.labels else "decoder"
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of a validation's metrics."""
+        """Returns the names of a validation's metrics."""
         ids = np.zeros(1, np.int32)
         names = ["loss", *(self.score(ids, ids) if self.score else ())]
         if len(self.validation) == 1:
@@ -72,5 +72,5 @@ class Task(NamedTuple):
 
     @property
     def target(self) -> str:
-        """The unit of the loss."""
+        """Returns the unit of the loss."""
         return "label" if self.labels else "token"

@@ -8,8 +8,8 @@ A file has one such object per line, or, as *.json, a list of them, or is a tabl
 
 Prompt and answer of an instruction are tokenized separately, so that the prompt has the same tokens
 as in `train.generate`: `[begin] prompt answer end`. The chat template turns a conversation into one
-text, of which only the assistant's part with its end counts (`fields.py`: unless a message has
-weight 0).
+text, in which only the assistant's parts with their ends count, except messages with weight 0
+(`fields.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROMPT = (
 
 
 class Answers(Examples):
-    """Examples with `length` predicted tokens; only marked ones count."""
+    """Examples with `length` predicted tokens, of which only marked tokens count."""
 
     def __init__(self, encoded: Encoded, rows: np.ndarray, length: int, pad: int):
         super().__init__(encoded, rows, most=length + 1, longest=length, pad=pad)
@@ -58,13 +58,13 @@ class Answers(Examples):
 
 
 def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
-    """Makes the task of answering instructions; arguments and errors as for `task_of_answers`."""
+    """Creates the task of answering instructions; arguments and errors as for `task_of_answers`."""
     encode_files = partial(_encode_instructions, tokenizer)
     return task_of_answers("alpaca", data, tokenizer, encode_files, **options)
 
 
 def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
-    """Makes the task of answering in conversations; arguments as for `task_of_answers`."""
+    """Creates the task of answering in conversations; arguments as for `task_of_answers`."""
     special = [n for n, t in tokenizer.tokens.get_added_tokens_decoder().items() if t.special]
 
     def encode_files(paths: list[Path], notes: list[str]) -> Iterator[Encoded]:
@@ -96,17 +96,17 @@ def task_of_answers(
     form: tuple[object, ...] = (),
     store: Callable[..., Encoded] = store_tokens,
 ) -> Task:
-    """Makes the task of predicting the answers in the files of `data`.
+    """Creates the task of predicting the answers in the files of `data`.
 
-    Examples of more than T + 1 tokens are cut on the right; those that lose their answer are
-    dropped. `store` is `store_tokens` with options; `form` has other facts that determine tokens.
+    Examples longer than T + 1 tokens are truncated; those that lose their answer are dropped.
+    `store` is `store_tokens` with options; `form` has other facts that determine tokens.
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     sides: list[Examples] = []
     for paths in filter(None, (files.train, files.validation)):
         encoded = store(partial(encode_files, paths), tokenizer, paths, notes, form=(name, *form))
-        # The first token of an example is no target.
+        # The first token of an example is not a target.
         ends = np.minimum(encoded.starts[1:], encoded.starts[:-1] + sequence_length + 1)
         bounds = zip(encoded.starts[:-1] + 1, ends, strict=True)
         answered = (encoded.marks[begin:end].any() for begin, end in bounds)
@@ -137,13 +137,13 @@ def prompt(instruction: str, context: str = "") -> str:
 def _encode_instructions(
     tokenizer: Tokenizer, paths: list[Path], notes: list[str]
 ) -> Iterator[Encoded]:
-    """Yields prompts and answers as tokens, with a begin (if any) and an end around each pair."""
+    """Yields prompts and answers as tokens, each pair between a begin (if any) and an end."""
     fields = Fields("instruction", "input", "output", refused=OF_INSTRUCTIONS)
     texts = expect_examples(paths, partial(_instructions, fields=fields))
     for chunk in encode(tokenizer, texts, special=False, together=2):
         prompts, outputs = np.diff(chunk.starts).reshape(-1, 2).T
         tokens, starts = enclose(chunk.tokens, chunk.starts[::2], tokenizer)
-        # Begin and prompt do not count, answer and end do.
+        # Begin and prompt do not count; answer and end do.
         lengths = np.stack([prompts + (tokenizer.begin is not None), outputs + 1], axis=1)
         counts = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.reshape(-1))
         yield Encoded(tokens, counts, starts, np.diff(starts))

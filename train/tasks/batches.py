@@ -1,4 +1,4 @@
-"""Batches of examples: shuffled, on their devices, and the same after a resume.
+"""Batches of examples: shuffled, placed on devices, and the same after a resume.
 
 An example is a dict of NumPy arrays (`tasks/` lists them); a batch is the same dict with a leading
 axis. Batch `i` depends only on the seed and `i`, on any number of devices and processes.
@@ -18,7 +18,7 @@ from train import Failure
 from train.cli.settings import SettingsError
 from train.distributed.sharding import batch_sharding, own_rows
 
-Batch = dict[str, Any]  # NumPy arrays, or on a mesh arrays over its devices
+Batch = dict[str, Any]  # NumPy arrays or, on a mesh, arrays over its devices
 
 # 1 for rows of a batch that are examples, 0 for padding rows.
 ROWS = "rows"
@@ -43,7 +43,7 @@ class Padded(Protocol):
 
 
 class _Shuffled:
-    """The examples of a source in a random order, and batches on their devices."""
+    """A source's examples in random order, and batches on their devices."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class _Shuffled:
         mesh: Mesh | None = None,
         buckets: int = 1,
     ):
-        import grain  # takes 0.3 s; only its shuffle is needed, which needs no table
+        import grain  # takes 0.3 s; only its shuffle is used, which needs no table
 
         self._source = source
         self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed)
@@ -76,7 +76,7 @@ class _Shuffled:
         return min(max(needed, self._part), self._padded.longest)
 
     def _batch(self, own: list[dict[str, np.ndarray]], numbers: list[int]) -> Batch:
-        """Returns the batch of the examples `numbers`; this process has the `own` ones."""
+        """Returns the batch of the examples `numbers`; this process has the `own` examples."""
         if self._padded and (behind := self._padded.longest - self._bucket(numbers)):
             own = [{n: x[:-behind] if x.ndim else x for n, x in e.items()} for e in own]
         stacked = {name: np.stack([e[name] for e in own]) for name in own[0]}
@@ -91,11 +91,11 @@ class _Shuffled:
 
 
 class Batches(_Shuffled):
-    """Batches of a source for training: an endless series, with a new order for each epoch.
+    """A source's batches for training: an endless series, with a new order for each epoch.
 
     Batches of a `Padded` source are as long as their longest example, rounded up to one of
-    `buckets` lengths. Indexing starts no thread, and takes 0.15 ms for a small batch.
-    `per_epoch` batches cover every example; the last may begin the next epoch.
+    `buckets` lengths. Indexing starts no thread and takes 0.15 ms for a small batch. `per_epoch`
+    batches cover every example; the last batch may begin the next epoch.
     """
 
     def __init__(self, source: Source, **options: Any):
@@ -103,7 +103,7 @@ class Batches(_Shuffled):
         if self._size > len(source):
             most = f"at most {len(source)}, all the training data"
             raise SettingsError(f"`batch_size`: must be {most}, but is {self._size}.")
-        # Finding the number of an example takes longer than reading it.
+        # Finding an example's number takes longer than reading the example.
         self._order = self._order.repeat()
         self._last: tuple[int, list[int]] = (-1, [])
         self.per_epoch = math.ceil(len(source) / self._size)
@@ -116,16 +116,16 @@ class Batches(_Shuffled):
         return self._batch([self._source[numbers[row]] for row in self._rows], numbers)
 
     def tokens(self, i: int) -> int | None:
-        """Returns the tokens of batch `i` on all devices together; None if none is padding."""
+        """Returns the tokens of batch `i` on all devices together; None if there is no padding."""
         return int(self._padded.lengths[self._numbers(i)].sum()) if self._padded else None
 
     def length(self, i: int) -> int | None:
-        """Returns the length of its examples; None if all batches have the same length."""
+        """Returns the length of batch `i`'s examples; None if all batches have the same length."""
         return self._bucket(self._numbers(i)) if self._padded else None
 
     def _numbers(self, i: int) -> list[int]:
-        # Covers examples of other processes as well: all must get the same length.
-        # Called three times in a row for each batch.
+        # Also covers other processes' examples, because all must get the same length.
+        # Cached, because it is called three times in a row for each batch.
         if self._last[0] != i:
             self._last = i, [self._number(i * self._size + row) for row in range(self._size)]
         return self._last[1]

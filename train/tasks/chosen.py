@@ -1,4 +1,4 @@
-"""The task of the settings."""
+"""Creates the task that the settings name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ KINDS = {"decoder": "a decoder, such as a Llama or Qwen", "encoder": "an encoder
 def make_test(
     settings: Settings, origin: Pretrained, task: Task, say: Callable[[str], None]
 ) -> Task:
-    """Returns the task with the examples of `test_data` for validation, and none to train on."""
+    """Returns the task with `test_data` as validation examples, and no training examples."""
     file = Path(settings.test_data)
     if not file.is_file():
         raise SettingsError(f"`test_data`: {file} is not a file. Name a file.")
-    # Without steps, all examples may validate.
+    # Without steps, all examples may be used for validation.
     whole = dataclasses.replace(settings, data=str(file), validation_share=1.0, steps=0)
     test = make_task(whole, origin, say, known=task.labels)
     if test.labels != task.labels:
@@ -42,9 +42,9 @@ def make_task(
     say: Callable[[str], None],
     known: Sequence[str] = (),
 ) -> Task:
-    """Reads the data of the settings; `origin` is the folder of the model, with its tokenizer.
+    """Reads the settings' data; `origin` is the model's folder, with its tokenizer.
 
-    The classes are the `known` ones, or else those of the model's head, if all labels are among
+    The classes are the `known` classes, or else those of the model's head, if all labels are among
     them.
     """
     task, path = settings.task, settings.data and Path(settings.data)
@@ -111,7 +111,7 @@ def class_names(origin: Pretrained) -> tuple[str, ...]:
 
 
 def check_length(sequence_length: int, origin: Pretrained) -> None:
-    """Rejects sequences that are longer than the model's positions."""
+    """Rejects sequences that exceed the model's positions."""
     longest = origin.config.positions
     if sequence_length > longest:
         raise SettingsError(

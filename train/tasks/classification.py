@@ -1,12 +1,12 @@
-"""A class for a text, or for a pair of texts, from a user's file.
+"""Classification of texts, or of pairs of texts, from a user's file.
 
 A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The classes are the
 labels that occur, numbers ascending and others alphabetically, unless a table or the model's head
 names the classes. Labels are compared as text.
 
-CSV: columns are separated by commas; by semicolons, tabs or bars if the header has the columns only
-with these. TSV: a line is a row; quotation marks around a text are removed, since spreadsheets add
-them. Rows without text are left out, and a note names them.
+CSV: columns are separated by commas, or by semicolons, tabs or bars if the header has the columns
+only with these. TSV: a line is a row; quotation marks around a text are removed, because
+spreadsheets add them. Rows without text are left out and named in a note.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEPARATORS = (",", ";", "\t", "|")
 QUOTE = "Put a text with a separator in it between quotation marks"
 AS_CSV = "Save texts with tabs or line breaks in them as CSV"
 
-# From this share of one class on, accuracy says little.
+# If one class has at least this share, accuracy is not informative.
 UNBALANCED = 0.75
 
 # With more labels than this, the number of examples shows whether they are classes.
@@ -54,7 +54,7 @@ class Columns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one side's files."""
+    """The rows of the training or validation files."""
 
     texts: list[Text]
     labels: list[str]
@@ -80,9 +80,9 @@ def make(
     seed: int,
     known: Sequence[str] = (),
 ) -> Task:
-    """Makes the task of classifying the texts of a file; arguments as for `task_of_answers`.
+    """Creates the task of classifying a file's texts; arguments as for `task_of_answers`.
 
-    If the model's head has all labels as `known` classes, whatever their case, they are used.
+    If the model's head has all labels as `known` classes, ignoring case, these are used.
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
@@ -113,10 +113,10 @@ def make(
 
 
 def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
-    """Yields lines about the shares of the classes, and about accuracy where one is most."""
+    """Yields lines about the classes' shares, and about accuracy if one class dominates."""
     counts = np.bincount(ids, minlength=len(classes))
     shares = counts / len(ids)
-    # The rarest first: misspelled labels are among them.
+    # The rarest first, because misspelled labels are among them.
     order = np.argsort(counts, kind="stable")
     counted = ", ".join(f"{classes[i]!r} {counts[i]} ({shares[i]:.1%})" for i in order)
     yield f"{len(classes)} classes, with their examples: {shorten(counted)}"
@@ -128,7 +128,7 @@ def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
 
 
 def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -> list[str]:
-    """Returns the labels that occur, sorted, or the known ones if these include all of them."""
+    """Returns the labels that occur, sorted, or the known labels if these include all of them."""
     classes = sorted(set(labels))
     if {label.lower() for label in classes} <= {name.lower() for name in known}:
         return list(known)
@@ -152,14 +152,14 @@ def _ids(side: Rows, classes: list[str], known: Sequence[str], column: str) -> l
         ids.append(exact.get(label, folded.get(label.lower(), -1)))
         if ids[-1] < 0:
             raise DataError(
-                f"{place}: the label {label!r} in column {column!r} is none of the training data: "
+                f"{place}: the label {label!r} in column {column!r} is not in the training data: "
                 f"{shorten(', '.join(map(repr, exact)))}."
             )
     return ids
 
 
 def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
-    """Returns the rows of the files; notes name those that are left out."""
+    """Returns the rows of the files; notes name omitted rows."""
     rows = Rows([], [], [])
     for path in paths:
         names = tables.class_names(path, columns.label) if tables.is_table(path) else None
@@ -186,13 +186,13 @@ def _text(where: str, record: dict[str, Any], column: str) -> str:
 
 
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
-    """Returns the label of a row as text, the same for 1, 1.0 and "1.0"; `names` are of numbers."""
+    """Returns a row's label as text, the same for 1, 1.0 and "1.0"; `names` are for numbers."""
     if column not in record:
         text_field(where, record, column, remedy="Name it with --label-column")
     match label := record[column]:
         case bool():
             return str(label).lower()
-        case float() if label.is_integer():  # columns of numbers with gaps have floats
+        case float() if label.is_integer():  # number columns with gaps have floats
             return _label(where, {column: int(label)}, column, names)
         case int() if names is None:
             return str(label)
@@ -232,13 +232,13 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
-    """Yields the cells of each row that is not blank, and the line where it begins."""
+    """Yields the cells of each nonblank row, and the number of its first line."""
     first = next(lines(path), (1, ""))[1]
     needed = {*columns.texts, columns.label}
     headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
     separator = next((s for s in SEPARATORS if needed <= headers[s]), SEPARATORS[0])
     longest = csv.field_size_limit(sys.maxsize)  # for texts of more than 131,072 characters
-    # Without reading a row ahead, so that an error names the first wrong row.
+    # Does not read ahead, so that an error names the first invalid row.
     reader = csv.reader((line for _, line in lines(path)), delimiter=separator, strict=True)
     begin = 1
     try:
@@ -249,7 +249,7 @@ def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
     except csv.Error as error:
         raise DataError(
             f"{path}, line {begin}: the row to line {reader.line_num} is not valid CSV ({error}). "
-            'Write each `"` inside of a text as `""`.'
+            'Write each `"` inside a text as `""`.'
         ) from error
     finally:
         csv.field_size_limit(longest)

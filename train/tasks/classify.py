@@ -28,7 +28,7 @@ def check_classifier(origin: Pretrained) -> None:
     """Rejects a folder whose model cannot classify a single text."""
     if origin.labels is None:
         raise SettingsError(
-            f"`model`: {origin.folder} ({origin.raw['model_type']}) has no head that classifies. "
+            f"`model`: {origin.folder} ({origin.raw['model_type']}) has no classification head. "
             "Pass a decoder, or a trained encoder: runs/NAME/model."
         )
     task = origin.raw.get(TASK)
@@ -51,7 +51,7 @@ def classify_texts(
     tokenizer: Tokenizer,
     texts: Sequence[str],
 ) -> Iterator[tuple[str, float]]:
-    """Yields the class of each text and its probability; texts beyond the positions are cut."""
+    """Yields the class of each text and its probability; texts that are too long are cut."""
     source = Sentences(texts, [0] * len(texts), tokenizer, origin.config.positions)
     shares_of = jax.jit(lambda params, *of: jax.nn.softmax(nnx.merge(graphdef, params)(*of)))
     for first in range(0, len(texts), BATCH):

@@ -55,7 +55,7 @@ class Conversations:
     ) -> Conversation:
         parsed = [dict(message) for message in messages]
         for n, message in enumerate(parsed, 1):
-            if calls := message.get("tool_calls"):  # OpenAI has their arguments as JSON text
+            if calls := message.get("tool_calls"):  # OpenAI's arguments are JSON text
                 message["tool_calls"] = [_parsed(f"{where}, message {n}", call) for call in calls]
         try:
             conversation = self._template.conversation(parsed, tools, skipped)

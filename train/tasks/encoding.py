@@ -14,8 +14,8 @@ import numpy as np
 
 from train.huggingface.tokenizer import Tokenizer
 
-# A chunk ends with the text that reaches one of these. All cores encode it, each a text at a time,
-# so it should contain several texts; a million characters take about 150 MB.
+# A chunk ends with the text that reaches one of these limits. All cores encode it, each a text at a
+# time, so it should contain several texts; a million characters take about 150 MB.
 CHUNK_TEXTS = 4096
 CHUNK_CHARACTERS = 2**20
 
@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
     tokens: np.ndarray  # (total,), unsigned
     marks: np.ndarray  # (total,) uint8: 1 for the second sentence of a pair, or for answers
     starts: np.ndarray  # (n + 1,) int64; text i has tokens[starts[i] : starts[i + 1]]
-    whole: np.ndarray  # the length of each before it was cut
+    whole: np.ndarray  # the length of each text before it was cut
     checksum: int = 0  # of all arrays
 
 
@@ -44,8 +44,8 @@ def encode(
 ) -> Iterator[Encoded]:
     """Yields chunks of the texts, or pairs of texts, as tokens; second texts are marked.
 
-    The tokenizer adds `special` tokens, and cuts texts that are longer than `longest`. A chunk has
-    a multiple of `together` texts.
+    The tokenizer adds `special` tokens, and cuts texts longer than `longest`. A chunk has a
+    multiple of `together` texts.
     """
     tokens, cutting = tokenizer.tokens, None
     if longest is not None:
@@ -80,7 +80,7 @@ def enclose(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Puts a begin (if any) and an end token around each text; returns tokens and starts."""
     around = [tokenizer.end] if tokenizer.begin is None else [tokenizer.begin, tokenizer.end]
-    # At the same position `insert` keeps the order: an end, then the next begin.
+    # At the same position, `insert` keeps the order: an end, then the next begin.
     places = np.stack([starts[:-1], starts[1:]][-len(around) :], axis=1).reshape(-1)
     enclosed = np.insert(tokens, places, np.tile(np.array(around), len(starts) - 1))
     return enclosed, starts + len(around) * np.arange(len(starts))

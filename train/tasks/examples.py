@@ -1,4 +1,4 @@
-"""Tokenized examples: padded, split, and described."""
+"""Tokenized examples: padded, split and described."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from train.tasks.encoding import Encoded, Text, encode
 from train.tasks.files import split
 from train.tasks.token_files import store_tokens
 
-#: The shown example: the number of parts, learned or not, and of characters in each.
+#: Limits for the shown example: number of parts, learned or not, and characters per part.
 PARTS, CHARACTERS = 8, 240
 
 
 class Examples:
-    """Examples of at most `most` tokens, of which a model gets `longest`. Subclasses index them."""
+    """Examples with at most `most` tokens; models get `longest` of them. Subclasses index."""
 
     def __init__(self, encoded: Encoded, rows: np.ndarray, *, most: int, longest: int, pad: int):
         self.longest = longest
@@ -57,7 +57,7 @@ class Examples:
         return tokens, marks, size
 
     def split(self, data: Path, *, validation_share: float, seed: int) -> list[Examples]:
-        """Returns the examples of `data` that train, and those that validate."""
+        """Returns the training examples and the validation examples of `data`."""
         if len(self) < 2 and validation_share < 1:
             raise DataError(f"{data} needs at least two examples, but has {len(self)}.")
         sides = []
@@ -71,7 +71,7 @@ class Examples:
         return split(np.ones(len(self)), validation_share=validation_share, seed=seed)
 
     def checksum(self, start: int) -> int:
-        """Returns a CRC-32 of tokens, marks, lengths and choice of examples, from `start` on."""
+        """Returns a CRC-32 of tokens, marks, lengths and chosen examples, starting from `start`."""
         return zlib.crc32(self._rows, zlib.crc32(b"%d" % self._encoded.checksum, start))
 
     def describe_lengths(self) -> str:
@@ -105,7 +105,7 @@ class Sentences(Examples):
         return {"tokens": tokens, "types": types, "mask": mask, "label": label}
 
     def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
-        """Splits each class by itself: a class with two examples has one on each side."""
+        """Splits each class separately: a class with two examples has one on each side."""
         options: Any = {"validation_share": validation_share, "seed": seed}
         labels = self._labels[self._rows]
         counts = np.bincount(labels)
@@ -133,7 +133,7 @@ def task_of(
     notes: Iterable[str] = (),
     **scoring: Any,
 ) -> Task:
-    """Makes the task of these examples; `checksum` covers other facts of a resumed run."""
+    """Creates the task for these examples; `checksum` covers other facts of a resumed run."""
     for source in (train, *validation.values()):
         checksum = source.checksum(checksum)
     validate = sum(len(source) for source in validation.values())
@@ -164,7 +164,7 @@ def describe_example(
         label = labels[int(example["label"])]
         text = f"{_marked(tokens, np.zeros(len(tokens)), tokenizer)} ⟦{label}⟧"
     else:
-        # The target of input j is token j + 1. After the last target is padding.
+        # The target of input j is token j + 1. After the last target, there is padding.
         weights = example.get("weights", np.ones(len(tokens) - 1))
         stop = source.lengths[0] + 1 if isinstance(source, Padded) else len(tokens)
         text = _marked(tokens[:stop], np.append(0, weights)[:stop], tokenizer)
@@ -175,7 +175,7 @@ def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer) -> st
     """Returns the text of the tokens, with marks around those that are learned."""
     borders = [0, *np.flatnonzero(np.diff(learned)) + 1, len(tokens)]
     shown = borders[: PARTS + 1]
-    # Always from the start: decoded separately, the first token of a part may lose its space.
+    # Always decodes from the start, as a part's first token may otherwise lose its space.
     texts = [tokenizer.tokens.decode(tokens[:i].tolist(), skip_special_tokens=False) for i in shown]
     parts = []
     for start, (before, text) in zip(shown[:-1], itertools.pairwise(texts), strict=True):

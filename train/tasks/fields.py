@@ -1,6 +1,6 @@
 """Fields of records that a task does not read.
 
-Fields that control what is learned are followed or refused. Others are counted, for a note.
+Fields that control learning are obeyed or rejected. Other fields are counted, for a note.
 docs/finetuning.md has the same table.
 """
 
@@ -42,7 +42,7 @@ OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
     ("system", "history"), "Alpaca has no such field. Write conversations and use --task chat"
 )
 
-# 1 or true if an example, or a message, is learned, 0 or false if not.
+# 1 or true if an example or message is learned, 0 or false if not.
 WEIGHTS = ("weight", "loss_weight", "train")
 OF_ANSWERS = (*WEIGHTS, "training", "loss")
 
@@ -56,7 +56,7 @@ RENAME_ITEMS = f"Rename {_ITEMS}"
 
 
 class Fields:
-    """Rejects records with other fields that control what is learned, and counts other fields.
+    """Rejects records with unsupported fields that control learning, and counts other fields.
 
     Tables have a column for each field, so an empty field counts as absent.
     """
@@ -78,7 +78,7 @@ class Fields:
                 raise DataError(f"{problem} Leave out that example.")
 
     def notes(self, where: object) -> list[str]:
-        """Returns a sentence that lists the other fields, each with its number of records."""
+        """Returns a sentence that lists the other fields with their numbers of records."""
         others = self._others
         return [f"{where}: fields that are not read: {listed(others)}"] if others else []
 
@@ -87,7 +87,7 @@ def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> Non
     """Raises a `DataError` with a remedy if a field is `refused`."""
     if name not in refused or _is_empty(value):
         return
-    if name == "label" and not isinstance(value, bool):  # names a class; a bool is a verdict (KTO)
+    if name == "label" and not isinstance(value, bool):  # a class; a bool is a verdict (KTO)
         return
     got = shorten(repr(value))
     raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {refused[name]}.")
@@ -125,7 +125,7 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
 
 
 def alpaca_remedy(record: Mapping[str, Any]) -> str:
-    """Returns the remedy for a record that is no instruction."""
+    """Returns the remedy for a record that is not an instruction."""
     if "messages" in record or "conversations" in record:
         return "That is a conversation: use --task chat"
     pairs = {name: RENAMED[name] for name in RENAMED if name in record}

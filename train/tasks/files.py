@@ -1,4 +1,4 @@
-"""Files with examples: finds them, reads their lines, and selects validation examples."""
+"""Finds files with examples, reads their lines, and selects validation examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from train.tasks import tables
 from train.tasks.batches import DataError
 
-# Words that name the purpose of a file, as in the library `datasets`.
+# Words that indicate a file's purpose, as in the library `datasets`.
 _SIDES = {
     "train": r"train(ing)?",
     "validation": r"val(id(ation)?)?|dev",
@@ -30,16 +30,16 @@ class Files(NamedTuple):
     """The files of a task, each side sorted by name."""
 
     train: list[Path]
-    validation: list[Path]  # empty if a share of the others validates
+    validation: list[Path]  # empty if a share of the training files is used
     notes: list[str]
 
 
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
-    """Finds the files of a task in a file or folder; names end in one of `suffixes`.
+    """Finds a task's files in a file or folder; their names end in one of `suffixes`.
 
-    In a folder, or in the output of `save_to_disk` of `datasets`, names decide which files train
-    and which validate (`_side_of`); test data does neither. If no name marks training data, files
-    without a side train. Folders named like sides are sides if no file is beside them.
+    In a folder, or in `save_to_disk` output of `datasets`, names decide which files train or
+    validate (`_side_of`); test data is left out. If no name marks training data, files without a
+    side train. Folders named like sides count if no files are next to them.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
@@ -66,7 +66,7 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
 
 
 def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Lists the files with examples in a folder, without those that `datasets` adds."""
+    """Lists the files with examples in a folder, without those added by `datasets`."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -100,7 +100,7 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
 def _side_of(name: str) -> str | None:
     """Returns the side in the first or last word of a name; None if there is none.
 
-    `train-00000-of-00002` and `chat_train` name one, `trains` and `how-to-train-a-dog` do not.
+    `train-00000-of-00002` and `chat_train` name a side; `trains` and `how-to-train-a-dog` do not.
     """
     words = re.findall(r"[^-_. \d]+", _SHARD.sub("", Path(name).stem.lower()))
     sides = {
@@ -116,8 +116,8 @@ def _side_of(name: str) -> str | None:
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields lines of UTF-8 with their numbers, from 1; only a newline ends a line."""
-    # In binary: in text mode, Python would also split lines at carriage returns, and could not
-    # name the line with the wrong encoding.
+    # Opened in binary mode: in text mode, Python would also split lines at carriage returns, and
+    # could not name the line with the wrong encoding.
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -150,7 +150,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def common_place(paths: Sequence[Path]) -> Path:
-    """Returns the only file, or the folder of several."""
+    """Returns the only file, or the folder of several files."""
     return paths[0] if len(paths) == 1 else paths[0].parent
 
 
@@ -170,7 +170,7 @@ def expect_examples(
 def text_field(
     where: str, record: dict[str, Any], field: str, *, remedy: str = "Rename the field"
 ) -> str:
-    """Returns the text in a field of a record; `DataError`, with the `remedy`, if there is none."""
+    """Returns the text in a record's field; raises `DataError` with the `remedy` if missing."""
     if field not in record:
         names = ", ".join(map(repr, record)) or "none"
         raise DataError(f"{where}: the field {field!r} is missing (fields: {names}). {remedy}.")
@@ -188,20 +188,20 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the indices of training and validation examples, ascending; both if n > 1.
 
-    In a random order, examples validate if their `sizes` `(n,)` still fit in the share.
+    Examples in random order are for validation if their `sizes` `(n,)` still fit in the share.
     """
     if validation_share == 1:
         return np.arange(0), np.arange(len(sizes))
     order = np.random.default_rng(seed).permutation(len(sizes))
     room, smallest = validation_share * float(sizes.sum()), sizes.min()
     validates = np.zeros(len(sizes), bool)
-    for i in order:  # an array: a hundred million numbers take gigabytes in a list
+    for i in order:  # an array, because a list of 100 million numbers takes gigabytes
         if room < smallest:
             break
         if sizes[i] <= room:
             validates[i] = True
             room -= sizes[i]
-    # Examples of size 0 may all have fitted.
+    # Examples of size 0 may all have fit.
     if validates.all():
         validates[order[-1]] = False
     if not validates.any():
@@ -210,7 +210,7 @@ def split(
 
 
 def first_30(numbers: Sequence[Any]) -> str:
-    """Returns the first 30 of some line numbers, for a message."""
+    """Returns the first 30 line numbers, for a message."""
     return ", ".join(map(str, numbers[:30])) + (", ..." if len(numbers) > 30 else "")
 
 

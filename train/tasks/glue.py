@@ -1,12 +1,12 @@
-"""GLUE: a class for a sentence, or for a pair of sentences, from the standard TSV files.
+"""GLUE: classification of sentences or pairs of sentences, from the standard TSV files.
 
 The files are from GLUE's own download (https://gluebenchmark.com/tasks), `train.tsv` and `dev.tsv`;
-MNLI has two of the latter. CoLA may also have the names of its own release, whose two dev files
+MNLI has two of the latter. CoLA may also use the names of its own release, whose two dev files
 together are GLUE's dev.tsv. The header names the columns; CoLA has none. A quotation mark is an
 ordinary character.
 
-In QQP's official train.tsv some questions contain a line break, which splits an example into two
-lines. Such lines, which lack columns or a question, are left out and named in the task's notes.
+In QQP's official train.tsv, some questions contain a line break, which splits an example into two
+lines. These lines, which lack columns or a question, are left out and named in the task's notes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def accuracy(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def f1(predictions: np.ndarray, labels: np.ndarray, of: int = 1) -> float:
-    """Returns the F1 of a class, 0 if it was neither predicted nor present."""
+    """Returns the F1 of a class, or 0 if it was neither predicted nor present."""
     predicted, true = predictions == of, labels == of
     count = np.sum(predicted) + np.sum(true)
     return float(2 * np.sum(predicted & true) / count) if count else 0.0
@@ -43,7 +43,7 @@ def f1_and_accuracy(predictions: np.ndarray, labels: np.ndarray) -> dict[str, fl
 
 
 def matthews(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Returns the Matthews correlation, 0 if all predictions or all labels are the same."""
+    """Returns the Matthews correlation, or 0 if all predictions or all labels are the same."""
     if not (np.ptp(predictions) and np.ptp(labels)):
         return {"matthews": 0.0}
     # For two classes it is the correlation of their ids.
@@ -112,7 +112,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -> Task:
-    """Makes the GLUE task `name` from the folder `data`, or GLUE's own (`SST-2`, ...) below it."""
+    """Creates the GLUE task `name` from the folder `data` or its subfolder (`SST-2`, ...)."""
     fmt = FORMATS[name]
     folder, layout = _find(name, fmt, data)
     notes: list[str] = []

@@ -1,14 +1,14 @@
-"""The next token of any text: text files, JSONL, or tables with a text field.
+"""Prediction of the next token in any text: text files, JSONL, or tables with a text field.
 
 A document is a text file, a line of JSONL, or a row of a table. Its tokens are followed by an end
 token, and preceded by a begin token if the model was trained with one. All documents of a side are
 joined and cut into windows of T + 1 tokens that overlap by one: every token is predicted once per
-epoch. Documents in a window do not see each other, unless they are `joined`; the first token of a
-document is no target. If no documents together match the validation share, the end of the longest
-validates.
+epoch. Documents in a window do not see each other unless they are `joined`; the first token of a
+document is not a target. If no set of documents matches the validation share, the end of the
+longest document is used for validation.
 
-A long document is tokenized in pieces, cut after a newline or else before a space: a tokenizer
-takes some hundred bytes of memory per token.
+A long document is tokenized in pieces, cut after a newline or else before a space, because a
+tokenizer takes several hundred bytes of memory per token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from train.tasks.fields import Fields
 from train.tasks.files import common_place, find_files, lines, records, split, text_field
 from train.tasks.token_files import store_tokens
 
-# Four to a chunk, for four cores. With pieces of 2**20, 20 MB of text took 430 MB of memory on top
-# of the tokens instead of 150 MB, in the same time.
+# Four per chunk, for four cores. With pieces of 2**20, 20 MB of text took 430 MB of memory besides
+# the tokens instead of 150 MB, in the same time.
 PIECE_CHARACTERS = CHUNK_CHARACTERS // 4
 SUFFIXES = (".txt", ".jsonl", *tables.SUFFIXES)
 
@@ -47,7 +47,7 @@ def make(
     field: str = "text",
     store: Callable[..., Encoded] = store_tokens,
 ) -> Task:
-    """Makes the task of predicting the next token; arguments as for `task_of_answers`."""
+    """Creates the task of predicting the next token; arguments as for `task_of_answers`."""
     files = find_files(data, SUFFIXES)
     notes, checksum = list(files.notes), int(joined)
     sides: list[Documents] = []
@@ -80,8 +80,8 @@ def make(
 
 class Documents(NamedTuple):
     tokens: np.ndarray  # (n,), unsigned
-    begins: np.ndarray  # (documents,) int64: their starts in the tokens
-    lengths: np.ndarray  # (documents,) int64: their numbers of tokens
+    begins: np.ndarray  # (documents,) int64: starting indices in the tokens
+    lengths: np.ndarray  # (documents,) int64: numbers of tokens
 
 
 class Windows:
@@ -93,7 +93,7 @@ class Windows:
     def __init__(self, documents: Documents, length: int, *, joined: bool = False):
         self.tokens = documents.tokens
         self._ends = np.cumsum(documents.lengths)
-        # Maps a position in the joined documents to one in the tokens.
+        # Maps a position in the joined documents to a position in the tokens.
         self._shifts = documents.begins + documents.lengths - self._ends
         self._length = length
         self._joined = joined or len(documents.lengths) == 1
@@ -123,7 +123,7 @@ def as_one(tokens: np.ndarray) -> Documents:
 
 
 def _split(documents: Documents, *, validation_share: float, seed: int) -> list[Documents]:
-    """Splits by whole documents, or the end of the longest if these miss the share."""
+    """Splits by whole documents, or cuts the longest if whole documents miss the share."""
     tokens, begins, lengths = documents
     wanted = validation_share * lengths.sum()
     if len(lengths) > 1:
@@ -144,12 +144,12 @@ def _encode(
     """Yields chunks of all documents, with a begin token (if any) and an end token around each."""
     between = [tokenizer.end, *([] if tokenizer.begin is None else [tokenizer.begin])]
     none = np.empty(0, np.uint8)
-    begins: list[bool] = []  # of each piece of a chunk
-    skipped = 1  # nothing ends before the first document
+    begins: list[bool] = []  # for each piece in a chunk
+    skipped = 1  # no document ends before the first
     for chunk in encode(tokenizer, _pieces_of(paths, field, begins, notes), special=False):
         borders = chunk.starts[:-1][begins]
         begins.clear()
-        # Of several tokens for one place `insert` keeps the order.
+        # `insert` keeps the order of several tokens at one place.
         places = np.repeat(borders, len(between))
         tokens = np.insert(chunk.tokens, places, np.tile(between, len(borders)))[skipped:]
         starts = borders + len(between) * np.arange(len(borders)) + 1 - skipped
@@ -161,7 +161,7 @@ def _encode(
 def _pieces_of(
     paths: list[Path], field: str, begins: list[bool], notes: list[str]
 ) -> Iterator[str]:
-    """Yields the documents of all files in pieces; `begins` gets whether each begins one."""
+    """Yields all files' documents in pieces; appends to `begins` whether each starts a document."""
     fields = Fields(field, refused={})
     for path in paths:
         count, blank = 0, 0
@@ -189,7 +189,7 @@ def _documents(path: Path, field: str, fields: Fields) -> Iterator[Iterable[str]
 
 
 def _cut(parts: Iterable[str]) -> Iterator[str]:
-    """Yields the text in pieces of at most `PIECE_CHARACTERS`; drops a blank rest."""
+    """Yields the text in pieces of at most `PIECE_CHARACTERS`; drops a blank remainder."""
     text = ""
     for part in parts:
         text += part

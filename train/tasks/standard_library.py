@@ -1,7 +1,7 @@
 """Real text on every machine: the source files of Python's standard library.
 
-A byte is a token. The files are shuffled with the seed, and cut off at the wanted size; the first
-ones validate. Each side is joined, with a zero byte before each file.
+A byte is a token. The files are shuffled with the seed and cut off at the requested size; the first
+files are for validation. Each side is joined, with a zero byte before each file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY = 256  # the values of a byte
 
 FILE_START = b"\0"  # occurs in no source file
 
-# Installed packages, parts that many distributions leave out, and tables in the form of code.
+# Installed packages, parts that many distributions omit, and tables in the form of code.
 SKIPPED_FOLDERS = frozenset(
     "site-packages dist-packages __pycache__ test tests idlelib turtledemo encodings "
     "pydoc_data".split()
@@ -31,7 +31,7 @@ SKIPPED_FOLDERS = frozenset(
 def make(
     *, seed: int, sequence_length: int, corpus_megabytes: float, validation_share: float
 ) -> Task:
-    """Makes the task of predicting the next byte of Python's source files."""
+    """Creates the task of predicting the next byte of Python's source files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     options = {"max_bytes": int(corpus_megabytes * 1e6), "validation_share": validation_share}
     sides = split_files(root, source_files(root), seed=seed, **options)
@@ -44,7 +44,7 @@ def source_files(root: Path) -> list[Path]:
     """Returns the Python source files below `root`, as sorted relative paths."""
     paths = []
     for folder, subfolders, names in os.walk(root):
-        # In place, so that the walk does not enter them: site-packages can be huge.
+        # In place, so that the walk does not enter them, because site-packages can be huge.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     return sorted(paths, key=Path.as_posix)
@@ -56,7 +56,7 @@ def split_files(
     """Splits `files`, of at most `max_bytes`, into sorted training and validation files."""
     shuffled = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     ends = np.cumsum([(root / path).stat().st_size for path in shuffled])
-    # The file that crosses a limit belongs to the side before it.
+    # A file that crosses a limit belongs to the side before the limit.
     taken = int(np.searchsorted(ends, max_bytes)) + 1
     shuffled, ends = shuffled[:taken], ends[:taken]
     border = int(np.searchsorted(ends, validation_share * ends[-1])) + 1

@@ -1,7 +1,7 @@
-"""Tables of Hugging Face's `datasets`: Parquet, and Arrow files from `save_to_disk`.
+"""Tables from Hugging Face's `datasets`: Parquet, and Arrow files from `save_to_disk`.
 
-Needs `pyarrow`, the extra `data`. A row is a dict by column, like an object of JSON. Nested objects
-lose their nulls: a column gives all objects the fields of any object.
+Needs `pyarrow`, in the extra `data`. A row is a dict by column, like a JSON object. Nested objects
+lose their nulls, because a column gives all objects the fields of any object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUFFIXES = (".parquet", ".arrow")
 PARTS, STATE = "dataset_dict.json", "state.json"
 INFO = "dataset_info.json"  # also in its cache
 
-# Rows that are converted at once: some have long texts.
+# Number of rows that are converted at once; some have long texts.
 ROWS = 256
 
 
@@ -42,7 +42,7 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Removes the null fields that an object has only because others have them."""
+    """Removes the null fields that an object has only because other objects have them."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value

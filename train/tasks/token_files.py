@@ -1,12 +1,12 @@
-"""Tokens in files that are mapped into memory, so that data may be larger than memory.
+"""Tokens in memory-mapped files, so that data may be larger than memory.
 
-The files are temporary and have no names, so a kill leaves nothing. With a cache they are
+The files are temporary and have no names, so a killed run leaves no files. With a cache they are
 
     CACHE/DIGEST/tokens, marks, starts, whole   the arrays of `Encoded`, raw bytes
     CACHE/DIGEST/encoded.json                   their checksum, and notes on the data
 
-where the digest covers everything that determines the tokens. Data counts by path, size and change
-time, which cannot be set: a new file with an old modification time is still new.
+where the digest covers everything that determines the tokens. Data is identified by path, size and
+change time, which cannot be set: a new file with an old modification time is still new.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from train.tasks.encoding import Encoded, smallest_dtype
 NAMES = Encoded._fields[:-1]
 RECORD = "encoded.json"
 
-STEP = 10**9  # bytes of tokens between two lines of progress
+STEP = 10**9  # bytes of tokens between two progress lines
 
 
 def store_tokens(
@@ -46,9 +46,9 @@ def store_tokens(
     cache: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Encoded:
-    """Returns the texts of the `paths` as tokens, cached by an earlier start or new.
+    """Returns the texts of the `paths` as tokens, from an earlier start's cache or new.
 
-    `encode_all` yields all chunks, and appends notes on the data. `form` has all other facts that
+    `encode_all` yields all chunks, and appends notes about the data. `form` has all facts that
     determine the tokens, besides paths and tokenizer, as JSON.
     """
     dtypes = [smallest_dtype(tokenizer.vocabulary), np.uint8, np.int64, np.int64]
