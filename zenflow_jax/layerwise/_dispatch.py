@@ -53,6 +53,7 @@ class Dispatcher:
         self._layer_programs: dict[Any, Any] = {}
         self._decision: Future[None] | None = None
         self._updating: deque[Future[Any]] = deque()
+        self._leaving: deque[list[jax.Array]] = deque()  # gradients, if they all wait
         self._throttle: deque[Any] = deque()
         self._copied: dict[int, jax.Array] = {}  # by identity, copies of the last layer's input
         self._number = 0  # of the step
@@ -110,8 +111,9 @@ class Dispatcher:
         mails: list[tuple[int, Any, jax.Array]] = []
         lowest = self._trains.index(True)  # nothing below needs a gradient
         for i in reversed(range(max(lowest - 1, 0), len(layers))):
-            below = self._fetch(i) if i > max(lowest - 1, 0) else None
+            # The inputs first: this layer needs them, and the weights only the next one.
             taken = moved(inputs.pop(), "device") if self._inputs_to_host else inputs.pop()
+            below = self._fetch(i) if i > max(lowest - 1, 0) else None
             total = squares = None
             for j in range(len(batches)):
                 total, squares, g[j], g_shared[j] = layers[i].backward[is_last[j]](
@@ -153,10 +155,14 @@ class Dispatcher:
         """Copies a block's gradient to the host, which may update the block at once."""
         while len(self._updating) >= AHEAD:
             self._host.result(self._updating.popleft())
+        while len(self._leaving) >= AHEAD:  # or a slow bus would keep gradients on the device
+            jax.block_until_ready(self._leaving.popleft())
         mail = self._blocks[i].to_host(gradient)
         self.bytes_to_host += nbytes(mail)
         self._watch.add("mail", "copy", self._number, mail)
-        if self._host.at_once:
+        if not self._host.at_once:
+            self._leaving.append(mail)
+        else:
             self._updating.append(self._update(i, mail, squares))
         return i, mail, squares
 

@@ -377,10 +377,10 @@ def _period(step: _Step, bus: float, host: list[float], at_once: bool, scale: fl
             weights = following
         compute(step.last)
         for i in reversed(layers):
-            below = fetch(i) if i else 0.0
             if step.taken[i]:
                 taken = run("to device", scale * step.taken[i] / bus, free["compute"])
                 weights = max(weights, taken)
+            below = fetch(i) if i else 0.0
             send(i + 1, compute(step.backward[i], weights))
             weights = below
         send(0, compute(step.first_backward))
