@@ -5,11 +5,11 @@
         w = file["w"]
 
 A packed file is a safetensors file whose tensors are bytes. `header.py` describes it, `blocks.py`
-the codecs of a block, `loops.py` the arithmetic on words. `writing.py` packs, `files.py` reads,
-`folders.py` does both with whole folders. The command is `train/compress.py`.
+the codecs of a block, `loops.py` the arithmetic on words. `writing.py` packs, `files.py` reads, and
+`folders.py` does both for whole folders. The command is `train/compress.py`.
 
-`atomic.py` writes files atomically. Nothing here imports the rest of the project; it needs NumPy,
-ml_dtypes, Numba and zstandard.
+`atomic.py` writes files atomically. This package never imports the rest of the project; it needs
+NumPy, ml_dtypes, Numba and zstandard.
 
 References:
     Su et al., Everything You Always Wanted to Know About Storage Compressibility of Pre-Trained ML

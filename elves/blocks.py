@@ -1,19 +1,19 @@
-"""A block: up to 1 MiB of a tensor, in the codec that makes it smallest.
+"""A block: up to 1 MiB of a tensor, in the codec with the smallest result.
 
     stored     the bytes as they are
     constant   one word, which all words equal
     planes     the bytes of the words by position, each plane raw or in zstd frames
-    delta      the same for the differences from the words of another tensor
+    delta      the same for the differences from another tensor's words
     elf        ELF's codes in planes: an error of at most half a step (only with a bound)
-    zstd       the bytes in one zstd frame, which is good for integers
+    zstd       the bytes in one zstd frame, which suits integers
 
 A block is the CRC-32 of the rest of it (4 bytes), the CRC-32 of the restored bytes (4), its codec
 (1), and the codec's output. It is decoded without any other block of its tensor. Integers are
 little-endian.
 
-Planes outside of zstd frames have no entropy to lose: the lower planes of weights are noise. Frames
-are made with the shortest match finder, so they are effectively Huffman codes; longer match finders
-gain nothing, take twice the time and give 5 % larger planes (benchmarks/LOG.md).
+Planes outside zstd frames are incompressible: the lower planes of weights are noise. Frames are
+made with the shortest match finder, so they are effectively Huffman codes; longer match finders
+take twice the time and give 5 % larger planes (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import zstandard
 from elves import loops
 
 BLOCK = 1 << 20
-#: By number. "elf24" and "distance" were written with `--paper`, and can no longer be read.
+#: By number. "elf24" and "distance" were written with `--paper` and can no longer be read.
 CODECS = ("stored", "constant", "planes", "delta", "elf", "elf24", "distance", "zstd")
 STORED, CONSTANT, PLANES, DELTA, ELF, _, _, ZSTD = range(len(CODECS))
 _HEAD = struct.Struct("<IIB")
@@ -40,12 +40,12 @@ _HEAD = struct.Struct("<IIB")
 HEAD = _HEAD.size
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-# Bits per byte of a plane above which its frame would be as large as the plane. The estimate from
-# 16,384 bytes or more of a whole block is 0.01 too low on average.
+# Bits per byte above which a plane's frame would be as large as the plane. The estimate from at
+# least 16,384 bytes of a whole block is 0.01 too low on average.
 _NOISE = 7.95
-# Each has its own Huffman code, which is shorter where weights of several kinds follow.
+# Each has its own Huffman code, which is shorter if weights of several kinds follow.
 _STRETCH = 1 << 16
-# Below this, bytes repeat in sequences, and a match finder is worth its time.
+# Below this, byte sequences repeat, and a match finder is worth its time.
 _REPETITIVE = 2.0
 
 _HUFFMAN = zstandard.ZstdCompressionParameters(
@@ -61,7 +61,7 @@ _ELF = struct.Struct("<hBI")
 
 
 class Damaged(Exception):
-    """A block differs from what was written; the message says how."""
+    """A block differs from the written block; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,20 @@ class Encoded:
     data: np.ndarray  # uint8, in the coder's memory: valid until it encodes the next block
     codec: int
     crc32: int  # of the restored bytes
-    error: float  # the largest difference; 0 if the bits are equal
+    error: float  # the maximum difference; 0 if bit-identical
 
 
 class Coder:
     """Encodes and decodes blocks, for one thread; has memory for a few blocks, some 8 MiB.
 
-    Reuse it: requesting new memory, page by page, took as long as packing.
+    Reuse a coder, because requesting new memory, page by page, took as long as packing.
     """
 
     def __init__(self) -> None:
         self._huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
         self._matches = zstandard.ZstdCompressor(level=3)
         self._frames = zstandard.ZstdDecompressor()
-        # Each for the planes of one candidate: the output may be a part of them.
+        # Each holds the planes of one candidate, because the output may be a part of them.
         self._planes = [np.empty(BLOCK, np.uint8) for _ in range(3)]
         self._codes = np.empty(BLOCK, np.uint8)
         self._restored = np.empty(BLOCK, np.uint8)
@@ -104,9 +104,9 @@ class Coder:
         """Returns the smallest encoding of a block, which is decoded and compared.
 
         Args:
-            data: uint8, complete words, at least one and at most `BLOCK` bytes.
+            data: Complete words as uint8, at least one and at most `BLOCK` bytes.
             base: For "delta": as many words of the same width, or of float32 for words of width 2,
-                which are then cast to bfloat16; uint8 as well.
+                which are then cast to bfloat16; also uint8.
         """
         x = data.view(_UNSIGNED[words.width])
         candidates: list[tuple[int, Any]] = [(STORED, data.data)]
@@ -149,7 +149,7 @@ class Coder:
             base: Returns the words for "delta", if the tensor has any.
 
         Raises:
-            Damaged: If the block differs from what was written.
+            Damaged: If the block differs from the written block.
         """
         if block.size <= HEAD:
             raise Damaged(f"the block has {block.size} bytes, at most {HEAD}")
@@ -167,7 +167,7 @@ class Coder:
         if zlib.crc32(out) != checksum:
             raise Damaged(f"the restored bytes do not match the checksum {checksum}")
 
-    # The outputs of codecs, as bytes or a view of them.
+    # The codecs' outputs, as bytes or a view.
 
     def _split(self, x: np.ndarray, rotate: bool, memory: np.ndarray) -> np.ndarray:
         planes = memory[: x.nbytes].reshape(x.itemsize, x.size)
@@ -175,7 +175,7 @@ class Coder:
         return planes
 
     def _packed(self, planes: np.ndarray) -> bytes:
-        """Returns the encoded size of each plane, then the planes; a raw plane has its own size."""
+        """Returns each plane's encoded size, then the planes; a raw plane has its own size."""
         packed = [self._smaller(plane, j == len(planes) - 1) for j, plane in enumerate(planes)]
         return b"".join([struct.pack(f"<{len(packed)}I", *map(len, packed)), *packed])
 
@@ -187,12 +187,12 @@ class Coder:
         if bits > _NOISE:
             return plane.data
         if values.size == 2:
-            # Only signs, of rounded weights. The match finder would take noise for matches.
+            # Only signs of rounded weights: the match finder would mistake noise for matches.
             second = plane == values[1]
             if (second | (plane == values[0])).all():
                 return b"\0" + values.tobytes() + np.packbits(second).tobytes()
         candidates = [plane.data, self._in_stretches(plane)]
-        # In weights, exponents have a distribution and no repetitions.
+        # In weights, exponents have a distribution but no repetitions.
         if bits < _REPETITIVE or not exponents:
             candidates.append(b"\1" + self._matches.compress(plane))
         return min(candidates, key=len)
@@ -203,7 +203,7 @@ class Coder:
         frames = [self._huffman.compress(piece) for piece in pieces]
         if len(frames) == 1:
             return b"\1" + frames[0]
-        # Of equal size: the raw bytes.
+        # A part of equal size is stored as raw bytes.
         parts = [min(p.data, frame, key=len) for p, frame in zip(pieces, frames, strict=True)]
         return b"".join([struct.pack(f"<B{len(parts)}I", len(parts), *map(len, parts)), *parts])
 
@@ -292,7 +292,7 @@ class Coder:
             raise Damaged(f"an outlier at {places.max()} exceeds {x.size} elements")
         codes = self._codes[: x.nbytes].view(np.uint32)
         self._from_planes(body, codes, False, used)
-        # Exact: codes of more than 24 bits are whole steps that a float32 had.
+        # This is exact: codes of more than 24 bits are whole steps that a float32 had.
         np.multiply(codes >> 1, np.float32(2.0**power), out=x.view(np.float32), dtype=np.float32)
         x |= codes << 31
         x[places] = np.frombuffer(values.tobytes(), np.uint32)
@@ -301,7 +301,7 @@ class Coder:
         """Decodes a zstd frame into `out`, which it must fill."""
         try:
             size = zstandard.get_frame_parameters(data).content_size
-            # Into existing memory: new memory for each frame takes a fifth of the time.
+            # Reuses memory, because new memory for each frame takes a fifth of the time.
             reader = self._frames.stream_reader(data)
             if size != out.size or reader.readinto(out) != size or reader.read(1):
                 raise Damaged(f"the frame has {size} bytes, not {out.size}")
@@ -313,15 +313,15 @@ class Coder:
         if codec == ELF and words.step is not None:
             with np.errstate(invalid="ignore"):
                 errors = np.subtract(x.view("f4"), back.view("f4"), dtype=np.float64)
-            errors[x == back] = 0  # the same bits, possibly NaN or infinite
+            errors[x == back] = 0  # bit-identical, possibly NaN or infinite
             error = float(np.abs(errors, out=errors).max())
             exact = error <= words.step / 2
         else:
             exact = np.array_equal(x, back)
         if not exact:
             raise RuntimeError(
-                f"A {CODECS[codec]} block decodes to other bytes than were encoded, by a fault of "
-                "this program or of the memory. Nothing was written."
+                f"A {CODECS[codec]} block decodes to different bytes, because of a fault in "
+                "this program or in memory. No file was written."
             )
         return error
 
@@ -334,7 +334,7 @@ def _sampled_counts(plane: np.ndarray) -> np.ndarray:
 
 
 def _like(base: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns the words that are the base of `x`, in its width."""
+    """Returns the base's words for `x`, in the width of `x`."""
     if base.size == x.nbytes:
         return base.view(x.dtype)
     return base.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)

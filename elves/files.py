@@ -44,7 +44,7 @@ class Info(NamedTuple):
 
 
 class TensorFile:
-    """A file of tensors; use with `with`. For one thread."""
+    """A file of tensors, for a `with` block. Must be used from one thread only."""
 
     path: Path
     tensors: dict[str, Info]
@@ -71,14 +71,14 @@ class TensorFile:
         """Closes the file. Safe to call twice."""
         self._mapped = np.empty(0, np.uint8)
         if self._mapping is not None:
-            with contextlib.suppress(BufferError):  # the caller may still have arrays in it
+            with contextlib.suppress(BufferError):  # the caller may still have arrays in the file
                 self._mapping.close()
 
     def keys(self) -> list[str]:
         return list(self.tensors)
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Returns some bytes of a tensor, uint8; read-only."""
+        """Returns some of a tensor's bytes, as read-only uint8."""
         raise NotImplementedError
 
     def checksum(self, name: str) -> int:
@@ -113,7 +113,7 @@ class Slice:
         if dtype is None:
             raise ElvesError(
                 f"the tensor `{self._name}` in {self._file.path}: NumPy lacks its dtype "
-                f"{self._info.dtype}. Restore the file, and read it by another library."
+                f"{self._info.dtype}. Restore the file, and read it with another library."
             )
         index = index if isinstance(index, tuple) else (index,)
         rows = index[0] if index and shape else slice(None)
@@ -171,7 +171,7 @@ class PlainFile(TensorFile):
 
 
 class PackedFile(TensorFile):
-    """A packed file; `base` is the folder of its base, None for the original path."""
+    """A packed file; `base` is the folder of its base, or None for the original path."""
 
     def __init__(self, path: Path, *, base: Path | None = None, threads: int = 1):
         self.header, at = read_header(path)
@@ -202,7 +202,7 @@ class PackedFile(TensorFile):
         numbers = range(begin // BLOCK, -(-end // BLOCK) if end > begin else begin // BLOCK)
         first = numbers.start * BLOCK
         out = np.empty(max(min(numbers.stop * BLOCK, t.bytes) - first, 0), np.uint8)
-        # A referenced file is for one thread.
+        # A referenced file must be used from one thread only.
         threads = 1 if t.of is not None else min(self._threads, len(numbers))
         while len(self._coders) < threads:
             self._coders.append(Coder())
@@ -220,7 +220,7 @@ class PackedFile(TensorFile):
         return out[begin - first : end - first]
 
     def whole(self) -> Iterator[bytes | np.ndarray]:
-        """Yields the original file in pieces of some blocks; compares all checksums."""
+        """Yields the original file in pieces of several blocks; compares all checksums."""
         head = self.header.unpacked_head()
         whole = zlib.crc32(head)
         yield head
@@ -268,14 +268,14 @@ class PackedFile(TensorFile):
             ) from error
 
     def _reference(self, t: Tensor, of: Of) -> TensorFile:
-        """Returns the file of the tensor that a tensor refers to; checks that it fits."""
+        """Returns the file of the tensor that `of` refers to; checks that the tensor fits."""
         other = self if of.where == "file" else self._opened(t, of)
         info = other.tensors.get(of.tensor)
         fits = info is not None and (
             (info.dtype, info.bytes) == (t.dtype, t.bytes)
             or (info.dtype == "F32" and t.dtype == "BF16" and info.bytes == 2 * t.bytes)
         )
-        if fits and other is self:  # no cycle
+        if fits and other is self:  # prevents a cycle
             target = self.header.tensors[of.tensor]
             fits = target.codec != DUPLICATE if t.codec == DUPLICATE else target.of is None
         if not fits:

@@ -1,7 +1,7 @@
-"""Packs, restores and checks whole folders: every file of tensors in them; copies all others.
+"""Packs, restores and checks every file of tensors in whole folders; copies all other files.
 
-A packed folder has the same file names. So an index of several files and a config still fit, and a
-reader of single files reads packed ones as well.
+A packed folder has the same file names. So an index of several files and a config still match, and
+a reader of single files can also read packed files.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from elves.header import BYTES, ElvesError, Header, is_packed, read_header
 from elves.writing import Near, Options, Piece, check_bound, pack
 
 SAFE = ".safetensors"
-# Suffix of packed files that were not safetensors: 0.2 wrote them from checkpoints.
+# Suffix of packed files that were not safetensors; 0.2 wrote them from checkpoints.
 _SUFFIX = ".elves.safetensors"
-# An optimizer state, by its names here, in optax and in torch.
+# An optimizer state's names here, in optax and in torch.
 _STATE = re.compile(r"(^|[./_])(mu|nu|exp_avg|exp_avg_sq|opt_state|optimizer|moments?)([./@_]|$)")
 # Dtypes of a tensor and its base.
 _COMPARABLE = (("F32", "F32"), ("BF16", "BF16"), ("F16", "F16"), ("BF16", "F32"))
@@ -45,17 +45,17 @@ def pack_path(
     """Packs a file, or all files of tensors in a folder.
 
     Args:
-        target: New; it appears when it is complete. Files of a folder that would not become
-            smaller are copied. None to replace each file by its packed form; after a kill the
-            next call packs the others.
+        target: A new path; it appears when it is complete. A folder's files that would not become
+            smaller are copied. None to replace each file with its packed form; after a kill, the
+            next call packs the rest.
         base: A folder, or a file, of the model that `source` was made from.
 
     Returns:
         The result for each file; [] if all files to replace are already packed.
 
     Raises:
-        ElvesError: If there is nothing to pack, the target exists, or the bound is too large.
-        OSError: If writing fails. No part of the target is left then.
+        ElvesError: If there are no files to pack, the target exists, or the bound is too large.
+        OSError: If writing fails. No part of the target is left.
     """
     paths = _files(source)
     if target is not None:
@@ -90,7 +90,7 @@ def pack_path(
             before, header = path.stat().st_size, None
             if name in files:
                 folder, head = bases.folder if bases else None, files[name].head
-                # A file of many small tensors may grow: each has an entry in the header.
+                # A file of many small tensors may grow, because each has an entry in the header.
                 smaller = source.is_dir()
                 header = pack(
                     out, pieces[name], options, head=head, base=folder, only_smaller=smaller
@@ -104,8 +104,8 @@ def pack_path(
 def restore_path(source: Path, target: Path, *, base: Path | None = None, threads: int = 1) -> int:
     """Restores a packed file or folder; returns the number of packed files.
 
-    The `target` is new, and appears when it is complete. `base` is the folder of the base; None for
-    the original path. If a file is damaged, or none is packed, nothing is left.
+    The `target` is new, and appears when it is complete. `base` is the base's folder; None for the
+    original path. If a file is damaged, or no file is packed, no target is left.
     """
     files = _files(source).items()
     headers = {name: read_header(path)[0] if is_packed(path) else None for name, path in files}
@@ -136,7 +136,7 @@ def _restore_file(path: Path, target: Path, base: Path | None, threads: int) -> 
 
 
 def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> tuple[int, int]:
-    """Decodes all packed files; returns their number and their bytes."""
+    """Decodes all packed files; returns their number and total bytes."""
     sizes = []
     for path in _files(source).values():
         if is_packed(path):
@@ -150,7 +150,7 @@ def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> t
 
 
 class _Bases:
-    """The tensors of the base model, found by the names of the packed one."""
+    """The base model's tensors, found by the names in the packed model."""
 
     def __init__(self, base: Path, stack: ExitStack):
         if not base.exists():
@@ -203,14 +203,14 @@ def _files(source: Path) -> dict[Path, Path]:
     if not source.is_dir():
         return {Path(source.name): source}
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
-    # Partial files are left from a killed start.
+    # Partial files are left over from a killed process.
     return {name: source / name for name in sorted(names) if not is_partial(name)}
 
 
 def _expect_new(source: Path, target: Path) -> None:
     empty = source.is_dir() and target.is_dir() and not any(target.iterdir())
     if (target.exists() and not empty) or not target.absolute().parent.is_dir():
-        problem = "exists already" if target.exists() else "is in no existing folder"
+        problem = "already exists" if target.exists() else "is not in an existing folder"
         raise ElvesError(f"{target} {problem}. Name a new path to write to.")
     if source.is_dir() and target.absolute().is_relative_to(source.absolute()):
         raise ElvesError(f"{target} is inside {source}. Name a place outside.")

@@ -6,9 +6,8 @@
     NAME                         U8: the blocks of the tensor NAME, without gaps
     spaces                       the reserved rest
 
-So any reader of safetensors opens the file and finds bytes, and reading it cannot run anything. The
-reader here encodes the parsed header again and compares: a header that differs in any byte is
-damaged.
+So any safetensors reader can open the file and finds bytes, and reading it cannot run code. The
+reader here re-encodes the parsed header and compares: a header that differs in any byte is damaged.
 """
 
 from __future__ import annotations
@@ -31,36 +30,36 @@ from elves.safetensors import encode_header
 
 VERSION = 1
 SAFETENSORS, BYTES = "safetensors", "bytes"
-#: The codec of a tensor without blocks.
+#: The codec for a tensor without blocks.
 DUPLICATE = "duplicate"
-#: Bytes per word. Unlisted dtypes of safetensors have words of one byte.
+#: Bytes per word. Unlisted safetensors dtypes have words of one byte.
 WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
 WIDTHS |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 #: Dtypes with sign, exponent and fraction.
 FLOATS = ("F64", "F32", "F16", "BF16")
-#: Dtypes of NumPy.
+#: NumPy dtypes.
 NUMPY = {f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind in "IU" for n in (8, 4, 2, 1)}
 NUMPY |= {f"F{8 * n}": np.dtype(f"f{n}") for n in (8, 4, 2)}
 NUMPY |= {"BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(np.bool_)}
 NUMPY |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
-# No header is longer: it takes 12 bytes per MiB and some 200 per tensor.
+# No header is longer: it takes 12 bytes per MiB and about 200 per tensor.
 _LONGEST = 2**30
 REMEDY = "Copy the file again, or use another copy."
 
 
 class ElvesError(Exception):
-    """A file could not be packed, or not be read; the message is complete."""
+    """A file could not be packed or read; the message is complete."""
 
 
 @dataclass(frozen=True)
 class Of:
-    """The tensor that another tensor equals, or is close to."""
+    """The tensor that another tensor equals or is close to."""
 
-    # "file" (this one), or the folder of the path `file`: "base", or "folder", as 0.2 wrote
+    # "file" (this file), or the folder of the path `file`: "base", or "folder", as 0.2 wrote
     where: str
     file: str  # "" for this file
     tensor: str
-    crc32: int  # of its bytes, restored if it is packed
+    crc32: int  # of its bytes, after restoring if it is packed
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,11 @@ class Tensor:
     shape: tuple[int, ...]
     bytes: int
     codec: str  # the codec of most blocks, for information: each block names its own
-    bound: float | None  # the largest allowed error
-    error: float  # the largest actual error
+    bound: float | None  # the maximum allowed error
+    error: float  # the maximum actual error
     crc32: int  # of the restored bytes
     of: Of | None  # the tensor that it duplicates or differs from
-    blocks: tuple[int, ...]  # the packed size of each
+    blocks: tuple[int, ...]  # the packed size of each block
 
     @property
     def width(self) -> int:
@@ -143,11 +142,11 @@ def encoded(header: Header, length: int | None = None) -> bytes:
 
 
 def is_packed(path: Path) -> bool:
-    """Returns whether a file begins like a packed one; it may be damaged."""
+    """Returns whether a file begins like a packed file; it may be damaged."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            # The metadata come first, and begin like this.
+            # The metadata comes first, and begins like this.
             return length < _LONGEST and file.read(26).startswith(b'{"__metadata__":{"elves":"')
     except OSError:
         return False
@@ -181,14 +180,14 @@ def read_header(path: Path) -> tuple[Header, int]:
         raise ElvesError(f"The packed file {path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise ElvesError(
-            f"The header of {path} is damaged: {str(error)[:200]}. Nothing of the file was read. "
+            f"The header of {path} is damaged: {str(error)[:200]}. No part of the file was read. "
             f"{REMEDY}"
         ) from error
     return header, 8 + length
 
 
 def _header(fields: Mapping[str, Any]) -> Header:
-    """Parses and checks the description. Raises ValueError, or the errors of wrong types."""
+    """Parses and checks the description. Raises ValueError, or errors for invalid types."""
     if fields["block_bytes"] != BLOCK or fields["kind"] not in (SAFETENSORS, BYTES):
         raise ValueError(f"kind {fields['kind']} with {fields['block_bytes']}-byte blocks")
     head = base64.b64decode(fields["head"], validate=True)
@@ -209,7 +208,7 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
         raise ValueError(f"`{name}`, {dtype} {shape}, cannot have {size} bytes")
     of = None if fields["of"] is None else Of(*fields["of"])
     blocks = tuple(_count(n) for n in fields["blocks"])
-    # Bounds the restored size by the file's size: no small file can request much memory.
+    # Limits the restored size by the file's size, so a small file cannot request much memory.
     expected = 0 if codec == DUPLICATE else -(-size // BLOCK)
     if len(blocks) != expected or (codec == DUPLICATE and of is None):
         raise ValueError(f"`{name}` has {len(blocks)} blocks instead of {expected}")
@@ -222,5 +221,5 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no valid integer")
+        raise ValueError(f"{value!r} is not a valid integer")
     return value

@@ -1,11 +1,11 @@
-"""Compiled loops: words and their byte planes, differences, ELF's codes.
+"""Compiled loops: words and their byte planes, differences, and ELF's codes.
 
 A block has words of 1, 2, 4 or 8 bytes, as unsigned integers. Plane 0 has their lowest bytes. In
-words of floats the sign moves to the lowest bit, by a rotation of one bit: then the top plane has
-only the exponent (bfloat16, float32), which compresses well.
+float words, a rotation by one bit moves the sign to the lowest bit, so that the top plane has only
+the exponent (bfloat16, float32), which compresses well.
 
-LLVM vectorizes the innermost loops. No fastmath flag is set. Stored values are cut to the width of
-a word; higher bits may be arbitrary before that.
+LLVM vectorizes the innermost loops. No fastmath flag is set. Stored values are truncated to the
+word width; higher bits may be arbitrary before that.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 def compiled(function: Callable) -> Any:
     """Compiles serial machine code that releases the GIL, cached on disk.
 
-    Numba caches it beside this file, else in the user's cache folder. If it can write to neither,
-    it raises at import; then every process compiles for itself.
+    Numba caches it next to this file, or else in the user's cache folder. If it can write to
+    neither, it raises at import, and every process compiles for itself.
     """
     options = {"nogil": True, "error_model": "numpy"}
     try:
@@ -30,9 +30,9 @@ def compiled(function: Callable) -> Any:
         return numba.njit(**options)(function)
 
 
-# Of a float32: smaller numbers have a fraction, and adding this rounds it off, ties to even.
+# Smaller float32 numbers have a fraction, and adding this rounds it off, ties to even.
 _WHOLE = np.float32(2**23)
-# Codes have 31 bits beside the sign.
+# Codes have 31 bits besides the sign.
 MOST = np.float32(2**31)
 # Number of words that stay in a core's cache from one plane to the next.
 _CHUNK = 4096
@@ -68,10 +68,10 @@ def merge(planes, rotate, words):
                 chunk[i] = (x >> one) | (x << top)
 
 
-# Ordered by value, floats of one dtype are neighbours if their bits are, so differences of their
-# ranks are small where values are close, also across a power of two. XOR, as others use, is 5 %
-# larger on a fine-tune (benchmarks/LOG.md). Below, `x ^ every` is `~x`, and the sign of a
-# difference moves to its lowest bit.
+# Ordered by value, floats of one dtype are neighbours if their bits are, so rank differences are
+# small for close values, even across a power of two. XOR, the usual choice, is 5 % larger on a
+# fine-tune (benchmarks/LOG.md). Below, `x ^ every` is `~x`, and the sign of a difference moves to
+# its lowest bit.
 
 
 @compiled

@@ -17,10 +17,10 @@ def encode_header(
     """Returns the bytes before the tensors, which follow without gaps in this order.
 
     Args:
-        tensors: Name, dtype, shape and bytes of each.
-        metadata: The texts of the file, if any.
-        multiple: Aligns the tensors: the header's length is a multiple of this.
-        length: Pads to this length instead.
+        tensors: Name, dtype, shape and bytes of each tensor.
+        metadata: The file's text entries, if any.
+        multiple: Alignment of the tensors: the header's length is a multiple of this.
+        length: Length to pad to instead.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0

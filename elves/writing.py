@@ -1,6 +1,6 @@
 """Packs a file: encodes pieces into blocks, and decodes and compares each while writing.
 
-Memory holds a few blocks for each thread, whatever the size of the file: pieces are read in place,
+Memory holds a few blocks per thread, whatever the file size, because pieces are read in place,
 possibly from a mapped file.
 """
 
@@ -36,17 +36,17 @@ from elves.header import (
 )
 from elves.safetensors import encode_header
 
-# A smaller tensor takes no more room than a reference to another.
+# A smaller tensor takes no more space than a reference to another.
 _LEAST_DUPLICATE = 256
 _ZEROS = np.zeros(BLOCK, np.uint8)
 
 
 class Near(NamedTuple):
-    """A tensor close to a piece: of the same dtype, or the float32 whose cast the piece is."""
+    """A tensor close to a piece: of the same dtype, or the float32 that the piece was cast from."""
 
     file: TensorFile
     tensor: str
-    path: str  # of the file, in the folder of the base
+    path: str  # of the file, in the base's folder
 
 
 class Piece(NamedTuple):
@@ -61,9 +61,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of packing."""
+    """Options for packing."""
 
-    bound: float | None = None  # the largest error of a float32
+    bound: float | None = None  # the maximum error of a float32
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Options:
         """Returns the largest power of two whose half is within the bound."""
         if self.bound is None:
             return None
-        # Beyond these, float32 has no reciprocal or no multiples.
+        # Outside this range, float32 has no reciprocal or no multiples.
         return 2.0 ** min(100, max(-126, math.floor(math.log2(2 * self.bound))))
 
 
@@ -98,7 +98,7 @@ def _duplicates(pieces: Sequence[Piece]) -> dict[str, str]:
 
 
 def check_bound(path: Path, pieces: Sequence[Piece], bound: float) -> None:
-    """Rejects a bound above the root mean square of a tensor, which it would erase."""
+    """Rejects a bound above a tensor's root mean square, which would erase the tensor."""
     every: list[tuple[float, str]] = []
     for piece in pieces:
         total, count, varies = 0.0, 0, False
@@ -110,7 +110,7 @@ def check_bound(path: Path, pieces: Sequence[Piece], bound: float) -> None:
             varies = varies or bool((block.reshape(-1, 4) != piece.data[:4]).any())
         if total > 0 and varies:
             every.append((math.sqrt(total / count), piece.name))
-    # Without float32 tensors of differing numbers, a bound has no effect.
+    # Without float32 tensors of differing values, a bound has no effect.
     rms, name = min(every, default=(math.inf, ""))
     if bound > rms:
         raise ElvesError(
@@ -129,12 +129,12 @@ def pack(
     base: Path | None = None,
     only_smaller: bool = False,
 ) -> Header | None:
-    """Writes one packed file to `path`, replacing any, and returns its header.
+    """Writes one packed file to `path`, replacing any existing file, and returns its header.
 
     Args:
-        pieces: Everything after `head`, in order.
+        pieces: The contents after `head`, in order.
         base: The folder of the pieces' `near` tensors.
-        only_smaller: Whether to write nothing, and return None, if it would not be smaller.
+        only_smaller: Whether to write no file, and return None, if it would not be smaller.
     """
     equal = _duplicates(pieces)
     planned = {p.name: _planned(p, options, equal.get(p.name)) for p in pieces}
@@ -181,7 +181,7 @@ def save(
 ) -> None:
     """Writes arrays as a packed file, which restores to a safetensors file.
 
-    `bound` is the largest error of a float32; None for none at all.
+    `bound` is the maximum error of a float32; None for lossless packing.
     """
     names = {dtype: name for name, dtype in NUMPY.items()}
     pieces = []
@@ -218,7 +218,7 @@ def _write(file: Any, piece: Piece, t: Tensor, encoder: _Encoder) -> Tensor:
         codecs[block.codec] += 1
         error = max(error, block.error)
     codec = CODECS[max(codecs, key=lambda codec: (codecs[codec], -codec))]
-    of = t.of if codecs[CODECS.index("delta")] else None  # otherwise it is not needed for reading
+    of = t.of if codecs[CODECS.index("delta")] else None  # otherwise not needed for reading
     return replace(t, codec=codec, blocks=tuple(sizes), crc32=checksum, error=error, of=of)
 
 
@@ -226,7 +226,7 @@ def _combined(first: int, second: int, length: int) -> int:
     """Returns the CRC-32 of two adjacent ranges of bytes from the CRC-32 of each.
 
     A CRC is linear, except for the inversions at both ends: the first CRC is extended by as many
-    zeros as the second range has bytes, and then added to the second.
+    zero bytes as the second range has, and then added to the second.
     """
     carried = first ^ 0xFFFFFFFF
     for begin in range(0, length, BLOCK):
@@ -241,7 +241,7 @@ class _Encoder:
         self._options = options
         self._idle = deque(Coder() for _ in range(options.threads))
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="elves")
-        self._reading = threading.Lock()  # files are for one thread
+        self._reading = threading.Lock()  # a file must be used by one thread at a time
 
     def __enter__(self) -> _Encoder:
         return self
@@ -253,7 +253,7 @@ class _Encoder:
         """Yields the blocks of a piece in order."""
         waiting: deque[Future[Encoded]] = deque()
         for begin in range(0, piece.data.size, BLOCK):
-            # Only a few ahead: encoded blocks wait in memory.
+            # Only a few ahead, because encoded blocks wait in memory.
             if len(waiting) == 2 * self._options.threads:
                 yield waiting.popleft().result()
             waiting.append(self._pool.submit(self._encode, piece, t, begin))
@@ -272,7 +272,7 @@ class _Encoder:
         coder = self._idle.popleft()
         try:
             block = coder.encode(data, words, base)
-            # Copied, since the coder continues before this block is written.
+            # Copied, because the coder continues before this block is written.
             return replace(block, data=block.data.copy())
         finally:
             self._idle.append(coder)

@@ -71,8 +71,8 @@ def test_parameters_that_a_flush_has_not_reached_are_refused_and_those_it_has_wi
         params, state, engine_state = saved(training)
         training.flush()
         flushed = saved(training)
-        refused(training, (params, *flushed[1:]), "has other values in")
-        refused(training, (flushed[0], state, engine_state), "has other values in")
+        refused(training, (params, *flushed[1:]), "in `params` changed")
+        refused(training, (flushed[0], state, engine_state), "in `params` changed")
         refused(training, (flushed[0], state, flushed[2]), "after step 10 of another run")
 
 

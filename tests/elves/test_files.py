@@ -167,7 +167,7 @@ def rewritten(packed, tmp_path, change):
     [
         (("version",), 2, "has version 2, but this program reads version 1"),
         (("tensors", "zeros", "bytes"), 2**42, r"`zeros`, F32 .* cannot have 4398046511104"),
-        (("tensors", "w", "blocks", 0), -5, "-5 is no valid integer"),
+        (("tensors", "w", "blocks", 0), -5, "-5 is not a valid integer"),
         (
             ("tensors", "same", "of"),
             ["file", "", "same", 0],
@@ -295,8 +295,8 @@ def test_places_that_do_not_fit_and_a_file_that_is_cut_off_are_refused(tmp_path)
     for source, target, message in (
         ("gone", "out", "gone does not exist. Name a safetensors file"),
         ("in", "in/more/out", "Name a place outside"),
-        ("in/one.safetensors", "base", "base exists already. Name a new path"),
-        ("in", "gone/out", "is in no existing folder. Name a new path"),
+        ("in/one.safetensors", "base", "base already exists. Name a new path"),
+        ("in", "gone/out", "is not in an existing folder. Name a new path"),
         ("pickles", "out", "pickles has no safetensors to pack"),
         ("cut", "out", "The safetensors file .*one.* is damaged"),
     ):

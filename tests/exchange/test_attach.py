@@ -234,7 +234,7 @@ def test_calls_that_cannot_be_exchanged_are_refused():
         (
             lambda: attach(plain)(tree | {"opt_state": optax.adam(1e-3).init(params)}),
             ValueError,
-            "has 0 ZenFlowStates in it",
+            "contains 0 ZenFlowStates",
         ),
         (
             lambda: attach(lambda *args: (3, *args), engine_options=KERNEL)(params, state),

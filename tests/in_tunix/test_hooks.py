@@ -137,7 +137,7 @@ def test_without_hooks_the_loss_is_no_number_from_the_third_step():
 def test_a_trainer_without_its_hooks_or_one_that_has_ended_is_refused_at_its_first_step():
     trainer = make_trainer(zenflow(**LATE), 4)
     hooks = ZenFlowHooks(trainer)
-    with pytest.raises(ValueError, match="has `ZenFlowHooks` already"):
+    with pytest.raises(ValueError, match="already has `ZenFlowHooks`"):
         ZenFlowHooks(trainer)
     with pytest.raises(RuntimeError, match="The trainer has not started"):
         _ = hooks.engine
@@ -162,7 +162,7 @@ def test_what_is_no_trainer_no_hooks_or_no_zenflow_is_refused():
     with pytest.raises(ValueError, match="`evaluate` must be one of .* got 'always'"):
         ZenFlowHooks(trainer, evaluate="always")
     other = make_trainer(ADAMW, 4)
-    with pytest.raises(ValueError, match="has 0 ZenFlowStates in it"):
+    with pytest.raises(ValueError, match="contains 0 ZenFlowStates"):
         ZenFlowHooks(other)
     assert other.training_hooks is None
 

@@ -208,7 +208,7 @@ def test_labels_that_were_not_trained_on_and_one_example_are_refused(tmp_path, b
     write(tmp_path / "train.csv", GOOD)
     write(tmp_path / "dev.csv", "text,label\ngood,so\n")
     with pytest.raises(
-        DataError, match=r"dev\.csv, line 2: the label .* is none of .*'kind', 'unkind'"
+        DataError, match=r"dev\.csv, line 2: the label .* is not in .*'kind', 'unkind'"
     ):
         make(tmp_path, bert)
     write(tmp_path / "dev.csv", "text,label\ngood,KIND\n")  # no head to know them: as they are

@@ -1,8 +1,7 @@
 """A stack of equal blocks: written out or scanned, rematerialized or not, with equal results.
 
 If scanned, every leaf has a leading axis over the layers, and the compiler sees one block. If
-written out, a layer's gradients can leave the device while the backward pass of earlier layers
-runs.
+written out, a layer's gradients can leave the device while earlier layers' backward pass runs.
 """
 
 from __future__ import annotations
