@@ -51,6 +51,8 @@ _BY_LAYERS = {
     "scan_layers": False,
     "layer_updates": "during_backward",
 }
+# A run that does not stream.
+_AT_ONCE = {"stream": "none", "layer_updates": "after_backward", "layer_inputs": "device"}
 
 
 class Way(NamedTuple):
@@ -167,7 +169,7 @@ def plan_run(
         name: planner.plan(
             settings
             if name == settings.optimizer
-            else dataclasses.replace(settings, optimizer=name, stream="none")
+            else dataclasses.replace(settings, optimizer=name, **_AT_ONCE)
         )
         for name in OPTIMIZERS
     }

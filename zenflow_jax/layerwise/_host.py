@@ -49,7 +49,7 @@ def _run_tasks(tasks: "queue.SimpleQueue[Any]") -> None:
         future, task, args = item
         try:
             future.set_result(task(*args))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  the future has it
             future.set_exception(error)
         del item, future, task, args  # arrays, until the next task
 

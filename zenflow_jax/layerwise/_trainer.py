@@ -128,35 +128,15 @@ class Trainer:
         check_int_or_none("max_skipped", max_skipped, 1)
         numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
         check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
-        if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
-            raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
-        if isinstance(params["layers"], Mapping):
-            raise TypeError('`params["layers"]` is a mapping. Pass a list with one tree per layer.')
-        saved, counts = None, {}
-        if state is not None:
-            saved, counts = saved_leaves(state), state["counts"]
-        options = {"mask": mask, "compact": is_compact(host_state), "saved": saved}
-        made = [make_block("outer", params["outer"], trains="outer" not in frozen, **options)]
-        for i, tree in enumerate(params["layers"]):
-            made.append(make_block(f"layers.{i}", tree, trains=i not in frozen, **options))
-            # Each time, so that this error is ahead of jax's own.
-            _check_pinned([block for block, _ in made], at_once=updates == "during_backward")
-        blocks, weights = zip(*made, strict=True)
-        _check_names(frozen, len(blocks) - 1)
-        if saved is not None and (
-            next(saved, None) is not None
-            or np.asarray(counts["trains"]).tolist() != [block.trains for block in blocks]
-        ):
-            raise UnfitRunError(
-                "`state` has other layers, or other frozen ones. Resume with the saved run's model "
-                "and `frozen`."
-            )
+        at_once, compact = updates == "during_backward", is_compact(host_state)
+        blocks, weights = _make_blocks(params, frozen, mask, compact, state, at_once=at_once)
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
             raise ValueError(
                 f"`layer` has {len(layers)} functions for {len(blocks) - 1} layers. Pass one for "
                 "all layers, or one for each."
             )
+        counts = {} if state is None else state["counts"]
         #: The number of steps taken, skipped steps included.
         self.steps = int(counts.get("step", 0))
         self._blocks, self._interrupted = blocks, False
@@ -172,7 +152,7 @@ class Trainer:
             AdamScalars(0.0, b1, b2, 1 - b1, 1 - b2, eps, weight_decay),
             HostAdam(host_kernel, threads),
             self._peers,
-            at_once=updates == "during_backward",
+            at_once=at_once,
             max_grad_norm=max_grad_norm,
             max_skipped=max_skipped,
             step=self.steps,
@@ -332,6 +312,39 @@ class Trainer:
                 "The last step was interrupted, so some weights may have its update and others "
                 "not. Resume from the last checkpoint."
             )
+
+
+def _make_blocks(
+    params: Any,
+    frozen: Collection[int | str],
+    mask: Callable[[Any], Any] | None,
+    compact: bool,
+    state: Mapping[str, Any] | None,
+    *,
+    at_once: bool,
+) -> tuple[Sequence[Block], Sequence[list[jax.Array]]]:
+    """Makes all blocks and their weights in host memory, one block at a time."""
+    if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
+        raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
+    if isinstance(params["layers"], Mapping):
+        raise TypeError('`params["layers"]` is a mapping. Pass a list with one tree per layer.')
+    saved = None if state is None else saved_leaves(state)
+    options: dict[str, Any] = {"mask": mask, "compact": compact, "saved": saved}
+    made = [make_block("outer", params["outer"], trains="outer" not in frozen, **options)]
+    for i, tree in enumerate(params["layers"]):
+        made.append(make_block(f"layers.{i}", tree, trains=i not in frozen, **options))
+        # Checked after every layer, so that this error comes before jax's own.
+        _check_pinned([block for block, _ in made], at_once=at_once)
+    blocks, weights = zip(*made, strict=True)
+    _check_names(frozen, len(blocks) - 1)
+    if saved is not None and state is not None:
+        trained = np.asarray(state["counts"]["trains"]).tolist()
+        if next(saved, None) is not None or trained != [block.trains for block in blocks]:
+            raise UnfitRunError(
+                "`state` has other layers, or other frozen layers. Resume with the saved run's "
+                "model and `frozen`."
+            )
+    return blocks, weights
 
 
 def _check_names(names: Collection[int | str], layers: int) -> None:
