@@ -32,7 +32,7 @@ _EVERY = np.ones((1, 1), bool)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a leaf that some of this process's devices hold, flat, with its AdamW state."""
+    """A flattened part of a leaf on some of this process's devices, with its AdamW state."""
 
     index: tuple[slice, ...]  # its place in the leaf, with starts and stops
     positions: tuple[int, ...]  # the devices' places among the leaf's addressable devices
@@ -73,7 +73,7 @@ class Block:
         return sum(array.nbytes for x in of_state for array in x.arrays)
 
     def alias(self) -> "Block":
-        return self  # an update writes the arrays, and replaces none
+        return self  # an update writes the arrays in place
 
     def device_bytes(self) -> Counter[Any]:
         """Returns the bytes of the weights on each of this process's devices."""
@@ -103,7 +103,7 @@ class Block:
 
     @functools.cached_property
     def _shardings(self) -> tuple[list[Any], list[Any]]:
-        # Made once: jax takes longer for them than for a copy of a small array.
+        # Created once, because creating them takes longer than copying a small array.
         in_host = [leaf.sharding for leaf in self.leaves]
         return [x.with_memory_kind("device") for x in in_host], in_host
 
@@ -121,7 +121,7 @@ class Block:
         counted: int,
         adam: HostAdam,
     ) -> None:
-        """Takes the AdamW step number `counted`, with gradients in host memory times `factor`."""
+        """Takes AdamW step number `counted`; `factor` multiplies the gradients, in host memory."""
         undecayed = scalars._replace(weight_decay=0.0)
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             of_step = window_step(scalars if leaf.decays else undecayed, 1, None)
@@ -153,7 +153,7 @@ def make_block(
     compact: bool,
     saved: Iterator[Mapping[str, Any]] | None,
 ) -> tuple[Block, list[jax.Array]]:
-    """Makes a block and its weights in host memory: of the user's tree, or as `saved`."""
+    """Makes a block and its weights in host memory, from the user's tree or from `saved`."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     masked = jax.tree.map(lambda _: True, tree) if mask is None else mask(tree)
     if jax.tree.structure(masked) != treedef:
@@ -167,7 +167,7 @@ def make_block(
         if resumes:
             _check_saved(full, x, of_leaf)
         elif isinstance(x, jax.ShapeDtypeStruct):
-            raise TypeError(f"{full} has a shape and no values. Pass an array, or `state`.")
+            raise TypeError(f"{full} has a shape but no values. Pass an array, or `state`.")
         leaves.append(_make_leaf(full, x, bool(decay), trains, compact, of_leaf))
     block = Block(name, treedef, tuple(leaves), trains)
     # The user may reuse NumPy's memory for the next layer.
@@ -175,7 +175,7 @@ def make_block(
 
 
 def _check_saved(path: str, x: Any, saved: Mapping[str, Any] | None) -> None:
-    """Refuses saved arrays that are not of the leaf `x`."""
+    """Rejects saved arrays that do not belong to the leaf `x`."""
     shape = None if saved is None else tuple(saved["master"].shape)
     if shape != x.shape:
         raise UnfitRunError(
@@ -238,7 +238,7 @@ def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Arr
 
 
 def moved(tree: Any, memory_kind: str) -> Any:
-    """Copies arrays to another memory of their devices, without a program; does not wait."""
+    """Copies arrays to another memory kind of their devices, without a program or a wait."""
     return _moved(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(memory_kind), tree))
 
 
@@ -247,7 +247,7 @@ def _moved(tree: Any, shardings: Any) -> Any:
         return jax.device_put(tree, shardings)
 
     def move(x: jax.Array, sharding: Any) -> jax.Array:
-        # `jax.device_put` moves no array that other processes share (jax 0.10.2 and 0.11.2).
+        # `jax.device_put` cannot move arrays that span processes (jax 0.10.2 and 0.11.2).
         kind = sharding.memory_kind
         pieces = [
             jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=kind))

@@ -55,8 +55,10 @@ class Dispatcher:
         self._updating: deque[Future[Any]] = deque()
         self._leaving: deque[list[jax.Array]] = deque()  # gradients, if they all wait
         self._throttle: deque[Any] = deque()
-        self._copied: dict[int, jax.Array] = {}  # by identity, copies of the last layer's input
-        self._number = 0  # of the step
+        self._copied: dict[
+            int, jax.Array
+        ] = {}  # copies of the previous layer's input, keyed by `id`
+        self._number = 0  # the current step's
         self.bytes_to_host = self.bytes_to_device = 0
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ class Dispatcher:
         carries, shared = map(list, zip(*(program.first(outer, x) for x in batches), strict=True))
         inputs, weights = [], self._fetch(1) if layers else None
         for i, layer in enumerate(layers):
-            # Before the program that hides the copy: its memory is allocated now.
+            # Dispatched before the program that hides it, because memory is allocated at dispatch.
             following = self._fetch(i + 2) if i + 1 < len(layers) else weights
             inputs.append(self._keep([jax.tree.leaves(x) for x in carries], layer.kept))
             carries = [layer.run(weights, *pair) for pair in zip(carries, shared, strict=True)]
@@ -140,10 +142,10 @@ class Dispatcher:
         return loss
 
     def _keep(self, carries: list[list[jax.Array]], kept: Sequence[int]) -> list[list[jax.Array]]:
-        """Returns what the backward pass needs of a layer's inputs, where they wait for it."""
+        """Returns the layer inputs that the backward pass needs, in the memory that keeps them."""
         if not self._inputs_to_host:
             return [[leaves[j] for j in kept] for leaves in carries]
-        known = self._copied  # a layer may pass its input on
+        known = self._copied  # a layer may pass on its input
         self._copied = {
             id(x): known[id(x)] if id(x) in known else moved(x, HOST)
             for leaves in carries
@@ -172,7 +174,7 @@ class Dispatcher:
         return future
 
     def _dispatched(self, kind: str, result: Any) -> None:
-        """Records a layer's programs, and waits until Python is few layers ahead of the device."""
+        """Records a layer's programs, and waits until Python is only a few layers ahead."""
         self._watch.add("device", kind, self._number, result)
         self._throttle.append(result)
         if len(self._throttle) > AHEAD:
@@ -219,7 +221,7 @@ class Dispatcher:
 
 
 def _mean(losses: Sequence[jax.Array], weights: Sequence[jax.Array]) -> tuple[Any, Any]:
-    """Returns the mean loss of micro-batches by their weights, float32, and the weights' sum."""
+    """Returns the micro-batches' weighted mean loss, float32, and the sum of the weights."""
     total = sum(weights, jnp.float32(0))
     if len(losses) == 1:
         return losses[0].astype(jnp.float32), total

@@ -1,7 +1,7 @@
 """The device programs of a model in three functions, traced once for each shape of a batch.
 
 Weights, carries and gradients pass through these programs as lists of arrays. Integer arrays in a
-carry have no gradient, and neither have outputs of `first` that do not depend on the outer weights.
+carry have no gradient, nor do outputs of `first` that do not depend on the outer weights.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ def trace_model(
     options: Options,
     cache: dict[Any, LayerProgram],
 ) -> ModelProgram:
-    """Traces all programs, and refuses functions that do not fit each other.
+    """Traces all programs, and rejects functions that do not fit together.
 
     All arguments are `ShapeDtypeStruct`s, of weights with shardings. The first entry in `trains`
     belongs to `outer`. `cache` has layers that were traced before.
@@ -305,7 +305,7 @@ def _reads(function: Callable, argument: int, *args: Any) -> set[int]:
 
 
 def _live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
-    """Returns the inputs that some outputs depend on; loops and the like are taken as a whole."""
+    """Returns the inputs that some outputs depend on; loops count as a whole."""
     live = {id(jaxpr.outvars[i]) for i in outputs}  # by identity: literals are not hashable
     for equation in reversed(jaxpr.eqns):
         used = [i for i, x in enumerate(equation.outvars) if id(x) in live]
@@ -338,7 +338,7 @@ def _split_at(tree: Any, places: tuple[int, ...]) -> tuple[list[Any], Callable[[
 
 
 def _check_closure(closed: Any, name: str) -> None:
-    """Refuses weights that a function has not from its arguments: they would not be trained."""
+    """Rejects weights that a function closes over, which would not be trained."""
     for x in _constants(closed):
         if isinstance(x, jax.Array) and _is_float(x) and x.ndim > 0:
             raise ValueError(

@@ -29,7 +29,7 @@ _NUMBERS = itertools.count()
 class Trainer:
     """Trains a model with AdamW, layer by layer; weights and state are in host memory.
 
-    The device has two layers at a time: the current one, and the next in flight. Python calls one
+    The device holds two layers at a time: the current one, and the next in flight. Python calls one
     program for each layer, forward and backward. The model is three pure functions:
 
     * `first(outer, batch)` returns (carry, shared): the input of layer 0, and whatever all layers
@@ -38,7 +38,7 @@ class Trainer:
     * `last(outer, carry, batch)` returns the loss, a scalar; or a `WeightedLoss`, to weight
       micro-batches, for instance by their number of targets.
 
-    Any tree of arrays can be a carry. The backward pass computes each layer again.
+    Any tree of arrays can be a carry. The backward pass recomputes each layer.
 
     Host memory: 14 bytes per parameter with bf16 weights (8.2 with compact moments), 2 of them
     pinned; "after_backward" needs 2 more for gradients, pinned as well. Only one thread may call a
@@ -50,7 +50,7 @@ class Trainer:
             An iterator saves memory: the trainer takes one layer at a time.
         first, layer, last: The model. `layer` may be a sequence with one function for each layer.
             Functions that are the same object share a program.
-        learning_rate: A number, or an optax schedule. It counts no skipped steps.
+        learning_rate: A number, or an optax schedule. Skipped steps do not advance it.
         b1, b2, eps, weight_decay: As in `optax.adamw`.
         mask: Function from the weights of one layer, or the outer weights, to a tree of bools:
             where weight decay applies. By default everywhere.
@@ -65,15 +65,15 @@ class Trainer:
         host_state, host_kernel, threads: As for `HostEngine`.
         max_skipped: The next call raises after this many consecutive skipped steps. None: never.
         compiler_options: For all programs, as in `jax.jit`.
-        state: What `state` returned, or `EngineRestore` restored: resumes that run with the same
-            bits. `params` may then be `ShapeDtypeStruct`s with shardings, but for frozen weights.
+        state: The result of `state` or `EngineRestore`, which resumes that run with bit-identical
+            results. Then `params` may be `ShapeDtypeStruct`s with shardings, except frozen weights.
         exit_if_stuck: As for `HostEngine`.
 
     Raises:
         ValueError: If an argument is out of range, or `state` belongs to another model; in `step`,
             if a function uses an array that is not among its arguments.
         TypeError: If `params` have another structure, or are not floats; in `step`, if the
-            functions do not fit each other.
+            functions do not fit together.
 
     Examples:
         >>> import jax.numpy as jnp, numpy as np
@@ -201,7 +201,7 @@ class Trainer:
                 shapes. Weights are fetched once for all of them, forward and backward.
 
         Returns:
-            A float32 scalar: the mean loss of the micro-batches, by their weights.
+            A float32 scalar: the weighted mean loss of the micro-batches.
 
         Raises:
             RuntimeError: If the trainer is closed, was interrupted, or an update has failed.
@@ -212,7 +212,7 @@ class Trainer:
             raise TypeError("`step` needs a batch. Pass one, or several micro-batches.")
         self._check()
         if not any(block.trains for block in self._blocks):
-            raise ValueError("`frozen` has all weights, so nothing is left to train.")
+            raise ValueError("`frozen` covers all weights, so nothing is left to train.")
         program, *more = map(self._dispatcher.program, batches)
         if any(other is not program for other in more):
             raise ValueError("Micro-batches must have the same shapes and dtypes. Pad them.")
@@ -293,7 +293,7 @@ class Trainer:
         self._dispatcher.wait()
 
     def close(self) -> None:
-        """Ends the threads; drops updates that have not begun. Safe twice."""
+        """Ends the threads; drops updates that have not begun. Safe to call twice."""
         self._host.close()
         self._dispatcher.close()
 
@@ -309,8 +309,8 @@ class Trainer:
         self._host.check()
         if self._interrupted:
             raise RuntimeError(
-                "The last step was interrupted, so some weights may have its update and others "
-                "not. Resume from the last checkpoint."
+                "The last step was interrupted, so some weights may have been updated and "
+                "others not. Resume from the last checkpoint."
             )
 
 
@@ -356,7 +356,7 @@ def _check_names(names: Collection[int | str], layers: int) -> None:
 
 
 def _check_pinned(blocks: Sequence[Block], *, at_once: bool) -> None:
-    """Refuses weights and gradients beyond the limit of a GPU's pinned memory."""
+    """Rejects weights and gradients that exceed a GPU's pinned-memory limit."""
     weights: dict[Any, list[int]] = {}
     for block in blocks:
         for device, size in block.device_bytes().items():
