@@ -1,7 +1,7 @@
-"""How large a model trains here that AdamW could not?
+"""How large a model, too large for AdamW, can be trained here?
 
 `sizes.py` picks the largest Llama shape for device and host memory; it trains on real text for 8
-steps, from random weights. At the end `adamw` is tried on the same shape, to show that it does not
+steps, from random weights. At the end, `adamw` is tried on the same shape, to show that it does not
 fit.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import PEERS, Runner
 
 _STEPS = 8
-#: Shares of the machine to try, in case the estimate does not fit.
+#: Shares of the machine to try, in case the estimate is too large.
 _SHARES = (1.0, 0.85)
 #: Time for a second try.
 _AGAIN_S = 50.0
