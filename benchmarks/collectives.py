@@ -1,4 +1,4 @@
-"""Which transfers between devices does a compiled program make, by XLA's text?
+"""Which transfers between devices does a compiled program make, according to XLA's text?
 
     python -m benchmarks.collectives
 
@@ -24,11 +24,11 @@ _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 
 
 class Collective(NamedTuple):
-    """One operation of a program."""
+    """One operation in a program."""
 
     kind: str
     nbytes: int  # of its result on one device
-    group: int  # number of devices that take part together
+    group: int  # number of participating devices
 
     @property
     def sent(self) -> int:
@@ -54,18 +54,18 @@ def collectives(program: str) -> list[Collective]:
     for line in program.splitlines():
         if match := _LINE.search(line):
             kind, arrays = match["kind"], array_bytes(match["result"])
-            # A start also returns its arguments, before the results; except for an all-reduce,
+            # A start also returns its arguments, before the results, except for an all-reduce,
             # whose results look the same.
             if match["start"] and kind != "all-reduce":
                 if kind == "collective-permute":
-                    arrays = arrays[:2]  # two counters come last
+                    arrays = arrays[:2]  # drops two counters at the end
                 arrays = arrays[len(arrays) // 2 :]
             operations.append(Collective(kind, sum(arrays), _group(line, devices)))
     return operations
 
 
 def array_bytes(text: str) -> list[int]:
-    """Returns the bytes of each array that XLA's text names, as in `bf16[2,3]`."""
+    """Returns the bytes of each array in XLA's text, such as `bf16[2,3]`."""
     sizes = []
     for name, bits, shape in _ARRAY.findall(text):
         width = 1 if name == "pred" else int(bits) // 8

@@ -1,4 +1,4 @@
-"""Does zenflow reach the accuracy of AdamW on real tasks, from real weights?
+"""Does zenflow reach AdamW's accuracy on real tasks, from pretrained weights?
 
     python -m benchmarks.glue_parity --model DIR --sst2 DIR --cola DIR
 
@@ -8,7 +8,7 @@ and the order of the data. Prints a table with the task's metric on the whole de
 step (mean and standard deviation over seeds), and draws the training losses into
 `benchmarks/glue_parity.png`. Answers: `benchmarks/LOG.md`.
 
-Runs stay in `--folder`: a second start makes only the missing runs.
+Runs stay in `--folder`, so a second start makes only the missing runs.
 """
 
 import argparse
@@ -39,7 +39,7 @@ VARIANTS = {
 class Job(NamedTuple):
     task: str
     metric: str
-    length: int  # in tokens; 9 % of the dev sentences of SST-2 and 3 % of those of CoLA are longer
+    length: int  # in tokens; 9 % of SST-2's and 3 % of CoLA's dev sentences are longer
     steps: int
     learning_rate: float
 

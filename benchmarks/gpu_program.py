@@ -40,7 +40,7 @@ from zenflow_jax.planning._host_work import needs_of
 
 
 class Shape(NamedTuple):
-    """A decoder of the Llama family; the defaults have 953 million parameters.
+    """A decoder of the Llama family, by default with 953 million parameters.
 
     `batch` counts the sequences of one device.
     """
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 def weights(shape: Shape, scanned: bool, parts: int = 1) -> dict[str, Any]:
-    """Returns the parameters' shapes; embedding and head are stacks of `parts` if that is not 1."""
+    """Returns the parameters' shapes; if `parts` > 1, embedding and head are stacks."""
 
     def w(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
@@ -137,7 +137,7 @@ class Program(NamedTuple):
     step: Callable[..., Any]
     init: Callable[[Any], Any]
     scanned: bool = False
-    in_parts: bool = False  # embedding and head, which stream, too
+    in_parts: bool = False  # whether embedding and head also stream
 
 
 def adamw_step(shape: Shape, mesh: Mesh, max_grad_norm: float) -> Program:
@@ -156,7 +156,7 @@ def adamw_step(shape: Shape, mesh: Mesh, max_grad_norm: float) -> Program:
         params = jax.tree.map(lambda m: m.astype(jnp.bfloat16), master)
         return params, (master, opt_state), value
 
-    # Plain shapes: moments and masters are placed like their parameters.
+    # Plain shapes, because moments and masters are placed like their parameters.
     return Program(step, partial(jax.eval_shape, init))
 
 
@@ -196,8 +196,8 @@ def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any
     """Returns the step's arguments, as shapes placed on the mesh."""
 
     def put(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-        # A described device has no host memory for arguments. The step reads no mail, so jit drops
-        # those arguments and their memory does not matter.
+        # A described device has no host memory for arguments. The step does not read mail, so jit
+        # drops those arguments and their memory does not matter.
         known = getattr(x, "sharding", None)
         sharding = sharding or (
             NamedSharding(mesh, known.spec) if known else weight_sharding(mesh, x.shape)
@@ -235,7 +235,7 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
 
 
 def lowered_merge(params: Any, state: zenflow_jax.ZenFlowState) -> Any:
-    """Returns that program, lowered for the shapes of parameters and state."""
+    """Returns the merge program, lowered for the shapes of parameters and state."""
     specs = [leaf.spec for leaf in state.leaves]
     groups = [of_group(specs, group) for group in range(state.schedule.groups)]
     largest = max(groups, key=lambda group: sum(math.prod(x.shape) for x in group.values()))
@@ -262,7 +262,7 @@ def one_device(shape: Shape) -> None:
         "optax.adamw, float32 master": adamw_step(shape, mesh, 1.0),
         "zenflow": zenflow_step(shape, mesh, None),
         "zenflow(max_grad_norm=1)": clipped(),
-        "zenflow behind clip_by_global_norm": clipped(front=True),
+        "zenflow after clip_by_global_norm": clipped(front=True),
         "zenflow(max_grad_norm=1), scanned": clipped(scanned=True),
         "the same, streamed": clipped(streamed=True),
         "scanned, after_step": clipped(scanned=True, send_gradients="after_step"),
@@ -317,7 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in Shape._field_defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--devices", type=int, default=1, help="even, for meshes of so many")
+    parser.add_argument("--devices", type=int, default=1, help="mesh size, an even number")
     options = vars(parser.parse_args())
     devices = options.pop("devices")
     shape = Shape(**options)

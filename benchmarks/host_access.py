@@ -1,11 +1,11 @@
-"""Does a compiled program access host memory in the right places, and by the copy engine?
+"""Does a compiled program access host memory in the right places, and with the copy engine?
 
     python -m benchmarks.host_access PROGRAM.txt        # from `compiled.as_text()`
 
 XLA for GPUs annotates a slice inside a loop with a walk in bytes, offset + iteration * stride, and
-its runtime copies by the walk and ignores the index. With jax 0.10.2 and 0.11.0 some walks differ
-from their index (openxla/xla#46231). This program evaluates the index of each slice of host memory
-for each iteration, and compares. A slice without a walk is a kernel's: multiprocessors then read
+its runtime copies along the walk and ignores the index. In jax 0.10.2 and 0.11.0, some walks differ
+from their index (openxla/xla#46231). This program evaluates the index of each host memory slice for
+each iteration, and compares. A slice without a walk belongs to a kernel: multiprocessors then read
 host memory word by word, instead of a copy engine.
 """
 
@@ -31,15 +31,15 @@ from benchmarks.program_text import (
 class Traffic(NamedTuple):
     """How a program uses host memory."""
 
-    right: int  # number of slices in loops whose walk is their index
-    wrong: list[str]  # slices with another walk
+    right: int  # number of slices in loops whose walk matches their index
+    wrong: list[str]  # slices with a different walk
     kernels: list[str]  # other operations on host memory: kernels, host compute
-    to_host: int  # number of copies of whole arrays
+    to_host: int  # number of whole-array copies
     to_device: int
 
 
 class _Loop(NamedTuple):
-    """The values of a loop's counter, and its place in the loop's tuple."""
+    """The values of a loop's counter, and its position in the loop's tuple."""
 
     element: int
     values: range
@@ -49,7 +49,7 @@ def traffic(text: str) -> Traffic:
     """Returns a compiled program's use of host memory, from its text.
 
     Raises:
-        ValueError: If the text is not XLA's for a scheduled module.
+        ValueError: If the text is not XLA's text for a scheduled module.
     """
     program = parse(text)
     # The entry runs once.
@@ -82,7 +82,7 @@ def traffic(text: str) -> Traffic:
     return Traffic(right, wrong, kernels, copies[True], copies[False])
 
 
-#: They pass arrays on, or end another instruction. `AllocateBuffer` is handled below.
+#: These pass arrays on, or end another instruction. `AllocateBuffer` is handled below.
 _MOVES_NOTHING = (
     *("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional"),
     *("opt-barrier", "optimization-barrier", "after-all", "copy-done", "fusion-done"),
@@ -156,7 +156,7 @@ def _loop(x: Instruction) -> _Loop | None:
 
 
 class _Frame:
-    """The values of a computation's integers, for values of its parameters.
+    """The values of a computation's integers, for given parameter values.
 
     An integer is an int, a tuple a dict of its known elements, a constant vector a list; an unknown
     value is None.
@@ -252,7 +252,7 @@ def _root(program: Program, computation: str) -> str:
 
 
 def large_copies(text: str, least_bytes: int) -> Iterator[str]:
-    """Yields the copies on the device with at least `least_bytes`."""
+    """Yields the copies on the device of at least `least_bytes`."""
     program = parse(text)
     for name, computation in program.executed():
         for x in computation.values():

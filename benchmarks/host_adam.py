@@ -4,12 +4,12 @@
 
 Prints the median in ms with its interquartile range and the minimum, without compilation, and the
 median ratio to the memory-bandwidth limit and to DeepSpeed's CPUAdam. All rows take turns in one
-process, on the same arrays. The limit moves the same bytes in the same order and computes nothing.
+process, on the same arrays. The limit moves the same bytes in the same order without computing.
 Peers that are not installed are named and skipped. Answers: `benchmarks/LOG.md`.
 
-A bfloat16 weight is half of its master here, so an update moves 2 bytes less than the peers' do:
-they keep a float32 master, and cast the gradient before and the weight after their step, as in
-their own offloading.
+A bfloat16 weight is half of its master here, so an update moves 2 bytes less than the peers'
+updates: they keep a float32 master, and cast the gradient before and the weight after their step,
+as in their own offloading.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=13)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    # OpenMP reads these when it is loaded, with the peers. Passive: otherwise idle threads spin for
-    # a while after each step, at the next row's cost.
+    # OpenMP reads these when it is loaded with the peers. Passive, because otherwise idle threads
+    # spin for a while after each step, at the next row's expense.
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
     arrays = new_arrays(args.millions)
@@ -138,7 +138,7 @@ def bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x
 
 
-# Adding `zero` times the gradient changes no value, but the compiler cannot know.
+# Adding `zero` times the gradient does not change values, but the compiler cannot know.
 @numba.njit(nogil=True)
 def stream(p, rest, m, v, g, zero):
     for i in range(p.size):
@@ -282,7 +282,7 @@ def add_optimizer(cases: dict[str, dict[str, Run]], x: Arrays, make: Callable, n
 
 def interleaved(cases: dict[str, dict[str, Run]], rounds: int) -> dict[str, dict[str, list[float]]]:
     samples = {case: {name: [] for name in rows} for case, rows in cases.items()}
-    for i in range(rounds + 1):  # the first compiles, and is discarded
+    for i in range(rounds + 1):  # the first compiles and is discarded
         for case, rows in cases.items():
             for name, run in rows.items():
                 start = time.perf_counter()

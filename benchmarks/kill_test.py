@@ -1,4 +1,4 @@
-"""Does a run that is killed repeatedly end with the same bits as an uninterrupted run?
+"""Is the result of a repeatedly killed run bit-identical to that of an uninterrupted run?
 
     python -m benchmarks.kill_test --kills 25
 
@@ -33,7 +33,7 @@ from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parents[1]
 
-# A save inside a window, with an update in flight; selections; a warm-up.
+# Covers a save inside a window, with an update in flight; selections; a warm-up.
 CONFIG = """
 corpus_megabytes = 0.3
 sequence_length = 16
@@ -54,7 +54,7 @@ progress = false
 """
 SAVE_EVERY = 5
 
-# Saves that a start may make before it is killed; they determine the run's length.
+# Number of saves per start before it is killed, which determines the run's length.
 SAVES = 3
 STEPS_PER_KILL = SAVE_EVERY * (SAVES + 2)
 
@@ -70,13 +70,13 @@ class Result(NamedTuple):
 
 
 def kill_test(folder: Path, *, kills: int, seed: int, start_s: float = 5.0, **words: str) -> Result:
-    """Makes both runs in `folder` and compares them.
+    """Starts both runs in `folder` and compares them.
 
     Args:
         folder: An empty folder.
         kills: Number of kills.
         seed: Seed for the moments.
-        start_s: Rough time from a start to its first steps, for kills during the start.
+        start_s: Approximate time from a start to its first steps, for kills during the start.
         words: Further settings, such as the optimizer.
 
     Raises:
@@ -196,7 +196,7 @@ def half_written(checkpoints: Path) -> list[str]:
 
 
 def differences(whole: Path, killed: Path) -> list[str]:
-    """Names everything whose bits differ between the runs."""
+    """Lists all values that are not bit-identical in both runs."""
     different = []
     models = [(run / "model.safetensors").read_bytes() for run in (whole, killed)]
     if models[0] != models[1]:

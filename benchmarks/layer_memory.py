@@ -1,9 +1,9 @@
-"""How much memory and time does training layer by layer take on a CPU, beside AdamW's step?
+"""How much memory and time does training layer by layer take on a CPU, compared with AdamW?
 
     python -m benchmarks.layer_memory
 
-Memory: each way trains a decoder for 12 steps in a process of its own, and has the peak of that
-process (`getrusage`) above one that trains the model `tiny`. Another process compiles before.
+Memory: each way trains a decoder for 12 steps in a separate process; the result is that process's
+peak (`getrusage`) minus the peak with the model `tiny`. Another process compiles first.
 Time: steps of all ways in one process, in turns of two. Answers: `benchmarks/LOG.md`.
 """
 
@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
 def stepper(
     way: str, model: Model, tokens: np.ndarray, stack: contextlib.ExitStack
 ) -> Callable[[int], None]:
-    """Returns a function that takes so many steps, and waits for their losses."""
+    """Returns a function that takes `steps` steps and waits for their losses."""
     options = WAYS[way]
     if options is None:
         runner = Runner(PEERS["adamw"], model, tokens)
@@ -64,7 +64,7 @@ def stepper(
 
 
 def in_a_process(way: str, model: str, cache: str) -> int:
-    """Returns the peak of a process that trains."""
+    """Returns the peak memory of a process that trains."""
     command = [sys.executable, "-m", "benchmarks.layer_memory", "--one", way, "--model", model]
     caching = {"COMPILATION_CACHE_DIR": cache, "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment = os.environ | {f"JAX_{name}": value for name, value in caching.items()}

@@ -53,7 +53,7 @@ def gpu() -> dict[str, str]:
 
 
 def summary() -> dict[str, Any]:
-    """Returns the machine and the versions of packages, for the top of a report."""
+    """Returns the machine and package versions, for the top of a report."""
     nvidia = gpu()
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = {x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")}

@@ -1,15 +1,15 @@
-"""How does this project perform on a GPU? All answers in one command and twelve minutes.
+"""How does this project perform on a GPU? Answers all questions in twelve minutes.
 
     python -m benchmarks.on_gpu --out DIR --minutes 12
     python -m benchmarks.on_gpu --out DIR --rehearse              # the same on a CPU, tiny
     python -m benchmarks.on_gpu --out DIR --only correct headline
 
 Runs the stages in `STAGES`, the most valuable first. Each is a separate process with a time limit:
-a stage that raises, aborts, hangs or runs out of memory keeps its earlier results, and leaves the
-GPU free for the next. The report names stages that the budget leaves out.
+a stage that raises, aborts, hangs or runs out of memory keeps its earlier results and leaves the
+GPU free for the next. The report names stages that did not fit in the budget.
 
 `DIR/report.md` and `DIR/report.json` are complete at any moment: they are rewritten whenever a
-stage has a new result, and when it ends. A picture is beside them, and log.txt has all output.
+stage has a new result, and when it ends. A picture is next to them, and log.txt has all output.
 
 Needs only the library's packages and matplotlib; no network. This process does not start jax, so
 the stages have the whole GPU. Answers: `benchmarks/LOG.md`.
@@ -36,11 +36,11 @@ from benchmarks.gpu_stages.__main__ import NO_GPU
 from benchmarks.gpu_stages.notes import Notes, notes_path
 from benchmarks.gpu_stages.report import Outcome
 
-#: The largest part of a stage's output to keep.
+#: Maximum size of a stage's output to keep.
 MOST_BYTES = 2**20
 #: The picture from the stage `step_time`.
 PICTURE = "step_time.png"
-#: Time from a stage's limit until it is killed.
+#: Time after its limit until a stage is killed.
 GRACE_S = 8.0
 #: Time between two polls of a running stage.
 _LOOK_S = 1.0
@@ -51,7 +51,7 @@ class StageLimits(NamedTuple):
     question: str
     target: str  # module:function
     seconds: float  # its time limit
-    least: float  # it does not start with less time left
+    least: float  # the stage does not start with less time left
 
 
 def _stage(name: str, question: str, module: str, seconds: float, least: float) -> StageLimits:
@@ -83,12 +83,12 @@ def run(
     command: str,
     cache: Path | None = None,
 ) -> list[Outcome]:
-    """Runs the stages in turn, and returns their outcomes; the report is complete after each.
+    """Runs the stages in turn and returns their outcomes; the report is complete after each.
 
     Args:
         stages: The stages.
-        out: Folder for the report; made if missing.
-        seconds: Time for all stages together.
+        out: Folder for the report, created if missing.
+        seconds: Total time for all stages.
         rehearse: Whether to run on a CPU, with tiny sizes.
         command: The command to name in the report.
         cache: Folder for compiled programs; None for JAX_COMPILATION_CACHE_DIR, or a temporary
@@ -127,7 +127,7 @@ def run(
                 try:
                     status = _run_stage(stage, outcome, limit, work, environment, rehearse, write)
                 finally:
-                    # Also when this process is told to end.
+                    # Also when this process is asked to end.
                     _keep_output(stage, work, out)
                     write()
         write()
@@ -144,7 +144,7 @@ def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
     changed = {
         # Read when jax starts its backend.
         _PINNED: str(max(1, int(_PINNED_SHARE * machine.host_bytes() / 2**30))),
-        # The allocator's share; its default, 0.75, is too little for the headline. The rest is for
+        # The allocator's share; the default, 0.75, is too little for the headline. The rest is for
         # CUDA, its libraries and the code.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
         # Stages share compiled programs.
@@ -224,11 +224,11 @@ def _run_stage(
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Kills a stage with all of its child processes: it leads its own session."""
+    """Kills a stage with all of its child processes, because it leads its own session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # no process of it is left
+        pass  # all its processes have ended
     process.wait()
 
 
@@ -261,7 +261,7 @@ def main() -> None:
     add = parser.add_argument
     names = [stage.name for stage in STAGES]
     add("--out", type=Path, required=True, help="folder for the report")
-    add("--minutes", type=float, default=12.0, help="for everything together")
+    add("--minutes", type=float, default=12.0, help="for all stages together")
     add("--rehearse", action="store_true", help="on this machine's CPU, with tiny models")
     add(
         "--only",

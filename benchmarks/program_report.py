@@ -18,7 +18,7 @@ class Report(NamedTuple):
     parameters: int
     peak_bytes: int
     temporary_bytes: int
-    copies: list[tuple[int, int]]  # to the host, in order: (bytes, matmuls still to come)
+    copies: list[tuple[int, int]]  # to the host, in order: (bytes, remaining matmuls)
     matmuls: int
     collectives: list[Collective]
     engine_bytes: int = 0  # an engine's arrays on the device while the step runs
@@ -51,9 +51,9 @@ def report(compiled: Any, params: Any) -> Report:
 
 
 def _copies(text: str) -> tuple[list[tuple[int, int]], int]:
-    """Returns the copies to host memory in order, as (bytes, matmuls to come), and the matmuls.
+    """Returns the copies to host memory in order, as (bytes, remaining matmuls), and all matmuls.
 
-    A loop counts as one matmul, because it hides no copy that starts after it.
+    A loop counts as one matmul, because it cannot hide a copy that starts after it.
     """
     program = parse(text)
     heavy: set[str] = set()

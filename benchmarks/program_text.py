@@ -26,7 +26,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Returns the names of the computations that it runs."""
+        """Returns the names of the computations that the instruction runs."""
         return [name for match in _CALLED.finditer(self.attributes) for name in _names(match[1])]
 
 
@@ -42,7 +42,7 @@ class Program(NamedTuple):
     def executed(self) -> Iterator[tuple[str, Computation]]:
         """Yields the entry, and the computations that run as part of it or its loops.
 
-        A fusion is one operation, so its inside is not among them.
+        A fusion is one operation, so its contents are not included.
         """
         waiting, known = [self.entry], {self.entry}
         while waiting:
@@ -101,7 +101,7 @@ def nbytes(shape: str) -> int:
 def dimensions(shape: str) -> list[int]:
     match = _ARRAY.match(shape)
     if match is None:
-        raise ValueError(f"{shape} is no array. Pass an array's shape, such as f32[2,3].")
+        raise ValueError(f"{shape} is not an array. Pass an array's shape, such as f32[2,3].")
     return [int(n) for n in match["dims"].split(",") if n]
 
 

@@ -6,9 +6,9 @@
 
 The peers train the same model on the same batches, with bf16 weights and float32 masters:
 
-* `adamw`: `optax.adamw`, all on the device, as fast as can be;
+* `adamw`: `optax.adamw`, all on the device, as fast as possible;
 * `parked`: its state in pinned host memory, copied to the device and back inside the step;
-* `offload`: all on the host and waited for, as in ZeRO-Offload: an engine with windows of one step,
+* `offload`: all on the host, with waiting, as in ZeRO-Offload: an engine with windows of one step,
   no overlap, ratio 0;
 * `offload-x4`: the same after 4 steps whose gradients are summed on the device. All its figures are
   those of one of the 4, so they compare with `zenflow-s4`, which does not do without the 4 updates;
@@ -16,23 +16,23 @@ The peers train the same model on the same batches, with bf16 weights and float3
   while the next step runs, `-device` with a window's gradients summed on the device, `-streamed`
   with those of scanned layers leaving inside the backward scan.
 
-DeepSpeed is not among them: it needs torch with CUDA and a CUDA compiler.
+DeepSpeed is not included, because it needs torch with CUDA and a CUDA compiler.
 
-In each round every peer, in shuffled order, makes a window that is not timed, so that an update is
-on its way as in the midst of a run, then `--stretches` timed stretches of `--steps` steps, then
-waits until its host is at rest. The device is waited for at the ends of a stretch and nowhere else.
-Compiling and the first selection are not in any stretch, later selections are (the last column
-counts them; there is one in 16 windows, so a short stretch may have none). With `--resident one` a
-peer is set up before each of its turns and taken down after it, always from the same weights; with
-`all` everything stays in memory, on the device and on the host.
+In each round, every peer, in shuffled order, runs a window that is not timed, so that an update is
+in flight as in mid-run, then `--stretches` timed stretches of `--steps` steps, then waits until its
+host is idle. The loop waits for the device only at the ends of a stretch. Compiling and the first
+selection are outside all stretches; later selections are inside (the last column counts them; there
+is one in 16 windows, so a short stretch may have none). With `--resident one`, a peer is set up
+before each of its turns and taken down after it, always from the same weights; with `all`,
+everything stays in memory, on the device and on the host.
 
-Prints medians over the stretches. "idle" is the share of the step that `adamw` does not take. The
-device's peak is what its allocator has seen in a first turn of each peer, the ones that take least
-first; as it cannot be reset, "<=" stands where a peer, or a smaller batch, took as much before.
-Bytes are per parameter, and per step where they move; "host arrays" are the engine's without its
-pinned mail. On a CPU all memory is the same memory and device and host share the cores: only
-the counts mean something there. On a GPU large models need
-`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`; the error says how much. Answers: `benchmarks/LOG.md`.
+Prints medians over the stretches. "idle" is the share of the step beyond the time of `adamw`. The
+device's peak is the allocator's peak in each peer's first turn, in ascending order of memory; as it
+cannot be reset, "<=" marks an upper bound, where a peer or a smaller batch took as much before.
+Bytes are per parameter, and per step for transfers; "host arrays" are the engine's without its
+pinned mail. On a CPU, all memory is the same and device and host share the cores, so only the
+counts are meaningful. On a GPU large models need `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`; the error
+says how much. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -54,8 +54,8 @@ from zenflow_jax import EngineStats
 
 #: Number of different batches; a multiple of all peers' micro-batches.
 BATCHES = 8
-#: Windows until everything is compiled: the first boundary selects, the second is the first that
-#: merges an update.
+#: Windows until everything is compiled: the first boundary selects, and the second is the first to
+#: merge an update.
 WARM_UP = 3
 
 
@@ -82,7 +82,7 @@ def first_turn(runner: Runner, result: Result) -> None:
 def first_turns(
     both: list[tuple[Runner, Result]], until: float | None
 ) -> list[tuple[Runner, Result]]:
-    """Gives each peer its first turn, within half of the time; returns those that can continue."""
+    """Gives each peer its first turn, within half of the time; returns peers that can continue."""
     half = None if until is None else (time.monotonic() + until) / 2
     for place, (runner, result) in enumerate(both):
         if half is not None and time.monotonic() > half and place > 1:
@@ -105,7 +105,7 @@ def warm_up(runner: Runner) -> None:
 
 
 def turn(runner: Runner, result: Result, *, steps: int, stretches: int) -> None:
-    """Times some stretches, from rest to rest."""
+    """Times several stretches; the host is idle before and after."""
     window = runner.peer.window
     before = _stats(runner)
     for _ in range(window // runner.peer.micro_batches):
@@ -123,7 +123,7 @@ def turn(runner: Runner, result: Result, *, steps: int, stretches: int) -> None:
         _note_memory(runner, result)
     result.selections += _stats(runner).reselections - start.reselections
     runner.settle()
-    # Between two rests the host has done the work of all steps.
+    # From idle to idle, the host has done the work of all steps.
     after, made = _stats(runner), window + stretches * steps
     parked = runner.parked_bytes
     result.work_s.append((after.work_s - before.work_s) / made)
@@ -159,9 +159,9 @@ def compare(
 ) -> Comparison:
     """Measures all peers at one batch size.
 
-    `save` gets the results so far, after the first turns and after each round. No turn starts after
-    `until`, in seconds of `time.monotonic`. First turns get half of that time; peers that miss
-    theirs are left out, except for the first two.
+    `save` gets the results so far, after the first turns and after each round. Turns do not start
+    after `until`, in seconds of `time.monotonic`. First turns get half of that time; peers that
+    miss theirs are left out, except the first two.
     """
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocabulary, size=(BATCHES, batch, length + 1), dtype=np.int32)
@@ -204,8 +204,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", choices=MODELS, default="tiny")
     add("--batch", type=int, help="sequences in a step; the model's default if left out")
-    add("--length", type=int, help="tokens of a sequence; likewise")
-    add("--tokens", type=int, nargs="+", help="tokens in a step, in place of --batch; draws a plot")
+    add("--length", type=int, help="tokens in a sequence; the model's default if left out")
+    add("--tokens", type=int, nargs="+", help="tokens in a step, instead of --batch; draws a plot")
     add("--scan-layers", action="store_true")
     add("--remat", action=argparse.BooleanOptionalAction, default=True)
     add("--peers", nargs="+", default=["*"], help="names or patterns such as 'zenflow-s4-*'")
@@ -214,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stretches", type=int, default=1, help="of each peer in a round")
     add("--resident", choices=("one", "all"), default="one", help="peers in memory at a time")
     add("--threads", type=int, help="of the engine")
-    add("--json", type=Path, help="where all figures go")
+    add("--json", type=Path, help="file for all figures")
     add("--plot", type=Path, default=Path(__file__).with_name("step_time.png"))
     return parser
 
@@ -235,7 +235,7 @@ def main() -> None:
     wrong = [n for n in args.tokens or () if n % length]
     if wrong:
         parser.error(f"--tokens {wrong} are not multiples of --length {length}")
-    # The smallest first, see the device's peak.
+    # The smallest first, because of the device's peak.
     batches = sorted(n // length for n in args.tokens or ()) or [args.batch or preset.batch]
 
     options = {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items()}

@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--scan-layers", action="store_true")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, help="by default those that differ")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, help="default: those that differ")
     args = parser.parse_args()
     different = [x for x in PEERS if "-s" not in x or x.startswith("zenflow-s4-r0.05")]
     preset = MODELS[args.model]

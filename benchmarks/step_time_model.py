@@ -22,7 +22,7 @@ class Preset(NamedTuple):
 
 
 def llama(length: int, **sizes: int) -> DecoderConfig:
-    """Returns a decoder's config with these sizes; by default with 32,000 tokens."""
+    """Returns a decoder's config with these sizes; by default, with 32,000 tokens."""
     return DecoderConfig(
         **({"vocabulary": 32000} | sizes),
         head_width=sizes["width"] // sizes["heads"],
@@ -49,7 +49,7 @@ MODELS = {
 class Model(NamedTuple):
     graphdef: nnx.GraphDef
     shapes: Any  # of the parameters
-    draw: Callable[[], Any]  # the same initial weights at every call
+    draw: Callable[[], Any]  # the same initial weights in every call
 
     @property
     def parameters(self) -> int:

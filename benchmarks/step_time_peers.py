@@ -1,4 +1,4 @@
-"""The ways to train a model that `step_time.py` compares.
+"""The training methods that `step_time.py` compares.
 
 Every peer computes the same forward and backward passes in bf16 and clips by global norm. They
 differ in where AdamW's float32 masters and moments are, and when they are updated.
@@ -37,7 +37,7 @@ class Optimizer(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """AdamW's state for low-precision parameters, which are its rounded masters."""
+    """AdamW's state for low-precision parameters, which are rounded masters."""
 
     master: Any  # float32, like the parameters
     moments: Any  # optax's state for the masters
@@ -73,7 +73,7 @@ def _apply_mixed(gradients: Any, state: Mixed, params: Any) -> tuple[Any, Mixed]
 
 
 def parked() -> Optimizer:
-    """Returns the same, with the matrices' state in pinned host memory between steps.
+    """Returns the same optimizer, with the matrices' state in pinned host memory between steps.
 
     The step copies it to the device and back. Vectors stay on the device, because copies of a few
     KB would only slow this peer down.
@@ -110,12 +110,12 @@ def _move(space: jax.memory.Space, x: jax.Array) -> jax.Array:
 
 
 def zenflow(*, stream: bool = False, **options: Any) -> Optimizer:
-    """With `stream` scanned layers send their gradients inside the backward scan."""
+    """Returns zenflow; with `stream`, scanned layers send gradients in the backward scan."""
     tx = zenflow_jax.zenflow(
         LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
-        # By name: the scales of stacked blocks have two axes.
+        # By name, because the scales of stacked blocks have two axes.
         resident=lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "scale",
         **options,
     )
@@ -155,10 +155,10 @@ _OFFLOAD = partial(
     topk_ratio=0.0,
     update_interval=1,
     staleness=0,
-    select_interval=2**30,  # nothing to select
+    select_interval=2**30,  # no channels to select
 )
 
-#: In order of device memory, the least first; `step_time.py` explains the order.
+#: In ascending order of device memory; `step_time.py` explains the order.
 PEERS = {
     peer.name: peer
     for peer in (
@@ -185,9 +185,9 @@ def make_step(
         graphdef: The model's definition.
         optimizer: An optimizer from above.
         micro_batches: `m`. Gradients are summed in float32, 4 bytes per parameter. A loop runs all
-            but the last, so that mail can leave the device during the last backward pass.
-        placement: Shardings of parameters and state. Left to the compiler, a donated array in host
-            memory may become an output on the device, and the process aborts (jax 0.10).
+            but the last, so that mail can leave during the last backward pass.
+        placement: Shardings of parameters and state. If left to the compiler, a donated array in
+            host memory may become an output on the device, and the process aborts (jax 0.10).
 
     Returns:
         A function whose `tokens` are int32 `(m, b, t + 1)`.
@@ -210,7 +210,7 @@ def make_step(
             (jnp.float32(0), zeros),
             tokens[:-1],
         )
-        # The last activations must not exist beside the loop's.
+        # The last activations must not exist at the same time as the loop's.
         last, total = jax.lax.optimization_barrier((last, total))
         loss, grads = gradient(params, last)
         loss, total = jax.tree.map(lambda s: s / micro_batches, add(total, (loss, grads)))
@@ -226,12 +226,12 @@ def make_step(
 
 
 class Runner:
-    """Runs one peer. It can be taken down and set up again, and keeps its compiled programs.
+    """Runs one peer, which can be taken down and set up again, and keeps its compiled programs.
 
     Args:
         peer: The peer.
         model: Its model.
-        tokens: int32 `(n, b, t + 1)`, a batch for each of `n` steps; then they repeat.
+        tokens: int32 `(n, b, t + 1)`, a batch for each of `n` steps, then repeated.
         threads: As for `HostEngine`.
         prefetch_bytes: As for `HostEngine`.
     """
@@ -284,7 +284,7 @@ class Runner:
             )
 
     def advance(self, steps: int) -> None:
-        """Makes `steps` steps, a multiple of a call's, without further waits."""
+        """Takes `steps` steps, a multiple of a call's steps, without further waits."""
         assert steps % self.peer.micro_batches == 0
         for _ in range(steps // self.peer.micro_batches):
             batch = self._batches[self._calls % len(self._batches)]
@@ -298,7 +298,7 @@ class Runner:
         jax.block_until_ready((self.params, self.state, self.loss))
 
     def settle(self) -> None:
-        """Waits for the host, too: the next window starts with no update in flight."""
+        """Also waits for the host, so that the next window starts with no update in flight."""
         if self.engine is not None:
             self.params, self.state = self.engine.flush(self.params, self.state)
         self.wait()

@@ -23,13 +23,13 @@ class Result:
 
     peer: str
     fits: bool = True  # on the device
-    left_out: bool = False  # for lack of time
+    left_out: bool = False  # because of lack of time
     device_peak_bytes: int | None = None  # None if the backend does not report it
-    device_peak_is_bound: bool = False  # an upper bound, because another peer used as much before
+    device_peak_is_bound: bool = False  # only an upper bound: another peer used as much before
     host_bytes: int = 0  # the engine's or parked arrays, at most
     step_s: list[float] = dataclasses.field(default_factory=list)  # a sample for each stretch
     wait_s: list[float] = dataclasses.field(default_factory=list)
-    work_s: list[float] = dataclasses.field(default_factory=list)  # from here one for each turn
+    work_s: list[float] = dataclasses.field(default_factory=list)  # from here on, one per turn
     bytes_to_host: list[float] = dataclasses.field(default_factory=list)
     bytes_to_device: list[float] = dataclasses.field(default_factory=list)
     selections: int = 0  # within all stretches
@@ -53,8 +53,8 @@ class Comparison:
 def figures(comparison: Comparison) -> dict[str, dict[str, Any]]:
     """Returns each measured peer's medians, and numbers derived from them.
 
-    Times are in ms, bytes per parameter; None if unknown. `idle` is the share of a step that the
-    peer `adamw` does not need.
+    Times are in ms, bytes per parameter; None if unknown. `idle` is the share of a step beyond the
+    time of the peer `adamw`.
     """
     measured = [r for r in comparison.results if r.step_s]
     medians = {r.peer: statistics.median(r.step_s) for r in measured}
@@ -120,7 +120,7 @@ def table(comparison: Comparison) -> str:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Draws step time over tokens per step, a line for each peer."""
+    """Plots step time against tokens per step, with a line for each peer."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     by_size = sorted(comparisons, key=lambda c: c.tokens)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_stages benchmarks.gpu_stages.facts:run --name facts --folder F
 
-Its exit status is 1 if the stage failed, 3 if there is no GPU.
+The exit status is 1 if the stage failed, 3 if there is no GPU.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu_stages.notes import Notes, Stage, notes_path
 from benchmarks.machine import NoGPU
 
-#: Exit status of a stage without a GPU: the other stages have none either.
+#: Exit status of a stage without a GPU; the other stages have none either.
 NO_GPU = 3
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         notes.keep(failed=str(error))
         print(error, file=sys.stderr)
         sys.exit(NO_GPU)
-    except Exception as error:  # noqa: BLE001 - the report has any error
+    except Exception as error:  # noqa: BLE001 - the report includes any error
         traceback.print_exc()
         notes.keep(failed="".join(traceback.format_exception_only(error)).strip()[:2000])
         sys.exit(1)

@@ -1,11 +1,11 @@
-"""The questions of the stage `correct`, and their answers.
+"""The questions in the stage `correct`, and their answers.
 
     python -m benchmarks.gpu_stages.checks rows.jsonl 0
 
 Answers the questions from that number on, and records each start and verdict in the file. A
 question raises an `AssertionError` that names the difference. It compares runs with `optax.adamw`,
-with the slow NumPy reference (`tests/reference.py`), or with another form of the same run, bit by
-bit. Runs and comparisons come from the tests (`tests/runs.py`, `tests/comparisons.py`).
+with the slow NumPy reference (`tests/reference.py`), or bitwise with another form of the same run.
+Runs and comparisons come from the tests (`tests/runs.py`, `tests/comparisons.py`).
 """
 
 import argparse
@@ -51,7 +51,7 @@ MANY: Leaves = (
 
 
 def drawn(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, jax.Array]:
-    """Returns a step's gradient for large leaves; the device draws it, which is fast."""
+    """Returns a step's gradient for large leaves, drawn on the device, which is fast."""
     del seed, bad
     return _draw(leaves)(jnp.int32(step))
 
@@ -126,7 +126,7 @@ def a_resumed_run_goes_on_bit_for_bit(leaves: Leaves) -> None:
         with large(leaves, send_gradients=sending) as training:
             training.go(10)
             params, engine_state = jax.device_get((training.params, training.engine.state()))
-            # As in a checkpoint: values without their shardings.
+            # Values without their shardings, as in a checkpoint.
             places = jax.tree.map(lambda x: x.sharding, training.state)
             state = jax.tree.map(np.array, training.state)
             expected = flushed(training, STEPS - 10)
@@ -140,7 +140,7 @@ def a_resumed_run_goes_on_bit_for_bit(leaves: Leaves) -> None:
 
 
 def masters_requested_in_an_open_window_are_not_overwritten(leaves: Leaves) -> None:
-    """The next windows write the memory that the uploads of `master_params` read."""
+    """Lets the next windows overwrite the memory that the uploads of `master_params` read."""
     ends = []
     for wait in (True, False):
         with large(leaves) as training:
@@ -168,14 +168,14 @@ def donation_changes_no_bit(leaves: Leaves, *, donate: tuple[int, ...], sending:
         plain = runs.jitted(training.tx)
         training.program = jax.jit(plain, donate_argnums=donate)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that not every donated buffer can be used
+            warnings.simplefilter("ignore")  # warnings that not every donated buffer is usable
             return flushed(training)
 
     comparisons.assert_same_bits(run(donate), run(()))
 
 
 def _update_nnx(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any) -> None:
-    """Makes a step from gradients in pure arrays."""
+    """Takes a step with gradients in pure arrays."""
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, gradients)
     optimizer.update(model, state)
@@ -200,7 +200,7 @@ def donation_by_nnx_jit_changes_no_bit(_: Leaves) -> None:
 
 
 def attention_equals_its_plain_form(_: Leaves) -> None:
-    """Compares in bfloat16, with masks for packed texts and windows; repeats give the same bits."""
+    """Compares in bfloat16, with masks for packed texts and windows; repeats are bit-identical."""
     shapes = ((2, 256, 4, 64), (2, 256, 2, 64), (2, 256, 2, 64))
     keys = jax.random.split(jax.random.key(0), 3)
     heads = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
@@ -228,7 +228,7 @@ def attention_equals_its_plain_form(_: Leaves) -> None:
 
 #: The most important first; questions that may abort the process come last.
 QUESTIONS: dict[str, Callable[[Leaves], None]] = {
-    # First: if it fails, streaming is unusable.
+    # First, because streaming is unusable if this fails.
     "streamed gradients equal those of a plain scan": lambda _: streaming.check_device(),
     "S = 1 is `optax.adamw`": windows_of_one_step_are_adamw,
     **{f"the reference: {x}": functools.partial(equals_the_reference, name=x) for x in REFERENCE},
@@ -253,7 +253,7 @@ QUESTIONS: dict[str, Callable[[Leaves], None]] = {
 
 
 def questions(rehearse: bool) -> dict[str, Callable[[Leaves], None]]:
-    """Returns all questions, or for a rehearsal the first of each function."""
+    """Returns all questions or, for a rehearsal, the first of each function."""
     functions = {getattr(ask, "func", ask): name for name, ask in reversed(QUESTIONS.items())}
     names = functions.values() if rehearse else QUESTIONS
     return {name: ask for name, ask in QUESTIONS.items() if name in names}
@@ -277,7 +277,7 @@ def answer(path: Path, begin: int, *, rehearse: bool) -> None:
         try:
             ask(leaves)
             verdict = "pass"
-        except Exception as error:  # noqa: BLE001 - a question that fails never stops the next
+        except Exception as error:  # noqa: BLE001 - a failing question must not stop the next
             traceback.print_exc()
             message = " ".join(str(error).split())[:300]
             verdict = f"FAILED, {type(error).__name__}: {message}"

@@ -1,7 +1,7 @@
 """Are the results on this GPU correct?
 
-Asks each question in `checks.py`, in another process. If that aborts or hangs, the question has
-failed, and a new process continues with the next question.
+Runs each question in `checks.py` in another process. If the process aborts or hangs, the question
+has failed, and a new process continues with the next question.
 """
 
 import json
@@ -17,10 +17,10 @@ from benchmarks.gpu_stages.__main__ import NO_GPU
 from benchmarks.gpu_stages.notes import Stage, table
 from benchmarks.machine import NoGPU
 
-#: A question that takes longer hangs. A process's first question also starts jax and compiles; in a
-#: rehearsal the CPU may be busy.
+#: A question that takes longer is considered hung. A process's first question also starts jax and
+#: compiles; in a rehearsal, the CPU may be busy.
 _LONGEST_S, _LONGEST_REHEARSED_S = 45.0, 300.0
-#: No question starts with less time left.
+#: Questions do not start with less time left.
 _LEAST_S = 6.0
 
 
@@ -32,7 +32,7 @@ def run(stage: Stage) -> None:
 
 
 def _ask_all(stage: Stage) -> dict[str, str]:
-    """Returns the verdicts of all questions by name; the report gets each at once."""
+    """Returns the verdicts of all questions by name; each is added to the report at once."""
     path = stage.folder / "correct.rows.jsonl"
     path.write_text("", encoding="utf-8")
     rows: dict[str, str] = {}

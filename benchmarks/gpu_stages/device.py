@@ -12,7 +12,7 @@ def require_gpu(stage: Stage) -> jax.Device:
     """Returns the first device, which must be a GPU unless this is a rehearsal.
 
     Raises:
-        NoGPU: If it is not a GPU.
+        NoGPU: If the device is not a GPU.
     """
     device = jax.devices()[0]
     if device.platform == "cpu" and not stage.rehearse:
@@ -45,5 +45,5 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def host_peak_bytes() -> int:
-    """Returns this process's peak memory in RAM, pinned memory included."""
+    """Returns this process's peak memory in RAM, including pinned memory."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -2,7 +2,7 @@
 
 These numbers put the library's own into perspective: the speed of each kind of transfer between
 host and device, of each side's memory, and whether a copy that starts between two programs overlaps
-with the running program, as `send_gradients="after_step"` needs.
+with the running program, as `send_gradients="after_step"` requires.
 """
 
 import statistics
@@ -49,7 +49,7 @@ def _name(stage: Stage, device: jax.Device) -> None:
 
 
 def seconds(work: Callable[[], Any], repeats: int = _REPEATS) -> float:
-    """Returns the median time until the results of `work` are ready, after a first call."""
+    """Returns the median time until the results of `work` are ready, after a warm-up call."""
     jax.block_until_ready(work())
     samples = []
     for _ in range(repeats):
@@ -109,7 +109,7 @@ def _while_mapped(array: np.ndarray, device: jax.Device, measure: Callable[[], s
 
     An engine could pin its upload buffers once in this way.
     """
-    # Not public: jaxlib's client has it in 0.10.2 and 0.11.2, and a test checks for it.
+    # Not public, but jaxlib's client has it in 0.10.2 and 0.11.2, and a test checks this.
     client, address = device.client, array.ctypes.data
     try:
         client.dma_map(address, array.nbytes)
@@ -143,8 +143,8 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
     once = seconds(lambda: kernel(x, jnp.int32(1)))
     for name, copy in copies.items():
         alone = seconds(copy)
-        # A kernel that takes a little longer than the copy: "together" is then the kernel's time if
-        # they overlap, and otherwise the sum.
+        # The kernel takes slightly longer than the copy, so "together" is the kernel's time if they
+        # overlap, and otherwise the sum.
         times = jnp.int32(min(most, max(1, round(1.5 * alone / once))))
         work = seconds(lambda times=times: kernel(x, times))
         after = seconds(
@@ -156,9 +156,9 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
         data[name] = {"kernel_s": work, "copy_s": alone, "after_s": after, "together_s": together}
     head = ["copy", "kernel, ms", "copy, ms", "one after the other", "together", "hidden"]
     stage.notes.put(
-        "Does an eager `device_put` run beside a kernel?",
+        "Does an eager `device_put` overlap with a kernel?",
         table(head, ([*cells, f"{hidden:.0%}"] for *cells, hidden in rows))
-        + "\n\nHidden is the overlapping share of the shorter one.",
+        + "\n\nHidden is the overlapping share of the shorter operation.",
     )
     stage.notes.keep(beside=data)
 

@@ -1,4 +1,4 @@
-"""How large a model trains here that AdamW could not?
+"""How large a model, too large for AdamW, can be trained here?
 
 `sizes.py` picks the largest Llama shape for device and host memory; it trains on real text for 8
 steps, from random weights. The stage `step_time` shows that `adamw` has no room.
@@ -26,7 +26,7 @@ from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import PEERS, Runner
 
 _STEPS = 8
-#: Shares of the machine to try, in case the estimate does not fit.
+#: Shares of the machine to try, in case the estimate is too large.
 _SHARES = (1.0, 0.85)
 #: Time for a second try.
 _AGAIN_S = 50.0

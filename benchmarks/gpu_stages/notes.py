@@ -1,4 +1,4 @@
-"""A stage's input and its results, which are on disk and complete at any moment."""
+"""A stage's input, and its results, which are complete on disk at any moment."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Notes:
-    """A stage's results so far, in a JSON file that is replaced at every change.
+    """A stage's results so far, in a JSON file that is replaced on every change.
 
     Args:
         path: Path of the file, whose contents are kept.
@@ -25,7 +25,7 @@ class Notes:
             self.sections, self.data = written["sections"], written["data"]
 
     def put(self, title: str, text: str) -> None:
-        """Sets the report's text under a title, in Markdown; a later text replaces it."""
+        """Sets the report's text under a title, in Markdown; later texts replace it."""
         self.sections[title] = text
         self._save()
 
@@ -50,7 +50,7 @@ class Stage:
         name: Name of the stage.
         folder: Folder for all stages' notes and pictures.
         rehearse: Whether to run tiny sizes on a CPU.
-        until: Its time limit, in seconds of `time.monotonic`; it is killed soon after.
+        until: Its time limit, in seconds of `time.monotonic`; the stage is killed soon after.
         notes: The stage's notes.
     """
 

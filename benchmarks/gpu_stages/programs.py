@@ -23,12 +23,12 @@ from benchmarks.step_time_peers import PEERS
 from train.model.decoder import DecoderConfig
 from zenflow_jax.planning._gpus import GPUS
 
-#: jax's share of a GPU's memory in `on_gpu.py`. CUDA takes some of it before: 0.7 GB elsewhere.
+#: jax's share of a GPU's memory in `on_gpu.py`, minus CUDA's part: 0.7 GB on other GPUs.
 _SHARE, _TAKEN = 0.92, 7e8
 
 
 class Program(NamedTuple):
-    """A stage's step."""
+    """A step in a stage."""
 
     peer: str
     config: DecoderConfig
@@ -45,7 +45,7 @@ def described(gpu: str, host_gib: float) -> Machine:
 
 
 def programs(machine: Machine) -> list[Program]:
-    """Returns every step of the stages once; windows of other lengths share its program."""
+    """Returns every step of the stages once; windows of other lengths share the program."""
     known: dict[Any, Program] = {}
 
     def add(peer: str, prefetch: bool, *rest: Any, expected: bool = True) -> None:
@@ -68,7 +68,7 @@ def programs(machine: Machine) -> list[Program]:
 
 
 def lower_for_cuda(program: Program) -> str:
-    """Returns the program that XLA gets for a GPU; needs neither GPU nor its compiler."""
+    """Returns the program that XLA receives for a GPU, without needing a GPU or its compiler."""
     device = jax.devices()[0]
     on_device = jax.sharding.SingleDeviceSharding(device)
     host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", choices=("h100", "h200"), default="h100")
     parser.add_argument("--host-gib", type=float, default=125.0)
-    parser.add_argument("--layers", type=int, help="of every model, to see only that it compiles")
+    parser.add_argument("--layers", type=int, help="of every model, to check only that it compiles")
     parser.add_argument("--only", nargs="+", choices=("written", "scanned"), default=[])
     args = parser.parse_args()
     machine = described(args.gpu, args.host_gib)

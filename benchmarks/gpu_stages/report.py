@@ -1,4 +1,4 @@
-"""Writes the stages' report: report.md to read, report.json with every figure."""
+"""Writes the stages' report: report.md for reading, report.json with all figures."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu_stages.notes import Notes, notes_path, table
 
-#: Lines of a stage's output that the report shows if the stage did not end well.
+#: Number of a stage's output lines that the report shows if the stage failed.
 _LAST_LINES = 25
 
 
@@ -31,11 +31,11 @@ def write(out: Path, work: Path, machine: dict[str, Any], outcomes: Sequence[Out
     Args:
         out: Folder for the report.
         work: Folder with the stages' notes.
-        machine: Facts for the report's head, about all figures.
+        machine: Facts for the top of the report.
         outcomes: Outcomes of all requested stages, in order.
     """
     notes = {o.stage: Notes(notes_path(work, o.stage)) for o in outcomes}
-    # jax's name of the device, as nvidia-smi may be missing.
+    # jax's name for the device, as nvidia-smi may be missing.
     device = next((n.data["device"] for n in notes.values() if "device" in n.data), machine["GPU"])
     lines = [f"# What {device} shows, {machine['date']}", ""]
     if machine["rehearsal"]:
@@ -67,7 +67,7 @@ def _row(outcome: Outcome) -> tuple[str, str, str]:
 def last_lines(log: Path) -> str:
     """Returns the end of a stage's output."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    # The output must not end the fences around it.
+    # The output must not close the fences around it.
     return "\n".join(x[:300] for x in text.splitlines()[-_LAST_LINES:]).replace("```", "'''")
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from benchmarks.step_time_model import MODELS, Preset, llama
 from train.model.decoder import DecoderConfig
 
-#: Bytes per parameter at a step's peak, with layers written out and scanned; infinite without such
-#: a step. `benchmarks/LOG.md`, "What do a loss by parts of the vocabulary and cuDNN's
+#: Bytes per parameter at a step's peak, with layers written out and scanned; infinite if there is
+#: no such step. `benchmarks/LOG.md`, "What do a loss by parts of the vocabulary and cuDNN's
 #: attention save?", 1.1 B parameters, 4 x 1024 tokens, compiled for an H200.
 STEP_BYTES = {
     "adamw": (14.87, 16.60),
@@ -30,8 +30,8 @@ STEP_BYTES = {
 _COPYING_BYTES = {"zenflow-s4-r0.05-exchange": 2.0, "zenflow-s4-r0.05-device": 2.0}
 #: A bf16 model's mail, or its update in flight.
 _MAIL_BYTES = 2.0
-#: Mails that may exist at a time: `buffers` in `zenflow_jax/_exchange/pinned.py`, for one leaf and
-#: windows of at least 4. Many leaves that take turns need fewer.
+#: Maximum number of mails at a time: `buffers` in `zenflow_jax/_exchange/pinned.py`, for one leaf
+#: and windows of at least 4. Many leaves that take turns need fewer.
 _MAILS = {
     "offload": 6,
     "offload-x4": 6,
@@ -40,15 +40,15 @@ _MAILS = {
     "zenflow-s4-r0.05-exchange": 6,
     "zenflow-s4-r0.05-device": 2,
 }
-#: More than five mails are added up, in float32 ("Is it cheaper to add up mail as it comes, or in
-#: the update?").
+#: More than five mails are summed, in float32 ("Is it cheaper to add up mail as it comes, or in the
+#: update?").
 _SUM_BYTES = 4.0
 #: Masters, which contain the uploads, and moments; the hand-over of a twentieth of the channels.
 _STATE_BYTES, _HAND_OVER_BYTES = 12.0, 0.6
 #: Pinned memory for uploads from pageable memory, a leaf or two at a time. Assumed.
 _STAGING_BYTES = 1.0
-#: Host memory for the system, Python, CUDA and XLA; a process that uses too much is killed, and
-#: its stage lost. Assumed.
+#: Host memory for the system, Python, CUDA and XLA; a process that uses too much is killed, and its
+#: stage is lost. Assumed.
 HOST_RESERVE = 16e9
 #: AdamW's weights, masters and moments, which are on the device even between steps.
 ADAMW_STATE_BYTES = 2.0 + 12.0
@@ -69,7 +69,7 @@ class Part(NamedTuple):
     length: int
     peers: tuple[str, ...]  # the most important first
     until: float
-    together: bool  # whether all fit at the same time
+    together: bool  # whether all peers fit at the same time
 
 
 class Headline(NamedTuple):
@@ -105,12 +105,12 @@ SHAPES = (
     Shape("Llama 2 70B", {"width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}, 80),
 )
 _TINY = (Shape("tiny", {"width": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocabulary": 256}, 1),)
-#: A rehearsal's machine, for which `_TINY` is chosen as other shapes are elsewhere.
+#: A rehearsal's machine, for which `_TINY` is chosen like other shapes for real machines.
 _REHEARSED = Machine(device_bytes=int(3.4e5), host_bytes=int(HOST_RESERVE + 6e5))
 
 
 def parameters(config: DecoderConfig) -> int:
-    """Returns the parameters of a decoder without biases, with a separate head."""
+    """Returns the number of parameters of a decoder without biases, with a separate head."""
     c = config
     attention = c.width * c.head_width * (2 * c.heads + 2 * c.kv_heads)
     layer = attention + 3 * c.width * c.ffn + 2 * c.width
@@ -118,7 +118,7 @@ def parameters(config: DecoderConfig) -> int:
 
 
 def program(peer: str) -> str:
-    """Returns the peer whose program it shares: the device program does not depend on windows."""
+    """Returns the peer with the same program, as device programs do not depend on windows."""
     return re.sub(r"^zenflow-s\d+-r[\d.]+?(?=-|$)", "zenflow-s4-r0.05", peer)
 
 
@@ -140,7 +140,7 @@ def host_need(peer: str) -> float:
 
 
 def most(peer: str, machine: Machine, *, scan: bool, prefetch: bool) -> float:
-    """Returns the parameters of the largest model that fits."""
+    """Returns the number of parameters of the largest model that fits."""
     device = machine.device_bytes / device_need(peer, scan=scan, prefetch=prefetch)
     host = host_need(peer)
     return min(device, (machine.host_bytes - HOST_RESERVE) / host) if host else device
@@ -164,20 +164,20 @@ def _shapes_upto(
 
 
 def headline(machine: Machine, *, rehearse: bool = False) -> Headline | None:
-    """Returns the largest model for this machine; None if not even the smallest fits.
+    """Returns the largest model for this machine; None if even the smallest does not fit.
 
-    Layers are scanned, because written out they would compile for longer than the stage lasts.
+    Layers are scanned, because written out they would take too long to compile.
     """
     machine = _REHEARSED if rehearse else machine
     length, batch = (32, 1) if rehearse else (1024, 4)
     peers = ("zenflow-s4-r0.05-streamed", "zenflow-s4-r0.05-exchange", "zenflow-s4-r0.05-device")
     limits = {p: most(p, machine, scan=True, prefetch=False) for p in peers}
-    peer = max(peers, key=limits.__getitem__)  # the first of equals
+    peer = max(peers, key=limits.__getitem__)  # the first among equals
     fitting = list(_shapes_upto(limits[peer], length, _TINY if rehearse else SHAPES))
     if not fitting:
         return None
     shape, config = max(fitting, key=lambda x: parameters(x[1]))
-    # Written out it needs less.
+    # If written out, it needs less.
     adamw = int(most("adamw", machine, scan=False, prefetch=False))
     return Headline(shape, config, peer, batch, length, parameters(config), adamw)
 
@@ -186,7 +186,7 @@ def beyond_adamw(machine: Machine, *, rehearse: bool = False) -> tuple[str, Deco
     """Returns the smallest model whose AdamW state alone does not fit on the device.
 
     Returns:
-        Its name and sizes, or None if no peer has room for it either.
+        The model's name and sizes, or None if it does not fit with any peer.
     """
     machine = _REHEARSED if rehearse else machine
     length = 32 if rehearse else 1024
@@ -252,7 +252,7 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
         return Part(title, config, scan, batch, preset.length, tuple(peers), until, together)
 
     # As many as fit together, so that each is set up only once.
-    # A rehearsal needs only two: other tests check the results of peers.
+    # A rehearsal needs only two, because other tests check the peers' results.
     first = _WRITTEN[:2] if rehearse else _leading(_WRITTEN, preset.config, limits, scan=False)
     parts = [part(first, 0.6, scan=False, batch=few)]
     if not rehearse:
@@ -270,7 +270,7 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
 
 
 def beside_each_other(peers: Sequence[str], n: int, machine: Machine, *, scan: bool) -> bool:
-    """Returns whether peers with `n` parameters each fit both memories at the same time."""
+    """Returns whether peers with `n` parameters each fit in both memories at the same time."""
     device = sum(device_need(peer, scan=scan, prefetch=True) for peer in peers)
     host = sum(host_need(peer) for peer in peers)
     return n * device <= machine.device_bytes and n * host <= machine.host_bytes - HOST_RESERVE

@@ -1,7 +1,7 @@
 """How long does a training step take, compared with all alternatives?
 
-Runs `benchmarks/step_time.py` with the peers and sizes in `sizes.py`, the most valuable first, as
-long as time permits. The report has a table after every round.
+Runs `benchmarks/step_time.py` with the peers and sizes in `sizes.py`, the most valuable first,
+while time permits. The report has a table after every round.
 """
 
 import json
@@ -24,10 +24,10 @@ from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer
 from benchmarks.step_time_report import Comparison, draw, figures, table, to_json
 
-#: A part does not start with less time than this per billion parameters, which would yield nothing:
-#: the host makes masters and moments without interruption. Assumed.
+#: A part does not start with less time than this per billion parameters, because it would yield no
+#: results: the host makes masters and moments without interruption. Assumed.
 _LEAST_S = 18.0
-#: Enough rounds; most parts run out of time before.
+#: More rounds than needed: most parts run out of time first.
 _ROUNDS = 7
 _STEPS = 16  # in a stretch: whole windows of all peers
 
@@ -47,12 +47,12 @@ def run(stage: Stage) -> None:
             continue
         try:
             _compare(stage, part, until, done)
-        except Exception as error:  # noqa: BLE001 - the next part may have better luck
+        except Exception as error:  # noqa: BLE001 - the next part may succeed
             traceback.print_exc()
             reason = "the device is out of memory" if out_of_memory(error) else repr(error)[:500]
             stage.notes.put(f"{part.title}: failed", reason)
             failed.append(part.title)
-    # One line for each peer, so only one model in one form.
+    # One line per peer, so only one model in one form.
     written = [c for t, c in done.items() if t.endswith("a step") and "written out" in t]
     written = [c for c in written if figures(c)]
     if written:

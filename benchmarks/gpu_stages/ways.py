@@ -1,8 +1,8 @@
-"""Does each way of sending gradients train the same, at full size?
+"""Does training give the same results with each way of sending gradients, at full size?
 
 Each way trains a model for some steps, with donated parameters and state, from the same weights on
-the same text; losses and weights are compared with those of `after_step`, whose step copies
-nothing. `during_step` must have the same bits. With streamed layers the compiler makes another
+the same text; losses and weights are compared with those of `after_step`, whose step makes no
+copies. `during_step` must be bit-identical. With streamed layers, the compiler makes another
 program from the same arithmetic, so losses and final leaves need only be close. The table also has
 the time of a step with its wait, in windows of one step.
 """
@@ -28,7 +28,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "during_step": {},
     "gradients stream": {"stream": True},
 }
-#: The others are compared with the first.
+#: All others are compared with the first.
 _WRITTEN = ("after_step", "during_step")
 _SCANNED = ("after_step", "gradients stream")
 #: Relative tolerances for losses, and for a leaf's change: bf16 matmuls in another order. Assumed,
@@ -59,7 +59,7 @@ def run(stage: Stage) -> None:
                 end = _train(model, way, tokens)
                 verdict = compared(end, first or end, start, must_be_same=not scan)
                 first = first or end
-            except Exception as error:  # noqa: BLE001 - a way that fails never stops the next
+            except Exception as error:  # noqa: BLE001 - a failing way must not stop the next
                 end, verdict = None, f"FAILED, {type(error).__name__}: {str(error)[:300]}"
             losses = ", ".join(f"{loss:.4f}" for loss in end.losses) if end else "-"
             rows.append((size, way, losses, f"{end.step_s:.3f}" if end else "-", verdict))
@@ -67,7 +67,7 @@ def run(stage: Stage) -> None:
             stage.notes.put("Losses, and weights at the end", table(header, rows))
             stage.notes.keep(ways=rows)
             if first is None:
-                break  # there is nothing to compare the others with
+                break  # the others have no run to compare with
     failed = [f"{way}: {verdict}" for _, way, *_, verdict in rows if verdict.startswith("FAILED")]
     if failed:
         raise AssertionError(f"{len(failed)} of {len(rows)} did not pass, the first: {failed[0]}")
