@@ -313,7 +313,7 @@ class HostEngine:
         checks.update_nnx(model, optimizer, *self.flush(*checks.nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
-        """Ends the thread, frees host memory and drops updates. Safe to call again, or mid-work."""
+        """Ends the thread, frees memory and drops updates. Safe to call twice, or during work."""
         if not self._kept:
             self._progress.warn_of_open_windows()
             self._kept = True
