@@ -59,7 +59,7 @@ def adamw() -> Optimizer:
 
 
 def _first_mixed(params: Any) -> Mixed:
-    # Copies float32 parameters as well, because both are donated.
+    # Also copies float32 parameters, because both are donated.
     master = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
     return Mixed(master, _ADAMW.init(master))
 

@@ -84,7 +84,7 @@ class Encoded:
 
 
 class Coder:
-    """Encodes and decodes blocks, for one thread; has memory for a few blocks, some 8 MiB.
+    """Encodes and decodes blocks in one thread, with memory for a few blocks, about 8 MiB.
 
     Reuse a coder, because requesting new memory, page by page, took as long as packing.
     """

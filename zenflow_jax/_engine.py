@@ -34,8 +34,8 @@ class HostEngine:
     """Updates the deferred channels on the host, in parallel with the device.
 
     Make an engine for each run, before its first step. Call `exchange` after every step, `flush`
-    before you use the parameters for anything else, and `close` at the end, or use a `with` block.
-    Only one thread may call an engine.
+    before you use the parameters elsewhere, and `close` at the end, or use a `with` block. Only one
+    thread may call an engine.
 
     An engine needs 12 bytes of host memory per deferred parameter (6.1875 with compact moments) and
     pinned memory for a few mails. A ready update waits in device memory. `planning` computes both.
@@ -137,7 +137,7 @@ class HostEngine:
         self._kept = True  # whether open windows lose nothing if the engine closes now
         # This must come last: a failed constructor must not leak a thread.
         worker.start(peers)
-        # A forgotten engine's thread ends by itself.
+        # A forgotten engine's thread ends on its own.
         weakref.finalize(self, worker.request_stop)
 
     @property
@@ -169,13 +169,13 @@ class HostEngine:
             opt_state: The step's new state, in any wrapper.
 
         Returns:
-            Both for the next step, with the same structure, shapes and placement. A second call
-            with the last result returns it unchanged, once, because trainers run their hooks again
-            at the end; a step after that is an error.
+            Both for the next step, with the same structure, shapes and placement. One repeated call
+            with the last result returns it unchanged, because trainers run their hooks again at the
+            end; a step after that is an error.
 
         Raises:
             RuntimeError: If the engine is closed, has failed or was interrupted; unless exactly one
-                step was made since the last call, from its result; if `max_skipped` consecutive
+                step was taken since the last call, from its result; if `max_skipped` consecutive
                 steps were skipped; or if other code changed the parameters.
             ValueError, TypeError: If state or parameters differ from the constructor's, or are on
                 different devices.
@@ -187,7 +187,7 @@ class HostEngine:
         at_once = [group for group in closing if boundaries[group].synchronous]
         first = self._progress.step == 0
         state = self._expected.state(opt_state)
-        # Rejects unsuitable parameters before anything changes.
+        # Rejects unsuitable parameters before any change.
         taken = self._expected.take(params)
         if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
@@ -313,7 +313,7 @@ class HostEngine:
         checks.update_nnx(model, optimizer, *self.flush(*checks.nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
-        """Ends the thread, frees host memory and drops updates. Safe to call again, or mid-work."""
+        """Ends the thread, frees memory and drops updates. Safe to call twice, or during work."""
         if not self._kept:
             self._progress.warn_of_open_windows()
             self._kept = True

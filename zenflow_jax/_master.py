@@ -80,7 +80,7 @@ def iter_master_params(
     weights, _, places = match_leaves(params, state)
     moment = engine._settled(params, opt_state)
     step, start = engine.stats.steps, moment()
-    numbers = itertools.count()  # numbers the offloaded leaves
+    numbers = itertools.count()  # offloaded leaf numbers
     leaf_at = {
         place: (leaf, None if leaf.spec.resident else next(numbers))
         for place, leaf in zip(places, state.leaves, strict=True)

@@ -1,7 +1,7 @@
 """`zenflow()`: the optax transformation, the part of the algorithm that runs on the device.
 
 `update` reads like the arithmetic in docs/design.md: read every gradient once, decide whether the
-step counts, step the selected channels, and send the gradients to the host.
+step counts, update the selected channels, and send the gradients to the host.
 """
 
 import inspect
@@ -91,10 +91,9 @@ def zenflow(
         b2: Decay of the second moment.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by the learning rate; a number, a schedule
-            or an array like it.
-        mask: Tree of bools like the parameters (or a prefix of it), or a function of the
-            parameters that returns such a tree: True where weight decay applies. Everywhere by
-            default.
+            or an array, like it.
+        mask: Tree of bools like the parameters (or a prefix of it), or a function of the parameters
+            that returns such a tree: True where weight decay applies. Default: everywhere.
         topk_ratio: Fraction of a leaf's channels to select, in [0, 1], rounded up.
         update_interval: Steps in a window, at least 1; or an `AutoWindow`.
         select_interval: Steps between selections, by default 16 (longest) windows; or an
@@ -134,10 +133,10 @@ def zenflow(
         send_gradients: When offloaded gradients leave the device. "during_step": as soon as the
             backward pass has computed each; best for layers that are not under `lax.scan`.
             "after_step": while the next step runs, bit-identically; for layers under `lax.scan`,
-            whose gradients exist only at its end. This needs device memory for a second copy of
-            each gradient. "per_window": the step sums the gradients in the transfer dtype, and each
-            window copies one sum. It costs 2 bytes per bf16 parameter on the device, twice that
-            while a sum is in flight.
+            whose gradients exist only at its end. This keeps one more gradient per parameter on the
+            device. "per_window": the step sums the gradients in the transfer dtype, and each window
+            copies one sum. It costs 2 bytes per bf16 parameter on the device, twice that while a
+            sum is in flight.
         transfer_dtype: The dtype in which gradients are sent to the host; the device uses them
             unrounded. None: bfloat16 for bfloat16 leaves, else float32. `jnp.bfloat16` rounds all
             gradients. `jnp.float32` rounds none, for bfloat16 leaves with float32 gradients (sums
@@ -289,7 +288,7 @@ def _with_mail(
 
 
 def _scalars_at(count: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: Any) -> AdamScalars:
-    """Returns the hyperparameters of the next step, after `count` steps that were not skipped."""
+    """Returns the next step's hyperparameters, after `count` steps that were not skipped."""
     # `optax.adamw` counts the same way under `optax.apply_if_finite`.
     rate = _scalar(rate(count) if callable(rate) else rate)
     decay = _scalar(decay(count) if callable(decay) else decay)

@@ -5,7 +5,7 @@ __version__ = "0.3.0"
 #: The layout number of a run's saved state: the arrays of `ZenFlowState`, the tree of
 #: `HostEngine.state`, and the files of `EngineSave`. Raise it by one whenever a released version
 #: would fail on this version's files, or misread them: when an array appears, disappears, or
-#: changes its name, shape, dtype, place or meaning. Other layouts are refused.
+#: changes its name, shape, dtype, place or meaning. Other layouts are rejected.
 LAYOUT = 3
 #: The name of the arrays with that number; it has the first minor version that writes it. Savers
 #: compare names: a failed restore shows both names.

@@ -145,7 +145,7 @@ class AttachedStep:
     def _start(self, args: tuple[Any, ...]) -> tuple[Callable[[Any], "_Taken"], Any]:
         """Returns an extractor and the minimal step output.
 
-        The first call makes the engine.
+        The first call creates the engine.
         """
         if self._closed:
             raise RuntimeError(

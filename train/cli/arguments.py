@@ -116,7 +116,7 @@ def read_arguments(
 
         print(f"zenflow_jax {zenflow_jax.__version__}")
         raise SystemExit
-    # Names with underscores work as well.
+    # Names with underscores also work.
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
     values, unknown = parser.parse_known_args(words)
     if unknown:

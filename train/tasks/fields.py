@@ -84,7 +84,7 @@ class Fields:
 
 
 def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
-    """Raises a `DataError` with a remedy if a field is `refused`."""
+    """Raises a `DataError` with a remedy if a field is in `refused`."""
     if name not in refused or _is_empty(value):
         return
     if name == "label" and not isinstance(value, bool):  # a class; a bool is a verdict (KTO)

@@ -215,7 +215,7 @@ class EngineStream:
     small: Mapping[str, Any]  # counts and options, the same in all processes
     everywhere: Any  # the sharding for arrays of `small`
     before: Sequence[np.ndarray | None]  # for each part, as `Updates.before`
-    adam: HostAdam  # adds up mail, on the thread that writes
+    adam: HostAdam  # sums mail, on the thread that writes
     # For each saved part, its arrays' places in the leaf's arrays; empty sums are left out.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
     snapshot: Snapshot  # the host's arrays of these parts

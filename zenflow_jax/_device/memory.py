@@ -35,7 +35,7 @@ def with_rank(x: jax.Array, rank: int) -> jax.Array:
 
 
 def shape_with_rank(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Adds unit axes in front of the last two axes, so that a scan's stacked axis stays first."""
+    """Adds unit axes before the last two axes, so that a scan's stacked axis stays first."""
     return (*shape[:-2], *[1] * (rank - len(shape)), *shape[-2:])
 
 

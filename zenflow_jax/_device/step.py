@@ -303,7 +303,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 def _spread_out(
     shard: Shard, change: jax.Array, index: jax.Array, unselected: jax.Array | None
 ) -> jax.Array:
-    """Returns a block's change: `change` on its selected channels, `unselected` or 0 elsewhere."""
+    """Returns a block's change: `change` on selected channels, `unselected` or 0 on the others."""
     place = positions(index, shard.block.n)
     change = gather_to_channels(change, place, shard.block)
     unselected = jnp.zeros_like(change) if unselected is None else unselected

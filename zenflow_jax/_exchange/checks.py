@@ -116,7 +116,7 @@ def _check_fresh(state: ZenFlowState) -> None:
 
 
 def _check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
-    """Rejects parameters on other devices than their state, or in another device order."""
+    """Rejects parameters whose devices, or their order, differ from the state's."""
     for weight, leaf in zip(weights, state.leaves, strict=True):
         of_weight, of_state = _devices(weight.sharding), _devices(leaf.mu.sharding)
         if of_weight != of_state:
@@ -140,8 +140,8 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
         wrapper = type(around[0]).__name__.removesuffix("State")
         raise ValueError(
             f'`optax.{wrapper}` does not work with send_gradients="after_step": both branches of '
-            "its condition must return the same shapes, but a step returns mail of another shape "
-            "than it gets. Sum micro-batches inside the step, or leave out `send_gradients`; steps "
+            "its condition must return the same shapes, but a step's mail differs in shape "
+            "from its input. Sum micro-batches inside the step, or omit `send_gradients`; steps "
             "whose gradients are not finite are skipped anyway."
         )
 

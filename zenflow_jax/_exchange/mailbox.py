@@ -1,7 +1,7 @@
 """The buffers for mail.
 
-A step gets placeholder buffers for its mail in the state, and returns its mail in new buffers, or
-in the same ones if it donates them. `send` gives the mail to the worker, which frees it; `refill`
+A step gets placeholder buffers for its mail in the state, and returns mail in new buffers, or in
+the same buffers if it donates them. `send` gives the mail to the worker, which frees it; `refill`
 puts placeholders back, usually the same every time, because no step reads them. With "after_step",
 a placeholder is one element per device; with "per_window", it is zeros for the next sums.
 """

@@ -18,7 +18,7 @@ MISUSED = -2
 class AdamScalars(NamedTuple):
     """Hyperparameters that all leaves share: Python numbers or float32 scalars, traced or not.
 
-    `1 - b` is computed while `b` is a Python number: in float32, 1 - 0.999 has an error of 1e-5.
+    `1 - b` is computed from a Python `b`: in float32, 1 - 0.999 has a relative error of 1e-5.
     """
 
     learning_rate: Any

@@ -52,7 +52,7 @@ class Needs(NamedTuple):
     late: int  # the rest, uploaded at a boundary, for the largest group; not during a step
     under_way: int  # gradients of the previous step, or a group's sums, until they are on the host
     # Bytes that the host reads and writes. The device writes mail, and the update reads it; an
-    # update also reads and writes masters and moments; an upload reads once more.
+    # update also reads and writes masters and moments; an upload reads again.
     busiest: float  # for the largest group's update, and the mail that arrives meanwhile
     steps: int  # the number of steps in which that must be done
     mean: float  # per step, on average
