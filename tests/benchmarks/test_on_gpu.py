@@ -32,7 +32,7 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path):
     first, *variants = layers["ways"]
     assert [verdict for *_, verdict in variants[-2:]] == ["the same bits"] * 2
     assert first[0] == "adamw"
-    assert variants[0][2].startswith("losses off by")
+    assert variants[0][2].startswith("losses differ by")
     assert [row[1] for row in layers["times"]] == ["during_backward", "after_backward"]
 
     # Copies by way of pinned memory, and beside it; no CPU maps memory.

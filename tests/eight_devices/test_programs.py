@@ -13,7 +13,6 @@ import zenflow_jax
 from benchmarks.collectives import collectives, compiled_step, placements
 from tests import runs
 from tests.compilations import compilations
-from zenflow_jax import find_state
 from zenflow_jax._exchange import pinned
 
 N = 4096
@@ -70,7 +69,7 @@ def test_a_limit_of_pinned_memory_is_for_the_mail_of_each_device(monkeypatch):
     monkeypatch.setattr(pinned, "check_pinned", lambda needs, _: asked.append(needs["mail"]))
     with divided() as training:
         whole = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in AHEAD)
-        mails = pinned.buffers(find_state(training.opt_state))
+        mails = pinned.buffers(training.state)
         assert asked == [whole // 8 * mails] * 8
 
 

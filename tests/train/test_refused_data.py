@@ -96,7 +96,7 @@ FILES = {
         (
             "a.jsonl",
             chats({"messages": [TOLD, USER]}),
-            r"line 2: .* refuses .*: Roles must alternate",
+            r"line 2: .* rejects .*: Roles must alternate",
         ),
         ("a.jsonl", told(label=False), r"line 2: the field 'label' .*training on preferences"),
         (

@@ -108,7 +108,7 @@ def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
         check_pinned({"mail": mails, "hand-overs": selected[device]}, device.platform)
 
 
-def check_pinned(needs: Mapping[str, float], platform: str) -> None:
+def check_pinned(needs: Mapping[str, int | float], platform: str) -> None:
     """Rejects `needs`, bytes by name, that exceed the limit of one GPU's pinned memory."""
     if platform not in _GPUS:
         return
