@@ -110,7 +110,7 @@ def check_refusal(training: Training, me: int, count: int) -> None:
     """A checkpoint that the last process cannot go on with is refused by all of them."""
     last = me == count - 1
     params = plus(training.params, int(last))
-    words = r"values of \['bias'\].* in `params` changed" if last else f"Process {count - 1} rejected"
+    words = r"\['bias'\].* in `params` changed" if last else f"Process {count - 1} rejected"
     with pytest.raises(ValueError, match=words):
         zenflow_jax.HostEngine(params, training.state, engine_state=training.engine.state())
     tokens = multihost_utils.process_allgather(np.int32(training.engine._tokens.number))

@@ -66,7 +66,7 @@ def test_numbers_of_the_config_count_where_the_tokenizer_names_nothing(tmp_path)
     [
         ("tokenizer.json", None, r"tokenizer\.json does not exist"),
         ("tokenizer.json", "{", r"`tokenizers` .* cannot read a tokenizer from .*tokenizer\.json"),
-        ("tokenizer_config.json", {"eos_token": "</s>"}, r"`eos_token` is '</s>', which tokenizer.json lacks"),
+        ("tokenizer_config.json", {"eos_token": "</s>"}, r"`eos_token` is '</s>', which"),
         ("tokenizer_config.json", {"eos_token": None, "pad_token": BEGIN}, "no end token"),
         ("config.json", '{"bos', r"config\.json is not valid JSON"),
         ("config.json", {"pad_token_id": 10_000}, r"`pad_token_id` must be from 0 to"),
