@@ -1,5 +1,8 @@
 """Runs of the script whose weights stream, one program for each layer: those of AdamW."""
 
+import weakref
+
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -33,7 +36,9 @@ def trained(sources, steps, folder):
         figures = job.validate(params)
         models.write(folder, job.model.origin, params, **options)
     else:
+        outer = [weakref.ref(x) for x in jax.tree.leaves(params["outer"])]
         with setup.make_trainer(job) as trainer:
+            assert not any(x() for x in outer), "the device has the outer weights twice"
             parts = job.settings.micro_batches
             losses = [trainer.step(*micro_batches(batch, parts)) for batch in batches]
             figures = job.validate(trainer)

@@ -225,7 +225,7 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
     """Creates the trainer for a run whose weights stream; `state` resumes it."""
     settings, layered = job.settings, job.layered
     assert layered is not None
-    return layerwise.Trainer(
+    trainer = layerwise.Trainer(
         job.model.params if state is None else layered.shapes,
         first=layered.first,
         layer=layered.layers,
@@ -240,6 +240,8 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
         compiler_options=DETERMINISTIC,
         state=state,
     )
+    job.model.params.clear()  # else the outer weights would stay on the device a second time
+    return trainer
 
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
@@ -256,6 +258,7 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
         weights = model.params
         if layered is not None:
             weights = stack.enter_context(layered.without_training(weights))
+            model.params.clear()  # as `make_trainer` does
         figures = make_validate(judge, task, samples)(weights)
     counts = ", ".join(f"{sample.examples} examples of {name}" for name, sample in samples.items())
     say(f"{settings.model or 'a model that is not trained'} on {counts}:")
