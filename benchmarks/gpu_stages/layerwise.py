@@ -97,10 +97,8 @@ def _compare(stage: Stage, preset: Preset) -> list[str]:
 
 def layered_of(model: Model) -> LayeredModel:
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), model.shapes
-    )
-    return models.layered_shapes(model.graphdef, shapes)
+    shardings = jax.tree.map(lambda _: where, model.shapes)
+    return models.layered_shapes(model.graphdef, model.shapes, shardings)
 
 
 def new_trainer(layered: LayeredModel, weights: Any, **options: Any) -> layerwise.Trainer:

@@ -44,14 +44,13 @@ WAYS, COMPILATIONS = 3, 12
 STEPS, LABELS = 1000, 2
 # Without a device, jax 0.11.2 cannot select a deterministic matrix product.
 _OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": False}
-#: Settings for a run that fits when no other does.
+#: Settings for a run that fits when no other does, and for one that streams nothing.
 _BY_LAYERS = {
     "optimizer": "offload",
     "stream": "weights",
     "scan_layers": False,
     "layer_updates": "during_backward",
 }
-# A run that does not stream.
 _AT_ONCE = {"stream": "none", "layer_updates": "after_backward", "layer_inputs": "device"}
 
 
@@ -348,7 +347,7 @@ def plan_layers(
         if mesh is not None and compiles:
             where = batches = NamedSharding(mesh, PartitionSpec())
         shardings = jax.tree.map(lambda _: where, shapes)
-    model = models.layered_shapes(graphdef, jax.tree.map(_shape_at, shapes, shardings))
+    model = models.layered_shapes(graphdef, shapes, shardings)
     rows = settings.batch_size // settings.micro_batches
     return planning.plan_layerwise(
         model.shapes,

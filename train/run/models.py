@@ -95,8 +95,11 @@ def make_layered(
     return Model(graphdef, model.divide(outer, blocks), origin, drawn), model
 
 
-def layered_shapes(graphdef: nnx.GraphDef, shapes: Any) -> LayeredModel:
+def layered_shapes(graphdef: nnx.GraphDef, shapes: Any, shardings: Any) -> LayeredModel:
     """Returns the functions of a model for the trainer, with its weights as shapes."""
+    shapes = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
+    )
     model = layered(graphdef, shapes)
     outer = {name: x for name, x in shapes.items() if name != "blocks"}
     divided = model.divide(outer, [shapes["blocks"][i] for i in range(model.blocks)])
@@ -112,10 +115,7 @@ def abstract_layered(
     wheres = (
         jax.tree.map(lambda _: first, shapes) if mesh is None else weight_shardings(mesh, shapes)
     )
-    shapes = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, wheres
-    )
-    return graphdef, layered_shapes(graphdef, shapes)
+    return graphdef, layered_shapes(graphdef, shapes, wheres)
 
 
 def _heads_to_draw(origin: loading.Pretrained, labels: Sequence[str]) -> tuple[str, ...]:
