@@ -55,9 +55,8 @@ class Dispatcher:
         self._updating: deque[Future[Any]] = deque()
         self._leaving: deque[list[jax.Array]] = deque()  # gradients, if they all wait
         self._throttle: deque[Any] = deque()
-        self._copied: dict[
-            int, jax.Array
-        ] = {}  # copies of the previous layer's input, keyed by `id`
+        # Copies of the previous layer's input, keyed by `id`.
+        self._copied: dict[int, jax.Array] = {}
         self._number = 0  # the current step's
         self.bytes_to_host = self.bytes_to_device = 0
 

@@ -87,7 +87,7 @@ def trace_model(
     belongs to `outer`. `cache` has layers that were traced before.
     """
     with _noting("`first`", outer, batch):
-        made = jax.make_jaxpr(first, return_shape=True)(_shapes(outer), batch)
+        made = jax.make_jaxpr(first, return_shape=True)(shapes_of(outer), batch)
     _check_closure(made[0], "`first`")
     if not (isinstance(made[1], tuple) and len(made[1]) == 2):
         raise TypeError(
@@ -95,7 +95,7 @@ def trace_model(
             "`(carry, None)` if the layers share nothing."
         )
     carry, shared = made[1]
-    moving = _moving(first, _shapes(outer), batch, carry, shared) if trains[0] else ()
+    moving = _moving(first, shapes_of(outer), batch, carry, shared) if trains[0] else ()
     programs: list[LayerProgram] = []
     for i, (function, of_layer) in enumerate(zip(layers, weights, strict=True)):
         key = function, trains[i + 1], moving, key_of(of_layer), key_of((carry, shared))
@@ -107,7 +107,7 @@ def trace_model(
         programs.append(cache[key])
         carry = programs[-1].carry
     with _noting("`last`", carry, batch):
-        closed, end = jax.make_jaxpr(last, return_shape=True)(_shapes(outer), carry, batch)
+        closed, end = jax.make_jaxpr(last, return_shape=True)(shapes_of(outer), carry, batch)
     _check_closure(closed, "`last`")
     pair = end if isinstance(end, WeightedLoss) else (end, end)
     if [getattr(x, "shape", None) for x in pair] != [(), ()] or not _is_float(pair[0]):
@@ -152,7 +152,7 @@ def _trace_layer(
     number: int,
     options: Options,
 ) -> LayerProgram:
-    closed, new = jax.make_jaxpr(function, return_shape=True)(_shapes(weights), carry, shared)
+    closed, new = jax.make_jaxpr(function, return_shape=True)(shapes_of(weights), carry, shared)
     _check_closure(closed, f"layer {number}")
     count, jaxpr = len(jax.tree.leaves(carry)), closed.jaxpr
     begin = len(jax.tree.leaves(weights))
@@ -165,7 +165,7 @@ def _trace_layer(
 
     pull = _pull_of(function, carry, moving, trains)
     g = [x for x in jax.tree.leaves(new) if _is_float(x)]
-    reads = _reads(pull, 1, _shapes(weights), jax.tree.leaves(carry), shared, g)
+    reads = _reads(pull, 1, shapes_of(weights), jax.tree.leaves(carry), shared, g)
     kept = tuple(sorted(reads))
     backward = _backward_of(pull, carry, kept)
     same = [key_of(x) for x in g] == [key_of(x) for x in jax.tree.leaves(carry) if _is_float(x)]
@@ -375,18 +375,14 @@ def _text(tree: Any) -> str:
     return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
 
 
-def shapes_of(batch: Any) -> Any:
-    """Returns shapes that promote dtypes as the batch does: a Python number yields."""
+def shapes_of(tree: Any) -> Any:
+    """Returns shapes without shardings, with the tree's weak types: a Python number yields."""
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
         return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
 
-    return jax.tree.map(shape_of, batch)
-
-
-def _shapes(weights: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+    return jax.tree.map(shape_of, tree)
 
 
 def _shardings(weights: Any) -> Any:
