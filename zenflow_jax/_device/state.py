@@ -181,6 +181,11 @@ def find_state(opt_state: Any) -> ZenFlowState:
                 "optimizer to `engine.exchange_nnx`, and continue with `nnx.state` of the merged "
                 "module, as docs/trainers.md does for MaxText"
             )
+        elif states:
+            remedy = (
+                "Use one `zenflow` for all leaves: `learning_rate`, `mask`, `resident` and "
+                "`channel_axis` may be functions of the leaf"
+            )
         raise ValueError(
             f"The optimizer state, a {kind.__name__}, contains {len(states)} ZenFlowStates, not "
             f"one. {remedy}."

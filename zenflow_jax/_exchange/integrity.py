@@ -201,7 +201,8 @@ def _compare(
     of_leaf = leaf_layout(leaf.spec)._replace(scores=None)
     takes = [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
-    return counted(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)
+    scalars = jnp.stack(step.adam[leaf.spec.rate])
+    return counted(weight, rows, leaf, scalars, step.step, step.finite)
 
 
 def _strays(before: Array, after: Array, length: Array) -> Array:
