@@ -277,7 +277,7 @@ def test_a_base_makes_a_model_smaller_and_is_needed_to_read_it(tmp_path):
     assert not (tmp_path / "back2").exists()
     save_file({"other": noise(70)}, tmp_path / "x.safetensors")
     place = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
-    with pytest.raises(elves.ElvesError, match="`base`: .* has no tensor with a name"):
+    with pytest.raises(elves.ElvesError, match="`base`: .* have no tensor of the same name"):
         pack_path(*place, Options(), base=tmp_path / "moved")
     # A base that is packed does as well.
     pack_path(tmp_path / "moved", None, Options())
@@ -294,7 +294,7 @@ def test_places_that_do_not_fit_and_a_file_that_is_cut_off_are_refused(tmp_path)
     (tmp_path / "pickles" / "weights.bin").write_bytes(b"x")
     for source, target, message in (
         ("gone", "out", "gone does not exist. Name a safetensors file"),
-        ("in", "in/more/out", "Name a place outside"),
+        ("in", "in/more/out", "Name a path outside"),
         ("in/one.safetensors", "base", "base already exists. Name a new path"),
         ("in", "gone/out", "is not in an existing folder. Name a new path"),
         ("pickles", "out", "pickles has no safetensors to pack"),

@@ -82,7 +82,7 @@ def test_every_text_and_label_of_a_file_is_an_example(tmp_path, bert, name, cont
     assert (task.kind, task.labels, task.best) == ("encoder", ("kind", "unkind"), "accuracy")
     assert task.notes == ()
     assert task.overview[0] == (
-        "2 classes, with their examples: 'kind' 2 (50.0%), 'unkind' 2 (50.0%)"
+        "2 classes, with example counts: 'kind' 2 (50.0%), 'unkind' 2 (50.0%)"
     )
 
 
@@ -195,7 +195,7 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, bert):
     assert len(task.train) + len(task.validation["validation"]) == 4
     task = make(write(tmp_path / "a.csv", as_csv([*rows, ("10", "good", "Kind ")])), bert)
     assert task.overview[0] == (
-        "3 classes, with their examples: 'Kind' 1 (20.0%), 'kind' 2 (40.0%), 'unkind' 2 (40.0%)"
+        "3 classes, with example counts: 'Kind' 1 (20.0%), 'kind' 2 (40.0%), 'unkind' 2 (40.0%)"
     )
 
 

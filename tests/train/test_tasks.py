@@ -98,7 +98,7 @@ def test_the_longest_document_validates_with_its_end_where_no_whole_one_has_the_
     for name, letter, count in (("README", "r", 1), ("a", "a", 40), ("b", "b", 60)):
         write(tmp_path / f"{name}.txt", letter * count)
     task = language_task(tmp_path, decoder, length=4, share=0.15)
-    # All are 107 tokens with begin and end, of which 15 % are 16; README has 3.
+    # All are 107 tokens with begin and end, of which 15% are 16; README has 3.
     every = [enclosed(decoder, letter * n) for letter, n in (("r", 1), ("a", 40), ("b", 60))]
     train, validation = joined(task.train), joined(task.validation["validation"])
     assert validation == every[2][-16:][: len(validation)]
