@@ -97,7 +97,7 @@ def reference(
 
 @functools.cache
 def adamw_program(leaves: Leaves, clip: float | None, weight_decay: float) -> tuple[Any, Any]:
-    """Returns `optax.adamw`, behind clipping if `clip` is not None, and its jitted step."""
+    """Returns `optax.adamw`, after clipping if `clip` is not None, and its jitted step."""
     labels = {x.name: f"{x.speed} {x.decay}" for x in leaves}
     groups = {
         labels[x.name]: optax.adamw(rate_of(x.speed), weight_decay=weight_decay * x.decay)
