@@ -262,7 +262,7 @@ def _update(
         step=step,
         skipped=state.skipped + jnp.where(verdict.finite, 0, 1).astype(jnp.int32),
         skipped_in_a_row=jnp.where(verdict.finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
-        leaves=tuple(leaf for _, leaf in stepped),
+        leaves=state.leaves.replace(leaf for _, leaf in stepped),
     )
     # Without `exchange` in between, the last step's mail is lost, and deferred channels would
     # silently stop learning. A jitted update cannot raise: it returns NaN, and `exchange` raises.

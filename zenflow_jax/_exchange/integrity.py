@@ -141,7 +141,7 @@ class Integrity:
 def _alone(leaf: LeafState) -> LeafState:
     """Returns the leaf without its name, so that similar leaves share programs."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
-    return leaf._replace(scores=None, spec=spec)
+    return leaf._replace(scores=None, static=spec)
 
 
 class _Rows(NamedTuple):

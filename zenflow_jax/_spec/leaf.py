@@ -15,7 +15,6 @@ from zenflow_jax._spec.mesh import Placement
 DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
     """The static facts of one leaf; hashable, because the state's treedef carries them."""
