@@ -133,7 +133,12 @@ def in_a_loop(params, x):
 
 
 def transposed(params, x):
-    return jax.lax.scan(block, x, jax.tree.map(jnp.matrix_transpose, params["layers"]))[0]
+    up, down = (jnp.matrix_transpose(params["layers"][name]) for name in ("down", "up"))
+    return jax.lax.scan(block, x, {"up": up, "down": down})[0]
+
+
+differentiated = jax.custom_vjp(one_example)
+differentiated.defvjp(lambda *inputs: (one_example(*inputs), None), lambda *_: None)
 
 
 LINE = r"test_stream_scans\.py:\d+:\d+ \("
@@ -152,7 +157,10 @@ MISUSES = {
         rf"\['down'\] is scanned 2 times, at .*{LINE}one_example.* exactly once",
     ),
     "not read": (lambda params, x: x, r"\['layers'\]\['down'\] is not read, .* exactly once"),
-    "returned": (lambda params, x: params["layers"]["up"], r"returns \['layers'\]\['up'\]"),
+    "returned": (
+        lambda params, x: (one_example(params, x), params["layers"]["up"]),
+        r"returns \['layers'\]\['up'\]",
+    ),
     "other axes": (transposed, rf"`transpose` reads .*{LINE}transposed"),
     "branch": (
         lambda params, x: jax.lax.cond(x.sum() > 0, one_example, one_example, params, x),
@@ -162,7 +170,7 @@ MISUSES = {
         lambda params, x: one_example(jax.lax.stop_gradient(params), x),
         r"`stop_gradient` reads",
     ),
-    "custom derivative": (jax.custom_vjp(one_example), r"`custom_vjp_call` reads"),
+    "custom derivative": (differentiated, r"`custom_vjp_call` reads"),
 }
 
 
