@@ -32,7 +32,8 @@ def check_placement(
 ) -> None:
     """Raises if a parameter is not where `init` saw it: on one device, or on a mesh.
 
-    `abstract` says that `weights` are shapes with shardings.
+    `abstract` says that `weights` are shapes with shardings. Then a mesh of one device counts as a
+    mesh, because states that are made under jit and outside jit differ on it in their treedef.
     """
     for weight, spec in zip(weights, specs, strict=True):
         if not abstract and (not isinstance(weight, jax.Array) or isinstance(weight, Tracer)):
@@ -49,7 +50,7 @@ def check_placement(
                 f"{spec.name} has the sharding {weight.sharding}. Put it on one device, or use a "
                 "NamedSharding."
             )
-        if expected is None and placed is not None and placed.mesh.size > 1:
+        if expected is None and placed is not None and (abstract or placed.mesh.size > 1):
             raise ValueError(
                 f"{spec.name} has the sharding {weight.sharding}, but its state was made for one "
                 "device. Call `tx.init` outside jit, or pass `param_shardings`."
@@ -197,8 +198,8 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
     `out_shardings` of the step), or to a saver as the place of restored arrays.
 
     Args:
-        tx: A transformation with `zenflow` anywhere in it. On a mesh of several devices, `zenflow`
-            needs `param_shardings`.
+        tx: A transformation with `zenflow` anywhere in it. On a mesh, `zenflow` needs
+            `param_shardings`.
         param_shapes: The parameters, or their shapes from `jax.eval_shape`.
         param_shardings: Tree of shardings like the parameters, or a prefix of it.
 
