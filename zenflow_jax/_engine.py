@@ -18,6 +18,7 @@ from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline, recorded
 from zenflow_jax._exchange import checks
+from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
@@ -306,11 +307,11 @@ class HostEngine:
 
     def exchange_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
-        checks.update_nnx(model, optimizer, *self.exchange(*checks.nnx_arrays(model, optimizer)))
+        update_nnx(model, optimizer, *self.exchange(*nnx_arrays(model, optimizer)))
 
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
-        checks.update_nnx(model, optimizer, *self.flush(*checks.nnx_arrays(model, optimizer)))
+        update_nnx(model, optimizer, *self.flush(*nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
         """Ends the thread, frees memory and drops updates. Safe to call twice, or during work."""

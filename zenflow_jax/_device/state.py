@@ -177,9 +177,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
         kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
         if is_nnx_state(opt_state):
             remedy = (
-                "An `nnx.State` has only arrays: `nnx.merge` it with its graphdef, pass model and "
-                "optimizer to `engine.exchange_nnx`, and continue with `nnx.state` of the merged "
-                "module, as docs/trainers.md does for MaxText"
+                "An `nnx.State` has only arrays: pass its graphdef, `attach(step, graphdef=...)`; "
+                "or `nnx.merge` both, and pass model and optimizer to `engine.exchange_nnx`"
             )
         raise ValueError(
             f"The optimizer state, a {kind.__name__}, contains {len(states)} ZenFlowStates, not "
