@@ -130,6 +130,11 @@ def test_a_run_goes_on_from_what_a_manager_saved_beside_it(tmp_path):
             again.t = 9
             go(again, PLAN, PLAN.steps)
             comparisons.assert_same_bits(end(again), expected)
+    # So does orbax's older interface.
+    handlers = {"engine": EngineCheckpointHandler()}
+    with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as older:
+        engine_state = older.restore(9, items={"engine": None})["engine"]
+    comparisons.assert_same_bits(engine_state, restored.engine)
     # Other programs read the file, too.
     (path,) = (tmp_path / "9" / "engine").glob("*.safetensors")
     tensors = load_file(path)
