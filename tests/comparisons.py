@@ -97,7 +97,7 @@ def reference(
 
 @functools.cache
 def adamw_program(leaves: Leaves, clip: float | None, weight_decay: float) -> tuple[Any, Any]:
-    """Returns `optax.adamw`, behind clipping if `clip` is not None, and its jitted step."""
+    """Returns `optax.adamw`, after clipping if `clip` is not None, and its jitted step."""
     tx = optax.adamw(rate, weight_decay=weight_decay, mask={x.name: x.decay for x in leaves})
     if clip is not None:
         tx = optax.chain(optax.clip_by_global_norm(clip), tx)
@@ -111,8 +111,10 @@ def adamw(
     steps: int,
     seed: int,
     shardings: Any = None,
+    *,
+    cast: bool = True,
 ) -> Any:
-    """Returns parameters after each step of `optax.adamw` on float32 masters, cast."""
+    """Returns the float32 masters after each step of `optax.adamw`, `cast` to the parameters."""
     tx, step = adamw_program(leaves, clip, weight_decay)
 
     def wide(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -123,7 +125,8 @@ def adamw(
     seen = []
     for t in range(1, steps + 1):
         masters, state = step(masters, state, wide(gradients(leaves, t, seed)))
-        seen.append({x.name: fetch(masters[x.name]).astype(x.dtype) for x in leaves})
+        dtypes = {x.name: x.dtype if cast else "float32" for x in leaves}
+        seen.append({name: fetch(masters[name]).astype(dtype) for name, dtype in dtypes.items()})
     return seen
 
 
