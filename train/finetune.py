@@ -47,8 +47,6 @@ from train.run.loop import Run
 from train.run.memory import describe_oom, find_oom
 from train.run.optimizers import with_deepspeed
 from train.run.setup import evaluate, prepare, read
-from train.tasks import is_loss
-from train.tasks.chosen import labels_and_best
 
 # File system errors that the user can fix.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -104,21 +102,19 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     target = target.absolute()  # because "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
-    labels, best = labels_and_best(settings.task)
-    best = settings.best or best
     checkpoints = SavedCheckpoints(
         folder / "checkpoints",
-        larger_is_better=not is_loss(best),
+        larger_is_better=settings.metric != "loss",
         describe=description_of_model(settings.subset(OF_THE_MODEL), origin and origin.config),
         say=say,
     )
-    labels = labels or checkpoints.labels()
+    labels = checkpoints.labels()
     # The final weights have all windows closed; their checkpoint has open windows.
     summary = read_summary(folder)
     end = folder / (models.WEIGHTS if origin is None else models.FOLDER)
     rival, has_end = math.nan, False
     if summary and summary["best_step"] in (None, summary["steps"]) and end.exists():
-        has_end, rival = True, summary["validation_after"].get(best, math.nan)
+        has_end, rival = True, summary["validation_after"].get(settings.metric, math.nan)
     step = checkpoints.find(checkpoint, rival=rival)
     if step is None:
         _copy(end, target)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.scripts import records, write
 from train.huggingface.chat_template import read_template
-from train.tasks import answers, classification, fields, glue, language
+from train.tasks import answers, classification, fields, language
 from train.tasks.batches import DataError
 
 DOCS = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text(encoding="utf-8")
@@ -35,7 +35,6 @@ FROM, CALLED = {"from": "human", "value": "a"}, {"from": "function_call", "value
 DOLLY = {"instruction": "Say a.", "context": "a", "response": "a", "category": "b"}
 GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
 MANY = "text,label\n" + "".join(f"a,b{i}\n" for i in range(30))
-SST2 = "sentence\tlabel\n"
 
 FILES = {
     "language": [
@@ -156,14 +155,6 @@ FILES = {
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', r"line 1: column .* has no class, but .*0.5"),
         ("a.jsonl", '{"review": "a"}\n', r"'text' is missing .* Name it with --text-column"),
     ],
-    "sst2": [
-        ("train.tsv", "sentence\tmark\na\t1\n", r"line 1: .* 'sentence\\tmark' lacks label"),
-        ("train.tsv", SST2 + "a\t1\na film\n", "line 3: needs 2 columns .* but has 1"),
-        ("train.tsv", SST2 + " \t1\n", "line 2: column 'sentence' is empty"),
-        ("train.tsv", SST2 + "a\t2\n", "line 2: .* must have a label of 0, 1, but has '2'"),
-        ("train.tsv", SST2, r"train\.tsv: the file has no examples"),
-        ("a.tsv", "", r"lack files of sst2: train\.tsv, dev\.tsv"),
-    ],
 }
 
 
@@ -174,11 +165,8 @@ def test_a_file_that_no_task_understands_is_named(
     tmp_path, bert, decoder, task, file, content, match
 ):
     path = write(tmp_path / file, content)
-    if file == "train.tsv":
-        write(tmp_path / "dev.tsv", content)
-    data = path if file[0] == "a" and task != "sst2" else tmp_path
-    options = {"sequence_length": 512 if task == "alpaca" else 4}
-    shared = options | {"validation_share": 0.5, "seed": 0}
+    data = path if file[0] == "a" else tmp_path
+    shared = {"sequence_length": 512 if task == "alpaca" else 4, "validation_share": 0.5, "seed": 0}
     template = read_template(tmp_path, decoder.tokens, TEMPLATE)
     columns = classification.Columns("text", "label")
     make = {
@@ -186,7 +174,6 @@ def test_a_file_that_no_task_understands_is_named(
         "alpaca": lambda: answers.make_alpaca(data, decoder, **shared),
         "chat": lambda: answers.make_chat(data, decoder, template, **shared),
         "classification": lambda: classification.make(data, bert, columns, **shared),
-        "sst2": lambda: glue.make("sst2", data, bert, **options),
     }[task]
     with pytest.raises(DataError, match=match):
         make()

@@ -85,7 +85,7 @@ def test_a_run_by_layers_resumes_exports_and_is_read_again(tmp_path, monkeypatch
     options = language(data) | BY_LAYER | {"model": str(origin), "dtype": "bfloat16", "steps": 12}
     options |= {"keep": 9, "keep_best": True, "export_every": 5, "learning_rate": 10.0}
     options |= {"warmup_steps": 40}  # the rate grows, and spoils the model
-    config = write_config(tmp_path, **options | {"test_data": options["data"]})
+    config = write_config(tmp_path, **options)
     whole, cut, out = tmp_path / "whole", tmp_path / "cut", tmp_path / "exported"
     assert finetune.main([config, "--run", whole.name]) == 0
     shown = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_a_run_by_layers_resumes_exports_and_is_read_again(tmp_path, monkeypatch
     command = [config, "--model", str(whole / "model"), "--steps", "0", "--run", "None"]
     assert finetune.main(command) == 0
     loss = next(float(value) for step, _, value in validations(whole) if step == "5")
-    assert f"validation/loss {loss:.4f} nats" in capsys.readouterr().out
+    assert f"loss {loss:.4f} nats" in capsys.readouterr().out
     assert generate.main(["--model", str(whole / "model"), "the cat", "--max-tokens", "3"]) == 0
 
 

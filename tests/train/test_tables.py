@@ -75,7 +75,7 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
     assert files.validation == [several / "validation" / "data-00000-of-00001.arrow"]
     assert files.notes == [f"{several}: left out the test data test"]
     task = language.make(several, decoder, sequence_length=9, validation_share=0.5, seed=0)
-    assert len(task.train) == len(task.validation["validation"])
+    assert len(task.train) == len(task.validation)
 
     def expect(match):
         with pytest.raises(DataError, match=match):

@@ -44,13 +44,13 @@ def test_windows_run_through_all_documents_with_begin_and_end(tmp_path, decoder)
     task = language_task(tmp_path, decoder, length=3)
     for source, texts in (
         (task.train, ("the thing is\nin the bin\n", "who?", "end\n")),
-        (task.validation["validation"], ("this is it\n",)),
+        (task.validation, ("this is it\n",)),
     ):
         expected = enclosed(decoder, *texts)
         got = joined(source)
         assert got == expected[: len(got)]
         assert len(source) == (len(expected) - 1) // 3
-    assert (task.kind, task.labels, task.score, task.best) == ("decoder", (), None, "loss")
+    assert (task.kind, task.labels) == ("decoder", ())
     assert task.notes == ("train_b.jsonl: blank texts left out: 1",)
 
 
@@ -75,7 +75,7 @@ def test_positions_begin_anew_with_each_document_whose_first_token_is_no_target(
         assert example["positions"].tolist() == expected.tolist()
         assert example["weights"].tolist() == targets[5 * i + 1 : 5 * i + 6]
     # A document by itself has nothing to be kept from.
-    assert task.validation["validation"][0].keys() == {"tokens"}
+    assert task.validation[0].keys() == {"tokens"}
     together = language_task(tmp_path, decoder, length=5, joined=True)
     assert together.train[1].keys() == {"tokens"}
     assert joined(together.train) == joined(task.train)
@@ -87,7 +87,7 @@ def test_a_single_document_validates_with_its_end(tmp_path, decoder):
     task = language_task(path, decoder, length=2, share=0.25)
     every = enclosed(decoder, "abcdefghij" * 10)
     border = len(every) - round(0.25 * len(every))
-    train, validation = joined(task.train), joined(task.validation["validation"])
+    train, validation = joined(task.train), joined(task.validation)
     assert train == every[:border][: len(train)]
     assert validation == every[border:][: len(validation)]
 
@@ -100,7 +100,7 @@ def test_the_longest_document_validates_with_its_end_where_no_whole_one_has_the_
     task = language_task(tmp_path, decoder, length=4, share=0.15)
     # All are 107 tokens with begin and end, of which 15 % are 16; README has 3.
     every = [enclosed(decoder, letter * n) for letter, n in (("r", 1), ("a", 40), ("b", 60))]
-    train, validation = joined(task.train), joined(task.validation["validation"])
+    train, validation = joined(task.train), joined(task.validation)
     assert validation == every[2][-16:][: len(validation)]
     assert train == [*every[0], *every[1], *every[2][:-16]][: len(train)]
 
@@ -137,7 +137,7 @@ def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
     path = write(tmp_path / "a.jsonl", records(*({"text": text} for text in texts)))
     tasks = [language_task(path, decoder, length=10, share=0.25, seed=s) for s in (0, 0, 1)]
     assert tasks[0].checksum == tasks[1].checksum != tasks[2].checksum
-    sources = tasks[0].train, tasks[0].validation["validation"]
+    sources = tasks[0].train, tasks[0].validation
     train, validation = (decoder.tokens.decode(joined(source)) for source in sources)
     assert not set(train) & set(validation)
     # A quarter of 220 tokens is 55, and of each document begin, text and end are 11.
@@ -164,11 +164,11 @@ def alpaca_folder(folder, *items):
 def test_only_the_answer_and_its_end_count(tmp_path, decoder):
     items = (PLAIN, GIVEN, PLAIN | {"input": None}, PLAIN | {"input": "", "text": "passed over"})
     task = alpaca_task(alpaca_folder(tmp_path, *items), decoder)
-    assert (task.kind, task.best) == ("decoder", "loss")
+    assert task.kind == "decoder"
     assert {note.partition(": ")[2] for note in task.notes} == {
         "fields that are not read: 'text' 1"
     }
-    for source in (task.train, task.validation["validation"]):
+    for source in (task.train, task.validation):
         for i, item in enumerate(items):
             example = source[i]
             assert (example["tokens"].shape, example["tokens"].dtype) == ((513,), np.int32)

@@ -57,7 +57,7 @@ def file_of(kind, folder, count):
 
 
 def every_example(task):
-    for source in (task.train, *task.validation.values()):
+    for source in (task.train, task.validation):
         for i in range(len(source)):
             yield source[i]
 

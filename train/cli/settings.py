@@ -14,9 +14,6 @@ from typing import Annotated, Any, Literal
 from train import Failure
 from train.cli.arguments import option, out_of_bounds
 
-OwnTask = Literal["standard_library", "language", "alpaca", "chat", "classification"]
-GlueTask = Literal["cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte"]
-
 Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
 
 # Tasks that read an option.
@@ -25,6 +22,10 @@ _USERS = f"{_TEXTS} classification"
 
 # The task of a model that classifies pairs of texts from a user's own files.
 PAIRS = "classification of pairs"
+
+
+# A validation's metrics; the first decides which weights are best.
+_METRICS = {"classification": ("accuracy", "macro_f1", "matthews", "loss")}
 
 
 class SettingsError(Failure):
@@ -72,13 +73,12 @@ class ModelSettings(_Group):
 class DataSettings(_Group):
     """Data, and how to make examples from it (docs/finetuning.md)."""
 
-    task: OwnTask | GlueTask = option(
+    task: Literal["standard_library", "language", "alpaca", "chat", "classification"] = option(
         "standard_library",
         "standard_library: bytes of Python's source files. language: text. alpaca: instructions. "
-        "chat: conversations. classification: your own classes. Others: GLUE.",
+        "chat: conversations. classification: your own classes.",
     )
     data: Annotated[str, "PATH"] | None = option(None, "File or folder; none for standard_library.")
-    test_data: File | None = option(None, "File to evaluate the final weights on.", tasks=_USERS)
     length_buckets: int = option(4, "Number of lengths that batches are padded to.", above=0)
     text_column: str = option("text", "Column with the text.", tasks="language classification")
     second_text_column: str | None = option(
@@ -244,11 +244,22 @@ class StepSettings(OptimizerSettings, ModelSettings):
 class Settings(OutputSettings, StepSettings, DataSettings):
     """All settings of `train.finetune`; each can be a key of the TOML file."""
 
+    @property
+    def metric(self) -> str:
+        """Returns the metric that decides which weights are best; a smaller loss is better."""
+        return self.best or self._metrics[0]
+
+    @property
+    def _metrics(self) -> tuple[str, ...]:
+        return _METRICS.get(self.task, ("loss",))
+
     def __post_init__(self):
         # zenflow checks its own arguments, which have the same names.
         for name, expected in out_of_bounds(self):
             self._check(name, False, expected)
         self._check("seed", self.seed < 2**32, "a number below 2**32")
+        known = f"a metric of {self.task}: {', '.join(self._metrics)}"
+        self._check("best", self.metric in self._metrics, known)
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
         wanted = "a share above 0 and below 1, such as 0.001: every run validates (1 only with "
         self._check("validation_share", is_share, wanted + "--steps 0)")

@@ -115,14 +115,11 @@ class RunLog:
             figures += f"  {left} left"
         self.say(f"{self._counted(row.step)}  {figures}")
 
-    def validation(
-        self, step: int, figures: Mapping[str, float], label: str = "validation"
-    ) -> None:
-        if label == "validation":
-            _write(self._validation_file, _lines(step, figures))
-        self._report(label, figures, step)
+    def validation(self, step: int, figures: Mapping[str, float]) -> None:
+        _write(self._validation_file, _lines(step, figures))
+        self._report("validation", figures, step)
         values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        show(self._console, f"{label} after {step} steps: {values}")
+        show(self._console, f"validation after {step} steps: {values}")
 
     def _report(self, label: str, figures: Mapping[str, float | None], step: int) -> None:
         if self._reporter is not None and (drawn := finite(label, figures)):

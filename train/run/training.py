@@ -101,10 +101,6 @@ class StepTraining:
         """Returns weights and values in the model's own structure."""
         return weights, values
 
-    def test(self, weights: Any) -> Figures | None:
-        """Returns the metrics of these weights on the test data, if any."""
-        return self._job.test and self._job.test(weights)
-
 
 class LayerTraining:
     """Runs one program per layer, with weights in host memory; same methods as `StepTraining`."""
@@ -163,12 +159,6 @@ class LayerTraining:
 
     def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
         return self._layered.whole(weights, values)
-
-    def test(self, weights: Any) -> Figures | None:
-        if self._job.test is None:
-            return None
-        with self._layered.without_training(weights) as trainer:
-            return self._job.test(trainer)
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ def task_of_answers(
         sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
     if len(sides) == 1:
         sides = sides[0].split(data, validation_share=validation_share, seed=seed)
-    return task_of(name, sides[0], {"validation": sides[1]}, tokenizer, notes=notes)
+    return task_of(name, *sides, tokenizer, notes=notes)
 
 
 def prompt(instruction: str, context: str = "") -> str:

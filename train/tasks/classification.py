@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import sys
 import zlib
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from train.huggingface.tokenizer import Tokenizer
-from train.tasks import Task, glue, tables
+from train.tasks import Task, tables
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
 from train.tasks.examples import Examples, Sentences, task_of
@@ -62,12 +63,20 @@ class Rows(NamedTuple):
 
 
 def score(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Returns the accuracy, and the mean F1 of the classes that occur."""
-    f1s = [glue.f1(predictions, labels, of) for of in np.union1d(predictions, labels)]
-    return {**glue.accuracy(predictions, labels), "macro_f1": float(np.mean(f1s))}
-
-
-BEST = "accuracy"
+    """Returns the accuracy, the mean F1 of the classes that occur, and Matthews correlation."""
+    classes = np.union1d(predictions, labels)
+    predicted, true = (np.sum(ids[:, None] == classes, axis=0) for ids in (predictions, labels))
+    hits = np.sum((predictions == labels)[:, None] & (labels[:, None] == classes), axis=0)
+    n = len(labels)
+    # 0 if all predictions or all labels are the same.
+    spread = math.sqrt((n**2 - np.sum(predicted**2)) * (n**2 - np.sum(true**2)))
+    matthews = (n * np.sum(hits) - np.sum(predicted * true)) / (spread or 1)
+    f1s = 2 * hits / (predicted + true)
+    return {
+        "accuracy": float(np.sum(hits) / n),
+        "macro_f1": float(np.mean(f1s)),
+        "matthews": float(matthews) if spread else 0.0,
+    }
 
 
 def make(
@@ -101,13 +110,11 @@ def make(
     task = task_of(
         "classification",
         sides[0],
-        {"validation": sides[1]},
+        sides[1],
         tokenizer,
         checksum=zlib.crc32(json.dumps(classes).encode()),
         labels=classes,
         notes=notes,
-        best=BEST,
-        score=score,
     )
     return task._replace(overview=(*_balance(classes, ids[0]), *task.overview))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,20 +125,17 @@ class Sentences(Examples):
 def task_of(
     name: str,
     train: Examples,
-    validation: Mapping[str, Examples],
+    validation: Examples,
     tokenizer: Tokenizer,
     *,
     checksum: int = 0,
     labels: Sequence[str] = (),
     notes: Iterable[str] = (),
-    **scoring: Any,
 ) -> Task:
     """Creates the task for these examples; `checksum` covers other facts of a resumed run."""
-    for source in (train, *validation.values()):
-        checksum = source.checksum(checksum)
-    validate = sum(len(source) for source in validation.values())
-    shown = train if len(train) else next(iter(validation.values()))
-    lengths = f"{train.describe_lengths()}; {len(train)} train, {validate} validate"
+    checksum = validation.checksum(train.checksum(checksum))
+    shown = train if len(train) else validation
+    lengths = f"{train.describe_lengths()}; {len(train)} train, {len(validation)} validate"
     return Task(
         name=name,
         train=train,
@@ -147,7 +144,6 @@ def task_of(
         labels=tuple(labels),
         notes=tuple(dict.fromkeys(notes)),
         overview=(lengths, *describe_example(shown, tokenizer, labels=labels)),
-        **scoring,
     )
 
 

@@ -71,7 +71,7 @@ def make(
     return Task(
         name="language",
         train=windows,
-        validation={"validation": validation},
+        validation=validation,
         checksum=checksum,
         notes=tuple(notes),
         overview=describe_example(windows if len(windows) else validation, tokenizer),
