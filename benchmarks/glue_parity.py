@@ -85,7 +85,7 @@ def train(job: Job, variant: str, seed: int, args: argparse.Namespace) -> Run:
         "--evaluate-every": 0,
         "--save-every": 0,
     }
-    command = [sys.executable, "-m", "train.finetune", CONFIG, "--no-progress", "--no-keep-best"]
+    command = [sys.executable, "-m", "train.finetune", CONFIG, "--no-keep-best"]
     command += [str(part) for pair in options.items() for part in pair] + VARIANTS[variant]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-import shutil
 import signal
 import sys
 import time
@@ -27,10 +26,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from elves.atomic import atomic_path
 from train import Failure
 from train.checkpoints.compatibility import OF_THE_MODEL, description_of_model
-from train.checkpoints.reading import CheckpointError, SavedCheckpoints, check_path
+from train.checkpoints.reading import SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
 from train.cli.settings import Settings, SettingsError, task_name
 from train.distributed import processes
@@ -40,7 +38,6 @@ from train.distributed.stopping import Stopped, StopRequest
 from train.huggingface.chat_template import TEMPLATE
 from train.huggingface.loading import read_folder
 from train.log.run_log import show
-from train.log.summary import read_summary
 from train.run import models
 from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
@@ -109,17 +106,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
         say=say,
     )
     labels = checkpoints.labels()
-    # The final weights have all windows closed; their checkpoint has open windows.
-    summary = read_summary(folder)
-    end = folder / (models.WEIGHTS if origin is None else models.FOLDER)
-    rival, has_end = math.nan, False
-    if summary and summary["best_step"] in (None, summary["steps"]) and end.exists():
-        has_end, rival = True, summary["validation_after"].get(settings.metric, math.nan)
-    step = checkpoints.find(checkpoint, rival=rival)
-    if step is None:
-        _copy(end, target)
-        say(f"{target} has the best model of {folder}, from step {summary['steps']}")
-        return
+    step = checkpoints.find(checkpoint)
     config = models.config_of(origin, settings)
     build = models.builder(config, settings, labels=len(labels))
     layered = models.abstract_layered(build)[1] if settings.stream == "weights" else None
@@ -131,24 +118,9 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
     task = task_name(vars(settings))
     models.write(target, origin, weights, values, labels=labels, texts=texts, task=task)
+    pending = settings.optimizer != "adamw" and not layered
     line = f"{target} has the weights of checkpoint {step} in {folder}"
-    if settings.optimizer != "adamw" and not layered:
-        line += ", without pending updates"
-        if has_end and step == summary["steps"]:
-            line += f"; {end} has them"
-    say(line)
-
-
-def _copy(model: Path, target: Path) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(target, folder=True) as part:
-            if model.is_dir():
-                shutil.copytree(model, part, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(model, part / model.name)
-    except OSError as error:
-        raise CheckpointError(f"{model} cannot be copied to {target}: {error}.") from error
+    say(line + ", without pending updates" * pending)
 
 
 def show_plan(

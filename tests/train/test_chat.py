@@ -228,7 +228,7 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
     with pytest.raises(SettingsError, match="`chat_template`: .* alpaca does not read it"):
         read(**settings | {"task": "alpaca"})
     sizes = {"steps": 2, "batch_size": 2, "length_buckets": 1, "dtype": "float32"}
-    config = write_config(tmp_path, optimizer="adamw", progress=False, **sizes, **settings)
+    config = write_config(tmp_path, optimizer="adamw", **sizes, **settings)
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         assert finetune.main([config, "--run", "a"]) == 0
     # Before the first step, and in rich's brackets.

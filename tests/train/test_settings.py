@@ -33,7 +33,7 @@ def config_file(folder: Path, text: str) -> Path:
         ("steps = 30.0", r"--steps: must be None or INT, but is '30\.0'"),
         ("steps = true", "--steps: expected one argument"),
         ("steps = -1", "`steps`: must be a finite number of at least 0"),
-        ("progress = 1", "--progress/--no-progress: ignored explicit argument '1'"),
+        ("keep_best = 1", "--keep-best/--no-keep-best: ignored explicit argument '1'"),
         ("[steps]\nmany = 3", "`steps`: must be a single value, but is .*many"),
         ('data = ["a", "b"]', "`data`: must be a single value"),
         ('optimizer = "adam"', "--optimizer: must be zenflow.adamw.offload, but is 'adam'"),

@@ -110,16 +110,13 @@ class SavedCheckpoints:
         trees = join_arrays(fresh, arrays, others)
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
 
-    def find(self, wanted: str, *, rival: float = math.nan) -> int | None:
-        """Finds a checkpoint by its step or by "best"; None if `rival` is at least as good."""
+    def find(self, wanted: str) -> int:
+        """Finds a checkpoint by its step or by "best"."""
         newest, steps = self.newest(), self.steps()
         step = int(wanted) if wanted.isdecimal() else None
         if wanted == "best" and newest is not None:
             self._read_checked(newest)
             step = self._best_of(steps)
-        if wanted == "best" and not math.isnan(rival):
-            if step is None or self._sign * self._figures[step] <= self._sign * rival:
-                return None
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
             rated = ", ".join(str(s) for s in steps if s in self._figures) or "none"

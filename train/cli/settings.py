@@ -204,14 +204,10 @@ class OutputSettings(_Group):
     report_to: Literal["none", "tensorboard", "trackio", "wandb"] = option(
         "none", "Also send the metrics to this tool; needs its package."
     )
-    progress: bool = option(True, "Show a progress bar on a terminal.")
     save_every: int = option(100, "Steps between checkpoints; 0: only at the end.", least=0)
     keep: int = option(2, "Number of newest checkpoints to keep.", above=0)
     keep_best: bool = option(False, "Keep the checkpoint that validates best; write its weights.")
     best: str | None = option(None, "Metric that decides, such as macro_f1. Default: the task's.")
-    export_every: int = option(
-        0, "Steps between exports of weights to model-STEP; 0: none.", least=0
-    )
     early_stopping_patience: int | None = option(
         None, "Stop after this many validations in a row without improvement.", above=0
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,7 +129,6 @@ class Run:
                 self.folder,
                 steps=self.steps,
                 console=self.console,
-                progress=job.settings.progress,
                 reporter=reporter(job.settings.report_to, self.folder, **report),
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
@@ -157,7 +156,7 @@ class Run:
         saved = self.done
         lengths: set[int | None] = set()  # batch lengths for which the step is compiled
         if self.done < self.steps:
-            self.log.say("compiling the training step")
+            self._say("compiling the training step")
         for step in range(self.done + 1, self.steps + 1):
             self._step(step, lengths)
             number = self.stop.after(step)
@@ -176,11 +175,6 @@ class Run:
                     self._say(f"step {step} was skipped: no checkpoint is saved")
                 else:
                     self._save(saved := step)
-            if is_due(self.job.settings.export_every, step):
-                self.training.wait()
-                with self.meter.paused():
-                    folder = self.folder / f"{models.FOLDER}-{step}"
-                    self._write(folder, self.training.weights())
             if self._has_stopped_early():
                 self.steps = step
                 patience = self.job.settings.early_stopping_patience
@@ -273,14 +267,11 @@ class Run:
             weights, values = self.training.weights_of(self.checkpoints, best), None
         else:
             weights, values = self.training.final_weights()
-        is_file = self.job.model.origin is None
-        self._write(self.folder if is_file else self.folder / models.FOLDER, weights, values)
-        return models.WEIGHTS if is_file else models.FOLDER
-
-    def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
-        job = self.job
+        job, origin = self.job, self.job.model.origin
+        folder = self.folder if origin is None else self.folder / models.FOLDER
         options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
-        models.write(folder, job.model.origin, *self.training.whole(weights, values), **options)
+        models.write(folder, origin, *self.training.whole(weights, values), **options)
+        return models.WEIGHTS if origin is None else models.FOLDER
 
     def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:
         job = self.job

@@ -94,9 +94,6 @@ class StepTraining:
         """Returns the weights of a checkpoint, in place of the current ones."""
         return checkpoints.weights(step, self.params)
 
-    def weights(self) -> Any:
-        return self.params
-
     def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
         """Returns weights and values in the model's own structure."""
         return weights, values
@@ -153,9 +150,6 @@ class LayerTraining:
 
     def weights_of(self, checkpoints: Checkpoints, step: int) -> Any:
         return checkpoints.weights(step, self._layered.shapes)
-
-    def weights(self) -> Any:
-        return self.host.params()
 
     def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
         return self._layered.whole(weights, values)
