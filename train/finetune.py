@@ -62,7 +62,7 @@ def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -
     timeline = Path(start.timeline) if start.timeline else None
     if settings.steps != 0:
         check_path(Path(settings.output_dir, settings.run or ""))
-    sources = read(settings, timeline=timeline, force=command.planning.force, say=say)
+    sources = read(settings, timeline=timeline, force=command.planning.force)
     if settings.steps == 0:
         evaluate(sources, say)
         return

@@ -46,7 +46,6 @@ def language(folder: Path) -> dict:
     data = folder / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
     settings = {"sequence_length": 40, "scan_layers": True}
-    settings["token_cache"] = str(folder.parent / "cache")
     return {"task": "language", "data": str(data)} | settings
 
 

@@ -88,7 +88,6 @@ class DataSettings(_Group):
     chat_template: File | None = option(
         None, "Jinja template. Default: the one in the model's folder.", tasks="chat"
     )
-    token_cache: Dir | None = option(None, "Folder that caches the data's tokens.", tasks=_TEXTS)
     packing: Literal["separate", "joined"] = option(
         "separate", "Whether texts in one sequence attend to each other (joined).", tasks="language"
     )

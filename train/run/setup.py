@@ -71,9 +71,7 @@ class Job(NamedTuple):
     causes_of_infinity: str
 
 
-def read(
-    settings: Settings, *, timeline: Path | None, force: bool, say: Callable[[str], None]
-) -> Sources:
+def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     """Reads and checks everything except weights; arguments and errors are as for `train`."""
     settings.check_task()
     check_reporter(settings.report_to)
@@ -94,7 +92,7 @@ def read(
         # A classifier has no logits over tokens.
         vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
         check_memory(parameters, vocabulary, mesh, settings)
-    task = make_task(settings, origin, say)
+    task = make_task(settings, origin)
     # Validations also use micro-batches, because these fit on the device.
     parts, most = settings.micro_batches, settings.eval_batches
     sample = Sample(

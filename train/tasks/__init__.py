@@ -9,8 +9,8 @@
     examples.py          the common part of answers and classes
     files.py, tables.py  the contents of files
 
-All tasks but the first tokenize everything at the start, in chunks (`encoding.py`), into
-memory-mapped files on disk (`token_files.py`). The same files and seed give the same examples.
+All tasks but the first tokenize everything at the start, in chunks, into memory-mapped files on
+disk (`encoding.py`). The same files and seed give the same examples.
 """
 
 from __future__ import annotations

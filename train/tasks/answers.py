@@ -26,11 +26,17 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, tables
 from train.tasks.batches import DataError
 from train.tasks.conversations import Conversations
-from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype
+from train.tasks.encoding import (
+    Encoded,
+    chunks,
+    enclose,
+    encode,
+    smallest_dtype,
+    store_tokens,
+)
 from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
 from train.tasks.files import common_place, expect_examples, find_files, records, text_field
-from train.tasks.token_files import store_tokens
 
 SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
 
@@ -80,8 +86,7 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
             )
         notes += reader.notes(common_place(paths))
 
-    form = (template.text, template.special)
-    return task_of_answers("chat", data, tokenizer, encode_files, form=form, **options)
+    return task_of_answers("chat", data, tokenizer, encode_files, **options)
 
 
 def task_of_answers(
@@ -93,19 +98,16 @@ def task_of_answers(
     sequence_length: int,
     validation_share: float,
     seed: int,
-    form: tuple[object, ...] = (),
-    store: Callable[..., Encoded] = store_tokens,
 ) -> Task:
     """Creates the task of predicting the answers in the files of `data`.
 
     Examples longer than T + 1 tokens are truncated; those that lose their answer are dropped.
-    `store` is `store_tokens` with options; `form` has other facts that determine tokens.
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     sides: list[Examples] = []
     for paths in filter(None, (files.train, files.validation)):
-        encoded = store(partial(encode_files, paths), tokenizer, paths, notes, form=(name, *form))
+        encoded = store_tokens(encode_files(paths, notes), tokenizer)
         # The first token of an example is not a target.
         ends = np.minimum(encoded.starts[1:], encoded.starts[:-1] + sequence_length + 1)
         bounds = zip(encoded.starts[:-1] + 1, ends, strict=True)

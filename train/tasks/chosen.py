@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from train.cli.settings import Settings, SettingsError
@@ -11,12 +9,11 @@ from train.huggingface.chat_template import read_template
 from train.huggingface.loading import Pretrained
 from train.huggingface.tokenizer import read_tokenizer
 from train.tasks import Task, answers, classification, language, standard_library
-from train.tasks.token_files import store_tokens
 
 KINDS = {"decoder": "a decoder, such as a Llama or Qwen", "encoder": "an encoder, such as a BERT"}
 
 
-def make_task(settings: Settings, origin: Pretrained | None, say: Callable[[str], None]) -> Task:
+def make_task(settings: Settings, origin: Pretrained | None) -> Task:
     """Reads the settings' data; `origin` is the model's folder, with its tokenizer.
 
     The classes are those of the model's head, if all labels are among them.
@@ -34,20 +31,15 @@ def make_task(settings: Settings, origin: Pretrained | None, say: Callable[[str]
     check_length(settings.sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
     tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
-    store = partial(
-        store_tokens, cache=settings.token_cache and Path(settings.token_cache), say=say
-    )
     if task == "language":
         joined = settings.packing == "joined"
-        return language.make(
-            path, tokenizer, joined=joined, field=settings.text_column, store=store, **options
-        )
+        return language.make(path, tokenizer, joined=joined, field=settings.text_column, **options)
     if task == "alpaca":
-        return answers.make_alpaca(path, tokenizer, store=store, **options)
+        return answers.make_alpaca(path, tokenizer, **options)
     if task == "chat":
         file = settings.chat_template and Path(settings.chat_template)
         template = read_template(origin.folder, tokenizer.tokens, file)
-        return answers.make_chat(path, tokenizer, template, store=store, **options)
+        return answers.make_chat(path, tokenizer, template, **options)
     columns = classification.Columns(
         settings.text_column, settings.label_column, settings.second_text_column
     )

@@ -14,9 +14,8 @@ import numpy as np
 from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task
 from train.tasks.batches import DataError, Padded, Source
-from train.tasks.encoding import Encoded, Text, encode
+from train.tasks.encoding import Encoded, Text, encode, store_tokens
 from train.tasks.files import split
-from train.tasks.token_files import store_tokens
 
 #: Limits for the shown example: number of parts, learned or not, and characters per part.
 PARTS, CHARACTERS = 8, 240
@@ -93,7 +92,7 @@ class Sentences(Examples):
         self, texts: Iterable[Text], labels: Sequence[int], tokenizer: Tokenizer, length: int
     ):
         chunks = encode(tokenizer, texts, special=True, longest=length)
-        encoded = store_tokens(lambda _: chunks, tokenizer, [], [])
+        encoded = store_tokens(chunks, tokenizer)
         self._labels = np.array(labels, np.int32)
         rows = np.arange(len(self._labels))
         super().__init__(encoded, rows, most=length, longest=length, pad=tokenizer.pad)
