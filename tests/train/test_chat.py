@@ -101,7 +101,7 @@ def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(template, 
 def test_a_template_that_hides_answers_is_refused_with_a_remedy(written):
     for text in (
         # As those for pictures, which want a list of parts.
-        "{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% for m in messages %}{{ m.content if m.role == 'user' }}{{ m.content.text }}"
         "<|turn_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
         "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}",
         # Ends of answers that differ, of which there is no telling what they are in the middle.

@@ -38,7 +38,7 @@ from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
 from train.tasks.files import common_place, expect_examples, find_files, records, text_field
 
-SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
+SUFFIXES = (".json", ".jsonl", tables.SUFFIX)
 
 # The exact wording matters: https://github.com/tatsu-lab/stanford_alpaca
 PROMPT_WITH_INPUT = (

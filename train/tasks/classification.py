@@ -30,7 +30,7 @@ from train.tasks.encoding import Text
 from train.tasks.examples import Examples, Sentences, task_of
 from train.tasks.files import find_files, first_30, lines, records, shorten, text_field
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", tables.SUFFIX)
 
 SEPARATORS = (",", ";", "\t", "|")
 

@@ -37,9 +37,9 @@ class Files(NamedTuple):
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     """Finds a task's files in a file or folder; their names end in one of `suffixes`.
 
-    In a folder, or in `save_to_disk` output of `datasets`, names decide which files train or
-    validate (`_side_of`); test data is left out. If no name marks training data, files without a
-    side train. Folders named like sides count if no files are next to them.
+    In a folder, names decide which files train or validate (`_side_of`); test data is left out. If
+    no name marks training data, files without a side train. Folders named like sides count if no
+    files are next to them.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
@@ -47,8 +47,6 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     if not data.is_dir():
         problem = "is another file" if data.exists() else "does not exist"
         raise DataError(f"`data`: {data} {problem}. Name a file {kinds}, or a folder of them.")
-    if ".arrow" in suffixes and (parts := tables.saved_parts(data)) is not None:
-        return Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
     parts = {path.name: [path] for path in _fitting(data, suffixes)}
     below = {
         folder.name: files

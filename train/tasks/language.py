@@ -31,7 +31,7 @@ from train.tasks.files import common_place, find_files, lines, records, split, t
 # Four per chunk, for four cores. With pieces of 2**20, 20 MB of text took 430 MB of memory besides
 # the tokens instead of 150 MB, in the same time.
 PIECE_CHARACTERS = CHUNK_CHARACTERS // 4
-SUFFIXES = (".txt", ".jsonl", *tables.SUFFIXES)
+SUFFIXES = (".txt", ".jsonl", tables.SUFFIX)
 
 
 def make(
