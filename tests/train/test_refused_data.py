@@ -141,7 +141,7 @@ FILES = {
         ("a.csv", "text,label\na,b\nc,b\n", r"has 1 classes in 2 rows: 'b'"),
         ("a.csv", MANY, r"has 30 classes in 30 rows: 'b0', 'b1', 'b10'. Name a"),
         ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: 3 columns, but .* has 2.*as CSV"),
-        ("a.csv", GOOD.replace("\n", "\r"), r"lines end with a bare carriage return"),
+        ("a.csv", GOOD.replace("\n", "\r"), r"line 1 is not valid CSV"),
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', r"line 1: column .* has no class, but .*0.5"),
         ("a.jsonl", '{"review": "a"}\n', r"'text' is missing .* Name it with --text-column"),
     ],

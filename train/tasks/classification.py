@@ -218,16 +218,8 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     if not name.endswith((".csv", ".tsv")):
         yield from records(path)
         return
-    if name.endswith(".csv"):
-        rows, remedy = _csv(path, columns), QUOTE
-    else:
-        tsv = ((n, line.removesuffix("\n").split("\t")) for n, line in lines(path) if line.strip())
-        rows, remedy = ((n, [_unquoted(cell) for cell in cells]) for n, cells in tsv), AS_CSV
-    first = next(lines(path), (1, ""))[1]
-    if "\r" in first.strip() and not first.endswith("\n"):
-        raise DataError(
-            f"{path}: lines end with a bare carriage return. Convert it: tr '\\r' '\\n' < A > B"
-        )
+    is_tsv = name.endswith(".tsv")
+    rows, remedy = _rows(path, columns, is_tsv), AS_CSV if is_tsv else QUOTE
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     _check_header(path, names, columns)
     for number, cells in rows:
@@ -238,21 +230,22 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
         yield where, dict(zip(names, cells, strict=True))
 
 
-def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
+def _rows(path: Path, columns: Columns, is_tsv: bool) -> Iterator[tuple[int, list[str]]]:
     """Yields the cells of each nonblank row, and the number of its first line."""
-    first = next(lines(path), (1, ""))[1]
-    needed = {*columns.texts, columns.label}
-    headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
-    separator = next((s for s in SEPARATORS if needed <= headers[s]), SEPARATORS[0])
+    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    if not is_tsv:
+        first, needed = next(lines(path), (1, ""))[1], {*columns.texts, columns.label}
+        headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
+        options = {"delimiter": next((s for s in SEPARATORS if needed <= headers[s]), ",")}
     longest = csv.field_size_limit(sys.maxsize)  # for texts of more than 131,072 characters
     # Does not read ahead, so that an error names the first invalid row.
-    reader = csv.reader((line for _, line in lines(path)), delimiter=separator, strict=True)
+    reader = csv.reader((line for _, line in lines(path)), strict=True, **options)
     begin = 1
     try:
         for cells in reader:
             number, begin = begin, reader.line_num + 1
             if cells:
-                yield number, cells
+                yield number, [_unquoted(cell) for cell in cells] if is_tsv else cells
     except csv.Error as error:
         raise DataError(
             f"{path}, line {begin}: the row to line {reader.line_num} is not valid CSV ({error}). "
