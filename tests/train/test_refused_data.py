@@ -42,7 +42,11 @@ FILES = {
         ("a.txt", b"the\n\xe9\n", r"a\.txt, line 2: the text is not UTF-8: 0xe9"),
         ("a.txt", "a", r"the train part of .* has 1 tokens.*`validation_share`"),
         ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: the text has a NUL"),
-        ("a.jsonl", '{"text": "a"}\n{text: 1}\n', r"a\.jsonl, line 2, column 2: .* not valid JSON"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{text: 1}\n',
+            r"a\.jsonl, line 2: .* not valid JSON .*column 2",
+        ),
         ("a.jsonl", '\n{"content": "a"}\n', r"a\.jsonl, line 2: .* 'text' is missing .fields: 'c"),
         ("a.jsonl", '{"text": 3}\n', r"a\.jsonl, line 1: the field .* must be text, but is 3"),
         (
@@ -52,12 +56,12 @@ FILES = {
         ),
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: must be an object"),
         ("a.csv", "a,b", r"a\.csv is another file. Name a file \*\.txt or \*\.jsonl or "),
-        ("dev.txt", "a", r"has no training data \(train\*\), but dev\.txt"),
+        ("dev.txt", "a", r"has no training data \(train\*, .*\), but dev\.txt"),
         ("train-test.txt", "a", r"train-test\.txt could be training or other data"),
-        ("parts/a.txt", "a", r"itself has no files .*, but parts. Pass --data .*parts"),
+        ("parts/a.txt", "a", r"has no training data .*, but parts"),
     ],
     "alpaca": [
-        ("a.json", '[\n{"instruction": "a",}]', r"a\.json, line 2: the text is not valid JSON"),
+        ("a.json", '[\n{"instruction": "a",}]', r"a\.json: the text is not valid JSON .*line 2"),
         ("a.json", json.dumps([PLAIN, {"output": "b"}]), "item 2: .* 'instruction' is missing"),
         ("a.jsonl", records(PLAIN), "needs at least two examples, but has 1"),
         (

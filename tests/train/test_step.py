@@ -288,7 +288,7 @@ class Labelled:
 
 def test_a_validation_judges_every_example_once():
     source = Labelled([2, -1, 3], [0, 1, 1])
-    task = Task("test", train=source, validation=source, labels=("a", "b"), checksum=0)
+    task = Task(train=source, validation=source, labels=("a", "b"), checksum=0)
     graphdef, params = nnx.split(Biased())
     sample = Sample(source, batch_size=2, seed=0)
     figures = make_validate(make_judge(graphdef, of_labels), task, sample)(nnx.as_pure(params))

@@ -116,9 +116,7 @@ def test_the_longest_document_validates_with_its_end_where_no_whole_one_has_the_
         ("Training.1 data valid_set devset", "Training.1", "devset valid_set", "data"),
         ("boats cars trains", "boats cars trains", "", ""),
         ("devices how-to-train-a-dog testimony value", "devices how testimony value", "", ""),
-        ("train/a validation/a test/a", "a", "a", "test"),
-        ("data/dataset_info data/a .b/val train/a", "a", "", "data"),
-        ("a b/train", "a", "", "b"),
+        ("dataset_info a .b/val", "a", "", ""),
     ],
 )
 def test_names_say_what_trains_and_what_validates(tmp_path, names, train, validation, out):

@@ -32,7 +32,6 @@ class Task(NamedTuple):
       `mask` (T,) uint8 (1 for tokens, 0 for padding) and `label` () int32.
     """
 
-    name: str
     train: Source
     validation: Source
     checksum: int  # CRC-32 of all tokens and labels, so that a resumed run detects changed data

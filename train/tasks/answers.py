@@ -66,7 +66,7 @@ class Answers(Examples):
 def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
     """Creates the task of answering instructions; arguments and errors as for `task_of_answers`."""
     encode_files = partial(_encode_instructions, tokenizer)
-    return task_of_answers("alpaca", data, tokenizer, encode_files, **options)
+    return task_of_answers(data, tokenizer, encode_files, **options)
 
 
 def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
@@ -86,11 +86,10 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
             )
         notes += reader.notes(common_place(paths))
 
-    return task_of_answers("chat", data, tokenizer, encode_files, **options)
+    return task_of_answers(data, tokenizer, encode_files, **options)
 
 
 def task_of_answers(
-    name: str,
     data: Path,
     tokenizer: Tokenizer,
     encode_files: Callable[[list[Path], list[str]], Iterator[Encoded]],
@@ -127,7 +126,7 @@ def task_of_answers(
         sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
     if len(sides) == 1:
         sides = sides[0].split(data, validation_share=validation_share, seed=seed)
-    return task_of(name, *sides, tokenizer, notes=notes)
+    return task_of(*sides, tokenizer, notes=notes)
 
 
 def prompt(instruction: str, context: str = "") -> str:

@@ -108,7 +108,6 @@ def make(
     if len(sides) == 1:
         sides = sides[0].split(data, validation_share=validation_share, seed=seed)
     task = task_of(
-        "classification",
         sides[0],
         sides[1],
         tokenizer,

@@ -17,8 +17,8 @@ from train.tasks.batches import DataError, Padded, Source
 from train.tasks.encoding import Encoded, Text, encode, store_tokens
 from train.tasks.files import split
 
-#: Limits for the shown example: number of parts, learned or not, and characters per part.
-PARTS, CHARACTERS = 8, 240
+#: The maximum number of characters of each part in the shown example.
+CHARACTERS = 240
 
 
 class Examples:
@@ -122,7 +122,6 @@ class Sentences(Examples):
 
 
 def task_of(
-    name: str,
     train: Examples,
     validation: Examples,
     tokenizer: Tokenizer,
@@ -136,7 +135,6 @@ def task_of(
     shown = train if len(train) else validation
     lengths = f"{train.describe_lengths()}; {len(train)} train, {len(validation)} validate"
     return Task(
-        name=name,
         train=train,
         validation=validation,
         checksum=checksum,
@@ -169,13 +167,12 @@ def describe_example(
 def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer) -> str:
     """Returns the text of the tokens, with marks around those that are learned."""
     borders = [0, *np.flatnonzero(np.diff(learned)) + 1, len(tokens)]
-    shown = borders[: PARTS + 1]
-    # Always decodes from the start, as a part's first token may otherwise lose its space.
-    texts = [tokenizer.tokens.decode(tokens[:i].tolist(), skip_special_tokens=False) for i in shown]
-    parts = []
-    for start, (before, text) in zip(shown[:-1], itertools.pairwise(texts), strict=True):
-        part = text[len(before) :]
+    parts, before = [], ""
+    for start, stop in itertools.pairwise(borders):
+        # Always decodes from the start, as a part's first token may otherwise lose its space.
+        text = tokenizer.tokens.decode(tokens[:stop].tolist(), skip_special_tokens=False)
+        part, before = text[len(before) :], text
         if len(part) > CHARACTERS:
             part = f"{part[: CHARACTERS // 2]} ... {part[-CHARACTERS // 2 :]}"
         parts.append(f"⟦{part}⟧" if learned[start] else part)
-    return "".join(parts) + (" ..." if len(borders) > len(shown) else "")
+    return "".join(parts)

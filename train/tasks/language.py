@@ -65,7 +65,6 @@ def make(
         checksum = zlib.crc32(lengths, zlib.crc32(begins, checksum))
     windows, validation = (Windows(side, sequence_length, joined=joined) for side in sides)
     return Task(
-        name="language",
         train=windows,
         validation=validation,
         checksum=checksum,
