@@ -20,7 +20,6 @@ from train.distributed.sharding import batch_parts, batch_sharding, committed, m
 from train.huggingface.loading import Pretrained, read_folder, shapes_of
 from train.log.meter import causes_of_infinity, check_finite
 from train.log.trackers import check_reporter
-from train.model.cross_entropy import PART
 from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
 from train.run import models, optimizers
@@ -89,9 +88,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     texts = models.template_files(settings.chat_template)
     if not force:
         parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
-        # A classifier has no logits over tokens.
-        vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
-        check_memory(parameters, vocabulary, mesh, settings)
+        check_memory(parameters, mesh, settings)
     task = make_task(settings, origin)
     # Validations also use micro-batches, because these fit on the device.
     parts, most = settings.micro_batches, settings.eval_batches
