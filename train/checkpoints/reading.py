@@ -66,8 +66,8 @@ class SavedCheckpoints:
         self._say = say
         self._damaged: list[int] = []  # steps after the newest intact checkpoint
         self._figures: dict[int, float] = {}  # validation metric by step
-        for name in ("absl", "asyncio"):  # orbax logs to these
-            logging.getLogger(name).addFilter(_is_no_traceback)
+        for name in ("absl", "asyncio"):  # orbax logs failures to these, and raises them as well
+            logging.getLogger(name).addFilter(lambda record: record.exc_info is None)
 
     def newest(self) -> int | None:
         """Returns the step of the newest intact checkpoint; None if there are no checkpoints.
@@ -192,11 +192,6 @@ class SavedCheckpoints:
                 f"({listed}). Restore a copy, or name another --run to start again."
             )
         return None
-
-
-def _is_no_traceback(record: logging.LogRecord) -> bool:
-    """Returns whether to keep an orbax log record; orbax also raises the failures that it logs."""
-    return record.exc_info is None
 
 
 def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

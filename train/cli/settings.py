@@ -280,7 +280,11 @@ class Settings(OutputSettings, StepSettings, DataSettings):
 
     def _check(self, name: str, fits: bool, expected: str) -> None:
         if not fits:
-            raise SettingsError(bad_value(name, expected, getattr(self, name)))
+            value = getattr(self, name)
+            raise SettingsError(
+                f"`{name}`: must be {expected}, but is {value if value != '' else repr(value)}. "
+                f"Change it in the config or pass {flag_of(name)}."
+            )
 
     def _check_one(self, share: str, count: str) -> None:
         values = getattr(self, share), getattr(self, count)
@@ -323,12 +327,6 @@ _OF_STREAMS: dict[str, dict[str, Any]] = {
         "transfer_dtype": None,
     },
 }
-
-
-def bad_value(name: str, expected: str, got: object) -> str:
-    got = repr(got) if got == "" else got
-    remedy = f"Change it in the config or pass {flag_of(name)}."
-    return f"`{name}`: must be {expected}, but is {got}. {remedy}"
 
 
 def flag_of(name: str) -> str:

@@ -126,7 +126,8 @@ def task_of_answers(
         sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
     if len(sides) == 1:
         sides = sides[0].split(data, validation_share=validation_share, seed=seed)
-    return task_of(*sides, tokenizer, notes=notes)
+    train, validation = sides
+    return task_of(train, validation, tokenizer, notes=notes)
 
 
 def prompt(instruction: str, context: str = "") -> str:

@@ -100,7 +100,7 @@ def store_tokens(chunks: Iterable[Encoded], tokenizer: Tokenizer) -> Encoded:
             total += len(tokens)
         write(*np.empty((2, 0)), np.array([total]))
         checksum = zlib.crc32(repr(checksums).encode())
-        return Encoded(*map(_map_file, files, dtypes), checksum)
+        return Encoded._make([*map(_map_file, files, dtypes), checksum])
 
 
 def _map_file(file: IO[bytes], dtype: np.dtype) -> np.ndarray:
