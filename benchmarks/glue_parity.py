@@ -43,7 +43,7 @@ COLUMNS = "source\tlabel\tmark\tsentence\n"
 class Job(NamedTuple):
     task: str
     metric: str
-    length: int  # in tokens; 9 % of SST-2's and 3 % of CoLA's dev sentences are longer
+    length: int  # in tokens; 9% of SST-2's and 3% of CoLA's dev sentences are longer
     steps: int
     learning_rate: float
 

@@ -12,7 +12,7 @@ from train.tasks.batches import DataError
 
 CHAT = ChatTemplate("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", {}, (), "here")
 
-# Of the data in bytes. It takes some tens of bytes a text; its tokens would be above 1.
+# Share of the data's bytes. A text takes a few dozen bytes; its tokens would take more than 1.
 GROWTH = 0.03
 
 TEXT = "the cat is on the mat in the bin " * 120  # 4 kB
@@ -31,7 +31,7 @@ def conversation(i):
     return {"messages": messages}
 
 
-# What makes a task of a file, and the file's n-th example.
+# How to make a task from a file, and the file's n-th example.
 KINDS = {
     "language": (language.make, text),
     "alpaca": (answers.make_alpaca, instruction),
@@ -69,7 +69,7 @@ def assert_same(one, other):
 def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch, decoder, kind):
     monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 2**15)
     peaks, sizes = [], []
-    for count in (20, 20, 200):  # the first one imports as well
+    for count in (20, 20, 200):  # the first one also imports
         path = file_of(kind, tmp_path, count)
         tracemalloc.start()
         task = task_of(kind, path, decoder)
@@ -82,14 +82,16 @@ def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch, decoder, kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_examples_do_not_depend_on_the_chunks(tmp_path, monkeypatch, decoder, kind):
-    monkeypatch.setattr(language, "PIECE_CHARACTERS", 1000)  # four of a text
+    monkeypatch.setattr(language, "PIECE_CHARACTERS", 1000)  # four per text
     path = file_of(kind, tmp_path, 5)
     expected = task_of(kind, path, decoder)
     monkeypatch.setattr(encoding, "CHUNK_TEXTS", 1)
     assert_same(task_of(kind, path, decoder), expected)
 
 
-def test_a_full_disk_is_an_error_that_names_the_remedy(tmp_path, monkeypatch, decoder, small_disk):
+def test_a_full_disk_raises_an_error_that_names_the_remedy(
+    tmp_path, monkeypatch, decoder, small_disk
+):
     path, disk = file_of("language", tmp_path, 40), small_disk("40k")
     monkeypatch.setattr("tempfile.tempdir", str(disk))
     with pytest.raises(DataError, match=rf"written to {disk}: .*No space.* set TMPDIR"):

@@ -1,4 +1,4 @@
-"""Folders with no model, with a damaged one, or with one that the scripts do not know."""
+"""Folders without a model, with a damaged one, or with one that the scripts do not support."""
 
 import shutil
 
@@ -61,7 +61,7 @@ MIXED_LAYERS = {
     ],
     ids=str,
 )
-def test_configs_that_fit_no_model_here_are_refused(tmp_path, name, changes, words):
+def test_unsupported_configs_are_rejected(tmp_path, name, changes, words):
     folder = copied(name, tmp_path)
     change_config(folder, **changes)
     assert_refused(folder, folder, *words.split(" "))
@@ -75,7 +75,7 @@ def with_tensor(name, shape, dtype=np.float32):
     return lambda ts: ts | {name: np.ones(shape, dtype)}
 
 
-def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path):
+def test_tensors_that_do_not_match_the_config_are_rejected(tmp_path):
     for i, (name, change, words) in enumerate(
         (
             ("llama2", without("model.norm.weight"), ["lacks", "`norm.weight`"]),

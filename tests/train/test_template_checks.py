@@ -1,4 +1,4 @@
-"""Texts, calls and tools that a chat template skips are refused."""
+"""Parts of conversations that chat templates skip are rejected."""
 
 import pytest
 
@@ -13,7 +13,7 @@ LOOK, FIND = {"name": "look", "arguments": {"in": "a"}}, {"function": {"name": "
 
 
 def said(role, **answer):
-    """A message of a role, and an answer."""
+    """Returns a message with a role, and an answer."""
     return [{"role": role, "content": "Who?"}, {"role": "assistant", "content": "I."} | answer]
 
 
@@ -29,12 +29,12 @@ def said(role, **answer):
         (ALL, said("user"), [FIND], "skips `tools`"),
     ],
 )
-def test_a_part_that_a_template_skips_is_refused(template, messages, tools, match):
+def test_a_skipped_part_is_rejected(template, messages, tools, match):
     with pytest.raises(ConversationError, match=match):
         ChatTemplate(template, {}, (), "here").conversation(messages, tools)
 
 
-def test_a_template_that_writes_all_is_taken():
+def test_a_template_that_writes_everything_is_accepted():
     template = ChatTemplate("{{ tools | tojson }}" + BOTH, {}, (), "here")
     text = template.conversation(said("critic", tool_calls=[LOOK, FIND]), [FIND]).text
     assert "look" in text
