@@ -86,7 +86,7 @@ class Examples:
 
 
 class Sentences(Examples):
-    """Texts or pairs of texts with class ids; reads the texts before the `labels`."""
+    """Texts or pairs of texts with class ids, the `labels`."""
 
     def __init__(
         self, texts: Iterable[Text], labels: Sequence[int], tokenizer: Tokenizer, length: int
