@@ -18,12 +18,13 @@ from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline, recorded
 from zenflow_jax._exchange import checks
+from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
-from zenflow_jax._exchange.progress import Progress
+from zenflow_jax._exchange.progress import Ending, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
@@ -46,7 +47,7 @@ class HostEngine:
         opt_state: The result of `tx.init(params)`, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
         host_state: The host's format for moments: "float32" needs 8 bytes per parameter; "compact"
-            needs 2.1875 but rounds each update, mostly by under 1 %. A resumed run may switch.
+            needs 2.1875 but rounds each update, usually by less than 1%. A resumed run may switch.
         threads: Cores for host updates. By default, all but one, which is left to the caller.
         prefetch_bytes: Bytes that a ready update may take on each device before its boundary, where
             the loop waits for the rest. None: the whole update.
@@ -133,12 +134,12 @@ class HostEngine:
         self._saver = Saver(
             state, weights, offloaded, host_kernel, self._tokens, worker, progress, updates
         )
-        self._interrupted = self._flushed = False
-        self._kept = True  # whether open windows lose nothing if the engine closes now
+        self._interrupted = False
+        self._ending = ending = Ending(progress, updates.pending)
         # This must come last: a failed constructor must not leak a thread.
         worker.start(peers)
         # A forgotten engine's thread ends on its own.
-        weakref.finalize(self, worker.request_stop)
+        weakref.finalize(self, lambda: (worker.request_stop(), ending.warn()))
 
     @property
     def stats(self) -> EngineStats:
@@ -161,7 +162,7 @@ class HostEngine:
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Sends mail out and brings updates in, between two steps; selects channels when due.
 
-        It waits for due updates, for a host more than two mails behind and, briefly, when channels
+        It waits for due updates, for a host over two mails behind and, briefly, when channels
         are selected or windows adapt. Do not reuse mail; you may use the parameters.
 
         Args:
@@ -171,12 +172,12 @@ class HostEngine:
         Returns:
             Both for the next step, with the same structure, shapes and placement. One repeated call
             with the last result returns it unchanged, because trainers run their hooks again at the
-            end; a step after that is an error.
+            end; taking a step after that raises an error.
 
         Raises:
-            RuntimeError: If the engine is closed, has failed or was interrupted; unless exactly one
-                step was taken since the last call, from its result; if `max_skipped` consecutive
-                steps were skipped; or if other code changed the parameters.
+            RuntimeError: If the engine is closed, has failed or was interrupted; if anything but
+                one step from the last call's result was taken; if `max_skipped` consecutive steps
+                were skipped; or if other code changed the parameters.
             ValueError, TypeError: If state or parameters differ from the constructor's, or are on
                 different devices.
         """
@@ -197,7 +198,7 @@ class HostEngine:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
         with self._all_or_nothing():
-            self._flushed = self._kept = False
+            self._ending.flushed, self._ending.safe = False, True
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
@@ -221,6 +222,7 @@ class HostEngine:
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
+            self._ending.safe = False
         return params, opt_state
 
     @recorded("flush")
@@ -250,7 +252,7 @@ class HostEngine:
         at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
-        self._flushed, self._kept = True, False
+        self._ending.flushed, self._ending.safe = True, False
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
         with self._all_or_nothing():
@@ -281,7 +283,7 @@ class HostEngine:
             RuntimeError: If the engine is closed, has failed, or was interrupted during a call.
         """
         self._settle()
-        self._kept = True
+        self._ending.safe = True
         return self._saver.tree()
 
     @recorded("state")
@@ -291,7 +293,7 @@ class HostEngine:
         Write or close the stream, or the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
         self._settle()
-        self._kept = True
+        self._ending.safe = True
         return self._saver.stream(copy_bytes)
 
     @recorded("state")
@@ -306,17 +308,18 @@ class HostEngine:
 
     def exchange_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
-        checks.update_nnx(model, optimizer, *self.exchange(*checks.nnx_arrays(model, optimizer)))
+        update_nnx(model, optimizer, *self.exchange(*nnx_arrays(model, optimizer)))
 
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
-        checks.update_nnx(model, optimizer, *self.flush(*checks.nnx_arrays(model, optimizer)))
+        update_nnx(model, optimizer, *self.flush(*nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
-        """Ends the thread, frees memory and drops updates. Safe to call twice, or during work."""
-        if not self._kept:
-            self._progress.warn_of_open_windows()
-            self._kept = True
+        """Ends the thread, frees memory and drops updates. Safe to call twice, or during work.
+
+        `logging` warns if pending updates never reached the parameters, nor a saved state.
+        """
+        self._ending.warn()
         self._worker.stop()
         self._mailbox.close()
         self._updates.forget()
@@ -333,8 +336,9 @@ class HostEngine:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         closed = self._worker.closed
-        behind = self._updates.pending and not self._flushed
-        self._kept = self._kept or error is not None
+        behind = self._ending.lacks_updates
+        self._ending.flushed = True  # an error replaces the warning
+        self._ending.safe |= error is not None
         self.close()
         if error is not None or closed or self._worker.failure_raised:
             return
@@ -355,7 +359,7 @@ class HostEngine:
         if self._interrupted:
             raise RuntimeError(
                 "The engine's last call was interrupted, so parameters, state and host no longer "
-                "belong together. Resume from the last checkpoint."
+                "match. Resume from the last checkpoint."
             )
         # The device may still run the last step, and reading that step's counts would wait.
         self._integrity.check(self._progress.step - 1)

@@ -8,7 +8,7 @@ change.
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
 from zenflow_jax._device.memory import mail_rank
+from zenflow_jax._device.scans import evaluate
 from zenflow_jax._device.state import LeafState, find_state
 from zenflow_jax._device.streamed import (
     Streamed,
@@ -25,6 +26,7 @@ from zenflow_jax._device.streamed import (
     layer_weights,
     streamed,
 )
+from zenflow_jax._spec.leaf import plain_name
 from zenflow_jax._transform import zenflow
 
 
@@ -103,6 +105,53 @@ def _is_layer(
             "that are stacked along a first axis."
         )
     return chosen
+
+
+def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the scans of any model stream, without a change to the model.
+
+    The loss is traced, and each scan over arrays of `stream` runs as `scan_layers`. A scan may be
+    inside `jax.jit`, `jax.checkpoint` or `jax.vmap`; casts of the layers move into its body.
+
+    Args:
+        loss_fn: Function of any arguments, whose model may use the scans of jax, flax, haliax,
+            haiku or Equinox.
+
+    Returns:
+        A function like `loss_fn`, which also accepts arrays of `stream` in its arguments. Without
+        them it only calls `loss_fn`.
+
+    Raises:
+        ValueError: When called, if a stack is not scanned exactly once, or if any other operation
+            reads it. The message names the leaf and the line of the model.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, zenflow_jax
+        >>> from zenflow_jax import streaming
+        >>> def loss_fn(params, x):
+        ...     x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["layers"])
+        ...     return jnp.sum(x**2)
+        >>> params = {"layers": jnp.ones((3, 8, 8)) / 8}
+        >>> weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
+        >>> gradients = jax.grad(streaming.stream_scans(loss_fn))(weights, jnp.ones((2, 8)))
+    """
+
+    @wraps(loss_fn)
+    def streaming_loss(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_streamed)
+        stacks = {i: x for i, (_, x) in enumerate(leaves) if is_streamed(x)}
+        if not stacks:
+            return loss_fn(*args, **kwargs)
+
+        def of_arrays(weights: dict[int, Any]) -> Any:
+            arrays = [weights.get(i, x) for i, (_, x) in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(treedef, arrays)
+            return loss_fn(*args, **kwargs)
+
+        names = {i: plain_name(leaves[i][0][2:]) for i in stacks}  # without the argument's place
+        return evaluate(of_arrays, stacks, names, scan_layers)
+
+    return streaming_loss
 
 
 def scan_layers(

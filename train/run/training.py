@@ -1,4 +1,4 @@
-"""Holds the weights and state that a run trains: on the devices, or by layers on the host."""
+"""Holds the weights and state that a run trains: on the devices, or layer by layer on the host."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class StepTraining:
         checkpoints.save(step, *state, progress, figure=figure)
 
     def final_weights(self) -> tuple[Any, Iterator[Any] | None]:
-        """Returns the weights, and their float32 values if these are masters."""
+        """Returns the weights, and their float32 masters, or None without masters."""
         if self.host is None:
             return self.params, None
         masters = zenflow_jax.iter_master_params(self.params, self.opt_state, self.host)
@@ -94,16 +94,9 @@ class StepTraining:
         """Returns the weights of a checkpoint, in place of the current ones."""
         return checkpoints.weights(step, self.params)
 
-    def weights(self) -> Any:
-        return self.params
-
     def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
         """Returns weights and values in the model's own structure."""
         return weights, values
-
-    def test(self, weights: Any) -> Figures | None:
-        """Returns the metrics of these weights on the test data, if any."""
-        return self._job.test and self._job.test(weights)
 
 
 class LayerTraining:
@@ -158,17 +151,8 @@ class LayerTraining:
     def weights_of(self, checkpoints: Checkpoints, step: int) -> Any:
         return checkpoints.weights(step, self._layered.shapes)
 
-    def weights(self) -> Any:
-        return self.host.params()
-
     def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
         return self._layered.whole(weights, values)
-
-    def test(self, weights: Any) -> Figures | None:
-        if self._job.test is None:
-            return None
-        with self._layered.without_training(weights) as trainer:
-            return self._job.test(trainer)
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def split_gradient(
     signs: bool,
     packing: type | None = None,
 ) -> GradientParts:
-    """Makes all reads of a whole gradient, in the gradient's own dtype.
+    """Reads everything that a step needs from a whole gradient, in the gradient's own dtype.
 
     `rank` is the rank of mail in host memory. `signs` requests signs, for a provisional step;
     `packing` is the dtype to pack them in.
@@ -127,7 +127,7 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
     """
     count, base = _SIGNS[np.dtype(dtype)]
     # Not `g > 0`: XLA would share this zero with the gradient's initial zeros, such as a scatter's,
-    # and keep that array, as large as the leaf, until here.
+    # and keep that array, as large as the leaf, until this point.
     sign = jnp.sign(g).astype(jnp.int8)
     digits = jnp.where(sign < 0, 2, sign).astype(jnp.uint8)
     packed, begin = [], 0
@@ -169,15 +169,20 @@ def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> j
     return _unpack_signs(jax.tree.map(shard.gather, signs), axis, size)
 
 
-def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) -> Verdict:
-    """Decides whether a step counts, and the factor that clips its gradient."""
+def judge(
+    squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None
+) -> tuple[Verdict, jax.Array]:
+    """Decides whether a step counts, and the factor that clips its gradient; returns the norm, too.
+
+    The norm covers all gradients, before clipping.
+    """
     per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
     finite = jnp.all(jnp.isfinite(per_leaf))
-    if max_grad_norm is None:
-        return Verdict(jnp.ones((), jnp.float32), finite)
     norm = jnp.sqrt(jnp.sum(per_leaf))
+    if max_grad_norm is None:
+        return Verdict(jnp.ones((), jnp.float32), finite), norm
     limit = jnp.asarray(max_grad_norm, jnp.float32)
-    return Verdict(jnp.where(norm < limit, jnp.ones_like(norm), limit / norm), finite)
+    return Verdict(jnp.where(norm < limit, jnp.ones_like(norm), limit / norm), finite), norm
 
 
 def step_selected(
