@@ -18,8 +18,10 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxtyping
@@ -105,6 +107,19 @@ CHECKED = (
     "test_schedule.py",
     "test_transform.py",
 )
+
+
+def outside_of_functions(typechecker: Any) -> Callable[[Any], Any]:
+    """Returns jaxtyping's decorator for functions that modules and classes define.
+
+    It compiles a check for each function, for a local function at every call of the outer function:
+    a sixth of a test's time.
+    """
+    decorate = jaxtyped(typechecker=typechecker)
+    return lambda x: x if "<locals>" in x.__qualname__ else decorate(x)
+
+
+jaxtyped, jaxtyping.jaxtyped = jaxtyping.jaxtyped, outside_of_functions
 
 
 def is_checked(item: pytest.Item) -> bool:
