@@ -97,7 +97,7 @@ def reference(
 
 @functools.cache
 def adamw_program(leaves: Leaves, clip: float | None, weight_decay: float) -> tuple[Any, Any]:
-    """Returns `optax.adamw`, behind clipping if `clip` is not None, and its jitted step."""
+    """Returns `optax.adamw`, after clipping if `clip` is not None, and its jitted step."""
     tx = optax.adamw(rate, weight_decay=weight_decay, mask={x.name: x.decay for x in leaves})
     if clip is not None:
         tx = optax.chain(optax.clip_by_global_norm(clip), tx)

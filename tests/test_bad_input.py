@@ -1,4 +1,4 @@
-"""Every detectable mistake is refused before it does harm, by an error that names it.
+"""Every detectable mistake is rejected before it does harm, by an error that names it.
 
 Those in calls of an engine that runs are in `exchange/test_bad_calls.py`.
 
@@ -54,7 +54,7 @@ def init(params, **options):
 
 
 def engine(params=PARAMS, state=STATE, **options):
-    """An engine that is closed again, should one come of it."""
+    """Creates an engine and closes it, if there is no error."""
     with HostEngine(params, state, **{"host_kernel": "numpy", **options}):
         pass
 
@@ -64,7 +64,7 @@ def table(*rows):
 
 
 NUMBERS = ["learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm"]
-# They could only make NaN.
+# They could only produce NaN.
 NEVER = [np.nan, np.inf, -np.inf, -1e-3, jnp.float32(np.nan), jnp.float32(-1e-3)]
 NO_NUMBER = ["0.1", [0.1, 0.2], np.ones(3), 1j, jnp.bfloat16(0.9)]
 WRONG_VALUES = {
@@ -128,7 +128,7 @@ WRONG_ENGINE_OPTIONS = {
         for value in values
     ],
 )
-def test_an_option_is_refused_by_its_name(call, name, value, exception):
+def test_an_invalid_option_is_rejected_by_name(call, name, value, exception):
     assert_told(lambda: call(**{name: value}), exception, name)
 
 
@@ -146,7 +146,7 @@ WRONG_OPTIONS = [
     (lambda: zenflow(1e-3, 0.9, 0.95, 1e-8, 1e-12), TypeError, "positional"),
     (lambda: make(topk=0.1), TypeError, "'topk'"),
     (lambda: inject()(1, 0.9, 0.9, 1e-8, 0), TypeError, "too many positional arguments"),
-    # bfloat16(0.999) is 1, which makes every parameter NaN. `optax.adamw` trains on with it.
+    # bfloat16(0.999) is 1, which makes every parameter NaN. `optax.adamw` accepts it.
     (lambda: inject()(1e-2).init(LOW), TypeError, "hyperparam_dtype=jnp.float32"),
     (lambda: jax.jit(inject()(1e-2).init)(LOW), TypeError, "hyperparam_dtype=jnp.float32"),
 ]
@@ -172,7 +172,7 @@ def inject(static_args=STATIC_ARGS):
     ],
     ids=lambda options: " and ".join(options),
 )
-def test_the_neighbours_of_what_is_refused_are_taken(options):
+def test_values_next_to_rejected_ones_are_accepted(options):
     state = init(PARAMS, **options)
     assert len(state.leaves) == 2
     hash(jax.tree.structure(state))
@@ -182,14 +182,14 @@ INJECTED = {
     **dict.fromkeys(["topk_ratio", "window_scaling", "provisional_share"], 0.5),
     **dict.fromkeys(["update_interval", "select_interval"], 2),
     **dict.fromkeys(["full_warm_up_rounds", "staleness"], 1),
-    "rolling": jnp.array(True),  # what is a Python bool it leaves as it is
+    "rolling": jnp.array(True),  # inject_hyperparams leaves Python bools unchanged
     "channel_axis": -1,
-    "mask": lambda count: jnp.ones_like(count),  # called as a schedule is, with a count
+    "mask": lambda count: jnp.ones_like(count),  # called like a schedule, with a count
 }
 
 
 @pytest.mark.parametrize("name", INJECTED)
-def test_what_inject_hyperparams_would_make_an_array_of_is_refused_with_static_args(name):
+def test_options_that_inject_hyperparams_would_turn_into_arrays_need_static_args(name):
     tx = inject([a for a in STATIC_ARGS if a != name])
     word = "static_args=zenflow_jax.STATIC_ARGS"
     assert_told(lambda: tx(1e-2, **{name: INJECTED[name]}).init(PARAMS), TypeError, word)
@@ -199,7 +199,7 @@ NARROW = ["complex64", "int32", "bool", "uint8", "float8_e4m3fn"]
 
 
 @pytest.mark.parametrize("dtype", [*NARROW, "float64", "complex128", "int64"])
-def test_leaves_of_other_dtypes_are_refused_by_name(dtype):
+def test_leaves_with_unsupported_dtypes_are_rejected_by_name(dtype):
     with jax.enable_x64(True):
         params = {"good": jnp.ones(3, "float32"), "bad": [jnp.ones((6, 3), dtype)]}
         for call in (make().init, functools.partial(jax.eval_shape, make().init)):
@@ -229,7 +229,7 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
         (make(resident=lambda path, _: "scale" in str(path[-1])), SCANNED, None),
     ],
 )
-def test_leaves_that_are_probably_something_else_are_warned_of(caplog, tx, params, warning):
+def test_suspicious_leaves_raise_a_warning(caplog, tx, params, warning):
     tx.init(params)
     messages = [r.getMessage() for r in caplog.records if r.name == "zenflow_jax"]
     assert len(messages) == (warning is not None)
@@ -282,13 +282,13 @@ FLOAT0 = with_weight(np.zeros((6, 3), jax.dtypes.float0))  # gradients of intege
     (lambda: update(FLOAT0), ValueError, "at ['weight']"),
     (lambda: update(state=optax.adam(1e-2).init(PARAMS)), ValueError, "ZenFlowState"),
 )
-def test_an_update_that_does_not_fit_is_refused(call, exception, word):
+def test_an_unsuitable_update_is_rejected(call, exception, word):
     assert_told(call, exception, word)
-    # Inside the user's program too, while it is traced.
+    # Also inside the user's program, during tracing.
     assert_told(lambda: jax.jit(call)(), exception, word)
 
 
-def test_init_and_update_inside_shard_map_are_refused():
+def test_init_and_update_inside_shard_map_are_rejected():
     mesh = jax.sharding.Mesh([DEVICE], "data")
     everywhere = jax.sharding.PartitionSpec()
     for name, call in (
@@ -299,7 +299,7 @@ def test_init_and_update_inside_shard_map_are_refused():
         assert_told(lambda f=mapped: f(PARAMS), ValueError, f"`{name}` is called inside `jax.sha")
 
 
-def test_a_second_update_without_exchange_makes_nan():
+def test_a_second_update_without_exchange_returns_nan():
     tx = make()
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     updates, _ = jax.jit(tx.update)(PARAMS, state, PARAMS)
@@ -346,7 +346,7 @@ NO_ENGINE = [
 
 
 @table(*WRONG_OPTIONS, *WRONG_PARAMS, *NO_ONE_STATE, *NO_ENGINE)
-def test_a_mistake_is_refused(call, exception, word):
+def test_a_mistake_is_rejected(call, exception, word):
     assert_told(call, exception, word)
 
 
@@ -354,7 +354,7 @@ def test_a_mistake_is_refused(call, exception, word):
     ("limit", "platform", "fits", "beyond"),
     [(None, "cuda", 64, 65), ("75", "gpu", 75, 75.1), ("1", "cpu", 99, None)],
 )
-def test_pinned_memory_is_refused_only_beyond_the_limit_of_a_gpu(
+def test_pinned_memory_is_rejected_only_beyond_a_gpus_limit(
     monkeypatch, limit, platform, fits, beyond
 ):
     name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

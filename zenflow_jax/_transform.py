@@ -155,7 +155,7 @@ def zenflow(
 
     Raises:
         ValueError: For values that are out of range, not finite, or incompatible.
-        TypeError: For arrays as arguments that shape the state.
+        TypeError: If an argument that shapes the state is an array.
 
     Examples:
         >>> import jax.numpy as jnp, optax

@@ -1,4 +1,4 @@
-"""The worker thread: takes in mail, makes host updates, and hands channels over.
+"""The worker thread: takes in mail, runs host updates, and hands channels over.
 
 `post` queues work in order. An update is cut into pieces and runs whenever nothing else can, so
 that the worker can take in the next window's mail meanwhile. The result is the same, because each
@@ -316,7 +316,7 @@ class Worker:
         return entering
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
-        """Makes a window's update, and uploads the prefetched parts.
+        """Computes a window's update, and uploads the prefetched parts.
 
         Yields its position, for messages, before each bounded piece.
         """
