@@ -15,6 +15,7 @@ traces, lowers and counts compilations as without it.
 import atexit
 import gc
 import importlib.util
+import itertools
 import os
 import shutil
 import tempfile
@@ -142,10 +143,16 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the slowest tests, so that no worker is left with one at the end."""
+    """Starts with the slowest tests, on each worker with a part of them."""
     # The slowest have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
     items.sort(key=is_checked)  # checks are switched on once
+    # Each worker starts with an equal part of the list. A file's tests share compiled programs.
+    settings = getattr(items[0].config, "workerinput", {}) if items else {}
+    parts = [[] for _ in range(settings.get("workercount", 1))]
+    for _, tests in itertools.groupby(items, key=lambda x: x.path):
+        min(parts, key=len).extend(tests)
+    items[:] = itertools.chain(*sorted(parts, key=len, reverse=True))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(300))
