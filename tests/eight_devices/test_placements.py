@@ -23,11 +23,6 @@ EVERY = Settings(
 )
 
 
-def leaves_of(where):
-    """Returns all leaves for a mesh with three axes, which covers most placements."""
-    return MORE_LEAVES if where[0] == "three" else LEAVES
-
-
 @contextlib.contextmanager
 def started(where, settings, *, leaves=LEAVES, in_context=True, **more):
     """A run on a mesh; users usually set a mesh with Explicit axes, and not one with Auto axes."""
@@ -65,14 +60,20 @@ def traced_once(training, *, donate=True):
     ("where", "more"),
     [
         (("data", "replicated", AUTO), {}),
-        (("three", "both", EXPLICIT), {"in_context": False, "send_gradients": "per_window"}),
+        (
+            ("three", "both", EXPLICIT),
+            {"leaves": MORE_LEAVES, "in_context": False, "send_gradients": "per_window"},
+        ),
         (("three", "channels", AUTO), {"partition": False, "donate": False, "threads": 2}),
-        (("three", "stacks", AUTO), {"send_gradients": "after_step", "prefetch_bytes": 0}),
+        (
+            ("three", "stacks", AUTO),
+            {"leaves": MORE_LEAVES, "send_gradients": "after_step", "prefetch_bytes": 0},
+        ),
     ],
     ids=str,
 )
 def test_stale_windows_equal_a_reference_that_knows_the_shards(where, more):
-    with started(where, STALE, leaves=leaves_of(where), **more) as training:
+    with started(where, STALE, **more) as training:
         with traced_once(training, donate=more.get("donate", True)):
             assert_agrees(training, PLAN)
 
@@ -84,8 +85,7 @@ def test_compact_moments_on_a_mesh_are_rounded_like_the_references():
 
 
 def test_adaptive_schedules_decide_like_the_reference():
-    where = ("three", "stacks", AUTO)
-    with started(where, ADAPTIVE, leaves=leaves_of(where)) as training:
+    with started(("three", "stacks", AUTO), ADAPTIVE) as training:
         slow = assert_agrees(training, PLAN)
         assert len(set(np.diff(slow.turns[0].boundaries))) > 1
 
