@@ -67,6 +67,7 @@ class Leaf:
     mail_dtype: np.dtype  # of gradients sent to the host
     groups: list[list[Channel]]
     turns: list[int]  # each group's turn to close windows
+    lr: np.float32 = np.float32(0)  # the last step's learning rate
 
     @property
     def channels(self) -> Iterator[Channel]:

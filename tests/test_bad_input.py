@@ -66,9 +66,13 @@ def table(*rows):
 NUMBERS = ["learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm"]
 # They could only produce NaN.
 NEVER = [np.nan, np.inf, -np.inf, -1e-3, jnp.float32(np.nan), jnp.float32(-1e-3)]
-NO_NUMBER = ["0.1", [0.1, 0.2], np.ones(3), 1j, jnp.bfloat16(0.9)]
+NO_NUMBER = ["0.1", np.ones(3), 1j, jnp.bfloat16(0.9)]
+# A function of a leaf is no schedule; a function that is a tree may be either.
+OF_LEAF = lambda path, leaf: 0.1  # noqa: E731
+PARTIAL = jax.tree_util.Partial(lambda rate, count: rate, 0.1)
 WRONG_VALUES = {
     **dict.fromkeys(NUMBERS, NEVER),
+    "learning_rate": [*NEVER, {"weight": -1e-3}],
     "b1": [*NEVER, 1.0],
     "b2": [*NEVER, 2],
     "max_grad_norm": [*NEVER, 0],
@@ -83,9 +87,10 @@ WRONG_VALUES = {
     "transfer_dtype": ["float16", 3],
 }
 WRONG_TYPES = {
-    **dict.fromkeys(["learning_rate", "weight_decay"], [*NO_NUMBER, None]),
-    **dict.fromkeys(["b1", "b2", "eps"], [*NO_NUMBER, None, lambda count: 0.5]),
-    "max_grad_norm": [*NO_NUMBER, lambda count: 0.5],
+    "learning_rate": [*NO_NUMBER, None, [0.1, "0.1"], {"weight": OF_LEAF}, PARTIAL],
+    "weight_decay": [*NO_NUMBER, None, [0.1, 0.2], OF_LEAF, lambda path: 0.1],
+    **dict.fromkeys(["b1", "b2", "eps"], [*NO_NUMBER, None, [0.1, 0.2], lambda count: 0.5]),
+    "max_grad_norm": [*NO_NUMBER, [0.1, 0.2], lambda count: 0.5],
     "topk_ratio": [None, True],
     "update_interval": ["auto", 2.0],
     "select_interval": ["epoch", 2.0],
@@ -166,6 +171,7 @@ def inject(static_args=STATIC_ARGS):
         {"window_scaling": np.float32(1.0), "provisional_share": np.float32(1.0)},
         {"max_grad_norm": 1, "learning_rate": jnp.float32(0.1)},
         {"b1": 0, "b2": 0.0, "learning_rate": np.float64(0.1)},
+        {"learning_rate": {"bias": 1, "weight": lambda count, by=2: by}},
         {"channel_axis": np.int32(-1), "mask": True},
         {"channel_axis": lambda path, leaf: np.int64(-1)},
         {"mask": {"bias": jnp.bool_(True), "weight": np.False_}},
@@ -246,14 +252,21 @@ WRONG_PARAMS = [
     (lambda: init(PARAMS, mask={"kernel": True}), ValueError, "`mask`"),
     (lambda: init(PARAMS, mask={"bias": 1, "weight": {"kernel": 1}}), ValueError, "`mask`"),
     (lambda: init(PARAMS, mask=lambda params: [True]), ValueError, "`mask`"),
+    (lambda: init(PARAMS, learning_rate={"kernel": 0.1}), ValueError, "`learning_rate`"),
+    (lambda: init(PARAMS, learning_rate=lambda path, x: None), TypeError, "for ['bias'] must be"),
+    (lambda: init(PARAMS, learning_rate=lambda path, x=None: -1), ValueError, "for ['bias'] must"),
+    (lambda: init(PARAMS, learning_rate=lambda path, x: OF_LEAF), TypeError, "['bias'] is a func"),
     (lambda: init(ON_HOST), ValueError, IN_HOST_MEMORY),
     (lambda: jax.jit(TX.init)(ON_HOST), ValueError, IN_HOST_MEMORY),
     (lambda: init(jax.tree.map(placed_shape, ON_HOST)), ValueError, IN_HOST_MEMORY),
 ]
 
 
-def update(gradients=PARAMS, state=STATE, params=PARAMS):
-    return TX.update(gradients, state, params)
+TWO_RATES = make({"bias": 0.1, "weight": 0.2})
+
+
+def update(gradients=PARAMS, state=STATE, params=PARAMS, tx=TX):
+    return tx.update(gradients, state, params)
 
 
 def with_weight(x):
@@ -281,6 +294,7 @@ FLOAT0 = with_weight(np.zeros((6, 3), jax.dtypes.float0))  # gradients of intege
     (lambda: update(of_dtype(jnp.int32)), ValueError, "has int32 (6, 3) at ['weight']"),
     (lambda: update(FLOAT0), ValueError, "at ['weight']"),
     (lambda: update(state=optax.adam(1e-2).init(PARAMS)), ValueError, "ZenFlowState"),
+    (lambda: update(tx=TWO_RATES), ValueError, "0.2 for ['weight'], which had the same rate"),
 )
 def test_an_unsuitable_update_is_rejected(call, exception, word):
     assert_told(call, exception, word)

@@ -8,7 +8,7 @@ import pytest
 
 from tests import comparisons, runs
 from tests.comparisons import MAX_NORM, SEEDS, WARM, seeded
-from tests.runs import FEW, FIRST, Plan, Settings, Training
+from tests.runs import FEW, SECOND, Plan, Settings, Training
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,9 @@ SELECTING = {"topk_ratio": 0.25, "select_interval": 1, "max_grad_norm": MAX_NORM
 @pytest.mark.parametrize(
     ("leaves", "options", "steps", "seed"),
     [
-        (FIRST, {"topk_ratio": 0.0, "select_interval": 1000, **STEP_BY_STEP}, 12, SEEDS[0]),
+        (SECOND, {"topk_ratio": 0.0, "select_interval": 1000, **STEP_BY_STEP}, 12, SEEDS[0]),
         (FEW, SELECTING, 12, SEEDS[0]),
-        (FEW, {"topk_ratio": 1.0, "update_interval": 4}, 12, SEEDS[1]),
+        (SECOND, {"topk_ratio": 1.0, "update_interval": 4}, 12, SEEDS[1]),
         # Resident leaves have no warm-up.
         (FEW[1:], WARM, WARM["full_warm_up_rounds"], SEEDS[1]),
     ],

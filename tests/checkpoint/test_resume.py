@@ -126,19 +126,11 @@ def test_a_run_resumes_from_bytes(through):
             comparisons.assert_same_bits(end(again), expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"topk_ratio": 0.5}, "'selected': 3} at ./leaves/0/spec, .*'selected': 5}"),
-        ({"send_gradients": "per_window"}, "'during_step'} at ./static, .*'per_window'}"),
-    ],
-    ids=str,
-)
-def test_flax_rejects_a_state_with_different_options(changes, words):
+def test_flax_rejects_a_state_with_different_options():
     params, states = runs.initial(ONE), []
-    for settings in (SETTINGS, dataclasses.replace(SETTINGS, **changes)):
+    for settings in (SETTINGS, dataclasses.replace(SETTINGS, topk_ratio=0.5)):
         states.append(runs.transformation(ONE, settings).init(params))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=r"'channels': \(3,\), .*'channels': \(5,\)"):
         serialization.from_state_dict(states[1], serialization.to_state_dict(states[0]))
 
 

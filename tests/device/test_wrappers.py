@@ -36,6 +36,13 @@ WRAPPERS = {
         {"ours": make(**o), "frozen": optax.set_to_zero()}, {"bias": "ours", "weight": "ours"}
     ),
     "inject_hyperparams": injected,
+    # Rates for each leaf that have equal values.
+    "function of leaves": lambda **o: make(lambda path, leaf: lambda count: schedule(count), **o),
+    "tree of rates": lambda **o: make({"bias": schedule, "weight": lambda t: schedule(t)}, **o),
+    "injected tree": lambda **o: injected({"bias": schedule, "weight": lambda t: schedule(t)}, **o),
+    "injected rates": lambda **o: optax.inject_hyperparams(
+        lambda bias, rest: make(lambda path, x: bias if "bias" in str(path) else rest, **o)
+    )(schedule, schedule),
     "apply_if_finite": lambda **o: optax.apply_if_finite(make(**o), 3),
 }
 

@@ -108,7 +108,6 @@ class Saver:
             fingerprints=fingerprints,
             counted=[window.counted for window in host.open],
             windows=host.windows,
-            scalars=host.scalars,
             skipped=self._worker.stats.skipped_steps,
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)

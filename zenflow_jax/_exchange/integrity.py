@@ -141,7 +141,7 @@ class Integrity:
 def _alone(leaf: LeafState) -> LeafState:
     """Returns the leaf without its name, so that similar leaves share programs."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
-    return leaf._replace(scores=None, spec=spec)
+    return leaf._replace(scores=None, static=spec)
 
 
 class _Rows(NamedTuple):
@@ -201,7 +201,8 @@ def _compare(
     of_leaf = leaf_layout(leaf.spec)._replace(scores=None)
     takes = [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
-    return counted(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)
+    scalars = jnp.stack(step.adam[leaf.spec.rate])
+    return counted(weight, rows, leaf, scalars, step.step, step.finite)
 
 
 def _strays(before: Array, after: Array, length: Array) -> Array:
