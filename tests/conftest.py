@@ -148,8 +148,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
     items.sort(key=is_checked)  # checks are switched on once
     # Each worker starts with an equal part of the list. A file's tests share compiled programs.
-    settings = getattr(items[0].config, "workerinput", {}) if items else {}
-    parts = [[] for _ in range(settings.get("workercount", 1))]
+    worker = getattr(items[0].config, "workerinput", {}) if items else {}
+    parts = [[] for _ in range(worker.get("workercount", 1))]
     for _, tests in itertools.groupby(items, key=lambda x: x.path):
         min(parts, key=len).extend(tests)
     items[:] = itertools.chain(*sorted(parts, key=len, reverse=True))
