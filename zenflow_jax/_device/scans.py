@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
 from jax.sharding import NamedSharding, PartitionSpec
@@ -191,7 +192,7 @@ def _without_stacks(equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
     names = ("",) * len(values), ("",) * len(equation.outvars)
     info = DebugInfo("equation", str(equation.primitive), *names)
     single = Jaxpr((), list(values), equation.outvars, [equation], equation.effects, info)
-    return jax.core.eval_jaxpr(single, (), *values.values())
+    return eval_jaxpr(single, (), *values.values())
 
 
 def _count_scanned(outside: Sequence[Any], inside: Sequence[Any]) -> int:
