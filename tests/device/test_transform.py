@@ -1,7 +1,6 @@
 """`zenflow()` as an optax user sees it: its state, arguments, updates and mail."""
 
 import copy
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +89,6 @@ def test_a_state_keeps_its_settings_wherever_it_is_copied():
     treedef = jax.tree.structure(state)
     for copied in (
         copy.deepcopy(state),
-        pickle.loads(pickle.dumps(state)),
         jax.eval_shape(lambda: state),
         jax.lax.cond(state.step == 0, lambda x: x, lambda x: x, state),
         jax.lax.scan(lambda x, _: (x, None), state, length=2)[0],
@@ -219,6 +217,8 @@ def test_mail_equals_the_gradient_bit_for_bit_in_the_leafs_dtype(dtype, arrives,
     mail = np.asarray(state.mail[1])
     assert mail.dtype == (jnp.float32 if dtype == "float16" else dtype)
     assert mail.tobytes() == np.asarray(gradients["weight"].astype(mail.dtype)).tobytes()
+    norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in gradients.values()))
+    np.testing.assert_allclose(state.grad_norm, norm, rtol=1e-6)
 
 
 def test_a_state_counts_consecutive_skipped_steps():
