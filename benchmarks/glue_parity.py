@@ -39,7 +39,7 @@ VARIANTS = {
 class Job(NamedTuple):
     task: str
     metric: str
-    length: int  # in tokens; 9 % of SST-2's and 3 % of CoLA's dev sentences are longer
+    length: int  # in tokens; 9% of SST-2's and 3% of CoLA's dev sentences are longer
     steps: int
     learning_rate: float
 

@@ -19,7 +19,7 @@ The peers train the same model on the same batches, with bf16 weights and float3
 DeepSpeed is not included, because it needs torch with CUDA and a CUDA compiler.
 
 In each round, every peer, in shuffled order, runs a window that is not timed, so that an update is
-in flight as in mid-run, then `--stretches` timed stretches of `--steps` steps, then waits until its
+in flight as mid-run, then `--stretches` timed stretches of `--steps` steps, then waits until its
 host is idle. The loop waits for the device only at the ends of a stretch. Compiling and the first
 selection are outside all stretches; later selections are inside (the last column counts them; there
 is one in 16 windows, so a short stretch may have none). With `--resident one`, a peer is set up

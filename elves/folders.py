@@ -76,8 +76,8 @@ def pack_path(
         pieces = {name: _pieces(file, bases) for name, file in files.items()}
         if bases is not None and not bases.matches:
             raise ElvesError(
-                f"`base`: {base} has no tensor with a name and shape of {source}. Name the model "
-                "that this one was fine-tuned from."
+                f"`base`: {base} and {source} have no tensor of the same name and shape. Name the "
+                "model that this one was fine-tuned from."
             )
         for name, file in files.items():
             _check_bound(file.path, pieces[name], options)
@@ -213,7 +213,7 @@ def _expect_new(source: Path, target: Path) -> None:
         problem = "already exists" if target.exists() else "is not in an existing folder"
         raise ElvesError(f"{target} {problem}. Name a new path to write to.")
     if source.is_dir() and target.absolute().is_relative_to(source.absolute()):
-        raise ElvesError(f"{target} is inside {source}. Name a place outside.")
+        raise ElvesError(f"{target} is inside {source}. Name a path outside it.")
 
 
 def _none_packed(source: Path) -> ElvesError:

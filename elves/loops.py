@@ -69,7 +69,7 @@ def merge(planes, rotate, words):
 
 
 # Ordered by value, floats of one dtype are neighbours if their bits are, so rank differences are
-# small for close values, even across a power of two. XOR, the usual choice, is 5 % larger on a
+# small for close values, even across a power of two. XOR, the usual choice, is 5% larger on a
 # fine-tune (benchmarks/LOG.md). Below, `x ^ every` is `~x`, and the sign of a difference moves to
 # its lowest bit.
 

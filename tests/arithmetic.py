@@ -67,6 +67,7 @@ class Leaf:
     mail_dtype: np.dtype  # of gradients sent to the host
     groups: list[list[Channel]]
     turns: list[int]  # each group's turn to close windows
+    lr: np.float32 = np.float32(0)  # the last step's learning rate
 
     @property
     def channels(self) -> Iterator[Channel]:
@@ -110,7 +111,7 @@ def make_leaf(
     stack = param.shape[: min(axis, max(param.ndim - 2, 0))]
     n, rest = divmod(param.shape[axis], shards)
     assert rest == 0, (param.shape, axis, shards)
-    # Rounded first: 0.07 * 100 is 7.000000000000001 in binary, but 8 of 100 are not 7 %.
+    # Rounded first: 0.07 * 100 is 7.000000000000001 in binary, but 8 of 100 are not 7%.
     k = math.ceil(round(settings.topk_ratio * n, 6))
     between = (slice(None),) * (axis - len(stack))
     groups = [

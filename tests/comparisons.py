@@ -19,7 +19,7 @@ from tests.runs import (
     initial_values,
     jitted,
     place,
-    rate,
+    rate_of,
 )
 
 # Float32, the same operations in another order; parameters up to 4, where a unit in the last place
@@ -64,7 +64,7 @@ def slow_run(leaves: Leaves, settings: Settings, seed: int = 0, **more: Any) -> 
     """Returns the slow reference at the start of a run with these leaves."""
     return Reference(
         list(initial_values(leaves, seed).values()),
-        rate,
+        [rate_of(x.speed) for x in leaves],
         settings,
         channel_axes=[x.axis for x in leaves],
         decay=[x.decay for x in leaves],
@@ -97,8 +97,13 @@ def reference(
 
 @functools.cache
 def adamw_program(leaves: Leaves, clip: float | None, weight_decay: float) -> tuple[Any, Any]:
-    """Returns `optax.adamw`, behind clipping if `clip` is not None, and its jitted step."""
-    tx = optax.adamw(rate, weight_decay=weight_decay, mask={x.name: x.decay for x in leaves})
+    """Returns `optax.adamw`, after clipping if `clip` is not None, and its jitted step."""
+    labels = {x.name: f"{x.speed} {x.decay}" for x in leaves}
+    groups = {
+        labels[x.name]: optax.adamw(rate_of(x.speed), weight_decay=weight_decay * x.decay)
+        for x in leaves
+    }
+    tx = optax.partition(groups, labels)
     if clip is not None:
         tx = optax.chain(optax.clip_by_global_norm(clip), tx)
     return tx, jitted(tx)

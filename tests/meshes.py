@@ -15,7 +15,7 @@ from zenflow_jax import AutoSelect, AutoWindow
 # placement: so most runs have two leaves, which differ in every respect.
 LEAVES: Leaves = (
     Leaf("bias", (16,), None, "float32"),
-    Leaf("rows", (32, 8), -2, "float32", decay=False),
+    Leaf("rows", (32, 8), -2, "float32", decay=False, speed=3.0),
     Leaf("stacked_columns", (2, 8, 16), -1, "bfloat16"),
 )
 # Covers FIRST, SECOND and THIRD in `runs`.

@@ -71,7 +71,7 @@ class Reference:
     Args:
         params: Leaves with any shape and real floating dtype, which are copied.
         learning_rate: A number, or a schedule by the number of earlier steps that were not skipped,
-            as in optax.
+            as in optax; a list has one for each leaf.
         settings: The options.
         channel_axes: The channel axis of each leaf; None makes the leaf resident.
         decay: Whether each leaf has weight decay; None: all leaves.
@@ -92,7 +92,7 @@ class Reference:
     def __init__(
         self,
         params: Sequence[Any],
-        learning_rate: float | Callable[[int], Any],
+        learning_rate: float | Callable[[int], Any] | list[Any],
         settings: Settings,
         *,
         channel_axes: Sequence[int | None],
@@ -102,7 +102,8 @@ class Reference:
     ):
         self._settings = settings
         self._compact = host_state == "compact"
-        self._learning_rate = learning_rate
+        several = isinstance(learning_rate, list)
+        self._learning_rates = learning_rate if several else [learning_rate] * len(params)
         decay = [True] * len(params) if decay is None else decay
         shards = [1] * len(params) if shards is None else shards
         self._leaves = [
@@ -123,7 +124,6 @@ class Reference:
         # For each step since the last boundary that was not skipped: per leaf the root mean squares
         # of the gradient's deferred and selected channels.
         self.weights: list[list[tuple[float, float]]] = []
-        self._last_lr = np.float32(0)
 
     def step(self, gradients: Sequence[Any]) -> list[np.ndarray]:
         """Makes a training step and its exchange; returns a copy of the parameters."""
@@ -134,9 +134,9 @@ class Reference:
         self.step_count += 1
         for turn in self.turns:
             turn.open_steps += 1
-        schedule = self._learning_rate
-        lr = schedule(self.step_count - 1 - self.skipped) if callable(schedule) else schedule
-        self._last_lr = np.float32(lr)
+        for leaf, schedule in zip(self._leaves, self._learning_rates, strict=True):
+            lr = schedule(self.step_count - 1 - self.skipped) if callable(schedule) else schedule
+            leaf.lr = np.float32(lr)
 
         squares = arithmetic.sums_of_squares(gradients)
         weights = []
@@ -195,7 +195,7 @@ class Reference:
         clipped = factor * g
         channel.score += np.sum(clipped * clipped, dtype=np.float32)
         if channel.selected:
-            arithmetic.adamw(channel, clipped, self._last_lr, self._settings)
+            arithmetic.adamw(channel, clipped, leaf.lr, self._settings)
             leaf.publish(channel)
             return
         self._move_provisionally(leaf, channel, g)
@@ -214,7 +214,7 @@ class Reference:
             return
         if self.step_count <= max(s.full_warm_up_rounds, 1):
             return
-        length = np.float32(s.provisional_share) * self._last_lr
+        length = np.float32(s.provisional_share) * leaf.lr
         new = leaf.param[channel.where].astype(np.float32) - length * np.sign(g)
         leaf.param[channel.where] = new.astype(leaf.param.dtype)
 
@@ -286,11 +286,11 @@ class Reference:
         # Merge the earlier update first: the next lines advance the masters by a window.
         turn.merge()
         taken = turn.open_steps_taken
-        for _, channel in turn.channels:
+        for leaf, channel in turn.channels:
             # Selections change only between windows, so a channel deferred now was so all along.
             if not channel.selected and taken:
                 mean = channel.window_sum / np.float32(taken)
-                arithmetic.adamw(channel, mean, self._last_lr, self._settings, taken)
+                arithmetic.adamw(channel, mean, leaf.lr, self._settings, taken)
                 self._keep_on_host(channel)
                 channel.waiting = True
             channel.window_sum = np.zeros_like(channel.window_sum)

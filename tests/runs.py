@@ -27,6 +27,7 @@ class Leaf(NamedTuple):
     axis: int | None
     dtype: str
     decay: bool = True
+    speed: float = 1.0  # its learning rate, as a multiple of `rate`
 
 
 Leaves = tuple[Leaf, ...]
@@ -34,7 +35,8 @@ Leaves = tuple[Leaf, ...]
 # Names are in jax's order of a dict. Together the three trees have channels on a leading or
 # trailing axis, on either under a stack axis, and before the last two, mostly in both dtypes; and
 # leaves that are resident because of their rank, their user, or zero elements. A single tree with
-# all of this would compile three times as long, in every setting.
+# all of this would compile three times as long, in every setting. Leaves of the second tree have
+# three learning rates.
 FIRST: Leaves = (
     Leaf("bias", (5,), None, "bfloat16", decay=False),
     Leaf("columns", (4, 10), -1, "bfloat16"),
@@ -42,9 +44,9 @@ FIRST: Leaves = (
     Leaf("stack", (2, 7, 3), -2, "bfloat16"),
 )
 SECOND: Leaves = (
-    Leaf("blocks", (6, 3, 2), -3, "bfloat16"),
-    Leaf("kept", (3, 4), None, "float32"),
-    Leaf("rows", (12, 5), -2, "bfloat16", decay=False),
+    Leaf("blocks", (6, 3, 2), -3, "bfloat16", speed=0.25),
+    Leaf("kept", (3, 4), None, "float32", speed=3.0),
+    Leaf("rows", (12, 5), -2, "bfloat16", decay=False, speed=3.0),
     Leaf("stacked_columns", (2, 3, 6), -1, "float32"),
 )
 THIRD: Leaves = (
@@ -57,7 +59,7 @@ THIRD: Leaves = (
 SCANNED: Leaves = (
     Leaf("layers", (7, 6, 4), -2, "bfloat16"),
     Leaf("rows", (10, 4), -2, "float32"),
-    Leaf("wide", (3, 4, 8), -1, "float32", decay=False),
+    Leaf("wide", (3, 4, 8), -1, "float32", decay=False, speed=0.25),
 )
 # For tests that are not about arithmetic.
 FEW: Leaves = (
@@ -110,6 +112,12 @@ class History(NamedTuple):
 def rate(count: Any) -> jax.Array:
     """Returns a schedule's rate, for a Python int or a traced int."""
     return 1e-2 * 0.95 ** jnp.asarray(count, jnp.float32)
+
+
+@functools.cache
+def rate_of(speed: float) -> Callable[[Any], jax.Array]:
+    """Returns a multiple of the schedule `rate`, the same function for each call."""
+    return rate if speed == 1 else lambda count: speed * rate(count)
 
 
 def initial(leaves: Leaves, seed: int = 0) -> dict[str, jax.Array]:
@@ -171,8 +179,11 @@ def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
         # Not the last key, because flax nnx adds its own.
         return next(x for x in leaves if f"['{x.name}']" in jax.tree_util.keystr(path))
 
+    rates: Any = rate
+    if any(leaf.speed != 1 for leaf in leaves):
+        rates = lambda path, _: rate_of(of(path).speed)  # noqa: E731
     return zenflow_jax.zenflow(
-        **{"learning_rate": rate, **vars(settings), **more},
+        **{"learning_rate": rates, **vars(settings), **more},
         mask=lambda params: jax.tree.map_with_path(lambda path, _: of(path).decay, params),
         channel_axis=lambda path, _: of(path).axis,
         resident=lambda path, _: of(path).axis is None,

@@ -1,7 +1,7 @@
-"""Where this library must equal the slow reference.
+"""Runs that must equal the slow reference.
 
-What is compared at every step is the parameters and the selected channels, at the end masters,
-moments and step counts, wherever they live. What must equal `optax.adamw` is `test_equality.py`'s.
+Parameters and selected channels are compared at every step; masters, moments and step counts at
+the end, on either side. `test_equality.py` has the runs that must equal `optax.adamw`.
 """
 
 import itertools
@@ -29,7 +29,7 @@ AGREEMENTS = {
     "selecting at every window, skipped and flushed everywhere": (
         THIRD,
         dict(topk_ratio=0.3, select_interval=4, provisional_share=0.5),
-        # In mid-window, twice, in a window of which everything was skipped, at a boundary.
+        # Inside a window, twice, in a window with only skipped steps, at a boundary.
         Plan(23, bad=(3, 4, 9, 10, 11, 12, 17), flush_at=(6, 7, 10, 16)),
     ),
     "all windows at once, two of four steps stale": (
@@ -43,7 +43,7 @@ AGREEMENTS = {
             staleness=2,
             provisional_share=0.25,
         ),
-        # A window of which everything was skipped; ends in mid-window, twice, at a boundary.
+        # A window with only skipped steps; flushes inside a window, twice, and at a boundary.
         Plan(23, bad=(2, 6, 7, 8, 9, 14), flush_at=(11, 12, 16, 20)),
     ),
     "in turn, two steps stale, scaled, float32 that travels as bf16": (
@@ -55,7 +55,7 @@ AGREEMENTS = {
             staleness=2,
             window_scaling=0.5,
             provisional_share=0.5,
-            eps=0.01,  # by default too small to be seen
+            eps=0.01,  # too small by default to have an effect
             transfer_dtype="bfloat16",
         ),
         Plan(20, bad=(2, 12, 13, 14, 15, 17), flush_at=(11, 18)),
@@ -71,8 +71,8 @@ AGREEMENTS = {
         ),
         Plan(20, bad=(2, 9, 10, 11, 12), flush_at=(14,)),
     ),
-    # Not clipped where sums are bf16: a factor that is off by a bit moves one in some hundreds of
-    # them to its neighbour.
+    # No clipping if sums are bf16: a factor that is off by one bit moves one in a few hundred sums
+    # to a neighbour.
     "added up on the device as what travels, scaled betas": (
         SECOND,
         dict(
@@ -141,7 +141,7 @@ def test_an_engine_equals_the_reference(name, seed):
 
 
 @pytest.mark.slow
-def test_compact_moments_are_those_of_the_reference_that_rounds_them():
+def test_compact_moments_equal_those_of_a_reference_that_rounds_them():
     leaves, options, plan = AGREEMENTS["all windows at once, two of four steps stale"]
     options = Settings(**COMMON | options)
     expected, _ = comparisons.reference(leaves, options, plan, host_state="compact")

@@ -1,4 +1,4 @@
-"""Every detectable mistake is refused before it does harm, by an error that names it.
+"""Every detectable mistake is rejected before it does harm, by an error that names it.
 
 Those in calls of an engine that runs are in `exchange/test_bad_calls.py`.
 
@@ -54,7 +54,7 @@ def init(params, **options):
 
 
 def engine(params=PARAMS, state=STATE, **options):
-    """An engine that is closed again, should one come of it."""
+    """Creates an engine and closes it, if there is no error."""
     with HostEngine(params, state, **{"host_kernel": "numpy", **options}):
         pass
 
@@ -64,11 +64,15 @@ def table(*rows):
 
 
 NUMBERS = ["learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm"]
-# They could only make NaN.
+# They could only produce NaN.
 NEVER = [np.nan, np.inf, -np.inf, -1e-3, jnp.float32(np.nan), jnp.float32(-1e-3)]
-NO_NUMBER = ["0.1", [0.1, 0.2], np.ones(3), 1j, jnp.bfloat16(0.9)]
+NO_NUMBER = ["0.1", np.ones(3), 1j, jnp.bfloat16(0.9)]
+# A function of a leaf is no schedule; a function that is a tree may be either.
+OF_LEAF = lambda path, leaf: 0.1  # noqa: E731
+PARTIAL = jax.tree_util.Partial(lambda rate, count: rate, 0.1)
 WRONG_VALUES = {
     **dict.fromkeys(NUMBERS, NEVER),
+    "learning_rate": [*NEVER, {"weight": -1e-3}],
     "b1": [*NEVER, 1.0],
     "b2": [*NEVER, 2],
     "max_grad_norm": [*NEVER, 0],
@@ -83,9 +87,10 @@ WRONG_VALUES = {
     "transfer_dtype": ["float16", 3],
 }
 WRONG_TYPES = {
-    **dict.fromkeys(["learning_rate", "weight_decay"], [*NO_NUMBER, None]),
-    **dict.fromkeys(["b1", "b2", "eps"], [*NO_NUMBER, None, lambda count: 0.5]),
-    "max_grad_norm": [*NO_NUMBER, lambda count: 0.5],
+    "learning_rate": [*NO_NUMBER, None, [0.1, "0.1"], {"weight": OF_LEAF}, PARTIAL],
+    "weight_decay": [*NO_NUMBER, None, [0.1, 0.2], OF_LEAF, lambda path: 0.1],
+    **dict.fromkeys(["b1", "b2", "eps"], [*NO_NUMBER, None, [0.1, 0.2], lambda count: 0.5]),
+    "max_grad_norm": [*NO_NUMBER, [0.1, 0.2], lambda count: 0.5],
     "topk_ratio": [None, True],
     "update_interval": ["auto", 2.0],
     "select_interval": ["epoch", 2.0],
@@ -128,7 +133,7 @@ WRONG_ENGINE_OPTIONS = {
         for value in values
     ],
 )
-def test_an_option_is_refused_by_its_name(call, name, value, exception):
+def test_an_invalid_option_is_rejected_by_name(call, name, value, exception):
     assert_told(lambda: call(**{name: value}), exception, name)
 
 
@@ -146,7 +151,7 @@ WRONG_OPTIONS = [
     (lambda: zenflow(1e-3, 0.9, 0.95, 1e-8, 1e-12), TypeError, "positional"),
     (lambda: make(topk=0.1), TypeError, "'topk'"),
     (lambda: inject()(1, 0.9, 0.9, 1e-8, 0), TypeError, "too many positional arguments"),
-    # bfloat16(0.999) is 1, which makes every parameter NaN. `optax.adamw` trains on with it.
+    # bfloat16(0.999) is 1, which makes every parameter NaN. `optax.adamw` accepts it.
     (lambda: inject()(1e-2).init(LOW), TypeError, "hyperparam_dtype=jnp.float32"),
     (lambda: jax.jit(inject()(1e-2).init)(LOW), TypeError, "hyperparam_dtype=jnp.float32"),
 ]
@@ -166,13 +171,14 @@ def inject(static_args=STATIC_ARGS):
         {"window_scaling": np.float32(1.0), "provisional_share": np.float32(1.0)},
         {"max_grad_norm": 1, "learning_rate": jnp.float32(0.1)},
         {"b1": 0, "b2": 0.0, "learning_rate": np.float64(0.1)},
+        {"learning_rate": {"bias": 1, "weight": lambda count, by=2: by}},
         {"channel_axis": np.int32(-1), "mask": True},
         {"channel_axis": lambda path, leaf: np.int64(-1)},
         {"mask": {"bias": jnp.bool_(True), "weight": np.False_}},
     ],
     ids=lambda options: " and ".join(options),
 )
-def test_the_neighbours_of_what_is_refused_are_taken(options):
+def test_values_next_to_rejected_ones_are_accepted(options):
     state = init(PARAMS, **options)
     assert len(state.leaves) == 2
     hash(jax.tree.structure(state))
@@ -182,14 +188,14 @@ INJECTED = {
     **dict.fromkeys(["topk_ratio", "window_scaling", "provisional_share"], 0.5),
     **dict.fromkeys(["update_interval", "select_interval"], 2),
     **dict.fromkeys(["full_warm_up_rounds", "staleness"], 1),
-    "rolling": jnp.array(True),  # what is a Python bool it leaves as it is
+    "rolling": jnp.array(True),  # inject_hyperparams leaves Python bools unchanged
     "channel_axis": -1,
-    "mask": lambda count: jnp.ones_like(count),  # called as a schedule is, with a count
+    "mask": lambda count: jnp.ones_like(count),  # called like a schedule, with a count
 }
 
 
 @pytest.mark.parametrize("name", INJECTED)
-def test_what_inject_hyperparams_would_make_an_array_of_is_refused_with_static_args(name):
+def test_options_that_inject_hyperparams_would_turn_into_arrays_need_static_args(name):
     tx = inject([a for a in STATIC_ARGS if a != name])
     word = "static_args=zenflow_jax.STATIC_ARGS"
     assert_told(lambda: tx(1e-2, **{name: INJECTED[name]}).init(PARAMS), TypeError, word)
@@ -199,7 +205,7 @@ NARROW = ["complex64", "int32", "bool", "uint8", "float8_e4m3fn"]
 
 
 @pytest.mark.parametrize("dtype", [*NARROW, "float64", "complex128", "int64"])
-def test_leaves_of_other_dtypes_are_refused_by_name(dtype):
+def test_leaves_with_unsupported_dtypes_are_rejected_by_name(dtype):
     with jax.enable_x64(True):
         params = {"good": jnp.ones(3, "float32"), "bad": [jnp.ones((6, 3), dtype)]}
         for call in (make().init, functools.partial(jax.eval_shape, make().init)):
@@ -229,7 +235,7 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
         (make(resident=lambda path, _: "scale" in str(path[-1])), SCANNED, None),
     ],
 )
-def test_leaves_that_are_probably_something_else_are_warned_of(caplog, tx, params, warning):
+def test_suspicious_leaves_raise_a_warning(caplog, tx, params, warning):
     tx.init(params)
     messages = [r.getMessage() for r in caplog.records if r.name == "zenflow_jax"]
     assert len(messages) == (warning is not None)
@@ -246,14 +252,21 @@ WRONG_PARAMS = [
     (lambda: init(PARAMS, mask={"kernel": True}), ValueError, "`mask`"),
     (lambda: init(PARAMS, mask={"bias": 1, "weight": {"kernel": 1}}), ValueError, "`mask`"),
     (lambda: init(PARAMS, mask=lambda params: [True]), ValueError, "`mask`"),
+    (lambda: init(PARAMS, learning_rate={"kernel": 0.1}), ValueError, "`learning_rate`"),
+    (lambda: init(PARAMS, learning_rate=lambda path, x: None), TypeError, "for ['bias'] must be"),
+    (lambda: init(PARAMS, learning_rate=lambda path, x=None: -1), ValueError, "for ['bias'] must"),
+    (lambda: init(PARAMS, learning_rate=lambda path, x: OF_LEAF), TypeError, "['bias'] is a func"),
     (lambda: init(ON_HOST), ValueError, IN_HOST_MEMORY),
     (lambda: jax.jit(TX.init)(ON_HOST), ValueError, IN_HOST_MEMORY),
     (lambda: init(jax.tree.map(placed_shape, ON_HOST)), ValueError, IN_HOST_MEMORY),
 ]
 
 
-def update(gradients=PARAMS, state=STATE, params=PARAMS):
-    return TX.update(gradients, state, params)
+TWO_RATES = make({"bias": 0.1, "weight": 0.2})
+
+
+def update(gradients=PARAMS, state=STATE, params=PARAMS, tx=TX):
+    return tx.update(gradients, state, params)
 
 
 def with_weight(x):
@@ -281,14 +294,15 @@ FLOAT0 = with_weight(np.zeros((6, 3), jax.dtypes.float0))  # gradients of intege
     (lambda: update(of_dtype(jnp.int32)), ValueError, "has int32 (6, 3) at ['weight']"),
     (lambda: update(FLOAT0), ValueError, "at ['weight']"),
     (lambda: update(state=optax.adam(1e-2).init(PARAMS)), ValueError, "ZenFlowState"),
+    (lambda: update(tx=TWO_RATES), ValueError, "0.2 for ['weight'], which had the same rate"),
 )
-def test_an_update_that_does_not_fit_is_refused(call, exception, word):
+def test_an_unsuitable_update_is_rejected(call, exception, word):
     assert_told(call, exception, word)
-    # Inside the user's program too, while it is traced.
+    # Also inside the user's program, during tracing.
     assert_told(lambda: jax.jit(call)(), exception, word)
 
 
-def test_init_and_update_inside_shard_map_are_refused():
+def test_init_and_update_inside_shard_map_are_rejected():
     mesh = jax.sharding.Mesh([DEVICE], "data")
     everywhere = jax.sharding.PartitionSpec()
     for name, call in (
@@ -299,7 +313,7 @@ def test_init_and_update_inside_shard_map_are_refused():
         assert_told(lambda f=mapped: f(PARAMS), ValueError, f"`{name}` is called inside `jax.sha")
 
 
-def test_a_second_update_without_exchange_makes_nan():
+def test_a_second_update_without_exchange_returns_nan():
     tx = make()
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     updates, _ = jax.jit(tx.update)(PARAMS, state, PARAMS)
@@ -346,7 +360,7 @@ NO_ENGINE = [
 
 
 @table(*WRONG_OPTIONS, *WRONG_PARAMS, *NO_ONE_STATE, *NO_ENGINE)
-def test_a_mistake_is_refused(call, exception, word):
+def test_a_mistake_is_rejected(call, exception, word):
     assert_told(call, exception, word)
 
 
@@ -354,7 +368,7 @@ def test_a_mistake_is_refused(call, exception, word):
     ("limit", "platform", "fits", "beyond"),
     [(None, "cuda", 64, 65), ("75", "gpu", 75, 75.1), ("1", "cpu", 99, None)],
 )
-def test_pinned_memory_is_refused_only_beyond_the_limit_of_a_gpu(
+def test_pinned_memory_is_rejected_only_beyond_a_gpus_limit(
     monkeypatch, limit, platform, fits, beyond
 ):
     name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

@@ -1,16 +1,16 @@
-"""Runs the tests of `eight_devices/`, which need as many, in a process that has them."""
+"""Runs the tests in `eight_devices/` in a process with eight devices."""
 
 import pytest
 
 from tests.processes import output, start
 
 
-# One process for all: they compile the same programs, and each would import all anew. Without the
-# checks of types that pyproject.toml asks for: they take a third of the time, and every function is
-# checked on one device.
+# One process for all: they compile the same programs, and each would import everything again. No
+# checks of types as in pyproject.toml: they take a third of the time, and other tests check every
+# function on one device.
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_what_needs_eight_devices_holds_on_eight():
+def test_all_tests_for_eight_devices_pass():
     options = ("-q -p no:cacheprovider -o addopts=--strict-markers -o timeout=300").split()
     run = start("-m", "pytest", *options, "tests/eight_devices", devices=8)
     code, text = output(run, timeout_s=3500)

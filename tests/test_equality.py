@@ -1,6 +1,6 @@
-"""Where this library must equal `optax.adamw`, or its own bits made otherwise.
+"""Runs that must equal `optax.adamw`, or be bit-identical to each other.
 
-Steps are compiled as users have them. `test_agreement.py` has what must equal the slow reference.
+Steps are compiled as for users. `test_agreement.py` has runs that must equal the slow reference.
 """
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 
 from tests import comparisons, runs
 from tests.comparisons import MAX_NORM, SEEDS, WARM, seeded
-from tests.runs import FEW, FIRST, Plan, Settings, Training
+from tests.runs import FEW, SECOND, Plan, Settings, Training
 
 
 @pytest.fixture(autouse=True)
@@ -24,22 +24,22 @@ SELECTING = {"topk_ratio": 0.25, "select_interval": 1, "max_grad_norm": MAX_NORM
 @pytest.mark.parametrize(
     ("leaves", "options", "steps", "seed"),
     [
-        (FIRST, {"topk_ratio": 0.0, "select_interval": 1000, **STEP_BY_STEP}, 12, SEEDS[0]),
+        (SECOND, {"topk_ratio": 0.0, "select_interval": 1000, **STEP_BY_STEP}, 12, SEEDS[0]),
         (FEW, SELECTING, 12, SEEDS[0]),
-        (FEW, {"topk_ratio": 1.0, "update_interval": 4}, 12, SEEDS[1]),
-        # What is resident knows no warm-up.
+        (SECOND, {"topk_ratio": 1.0, "update_interval": 4}, 12, SEEDS[1]),
+        # Resident leaves have no warm-up.
         (FEW[1:], WARM, WARM["full_warm_up_rounds"], SEEDS[1]),
     ],
     ids=["nothing selected", "selecting at every step, clipped", "all selected", "warm-up"],
 )
-def test_where_nothing_is_stale_a_run_equals_optax_adamw(leaves, options, steps, seed):
+def test_without_staleness_a_run_equals_optax_adamw(leaves, options, steps, seed):
     options = Settings(weight_decay=0.1, provisional_share=0.5, **options)
     expected = comparisons.adamw(leaves, options.max_grad_norm, options.weight_decay, steps, seed)
     with seeded(leaves, options, seed) as training:
         comparisons.assert_close([p for _, p in training.follow(Plan(steps))], expected)
 
 
-def test_the_runs_that_are_compared_with_optax_select_and_clip():
+def test_the_runs_compared_with_optax_select_and_clip():
     history, _ = comparisons.reference(FEW, Settings(**SELECTING), Plan(12))
     assert len({chosen["rows"].tobytes() for chosen in history.selected}) > 6
     norms = [
@@ -57,12 +57,12 @@ def test_the_runs_that_are_compared_with_optax_select_and_clip():
             {"update_interval": 2, "select_interval": 4},
             [{}, {"donate": True}, {"donate": True, "send_gradients": "after_step"}],
         ),
-        # A sum on the device of one step is its gradient.
+        # A sum of one step on the device is that step's gradient.
         ({"update_interval": 1, "select_interval": 3}, [{}, {"send_gradients": "per_window"}]),
     ],
     ids=["donated or not, during the step or after it", "added up on the device"],
 )
-def test_how_gradients_leave_changes_no_bit(options, ways):
+def test_send_gradients_changes_no_bit(options, ways):
     options, histories = Settings(topk_ratio=0.3, provisional_share=0.5, **options), []
     for more in ways:
         with Training(FEW[:2], options, host_kernel="numpy", **more) as training:

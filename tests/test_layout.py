@@ -6,11 +6,11 @@ LINT = "import importlinter.cli as cli; cli.lint_imports_command(['--no-cache'])
 
 
 def test_imports_point_one_way():
-    # In a process of its own: it closes what it prints to.
+    # In a separate process, because it closes stdout.
     assert_ends(start("-c", LINT))
 
 
-def test_what_is_slow_to_import_is_imported_by_its_first_use():
+def test_slow_imports_are_imported_on_first_use():
     code = """if True:
         import sys, zenflow_jax
         slow = {"flax", "numba", "orbax", "zenflow_jax.integrations"}

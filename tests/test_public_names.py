@@ -15,7 +15,7 @@ def test_the_leading_arguments_and_defaults_are_those_of_adamw():
     ours = inspect.signature(zenflow_jax.zenflow).parameters
     theirs = inspect.signature(optax.adamw).parameters
     positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # adamw has `eps_root` next, which a number meant for `weight_decay` must not be taken for.
+    # adamw's next argument is `eps_root`, which must not receive a number meant for `weight_decay`.
     assert positional == list(theirs)[:4] == ["learning_rate", "b1", "b2", "eps"]
     shared = [name for name in theirs if name in ours]
     assert shared == [*positional, "weight_decay", "mask"]
@@ -28,10 +28,10 @@ PUBLIC |= {"stream": streaming.stream, "scan_layers": streaming.scan_layers}
 PUBLIC |= {"check_device": streaming.check_device}
 CALLS = [name for name, x in PUBLIC.items() if inspect.isroutine(x)]
 CLASSES = [name for name, x in PUBLIC.items() if inspect.isclass(x)]
-MADE_BY_USERS = [name for name in CLASSES if name != "AttachedStep"]  # `attach` makes that one
+MADE_BY_USERS = [name for name in CLASSES if name != "AttachedStep"]  # `attach` creates it
 
 
-def test_the_public_names_are_few_and_what_dir_lists():
+def test_public_names_are_few_and_match_dir():
     modules = {"attach", "deepspeed", "integrations", "planning", "streaming"}
     assert {n for n in dir(zenflow_jax) if n[0] != "_"} == {*zenflow_jax.__all__, *modules}
     assert len(zenflow_jax.__all__) <= 20
@@ -41,7 +41,7 @@ def test_the_public_names_are_few_and_what_dir_lists():
 
 
 def section(doc, title):
-    """The names that a Google section of a docstring explains."""
+    """Returns the names that a Google section of a docstring explains."""
     match = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
     return re.findall(r"^    (\w+):", match[1], re.MULTILINE) if match else []
 

@@ -1,4 +1,4 @@
-"""README.md and docs/: Python blocks run as they stand, links and options are there."""
+"""README.md and docs/: Python blocks run unchanged, and links and options exist."""
 
 import os
 import re
@@ -16,9 +16,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def program(text: str) -> str:
-    """The blocks in order as one program, every line where it is in the text.
+    """Returns the blocks in order as one program, with every line at its place in the text.
 
-    All other lines are blank, so that a traceback names the text's own lines.
+    All other lines are blank, so that a traceback has the page's line numbers.
     """
     inside, lines = False, []
     for line in text.splitlines():
@@ -43,7 +43,7 @@ def test_the_examples_run_in_order_as_one_program(tmp_path, name):
     assert "```python" in text
     script = tmp_path / "program.py"
     script.write_text(program(text), encoding="utf-8")
-    # A process of its own: with jax's default settings, not those of the tests.
+    # A separate process: with jax's default settings, not those of the tests.
     run = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,
@@ -56,7 +56,7 @@ def test_the_examples_run_in_order_as_one_program(tmp_path, name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_names_of_files_lead_somewhere(page):
+def test_links_and_file_names_exist(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if ":" in target:
@@ -65,12 +65,12 @@ def test_links_and_names_of_files_lead_somewhere(page):
         file = page.parent / path if path else page
         assert file.exists(), target
         assert not heading or heading in headings(file), target
-    # Files that a page names with their folder; inside the library without that of the library.
+    # Files that a page names with their folder; inside the library, without the library's folder.
     for name in re.findall(r"`(\w[\w.]*/[\w./]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).exists() or (ROOT / "zenflow_jax" / name).exists(), name
 
 
-def test_options_that_pages_name_are_those_of_the_commands(capsys):
+def test_options_in_pages_exist_in_the_commands(capsys):
     for command in (finetune, generate, compress):
         with pytest.raises(SystemExit):
             command.main(["--help"])
@@ -86,6 +86,6 @@ def test_options_that_pages_name_are_those_of_the_commands(capsys):
 
 
 def headings(page: Path) -> list[str]:
-    """Of a page the anchors of its headings, as GitHub makes them."""
+    """Returns the anchors of a page's headings, as on GitHub."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]

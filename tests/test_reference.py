@@ -1,4 +1,4 @@
-"""The slow NumPy reference against optax where the two must be equal, and by hand elsewhere.
+"""The slow NumPy reference equals optax where it must, and elsewhere results worked out by hand.
 
 By hand: with `b1 = b2 = 0`, `eps = 1` and no weight decay an AdamW step is `p -= lr g / (|g| + 1)`,
 so gradients of 1, 3 and 7 move a parameter by 1/2, 3/4 and 7/8 of the learning rate, exactly.
@@ -16,13 +16,13 @@ BY_HAND = dict(b1=0.0, b2=0.0, eps=1.0, weight_decay=0.0, provisional_share=None
 
 
 def one_leaf(n, learning_rate=1.0, *, dtype=np.float32, **options):
-    """A reference for one `(n, 1)` leaf of zeros whose steps can be done by hand."""
+    """Returns a reference for one `(n, 1)` leaf of zeros, with steps that are easy by hand."""
     settings = Settings(**{"rolling": False, "window_scaling": None, **BY_HAND, **options})
     return Reference([np.zeros((n, 1), dtype)], learning_rate, settings, channel_axes=[-2])
 
 
 def step(reference, *gradient):
-    """One step with a number for each channel; what the channels of the parameter then are."""
+    """Takes a step with a number for each channel; returns the parameter's channels."""
     (param,) = reference.step([np.array(gradient, np.float32)[:, None]])
     return param[:, 0].tolist()
 
@@ -37,7 +37,7 @@ STEP_BY_STEP = dict(update_interval=1, staleness=0)
         (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=1), 10),
         (dict(topk_ratio=1.0, update_interval=3, select_interval=3, weight_decay=0.05), 3),
         (dict(topk_ratio=0.25, update_interval=4, full_warm_up_rounds=11), 0),
-        # Clipped always, at some steps, never.
+        # Always clipped, at some steps, never.
         *[
             (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=2, max_grad_norm=x), 6)
             for x in (0.5, comparisons.MAX_NORM, 1e6)
@@ -45,7 +45,7 @@ STEP_BY_STEP = dict(update_interval=1, staleness=0)
     ],
     ids=str,
 )
-def test_where_nothing_is_stale_it_equals_optax_adamw(options, reselections):
+def test_without_staleness_it_equals_optax_adamw(options, reselections):
     settings, plan = Settings(**options), Plan(10)
     for leaves in (FIRST, SECOND):
         history, slow = comparisons.reference(leaves, settings, plan)
@@ -55,16 +55,16 @@ def test_where_nothing_is_stale_it_equals_optax_adamw(options, reselections):
         assert slow.reselections == reselections
 
 
-def test_the_mean_of_a_window_is_of_clipped_gradients():
+def test_a_windows_mean_is_taken_over_clipped_gradients():
     reference = one_leaf(2, topk_ratio=0.5, update_interval=2, max_grad_norm=5.0, b2=0.5)
-    step(reference, 6.0, 8.0)  # of norm 10: halved
+    step(reference, 6.0, 8.0)  # has norm 10: halved
     step(reference, 0.0, 2.0)
     _, mu, nu, _ = reference.moments(0)
     np.testing.assert_array_equal(mu[1], 3.0)
     np.testing.assert_array_equal(nu[1], 4.5)
 
 
-def test_finite_leaves_of_infinite_norm_are_clipped_to_zero_as_optax_does():
+def test_finite_leaves_with_an_infinite_norm_are_clipped_to_zero_as_in_optax():
     settings = Settings(**BY_HAND, max_grad_norm=1.0)
     leaves = [np.zeros(1, np.float32)] * 2
     reference = Reference(leaves, 1.0, settings, channel_axes=[None, None])
@@ -75,7 +75,7 @@ def test_finite_leaves_of_infinite_norm_are_clipped_to_zero_as_optax_does():
 
 DOUBLING = [2.0**t for t in range(9)]
 HALF = {"topk_ratio": 0.5, "staleness": 0}
-# Rates, options, and of each step the gradients and then the weights of all channels. None in the
+# Rates, options, and for each step the gradients and then the weights of all channels. None in
 # place of gradients is a flush.
 BY_STEP = {
     "a deferred channel takes one step with the mean of its window": (
@@ -95,7 +95,7 @@ BY_STEP = {
         + [((1, 3), (-2, 0)), ((1, 3), (-2.5, 0)), ((1, 3), (-3, -0.5))]
         + [((1, 3), (-3.5, -0.5)), ((1, 3), (-4, -0.5)), ((1, 3), (-4.5, -1.25))],
     ),
-    # It is an ordinary selected channel from there on; the other is still stale.
+    # From there on it is an ordinary selected channel; the other is still stale.
     "an entering channel receives the update of the closed window at once": (
         1.0,
         {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2},
@@ -106,7 +106,7 @@ BY_STEP = {
             ((0, 1, 3), (0, -0.5, -2.25)),
         ],
     ),
-    # The third is selected then. Windows close at steps 5 and 7, so the first one arrives at 7.
+    # The third is selected then. Windows close at steps 5 and 7, so the first update arrives at 7.
     "a warm-up updates everything and ends with the first selection": (
         1.0,
         {"topk_ratio": 0.3, "update_interval": 2, "full_warm_up_rounds": 3},
@@ -114,7 +114,7 @@ BY_STEP = {
         + [((1, 1, 3), (-1.5, -1.5, -0.75 * t)) for t in (4, 5, 6)]
         + [((1, 1, 3), (-2, -2, -5.25))],
     ),
-    # Mean 3 of the two steps before it, at the rate 4 of the next step that counts.
+    # Mean 3 of the two steps before it, at rate 4 of the next step that counts.
     "a skipped step counts for the window but neither for the rate nor for the mean": (
         DOUBLING,
         HALF | {"update_interval": 3},
@@ -131,14 +131,14 @@ BY_STEP = {
         {"topk_ratio": 0.5, "update_interval": 2, "weight_decay": 0.5},
         [((0, np.nan), (0, 0))] * 4,
     ),
-    # Of 1 and 3 it takes three steps, which are known a step later; the update arrives at the next
+    # 1 and 3 take three steps, which is known a step later; the update arrives at the next
     # boundary.
     "an adaptive window closes when what piled up weighs as much as one step": (
         1.0,
         {"topk_ratio": 0.5, "update_interval": AutoWindow(6, 1.0)},
         [((3, 1), (-0.75 * t, 0)) for t in range(1, 8)] + [((3, 1), (-6, -0.5))],
     ),
-    # Of the first window mean 3, rate 8; of the second mean 3, rate 128.
+    # First window: mean 3, rate 8. Second window: mean 3, rate 128.
     "a flush brings the update of a closed window and leaves the open one alone": (
         DOUBLING,
         {"topk_ratio": 0.5, "update_interval": 4},
@@ -165,7 +165,7 @@ BY_STEP = {
 
 
 @pytest.mark.parametrize(("rate", "options", "steps"), BY_STEP.values(), ids=BY_STEP)
-def test_a_run_is_as_worked_out_by_hand(rate, options, steps):
+def test_a_run_equals_the_results_worked_out_by_hand(rate, options, steps):
     rate = rate if isinstance(rate, float) else rate.__getitem__
     reference = one_leaf(len(steps[0][1]), rate, **options)
     for gradients, expected in steps:
@@ -176,12 +176,12 @@ def test_a_run_is_as_worked_out_by_hand(rate, options, steps):
         assert seen == list(expected)
 
 
-def test_the_first_channels_stand_in_until_the_first_boundary_and_then_the_best_or_lower_ones():
+def test_the_first_channels_are_selected_until_the_first_boundary_and_then_the_best():
     reference = one_leaf(4, topk_ratio=0.5, update_interval=2, select_interval=4)
     chosen = [reference.selected[0].tolist()]
     for t in range(1, 7):
         step(reference, *([1.0, 2.0, 3.0, 2.0] if t <= 2 else [4.0, 3.0, 2.0, 1.0]))
         chosen.append(reference.selected[0].tolist())
-    # Chosen at step 2, the first boundary, then at 4; the scores of steps 1 and 2 are gone by then.
+    # Selected at step 2, the first boundary, then at 4; earlier scores are reset by then.
     assert chosen == [[0, 1]] * 2 + [[1, 2]] * 2 + [[0, 1]] * 3
     assert reference.reselections == 2

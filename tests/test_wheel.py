@@ -18,7 +18,7 @@ from tests.hf_models import write_model
 from tests.processes import environment
 
 ROOT = Path(__file__).parents[1]
-# Ahead of the example: what the wheel does not require of this environment is not there.
+# Placed before the example: hides packages that the wheel does not require.
 BARE = """
 import sys
 from importlib.machinery import PathFinder
@@ -38,17 +38,17 @@ def files(folder, ending):
 
 LIBRARY = files("zenflow_jax", ".py") | {"zenflow_jax/py.typed"}
 SCRIPTS = files("train", ".py") | files("elves", ".py") | files("configs", ".toml")
-# What the console commands run, on a path of theirs: no environment gets packages of such names.
+# The modules that console commands run, on a separate path: no environment has such names.
 INSTALLED = LIBRARY | {f"zenflow_jax/_scripts/{name}" for name in SCRIPTS}
 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """Builds a "wheel" or an "sdist" of a folder, as `pip` and `make dist` do."""
+    """Builds a "wheel" or an "sdist" from a folder, like `pip` and `make dist`."""
     backend = tmp_path_factory.mktemp("backend")
     with open(ROOT / "pyproject.toml", "rb") as file:
         required = tomllib.load(file)["build-system"]["requires"]
-    # The one thing that is installed for it.
+    # The only package installed for it.
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
     done(subprocess.run([*pip, "--target", str(backend), *required], **AS_TEXT))
 
@@ -79,7 +79,7 @@ def described(wheel):
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_library_and_its_scripts_and_says_what_it_is(wheel):
+def test_the_wheel_has_the_library_its_scripts_and_its_metadata(wheel):
     names = contents(wheel)
     assert {name for name in names if ".dist-info/" not in name} == INSTALLED
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
@@ -94,7 +94,9 @@ def test_the_wheel_has_the_library_and_its_scripts_and_says_what_it_is(wheel):
 
 
 @pytest.mark.slow
-def test_a_wheel_from_the_source_distribution_is_the_wheel_from_the_tree(build, wheel, tmp_path):
+def test_a_wheel_from_the_source_distribution_equals_the_wheel_from_the_tree(
+    build, wheel, tmp_path
+):
     sdist = build("sdist", ROOT)
     with tarfile.open(sdist) as file:
         file.extractall(tmp_path, filter="data")
@@ -111,7 +113,7 @@ def contents(wheel):
 
 
 @pytest.mark.slow
-def test_all_of_the_wheel_is_imported_with_nothing_but_what_it_requires(wheel, tmp_path):
+def test_the_whole_wheel_imports_with_only_its_requirements(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path)
     required = closure(described(wheel).get_all("Requires-Dist"))
@@ -122,7 +124,7 @@ def test_all_of_the_wheel_is_imported_with_nothing_but_what_it_requires(wheel, t
     }
     assert {"pytest", "tokenizers"} <= absent
     names = (name.removesuffix(".py").removesuffix("/__init__") for name in sorted(LIBRARY))
-    # Tunix is an extra's.
+    # Tunix belongs to an extra.
     names = [x.replace("/", ".") for x in names if "tunix" not in x and "py.typed" not in x]
     code = BARE.format(absent=absent) + f"import {', '.join(names)}\n"
     code += "print(zenflow_jax.__file__)"
@@ -135,7 +137,7 @@ def test_all_of_the_wheel_is_imported_with_nothing_but_what_it_requires(wheel, t
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """Runs a console command of the wheel, in a folder with modules of the names of ours."""
+    """Runs a console command of the wheel, in a folder with modules that have our names."""
     place, work = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("work")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
     done(subprocess.run([*pip, "--no-deps", "--target", str(place), str(wheel)], **AS_TEXT))
@@ -166,7 +168,7 @@ TINY += " --optimizer adamw"  # a new install would compile the host's kernels
         ("zenflow-compress model packed", "ratio"),
     ],
 )
-def test_each_command_works_as_installed(installed, words, expected):
+def test_each_command_works_when_installed(installed, words, expected):
     run = installed(*words.split())
     done(run)
     assert expected in run.stdout + run.stderr
@@ -180,7 +182,7 @@ def test_each_command_works_as_installed(installed, words, expected):
         ("zenflow-generate a --model b --qqq", "All options are in zenflow-generate --help"),
     ],
 )
-def test_a_message_names_the_command_as_it_was_typed(installed, words, expected):
+def test_a_message_names_the_command_that_was_typed(installed, words, expected):
     run = installed(*words.split())
     assert run.returncode == 2
     assert expected in run.stderr
@@ -197,7 +199,7 @@ def test_a_command_without_its_packages_says_how_to_install_them():
 
 
 def closure(requirements):
-    """The names of all distributions that these requirements bring, without extras."""
+    """Returns the names of all distributions that these requirements install, without extras."""
     names, waiting = {"zenflow-jax"}, list(requirements)
     while waiting:
         requirement = waiting.pop()
@@ -217,7 +219,7 @@ def normal(name):
 
 
 @pytest.mark.parametrize("target", ["clean", "quickstart", "test-tunix"])
-def test_make_removes_no_folder_that_it_did_not_make(tmp_path, target):
+def test_make_removes_no_folder_that_it_did_not_create(tmp_path, target):
     for name in ("mine", "mine-tunix"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("precious")

@@ -46,7 +46,7 @@ class HostEngine:
         opt_state: The result of `tx.init(params)`, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
         host_state: The host's format for moments: "float32" needs 8 bytes per parameter; "compact"
-            needs 2.1875 but rounds each update, mostly by under 1 %. A resumed run may switch.
+            needs 2.1875 but rounds each update, usually by less than 1%. A resumed run may switch.
         threads: Cores for host updates. By default, all but one, which is left to the caller.
         prefetch_bytes: Bytes that a ready update may take on each device before its boundary, where
             the loop waits for the rest. None: the whole update.
@@ -161,7 +161,7 @@ class HostEngine:
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Sends mail out and brings updates in, between two steps; selects channels when due.
 
-        It waits for due updates, for a host more than two mails behind and, briefly, when channels
+        It waits for due updates, for a host over two mails behind and, briefly, when channels
         are selected or windows adapt. Do not reuse mail; you may use the parameters.
 
         Args:
@@ -171,12 +171,12 @@ class HostEngine:
         Returns:
             Both for the next step, with the same structure, shapes and placement. One repeated call
             with the last result returns it unchanged, because trainers run their hooks again at the
-            end; a step after that is an error.
+            end; taking a step after that raises an error.
 
         Raises:
-            RuntimeError: If the engine is closed, has failed or was interrupted; unless exactly one
-                step was taken since the last call, from its result; if `max_skipped` consecutive
-                steps were skipped; or if other code changed the parameters.
+            RuntimeError: If the engine is closed, has failed or was interrupted; if anything but
+                one step from the last call's result was taken; if `max_skipped` consecutive steps
+                were skipped; or if other code changed the parameters.
             ValueError, TypeError: If state or parameters differ from the constructor's, or are on
                 different devices.
         """
@@ -355,7 +355,7 @@ class HostEngine:
         if self._interrupted:
             raise RuntimeError(
                 "The engine's last call was interrupted, so parameters, state and host no longer "
-                "belong together. Resume from the last checkpoint."
+                "match. Resume from the last checkpoint."
             )
         # The device may still run the last step, and reading that step's counts would wait.
         self._integrity.check(self._progress.step - 1)

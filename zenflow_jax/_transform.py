@@ -5,7 +5,7 @@ step counts, update the selected channels, and send the gradients to the host.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -29,6 +29,7 @@ from zenflow_jax._device.step import (
 from zenflow_jax._device.streamed import is_streamed, misused, parts_of
 from zenflow_jax._spec.arguments import (
     NUMBERS,
+    check_learning_rate,
     check_numbers,
     check_schedule,
     check_selectors,
@@ -43,13 +44,14 @@ from zenflow_jax._spec.leaf_warnings import (
     warn_of_stacked_vectors,
     warn_of_uneven_pieces,
 )
+from zenflow_jax._spec.rates import rates_by_number, with_rate_numbers
 from zenflow_jax._spec.resolve import LeafRules, resolve_specs
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 
 def zenflow(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule | Callable[[tuple[Any, ...], Any], Any] | Any,
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
@@ -86,7 +88,9 @@ def zenflow(
 
     Args:
         learning_rate: A number, a schedule over the step count (from 0, without skipped steps), or
-            a float32 array.
+            a float32 array. For different rates, a function of (key path, leaf) that returns one of
+            these, or a tree of them like the parameters (or a prefix of it). A function that can be
+            called with one argument is a schedule, unless that argument is named a path.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the root of the second moment.
@@ -155,7 +159,7 @@ def zenflow(
 
     Raises:
         ValueError: For values that are out of range, not finite, or incompatible.
-        TypeError: For arrays as arguments that shape the state.
+        TypeError: If an argument that shapes the state is an array.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -184,8 +188,9 @@ def zenflow(
         provisional_share=provisional_share,
     )
     sending, mail_dtype = check_send_gradients(send_gradients), check_transfer_dtype(transfer_dtype)
-    numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
-    check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
+    check_learning_rate(learning_rate)
+    numbers = b1, b2, eps, weight_decay, max_grad_norm
+    check_numbers(**dict(zip(NUMBERS[1:], numbers, strict=True)))
     check_selectors(channel_axis, resident, partition_replicated, mask)
     rules = LeafRules(topk_ratio, channel_axis, resident, partition_replicated, mail_dtype)
     register_flax_serialization()
@@ -201,14 +206,15 @@ def zenflow(
             warn_of_uneven_pieces(specs, topk_ratio)
             if resident is None:
                 warn_of_stacked_vectors(specs)
-        specs, in_turn = in_groups(specs, schedule)
+        specs, in_turn = in_groups(with_rate_numbers(specs, params, learning_rate), schedule)
         return first_state(params, specs, Static(in_turn, sending))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # not used by Adam; a chain passes them to every transformation
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state)
-        scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
+        rates = rates_by_number([leaf.spec for leaf in state.leaves], params, learning_rate)
+        scalars = _scalars_at(state.step - state.skipped, rates, *numbers[:-1])
         return _update(updates, state, weights, scalars, max_grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -224,7 +230,7 @@ def _update(
     updates: Any,
     state: ZenFlowState,
     weights: list[Any],
-    scalars: AdamScalars,
+    scalars: Sequence[AdamScalars],
     max_grad_norm: jax.typing.ArrayLike | None,
 ) -> tuple[Any, ZenFlowState]:
     schedule, step = state.schedule, state.step + 1
@@ -240,12 +246,13 @@ def _update(
         for g, leaf in zip(gradients, state.leaves, strict=True)
     ]
     verdict = judge([s.squares for s in seen], max_grad_norm)
-    length = None
-    if moves:
-        length = schedule.provisional_step(step, scalars.learning_rate, verdict.finite)
+    lengths = [
+        schedule.provisional_step(step, s.learning_rate, verdict.finite) if moves else None
+        for s in scalars
+    ]
 
     stepped = [
-        step_selected(p, s, leaf, scalars, verdict, length)
+        step_selected(p, s, leaf, scalars[leaf.spec.rate], verdict, lengths[leaf.spec.rate])
         for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
     ]
     statistics = None
@@ -255,7 +262,7 @@ def _update(
         step=step,
         skipped=state.skipped + jnp.where(verdict.finite, 0, 1).astype(jnp.int32),
         skipped_in_a_row=jnp.where(verdict.finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
-        leaves=tuple(leaf for _, leaf in stepped),
+        leaves=state.leaves.replace(leaf for _, leaf in stepped),
     )
     # Without `exchange` in between, the last step's mail is lost, and deferred channels would
     # silently stop learning. A jitted update cannot raise: it returns NaN, and `exchange` raises.
@@ -287,13 +294,16 @@ def _with_mail(
     return state._replace(mail=mail, token=jnp.full_like(state.token, USED), step_scalars=scalars)
 
 
-def _scalars_at(count: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: Any) -> AdamScalars:
-    """Returns the next step's hyperparameters, after `count` steps that were not skipped."""
+def _scalars_at(
+    count: jax.Array, rates: Sequence[Any], b1: Any, b2: Any, eps: Any, decay: Any
+) -> list[AdamScalars]:
+    """Returns the next step's hyperparameters for each rate, after `count` counted steps."""
     # `optax.adamw` counts the same way under `optax.apply_if_finite`.
-    rate = _scalar(rate(count) if callable(rate) else rate)
+    rates = [_scalar(rate(count) if callable(rate) else rate) for rate in rates]
     decay = _scalar(decay(count) if callable(decay) else decay)
     first, second = _scalar(b1), _scalar(b2)
-    return AdamScalars(rate, first, second, 1 - first, 1 - second, _scalar(eps), decay)
+    shared = first, second, 1 - first, 1 - second, _scalar(eps), decay
+    return [AdamScalars(rate, *shared) for rate in rates]
 
 
 def _scalar(x: Any) -> Any:

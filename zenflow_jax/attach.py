@@ -277,7 +277,7 @@ def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) 
         raise TypeError("The step is already attached. Use it as it is.")
     check_int_or_none("flush_every", flush_every, 1)
     if fields is not None and not (isinstance(fields, tuple | list) and len(fields) == 2):
-        raise ValueError(f"`fields` is {fields!r}. Pass two names: of parameters and of state.")
+        raise ValueError(f"`fields` is {fields!r}. Pass two names, for parameters and state.")
     if engine is not None and options is not None:
         raise ValueError(
             "`engine` and `engine_options` are mutually exclusive. Pass the options to the engine."

@@ -8,7 +8,7 @@ change.
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
 from zenflow_jax._device.memory import mail_rank
+from zenflow_jax._device.scans import evaluate
 from zenflow_jax._device.state import LeafState, find_state
 from zenflow_jax._device.streamed import (
     Streamed,
@@ -25,6 +26,7 @@ from zenflow_jax._device.streamed import (
     layer_weights,
     streamed,
 )
+from zenflow_jax._spec.leaf import plain_name
 from zenflow_jax._transform import zenflow
 
 
@@ -103,6 +105,55 @@ def _is_layer(
             "that are stacked along a first axis."
         )
     return chosen
+
+
+def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the scans in a loss stream the arrays of `stream`, in any library's model.
+
+    The loss is traced, and each scan over such arrays runs as `scan_layers`. The scan may be inside
+    `jax.jit`, `jax.checkpoint` or `jax.vmap`, and casts before it move into its body.
+
+    Args:
+        loss_fn: Function of any arguments and any result. It may contain scans of `jax.lax`, flax,
+            haliax, haiku and Equinox.
+
+    Returns:
+        A function like `loss_fn`, which also takes the arrays of `stream`. Without them, it calls
+        `loss_fn`.
+
+    Raises:
+        ValueError: In the call, if a stack is not scanned exactly once, or if another operation
+            reads it. The message has the leaf's key path and the line of the model.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, zenflow_jax
+        >>> from zenflow_jax import streaming
+        >>> def loss(params, x):
+        ...     return jnp.sum(jax.lax.scan(lambda x, w: (x @ w, None), x, params["layers"])[0])
+        >>> params = {"layers": jnp.ones((3, 8, 8)) / 8}
+        >>> weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
+        >>> gradients = jax.grad(streaming.stream_scans(loss))(weights, jnp.ones((2, 8)))
+    """
+
+    @wraps(loss_fn)
+    def streaming_loss(*args: Any, **kwargs: Any) -> Any:
+        paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_streamed)
+        places = [i for i, (_, x) in enumerate(paths) if is_streamed(x)]
+        if not places:
+            return loss_fn(*args, **kwargs)
+
+        def of_arrays(*weights: Any) -> Any:
+            leaves = [x for _, x in paths]
+            for i, x in zip(places, weights, strict=True):
+                leaves[i] = x
+            args, kwargs = jax.tree.unflatten(treedef, leaves)
+            return loss_fn(*args, **kwargs)
+
+        stacks = [paths[i][1] for i in places]
+        names = [plain_name(paths[i][0][2:]) for i in places]
+        return evaluate(of_arrays, [x.weights for x in stacks], names, stacks, scan_layers)
+
+    return streaming_loss
 
 
 def scan_layers(

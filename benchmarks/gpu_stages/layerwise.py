@@ -1,8 +1,8 @@
 """Does `layerwise.Trainer` train as AdamW does, and how long does a step take?
 
 A decoder takes the same steps with the peer `adamw`, which keeps float32 masters on the device, and
-with the trainer, whose variants must then have the same bits. After that, steps are timed at 1.1 B
-parameters, and at 8.2 B where host memory has room, beside the plan.
+with the trainer, whose unclipped runs must be bit-identical. Steps are then timed at 1.1 billion
+parameters, and at 8.2 billion if host memory allows, and compared with the plan.
 """
 
 import statistics
@@ -35,11 +35,11 @@ from zenflow_jax import layerwise, planning
 _8B = {"width": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "ffn": 12288, "vocabulary": 151936}
 _TIMED = (MODELS["1b"], Preset(llama(1024, **_8B), 8, 1024))
 _STEPS, _TIMED_STEPS = 6, 4
-#: Bytes of the host per parameter; seconds that a billion takes in all. Assumed.
+#: Assumed: host bytes per parameter, and total seconds per billion parameters.
 _HOST = {"during_backward": 14.5, "after_backward": 16.5}
 _MAKE_S = 10.0
 _HEADER = ["parameters", "updates", "steps, s", "planned", "tokens/s", "device, GB", "host, GB"]
-#: The first is compared with AdamW, the others with the second: without clipping, bits are equal.
+#: The first is compared with AdamW, the others with the second: unclipped, they are bit-identical.
 _CLIPPED = {"max_grad_norm": MAX_GRAD_NORM}
 _VARIANTS: dict[str, dict[str, Any]] = {
     "after_backward, clipped": _CLIPPED,
@@ -61,15 +61,15 @@ def run(stage: Stage) -> None:
             if stage.rehearse or (has_room and stage.left > _MAKE_S * n / 1e9):
                 rows.append(_time(timed, updates, device))
             else:
-                rows.append((f"{n:,}", updates, *["not run: no room, or no time"] * 5))
-            stage.notes.put("Seconds of a step, and peaks so far", table(_HEADER, rows))
+                rows.append((f"{n:,}", updates, *["not run: too little memory or time"] * 5))
+            stage.notes.put("Seconds per step, and peaks so far", table(_HEADER, rows))
             stage.notes.keep(times=rows)
     if failed:
         raise AssertionError(f"{len(failed)} did not pass, the first: {failed[0]}")
 
 
 def _compare(stage: Stage, preset: Preset) -> list[str]:
-    """Trains a model in all ways from the same weights; returns the verdicts that did not pass."""
+    """Trains a model with each variant from the same weights; returns the failures."""
     model = make_model(preset.config, scan_layers=False, remat=True)
     tokens = batches(_STEPS, preset.batch, preset.length) % preset.config.vocabulary
     runner = Runner(PEERS["adamw"], model, tokens)
@@ -89,7 +89,7 @@ def _compare(stage: Stage, preset: Preset) -> list[str]:
         verdict = compared(ends[name], first, start, must_be_same=exact)
         verdict = "" if first is ends[name] else verdict
         rows.append((name, np.round(ends[name].losses, 4), verdict))
-        header = ["way", "losses", "beside AdamW, or `after_backward`"]
+        header = ["way", "losses", "compared with AdamW, or `after_backward`"]
         stage.notes.put(f"{model.parameters:,} parameters", table(header, rows))
         stage.notes.keep(ways=[(name, list(losses), verdict) for name, losses, verdict in rows])
     return [f"{name}: {verdict}" for name, _, verdict in rows if verdict.startswith("FAILED")]

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import host_access
 
-#: A loop of three over a stack of four, as XLA prints it but for what nobody reads; `{...}` differ.
+#: A loop of three over a stack of four, as XLA prints it without ignored parts; `{...}` vary.
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
 %sliced (p0: bf16[4,8,16], p1: s32[], p2: s32[]) -> bf16[1,8,16] {{
@@ -78,7 +78,7 @@ def read(index, offset=None, stride=256):
         ("%down", 768, -256),
     ],
 )
-def test_a_walk_that_is_its_index_is_right_and_every_other_is_wrong(index, offset, stride):
+def test_a_slice_at_the_loop_index_is_correct_and_any_other_is_wrong(index, offset, stride):
     assert read(index, offset, stride) == host_access.Traffic(1, [], [], 1, 0)
     for other in ((offset + 256, stride), (offset, -stride), (offset, 0)):
         found = read(index, *other)
@@ -93,19 +93,19 @@ def test_a_slice_without_a_walk_is_a_kernel():
 
 
 @pytest.mark.parametrize("index", ["%other", "%done"])
-def test_a_walk_whose_index_is_not_known_is_not_taken_for_right(index):
+def test_a_slice_with_an_unknown_index_is_not_accepted(index):
     assert "its index is unknown" in read(index, 0).wrong[0]
 
 
-def test_a_loop_whose_trips_are_not_known_is_not_taken_for_right():
+def test_a_loop_with_an_unknown_trip_count_is_not_accepted():
     text = PROGRAM.replace("known_trip_count", "unknown")
     config = ', backend_config={"dynamic_slice_config":{"byte_offset":"0","byte_stride":"256"}}'
     found = host_access.traffic(text.format(index="%i", walk=config))
     assert "trip count" in found.wrong[0]
 
 
-def test_a_clamped_index_is_not_the_walk_behind_the_array():
-    # The index stays at the last layer, where the walk would read what is behind it.
+def test_a_clamped_index_differs_from_an_index_past_the_end():
+    # The index stays at the last layer; an unclamped one would read past the array's end.
     text = PROGRAM.replace('"n":"3"', '"n":"4"')
     config = ', backend_config={"dynamic_slice_config":{"byte_offset":"256","byte_stride":"256"}}'
     found = host_access.traffic(text.format(index="%pair#0", walk=config))

@@ -15,7 +15,7 @@ from benchmarks.on_gpu import PICTURE, STAGES
 from benchmarks.step_time_model import make_model
 from tests.failing_stages import failing
 
-# `step_time` runs what `test_step_time.py` does, `ways` and `correct` what tests of the library do.
+# Other tests cover `step_time`, `ways` and `correct`.
 REHEARSED = [stage for stage in STAGES if stage.name in ("facts", "headline", "layerwise")]
 
 
@@ -35,7 +35,7 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path):
     assert variants[0][2].startswith("losses differ by")
     assert [row[1] for row in layers["times"]] == ["during_backward", "after_backward"]
 
-    # Copies by way of pinned memory, and beside it; no CPU maps memory.
+    # Copies through pinned memory, and while it is in use; no CPU maps memory.
     assert list(facts["crossings"]) == ["1 MiB", "4 MiB"]
     for rates in facts["crossings"].values():
         assert "DmaMap" in rates["NumPy, mapped"][0]
@@ -50,7 +50,7 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_questions_are_answered_from_a_number_on_and_a_failure_stops_none(tmp_path, monkeypatch):
+def test_questions_start_at_a_number_and_a_failure_stops_no_other_question(tmp_path, monkeypatch):
     def fails(_):
         raise AssertionError("3 of 4 differ")
 
@@ -63,14 +63,14 @@ def test_questions_are_answered_from_a_number_on_and_a_failure_stops_none(tmp_pa
     ]
 
 
-def test_the_client_that_maps_memory_is_the_one_that_was_read():
-    # What `facts` calls has no public name: with another signature look at it again.
+def test_the_client_that_maps_memory_has_the_expected_signature():
+    # `facts` calls a function without a public name: if its signature changes, check the call.
     client = jax.devices()[0].client
     assert client.dma_map.__doc__ == "dma_map(self, address: int, size: int) -> None"
     assert client.dma_unmap.__doc__ == "dma_unmap(self, address: int) -> None"
 
 
-def test_ways_that_end_elsewhere_do_not_pass():
+def test_runs_with_different_results_do_not_pass():
     start, first = [np.zeros(4)] * 2, ways.End([2.0, 1.0], 1.0, "a", [np.ones(4)] * 2)
     for streams, losses, digest, samples, passes in (
         (False, [2.0, 1.0], "a", 1.0, True),
@@ -106,19 +106,19 @@ _made = functools.cache(make_model)  # most peers train the same
 
 
 @pytest.mark.parametrize("program", _once([H100, H200]), ids=lambda p: f"{p.peer}-{p.scan}")
-def test_the_step_of_each_peer_lowers_for_cuda(program, monkeypatch):
+def test_each_peers_step_lowers_for_cuda(program, monkeypatch):
     monkeypatch.setattr(programs, "make_model", _made)
-    # Layers that stream are refused without it where jax is older than 0.11.1.
+    # jax before 0.11.1 rejects streamed layers without it.
     monkeypatch.setattr("zenflow_jax._device.host_slices._DISABLED", True)
-    with jax.numpy_dtype_promotion("standard"):  # as users have it
+    with jax.numpy_dtype_promotion("standard"):  # as for users
         text = programs.lower_for_cuda(program)
     leaves = "annotate_device_placement" in text
-    # Gradients that leave in the step, and state that is parked, go to host memory.
+    # Gradients that leave during the step, and parked state, go to host memory.
     sends = program.peer != "adamw"
     assert leaves == sends
 
 
-def test_a_stage_that_goes_wrong_loses_only_itself_and_what_it_had_not_found(tmp_path, monkeypatch):
+def test_a_failing_stage_loses_only_its_own_unfinished_results(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "GRACE_S", 0.5)
     monkeypatch.setenv("REPORT", str(tmp_path / "report.md"))
     stages = [
@@ -142,14 +142,14 @@ def test_a_stage_that_goes_wrong_loses_only_itself_and_what_it_had_not_found(tmp
     for stage, data in zip(stages[:3], saved, strict=False):
         assert f"what {stage.name} found" in text
         assert data["found"] == stage.name
-    # What a stage said last is in the report: of the one that aborted, where it was.
+    # The report has each stage's last message; for an aborted stage, its position.
     assert "failing_stages.py" in saved[1]["last_lines"]
     log = (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert [log.count(f"==== {stage.name}") for stage in stages] == [1] * 5
     assert (tmp_path / PICTURE).exists()
 
 
-def test_without_a_gpu_it_says_so_once_and_runs_nothing_else(tmp_path, monkeypatch):
+def test_without_a_gpu_the_report_says_so_once_and_no_stage_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     outcomes = on_gpu.run(
         failing("asks_for_a_gpu", "ends_well"), tmp_path, seconds=100, rehearse=False, command=""

@@ -1,4 +1,4 @@
-"""`benchmarks/step_time.py`: each peer's step computes what it should, and figures are right."""
+"""`benchmarks/step_time.py`: each peer's step is correct, and so are the reported figures."""
 
 import dataclasses
 import json
@@ -25,8 +25,8 @@ from tests.comparisons import assert_same_bits
 from tests.compilations import times_compiled
 
 STEPS = 3
-# Two programs' float32 sums in other orders; an element whose gradient is near zero may then take
-# an Adam step of any size, and bf16 weights that were rounded otherwise change the next gradient.
+# Two programs sum float32 in different orders; an element whose gradient is near zero may then
+# take an Adam step of any size, and differently rounded bf16 weights change the next gradient.
 ATOL = 0.02 * STEPS * LEARNING_RATE
 VOCABULARY, LENGTH = 32, 8
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
 
 
 class Bigram(nnx.Module):
-    """Compiles in no time. What is parked of `scale` has the shape and dtype of a parameter."""
+    """Compiles quickly. The parked part of `scale` has a parameter's shape and dtype."""
 
     def __init__(self):
         options = {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
@@ -61,7 +61,7 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def limit(model, tokens):
-    """The peer `adamw` after some steps."""
+    """Runs the peer `adamw` for some steps."""
     runner = Runner(PEERS["adamw"], model, tokens)
     with jax.numpy_dtype_promotion("standard"):
         runner.set_up()
@@ -101,7 +101,7 @@ def test_mixed_precision_adamw_is_optax_adamw_of_the_masters_and_rounds_them():
 
 
 @pytest.mark.slow
-def test_parked_state_has_the_bits_of_state_on_the_device_and_stays_in_host_memory(
+def test_parked_state_is_bit_identical_to_state_on_the_device_and_stays_in_host_memory(
     model, tokens, limit
 ):
     runner = Runner(PEERS["parked"], model, tokens)
@@ -137,10 +137,10 @@ def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
     assert [len(r.step_s) for r in comparison.results] == [4, 4]
     assert [len(r.work_s) for r in comparison.results] == [2, 2]
     ours, parked = figures(comparison).values()
-    # 2 bytes of bf16 in each step, and once a window, and the step's scalars.
+    # 2 bytes of bf16 at each step, and once per window, plus the step's scalars.
     n, offloaded, step_scalars = 32 * 16 * 2 + 16, 32 * 16 * 2, 4 * (8 + 3)
     assert ours["to_host"] == (2 * offloaded + step_scalars) / n
-    # The windows of 20 steps; those of half the leaves begin before these and are open at the end.
+    # Windows in 20 steps; for half the leaves, they start earlier and are open at the end.
     np.testing.assert_allclose(ours["to_device"], 2 * offloaded * 5 / 20 / n, rtol=1e-12)
     assert ours["host_ms"] > 0
     assert parked["to_host"] == parked["to_device"] == 12

@@ -1,4 +1,4 @@
-"""A save has the engine's state of its moment, though the run goes on while it is written."""
+"""A save has the engine's state at the time of the call, although the run continues meanwhile."""
 
 import dataclasses
 import errno
@@ -26,7 +26,7 @@ ALL = 10**9  # bytes
 
 @pytest.fixture
 def waits(monkeypatch):
-    """An event that is set when somebody asks whether a leaf may be written."""
+    """An event that is set when a leaf's writer asks for permission."""
     asked = threading.Event()
     before_write = Snapshot.before_write
 
@@ -39,7 +39,7 @@ def waits(monkeypatch):
 
 
 def save(training, folder, **options):
-    """Writes the engine's file, before it returns."""
+    """Writes the engine's file before it returns."""
     args = zenflow_jax.EngineSave(training.engine, **options)
     EngineCheckpointHandler().save(folder, args=args)
 
@@ -49,17 +49,17 @@ def values(training):
 
 
 @pytest.mark.slow
-def test_what_is_saved_after_every_step_is_of_that_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "_CHUNK", 7)  # elements that are written at once
-    # Of stacks in ranges.
+def test_each_saved_state_is_that_of_its_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_CHUNK", 7)  # elements per write
+    # With stacks cut into ranges.
     settings = dataclasses.replace(SETTINGS, send_gradients="per_window", staleness=2)
     streams = []
     with Training(SCANNED, settings, donate=True) as training:
         for t in range(PLAN.steps + 1):
             go(training, PLAN, t)
             stream = training.engine.stream(ALL)
-            streams.append((stream, values(training)))  # after it, as this adds up mail
-            if t >= 5:  # several are open at once; what the run wrote since is in none
+            streams.append((stream, values(training)))  # after it, because this sums mail
+            if t >= 5:  # several saves are open at once; none has later changes
                 stream, expected = streams[t - 5]
                 (tmp_path / str(t)).mkdir()
                 stream.write(tmp_path / str(t))
@@ -80,7 +80,7 @@ def test_what_is_saved_after_every_step_is_of_that_step(tmp_path, monkeypatch):
     ],
     ids=["together", "adaptive"],
 )
-def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
+def test_without_room_for_copies_the_run_waits_for_unsaved_leaves(
     leaves, changes, copy_bytes, tmp_path, waits
 ):
     settings = dataclasses.replace(SETTINGS, **changes)
@@ -101,7 +101,7 @@ def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
         assert training.engine.stats.seconds["wait for save"] > 0
 
 
-def test_weights_that_are_loaded_after_a_save_are_not_in_it(tmp_path):
+def test_weights_loaded_after_a_save_are_not_in_it(tmp_path):
     with Training(ONE, SETTINGS) as training:
         stream, expected = training.engine.stream(ALL), values(training)
         training.params = runs.initial(ONE, seed=1)
@@ -112,7 +112,7 @@ def test_weights_that_are_loaded_after_a_save_are_not_in_it(tmp_path):
         assert (np.asarray(live["master"]) != expected["leaves"][0]["master"]).any()
 
 
-def test_a_run_goes_on_from_what_a_manager_saved_beside_it(tmp_path):
+def test_a_run_resumes_from_a_checkpoint_manager(tmp_path):
     with Training(FIRST, SETTINGS) as whole, ocp.CheckpointManager(tmp_path) as manager:
         go(whole, PLAN, 9)
         trees = {"params": whole.params, "opt_state": whole.state}
@@ -130,7 +130,7 @@ def test_a_run_goes_on_from_what_a_manager_saved_beside_it(tmp_path):
             again.t = 9
             go(again, PLAN, PLAN.steps)
             comparisons.assert_same_bits(end(again), expected)
-    # Other programs read the file, too.
+    # Other programs can also read the file.
     (path,) = (tmp_path / "9" / "engine").glob("*.safetensors")
     tensors = load_file(path)
     np.testing.assert_array_equal(tensors["leaves/1/mu@0,0"], restored.engine["leaves"][1]["mu"])
@@ -149,35 +149,35 @@ def test_an_engine_can_be_closed_while_it_waits_for_a_save(tmp_path, waits):
         waits.wait()
         training.engine.close()
         exchange.join()
-        # What it holds is whole, and can still be saved.
+        # The stream is still complete, and can be saved.
         stream.write(tmp_path)
         assert read_engine_state(tmp_path)["counts"]["step"] == 0
 
 
-def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path, monkeypatch):
+def test_a_checkpoint_that_changes_before_its_engine_is_created_is_rejected(tmp_path, monkeypatch):
     with Training(ONE, SETTINGS) as training:
         save(training, tmp_path)
         restored = read_engine_state(tmp_path)
         (path,) = tmp_path.iterdir()
         path.unlink()
-        told = []  # to the processes that still see the file: without a word they would wait
+        told = []  # for the processes that still see the file, which would otherwise wait
         with monkeypatch.context() as patch:
             patch.setattr(resume, "agree", lambda refusal, *_: told.append(refusal))
             with pytest.raises(FileNotFoundError, match="was deleted after the engine"):
                 resumed(training, (training.params, training.state, restored))
         assert "was deleted" in told[0]
-        training.go(1)  # in the same window: only the sum is another one
+        training.go(1)  # in the same window: only the sum differs
         save(training, tmp_path)
         with pytest.raises(ValueError, match="was overwritten after"):
             np.asarray(restored["leaves"][0]["mu"])
 
 
 @pytest.mark.parametrize("wrong", ["a full disk", "no folder"])
-def test_a_save_that_fails_says_so_and_holds_nobody_up(wrong, tmp_path, monkeypatch):
+def test_a_failed_save_is_reported_and_blocks_nothing(wrong, tmp_path, monkeypatch):
     def pwrite(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    # Minutes by default. orbax keeps what it has not begun to write, so nothing else ends the wait.
+    # Minutes by default. orbax keeps unwritten items, so nothing else ends the wait.
     waits = functools.partial(future.CommitFutureAwaitingContractedSignals, timeout_secs=0.1)
     monkeypatch.setattr(future, "CommitFutureAwaitingContractedSignals", waits)
     (tmp_path / "file").touch()
@@ -196,7 +196,7 @@ def test_a_save_that_fails_says_so_and_holds_nobody_up(wrong, tmp_path, monkeypa
         training.flush()
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path):
+def test_objects_that_cannot_be_saved_are_rejected(tmp_path):
     with Training(ONE, SETTINGS) as training:
         engine = training.engine
         for call, error, words in (
@@ -214,13 +214,13 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         save(training, tmp_path)
 
 
-def test_files_that_are_not_whole_or_of_several_saves_are_refused_by_name(tmp_path, monkeypatch):
+def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_path, monkeypatch):
     def refused(error, words):
         with pytest.raises(error, match=words):
             read_engine_state(tmp_path)
 
     def save_as(process):
-        """Saves as one of two processes would."""
+        """Saves like one of two processes."""
         stream = dataclasses.replace(training.engine.stream(), processes=[0, 1])
         with monkeypatch.context() as patch:
             patch.setattr(jax, "process_index", lambda: process)

@@ -1,4 +1,4 @@
-"""A resumed run needs trees of one run and one moment; others are refused."""
+"""A resumed run needs trees from one run and one moment; all others are rejected."""
 
 import dataclasses
 import gc
@@ -15,7 +15,7 @@ from zenflow_jax._device.samples import fingerprints
 
 
 def other(leaves, step, seed, bad):
-    """The gradients of a run from the same weights, on other data."""
+    """The gradients of a run from the same weights, on different data."""
     return runs.gradients(leaves, step, seed + 1, bad)
 
 
@@ -29,7 +29,7 @@ def of(name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_bit_of_a_parameter_is_in_its_fingerprint(dtype):
+def test_every_bit_of_a_parameter_affects_its_fingerprint(dtype):
     leaves = (Leaf("w", (6, 5), -2, dtype),)
     params = runs.initial(leaves)
     specs = [leaf.spec for leaf in runs.transformation(leaves, SETTINGS).init(params).leaves]
@@ -47,13 +47,13 @@ def test_every_bit_of_a_parameter_is_in_its_fingerprint(dtype):
 
 
 @pytest.mark.slow
-def test_a_parameter_with_another_bit_is_refused_by_its_name():
+def test_a_parameter_with_a_flipped_bit_is_rejected_by_name():
     settings = dataclasses.replace(SETTINGS, send_gradients="per_window", staleness=2)
     rng = np.random.default_rng(0)
     with Training(SECOND, settings, donate=True) as training:
-        # What is not finite is compared as well.
+        # Non-finite values are compared, too.
         training.params["rows"] = training.params["rows"].at[7].set(jnp.nan)
-        for t in (1, 8, 11, 13):  # of a skipped step, with updates on their way, of a flush
+        for t in (1, 8, 11, 13):  # a skipped step, with updates in flight, or a flush
             go(training, PLAN, t)
             params, state, engine_state = saved(training)
             resumed(training, (params, state, engine_state)).engine.close()
@@ -65,9 +65,9 @@ def test_a_parameter_with_another_bit_is_refused_by_its_name():
             refused(training, (mixed, state, engine_state), of("rows"))
 
 
-def test_parameters_that_a_flush_has_not_reached_are_refused_and_those_it_has_with_the_old_state():
+def test_parameters_from_before_a_flush_are_rejected_and_those_after_it_need_the_new_state():
     with Training(FIRST, SETTINGS) as training:
-        training.go(10)  # after which a window has closed
+        training.go(10)  # a window has just closed
         params, state, engine_state = saved(training)
         training.flush()
         flushed = saved(training)
@@ -76,14 +76,14 @@ def test_parameters_that_a_flush_has_not_reached_are_refused_and_those_it_has_wi
         refused(training, (flushed[0], state, flushed[2]), "after step 10 of another run")
 
 
-def test_parameters_that_are_gone_have_no_fingerprint_and_are_not_compared():
+def test_deleted_parameters_have_no_fingerprint_and_are_not_compared():
     def known():
-        """By leaf, whether the engine's state has a fingerprint of it."""
+        """Returns whether the engine's state has a fingerprint, for each leaf."""
         sums = training.engine.state()["counts"]["fingerprints"]
         return dict(zip(training.params, (sums != 0).tolist(), strict=True))
 
     with Training(FIRST, SETTINGS, donate=True) as training:
-        # Others may be loaded until the first step.
+        # Others may be loaded before the first step.
         assert not any(known().values())
         training.go(11)
         assert all(known().values())
@@ -101,14 +101,14 @@ def test_parameters_that_are_gone_have_no_fingerprint_and_are_not_compared():
         assert not any(known().values())
 
 
-def test_two_runs_that_go_on_from_one_checkpoint_are_two():
+def test_two_runs_resumed_from_one_checkpoint_are_separate_runs():
     with Training(FIRST, SETTINGS) as training:
         training.go(6)
         checkpoint = saved(training)
     first, second = resumed(training, checkpoint), resumed(training, checkpoint)
     second.gradients = other
     with first, second:
-        # Until they have made a step they are the same, and their states may be mixed.
+        # They are the same run until their first step, so their states may be mixed.
         resumed(training, (*saved(first)[:2], saved(second)[2])).engine.close()
         for each in (first, second):
             each.go(1)

@@ -1,4 +1,4 @@
-"""A saved state says its layout; another layout is refused with both names."""
+"""A saved state names its layout; a different layout is rejected with both names."""
 
 import zipfile
 from pathlib import Path
@@ -20,13 +20,13 @@ NEWER = "layout_7_of_zenflow_jax_0_9"
 
 @pytest.fixture(scope="module")
 def checkpoint():
-    """A run in the midst of a window, and its three trees."""
+    """A run in an open window, and its three trees."""
     with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 6)
         yield training, saved(training)
 
 
-def test_a_state_says_its_layout(checkpoint):
+def test_a_state_names_its_layout(checkpoint):
     _, (_, state, engine_state) = checkpoint
     for written in (state.layout, engine_state["layout"]):
         ((name, number),) = written.items()
@@ -44,9 +44,9 @@ def test_a_state_says_its_layout(checkpoint):
     ],
     ids=["of 0.3", "newer", "missing"],
 )
-def test_an_engine_state_of_another_layout_is_refused_by_both_names(checkpoint, layout, words):
+def test_an_engine_state_with_another_layout_is_rejected_with_both_names(checkpoint, layout, words):
     training, (params, state, engine_state) = checkpoint
-    # What else another version has is not looked at.
+    # Other differences between versions are not checked.
     other = {**engine_state, "layout": layout, "counts": {"unknown": np.int32(1)}}
     with pytest.raises(ValueError, match=f"reads an `engine_state` of {NOW}; .* is {words}"):
         resumed(training, (params, state, other))
@@ -54,14 +54,14 @@ def test_an_engine_state_of_another_layout_is_refused_by_both_names(checkpoint, 
 
 @pytest.fixture(scope="module")
 def of_0_2(tmp_path_factory):
-    """Files of `FIRST` that 0.2.0 wrote: the optimizer state by orbax, the rest by `EngineSave`."""
+    """Files of `FIRST` that 0.2.0 wrote: the optimizer state with orbax, the rest `EngineSave`."""
     folder = tmp_path_factory.mktemp("saved")
     with zipfile.ZipFile(Path(__file__).parents[1] / "fixtures" / "saved" / "0.2.0.zip") as file:
         file.extractall(folder)
     return folder
 
 
-def test_the_files_of_an_engine_of_0_2_are_refused_by_both_names(checkpoint, of_0_2):
+def test_an_engines_files_from_0_2_are_rejected_with_both_names(checkpoint, of_0_2):
     training, (params, state, _) = checkpoint
     engine_state = read_engine_state(of_0_2 / "engine")
     with pytest.raises(ValueError, match=rf"of {NOW}; .* is layout_1_of_zenflow_jax_0_2"):
@@ -72,16 +72,16 @@ def template(leaves):
     return runs.transformation(leaves, SETTINGS).init(runs.initial(leaves))
 
 
-def test_orbax_refuses_an_optimizer_state_of_0_2_with_both_names(of_0_2):
+def test_orbax_rejects_an_optimizer_state_from_0_2_with_both_names(of_0_2):
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, template(FIRST))
     with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match=NOW) as caught:
         checkpointer.restore(of_0_2 / "opt_state", abstract)
     assert "layout_1_of_zenflow_jax_0_2" in str(caught.value)
 
 
-def test_flax_refuses_an_optimizer_state_of_another_layout():
+def test_flax_rejects_an_optimizer_state_with_another_layout():
     state = template(ONE)
     (version,) = state.layout.values()
     written = serialization.to_bytes(state._replace(layout={NEWER: version}))
-    with pytest.raises(ValueError, match=NOW):  # flax names what it lacks
+    with pytest.raises(ValueError, match=NOW):  # flax names the missing entry
         serialization.from_bytes(state, written)

@@ -21,7 +21,7 @@ FIGURES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())[VE
 TOLERANCE = 0.03
 REFUSES = jax.__version_info__ < (0, 11, 1)
 
-pytestmark = pytest.mark.usefixtures("as_scripts_run")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_scripts_run")]
 
 
 def check(name, compiled):

@@ -1,4 +1,4 @@
-"""`from_deepspeed`: DeepSpeed's config becomes the same training here, or says by name what cannot.
+"""`from_deepspeed`: a DeepSpeed config becomes the same training here, or an error names the key.
 
 Compared with what DeepSpeed 0.19.8 makes of the same keys, by its documentation and source. Its
 schedules are `test_schedules.py`, what cannot be followed is `test_refused_configs.py`.
@@ -36,12 +36,12 @@ from zenflow_jax.deepspeed import from_deepspeed
 
 
 def zenflow_section(**keys):
-    """A config whose `zenflow` section has these keys alone."""
+    """A config whose `zenflow` section has only these keys."""
     return changed({RULES: keys})
 
 
 def untranslated(config, **arguments):
-    """The options, whose `not_translated` is what the one warning lists; no warning, no names."""
+    """Returns the options; the one warning lists `not_translated`, or there is none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = from_deepspeed(config, **arguments)
@@ -59,7 +59,7 @@ RULES_OF_TUTORIAL = {
 }
 
 
-def test_the_tutorials_sample_works_as_it_stands():
+def test_the_tutorials_sample_works_unchanged():
     options, names = untranslated(TUTORIAL)
     assert options.kind == "zenflow"
     adam = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
@@ -83,10 +83,10 @@ def test_a_whole_config_becomes_optimizer_batch_and_precision():
     params = {"w": jnp.ones((40, 4)), "b": jnp.ones(4)}
     state = options.optimizer.init(params)
     expected = zenflow_jax.zenflow(2e-5, **options.arguments).init(params)
-    assert jax.tree.structure(state) == jax.tree.structure(expected)  # static metadata included
+    assert jax.tree.structure(state) == jax.tree.structure(expected)  # including static metadata
 
 
-def test_a_file_means_what_its_content_means_which_is_left_as_it_was(tmp_path):
+def test_a_file_equals_its_content_and_is_not_changed(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(TRAINING), encoding="utf-8")
     config = copy.deepcopy(TRAINING)
@@ -97,7 +97,7 @@ def test_a_file_means_what_its_content_means_which_is_left_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("clipping", [0.5, 0])
-def test_without_zero_it_is_adamw_on_the_device(clipping):
+def test_without_zero_the_optimizer_is_adamw_on_the_device(clipping):
     config = changed({"gradient_clipping": clipping, "zero_optimization": REMOVE})
     options = from_deepspeed(config, mask={"w": True})
     assert (options.kind, options.max_grad_norm) == ("adamw", clipping or None)
@@ -137,7 +137,7 @@ NOT_FOLLOWED = [
         ({"bf16.enabled": False}, {"compute_dtype": FLOAT32}, []),
         ({"bf16": {}}, {"compute_dtype": FLOAT32}, []),
         ({"bf16": REMOVE, "fp16": {"enabled": True}}, {"compute_dtype": None}, ["fp16"]),
-        # Under ZenFlow every micro-batch is a step, as in DeepSpeed.
+        # With ZenFlow, every micro-batch is a step, as in DeepSpeed.
         (ACCUMULATED, {"batch_size": 8, "micro_batches": 1}, ["gradient_accumulation_steps"]),
         ({RULES: REMOVE}, {**OFFLOADED, "max_grad_norm": 0.5}, []),
         (NVME, OFFLOADED, [f"{OFFLOAD}.device"]),
@@ -154,7 +154,7 @@ NOT_FOLLOWED = [
     ],
     ids=str,
 )
-def test_keys_become_what_they_mean_or_are_listed(changes, expected, listed):
+def test_keys_have_their_deepspeed_meaning_or_are_listed(changes, expected, listed):
     options, names = untranslated(changed(changes))
     assert names == listed
     of_all = vars(options) | options.arguments | {"learning_rate": options.learning_rate}
@@ -175,7 +175,7 @@ def test_keys_become_what_they_mean_or_are_listed(changes, expected, listed):
     ],
     ids=str,
 )
-def test_the_zenflow_section_has_deepspeeds_defaults_and_autos(keys, expected):
+def test_the_zenflow_section_has_deepspeeds_defaults_and_auto_values(keys, expected):
     arguments = from_deepspeed(zenflow_section(**keys)).arguments
     assert {key: arguments[key] for key in expected} == expected
 
@@ -192,23 +192,23 @@ NEVER = 2**31 - 1
         ("epoch", 3, {}, 101, 303),
         ("epoch", 0, {}, 100, NEVER),
         ("step", 4, {}, None, 4),  # as long as a window
-        ("step", 10, {}, None, 10),  # no multiple of the window
+        ("step", 10, {}, None, 10),  # not a multiple of the window
         ("step", 10, {"update_interval": "auto", "full_warm_up_rounds": 3}, None, 10),
     ],
     ids=str,
 )
-def test_selection_is_by_strategy_and_interval(
+def test_selection_follows_the_strategy_and_the_interval(
     strategy, interval, extra, steps_per_epoch, expected
 ):
     keys = {"update_interval": 4, "select_strategy": strategy, "select_interval": interval} | extra
     options = from_deepspeed(zenflow_section(**keys), steps_per_epoch=steps_per_epoch)
     assert options.arguments["select_interval"] == expected
-    _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow takes it
+    _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow accepts it
 
 
 @pytest.mark.parametrize("interval", [8, 10])
 @pytest.mark.parametrize("warm_up", [0, 3])
-def test_selections_are_at_deepspeeds_steps_or_at_the_end_of_their_window(interval, warm_up):
+def test_selections_happen_at_deepspeeds_steps_or_at_the_end_of_their_window(interval, warm_up):
     keys = {"update_interval": 4, "select_strategy": "step", "select_interval": interval}
     options = from_deepspeed(zenflow_section(**keys, full_warm_up_rounds=warm_up))
     schedule = options.optimizer.init({"w": jnp.ones((4, 4))}).schedule
@@ -220,7 +220,7 @@ def test_selections_are_at_deepspeeds_steps_or_at_the_end_of_their_window(interv
     assert ours == [step for step in ends if step < 64]
 
 
-def test_reserved_cores_leave_the_others_to_the_engine(monkeypatch):
+def test_the_engine_gets_all_cores_that_are_not_reserved(monkeypatch):
     for share, cores, threads in ((0.3, 8, 5), (0.0, 8, 8), (1.0, 8, 8), ("auto", 8, None)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, n=cores: set(range(n)))
         assert from_deepspeed(zenflow_section(pt_reserved_cores_perc=share)).threads == threads
@@ -241,7 +241,7 @@ HUGGING_FACE = {
 ARGUMENTS = {"b1": 0.8, "b2": 0.9, "eps": 1e-5, "weight_decay": 0.2, "max_grad_norm": 9.0}
 
 
-def test_arguments_fill_in_what_is_auto_or_absent():
+def test_arguments_replace_values_that_are_auto_or_missing():
     options = from_deepspeed(
         HUGGING_FACE, learning_rate=3e-4, total_steps=100, warmup_steps=10, **ARGUMENTS
     )
@@ -254,12 +254,12 @@ def test_arguments_fill_in_what_is_auto_or_absent():
     assert options.learning_rate == 3e-4
     assert options.arguments.items() >= ARGUMENTS.items()
     assert from_deepspeed(TUTORIAL, max_grad_norm=None).max_grad_norm is None
-    # Values of the config win over arguments.
+    # The config's values take precedence over arguments.
     for rate in (1.0, optax.constant_schedule(1.0)):
         assert from_deepspeed(TRAINING, learning_rate=rate, **ARGUMENTS) == from_deepspeed(TRAINING)
 
 
-def test_a_schedule_of_ones_own_may_be_passed():
+def test_a_custom_schedule_may_be_passed():
     schedule = optax.cosine_decay_schedule(1e-3, 10)
     one_cycle = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0}}}
     for config, listed in (
@@ -272,7 +272,7 @@ def test_a_schedule_of_ones_own_may_be_passed():
         assert names == listed
 
 
-def test_lengths_may_become_known_later():
+def test_step_counts_may_be_set_later():
     keys = {"update_interval": 4, "select_strategy": "epoch", "select_interval": 2}
     config = changed({RULES: keys}, HUGGING_FACE)
     lengths = {"total_steps": 100, "warmup_steps": 10, "steps_per_epoch": 50}
@@ -303,7 +303,7 @@ def test_lengths_may_become_known_later():
     ],
     ids=str,
 )
-def test_batches_are_deepspeeds(sizes, devices, expected):
+def test_batch_sizes_follow_deepspeed(sizes, devices, expected):
     config = changed(sized(*sizes) | {"zero_optimization": REMOVE})
     options = from_deepspeed(config, devices=devices)
     assert (options.batch_size, options.micro_batches) == expected

@@ -1,4 +1,4 @@
-"""Configs, files and arguments that `from_deepspeed` refuses, by the name of what is wrong."""
+"""Configs, files and arguments that `from_deepspeed` rejects; the error names the cause."""
 
 import math
 import re
@@ -59,7 +59,7 @@ WRONG = {
 @pytest.mark.parametrize(
     ("path", "value"), [(path, value) for path in WRONG for value in WRONG[path]], ids=str
 )
-def test_a_key_whose_value_is_wrong_is_named(path, value):
+def test_a_key_with_an_invalid_value_is_named(path, value):
     with pytest.raises(ValueError, match=rf"^`{re.escape(path)}\b"):
         _ = from_deepspeed(changed({path: value})).optimizer
 
@@ -85,12 +85,12 @@ def selected(strategy, interval):
         (scheduled("WarmupLR") | {"optimizer": REMOVE}, {}, "`learning_rate` is missing"),
     ],
 )
-def test_values_that_do_not_go_together_are_refused(changes, arguments, words):
+def test_conflicting_values_are_rejected(changes, arguments, words):
     with pytest.raises(ValueError, match=words):
         _ = from_deepspeed(changed(changes), **arguments).arguments
 
 
-def test_a_file_that_cannot_be_understood_is_named(tmp_path):
+def test_an_unreadable_file_is_named(tmp_path):
     path = tmp_path / "ds_config.json"
     for text in (
         '{"bf16": {"enabled": true, "enabled": false}}',
@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_understood_is_named(tmp_path):
             from_deepspeed(path)
 
 
-def test_arguments_that_are_wrong_are_named():
+def test_invalid_arguments_are_named():
     for argument, value, exception in (
         ("config", 3, TypeError),
         ("total_steps", 0, ValueError),

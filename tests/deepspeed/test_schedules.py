@@ -1,4 +1,4 @@
-"""Schedules of the learning rate, held to DeepSpeed's formulas in Python floats."""
+"""Learning-rate schedules, compared with DeepSpeed's formulas in Python floats."""
 
 import math
 
@@ -11,7 +11,7 @@ from zenflow_jax.deepspeed import from_deepspeed
 
 
 def deepspeed_rate(i, name, *, lowest, highest, first, last, warmup, shape, total):
-    """The rate of iteration `i`; `first` and `last` are shares of `highest`."""
+    """Returns the rate at iteration `i`; `first` and `last` are shares of `highest`."""
     warmup = max(2, warmup)
     cosine = name == "WarmupCosineLR"
     if i < 0:
@@ -26,7 +26,7 @@ def deepspeed_rate(i, name, *, lowest, highest, first, last, warmup, shape, tota
     return lowest + (highest - lowest) * (risen if i < warmup else fallen)
 
 
-# As DeepSpeed has them where the config has none: "WarmupDecayLR" ignores the optimizer's rate.
+# DeepSpeed's defaults; "WarmupDecayLR" ignores the optimizer's rate.
 DEFAULTS = {"lowest": 0.0, "highest": 2e-5, "first": 0.0, "last": 1e-4}
 COSINE = {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}
 SCHEDULES = [
@@ -44,7 +44,7 @@ STEPS = 120
 @pytest.mark.parametrize(
     ("warmup", "shape", "total"), [(1, "log", 100), (7, "linear", 5), (50, "log", 100)]
 )
-def test_schedules_have_deepspeeds_numbers(name, params, numbers, warmup, shape, total):
+def test_schedules_match_deepspeed(name, params, numbers, warmup, shape, total):
     params = params | {"warmup_num_steps": warmup, "warmup_type": shape}
     params |= {} if name == "WarmupLR" else {"total_num_steps": total}
     schedule = from_deepspeed(changed(scheduled(name, **params))).learning_rate
@@ -53,10 +53,10 @@ def test_schedules_have_deepspeeds_numbers(name, params, numbers, warmup, shape,
     theirs = [deepspeed_rate(count - 1, name, **numbers) for count in range(STEPS)]
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=RATE_TOLERANCE * max(theirs))
-    plain = [schedule(0), schedule(3)]  # without jit, of Python's ints
+    plain = [schedule(0), schedule(3)]  # without jit, with Python ints
     np.testing.assert_allclose(ours[[0, 3]], plain, rtol=RATE_TOLERANCE)
 
 
-def test_a_schedule_left_to_itself_warms_up_for_1000_steps_by_the_logarithm():
+def test_a_schedule_without_parameters_warms_up_logarithmically_for_1000_steps():
     rate = from_deepspeed(changed(scheduled("WarmupLR"))).learning_rate
     np.testing.assert_allclose(rate(501), 2e-5 * math.log(501) / math.log(1000), rtol=1e-6)

@@ -1,6 +1,6 @@
-"""Provisional steps: what a deferred weight does between its updates.
+"""Provisional steps: how a deferred weight moves between its updates.
 
-`test_agreement.py` holds whole runs to the reference; here is what a single step does.
+`test_agreement.py` compares whole runs with the reference; this file checks single steps.
 """
 
 import jax
@@ -18,7 +18,7 @@ OPTIONS = {"topk_ratio": 0.25, "update_interval": 4, "provisional_share": SHARE}
 
 
 def trained(params, gradients, **options):
-    """The parameters after each step."""
+    """Returns the parameters after each step."""
     tx = zenflow_jax.zenflow(**{"learning_rate": RATE, **OPTIONS, **options})
     state, seen = tx.init(params), []
 
@@ -35,7 +35,7 @@ def trained(params, gradients, **options):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_deferred_weight_moves_against_its_sign_by_the_share_of_the_rate(dtype):
+def test_each_deferred_weight_moves_against_its_sign_by_a_share_of_the_rate(dtype):
     params = jnp.linspace(-2, 2, 24, dtype=dtype).reshape(8, 3)
     gradient = jnp.asarray(np.resize([3, -1e-30, 0, 1e-30, -5], (8, 3)), dtype)
     none, first, second = trained(params, [gradient * 0, *[gradient] * 2])
@@ -49,7 +49,7 @@ def test_each_deferred_weight_moves_against_its_sign_by_the_share_of_the_rate(dt
         np.testing.assert_array_equal(new, old)
 
 
-def test_no_step_makes_a_small_float16_zero():
+def test_no_step_changes_a_small_float16_to_zero():
     params = jnp.full((8, 3), 3e-5, jnp.float16)
     first, second = trained(params, [params] * 2, learning_rate=2.0**-20)
     np.testing.assert_array_equal(first[2:], np.float32(np.float16(3e-5)))
@@ -59,13 +59,13 @@ def test_no_step_makes_a_small_float16_zero():
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32])
 def test_signs_are_packed_without_a_concatenation_and_unpacked_with_one(dtype):
-    # jax 0.10.2 and 0.11.0 miscompile on GPUs what concatenates a concatenation.
+    # jax 0.10.2 and 0.11.0 miscompile a concatenation of a concatenation on GPUs.
     def joined(signs):
         return _pack_signs(jnp.concatenate([signs, -signs]), 0, dtype)
 
     signs = jnp.asarray(np.resize([1, 0, -1, 1], (23, 3)), jnp.float32)
     packed = joined(signs)
-    assert len(packed) == 2  # of 46 rows some are left over
+    assert len(packed) == 2  # 46 rows leave a remainder
     assert str(jax.make_jaxpr(joined)(signs)).count("concatenate") == 1
     unpack = lambda *packed: _unpack_signs(packed, 0, 46)  # noqa: E731
     assert str(jax.make_jaxpr(unpack)(*packed)).count("concatenate") == 1

@@ -1,4 +1,4 @@
-"""Layers whose gradients leave inside the backward scan: the same run, to the bit, or an error."""
+"""Layers whose gradients leave inside the backward scan: a bit-identical run, or an error."""
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,17 @@ from zenflow_jax._device import host_slices
 from zenflow_jax._device.streamed import _as_floats, _as_packed
 
 HALVES = slice(None, 2), slice(2, None)
-ATOL = 1e-6  # updates near 1e-2, of float32 sums in another order
+ATOL = 1e-6  # updates near 1e-2; float32 sums in different orders
 
 
 @pytest.mark.slow
-def test_a_run_whose_layers_stream_has_the_bits_of_one_whose_layers_do_not():
-    # A step is skipped. Without optimization by the compiler float32 is added up in other orders.
+def test_a_run_with_streamed_layers_is_bit_identical_to_one_without():
+    # One step is skipped. Without compiler optimization, float32 sums have a different order.
     assert_same_bits(*(run("bfloat16", stream=x, bad=7) for x in (True, False)))
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_backward_scan_stacks_gradients_in_host_memory_alone(stream):
+def test_the_backward_scan_stacks_gradients_only_in_host_memory(stream):
     params = model("float32")
     tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.1)
 
@@ -46,7 +46,7 @@ def test_the_backward_scan_stacks_gradients_in_host_memory_alone(stream):
     assert all(x.memory_space == kind for x in stacked)
 
 
-def test_packed_signs_travel_as_normal_numbers_to_which_zeros_may_be_added():
+def test_packed_signs_are_normal_floats_to_which_zeros_may_be_added():
     packed = np.uint32([0, 1, 3**19 - 1])
     floats = _as_floats(jnp.asarray(packed))
     normal = np.finfo(np.float32)
@@ -55,7 +55,7 @@ def test_packed_signs_travel_as_normal_numbers_to_which_zeros_may_be_added():
 
 
 def behind(tx):
-    # The norms and the mail were made before.
+    # The norms and the mail were computed earlier.
     return lambda *of: tx.update(jax.grad(loss)(*of), tx.init(None))[0]
 
 
@@ -86,27 +86,27 @@ MISUSES = of_a_small_mean, of_a_layer_used_twice
 
 
 @pytest.mark.parametrize("gradients_of", [*MISUSES, behind(optax.scale(0.5))])
-def test_gradients_that_are_not_those_of_one_use_end_the_run(gradients_of):
+def test_gradients_from_other_than_one_use_end_the_run(gradients_of):
     assert all(np.isnan(x).all() for x in updates_from(gradients_of))
 
 
-def test_a_norm_of_streamed_gradients_is_an_error():
+def test_a_norm_of_streamed_gradients_raises():
     with pytest.raises(ValueError, match="memory_space"):
         updates_from(behind(optax.clip_by_global_norm(1e6)))
 
 
-def test_gradients_of_other_selected_channels_end_the_run():
+def test_gradients_for_different_selected_channels_end_the_run():
     def other_channels(state):
         leaves = [
             leaf if leaf.channels is None else leaf._replace(channels=leaf.channels + 1)
             for leaf in state.leaves
         ]
-        return state._replace(leaves=tuple(leaves))
+        return state._replace(leaves=state.leaves.replace(leaves))
 
     assert all(np.isnan(x).all() for x in updates_from(jax.grad(loss), other_channels))
 
 
-def test_layers_may_go_through_several_scans_in_parts():
+def test_layers_may_be_split_over_several_scans():
     def in_halves(weights, x, y):
         layers, head = weights["layers"], weights["head"]
         first, rest = (jax.tree.map(lambda w, part=part: w[part], layers) for part in HALVES)
@@ -118,7 +118,7 @@ def test_layers_may_go_through_several_scans_in_parts():
         np.testing.assert_allclose(x, y, rtol=0, atol=ATOL)
 
 
-def test_a_derivative_by_what_stream_takes_is_an_error():
+def test_a_derivative_through_stream_raises():
     # It would be zero.
     params = model("float32")
     state, batch = zenflow_jax.zenflow(1e-2).init(params), next(batches(1, "float32"))
@@ -132,10 +132,10 @@ def cast(x):
 
 @pytest.mark.parametrize(
     ("dtype", "change"),
-    # Channels above 256 are no numbers in bfloat16.
+    # bfloat16 cannot represent all channels above 256.
     [("float32", cast), ("bfloat16", cast), ("float32", lambda x: x[:, None])],
 )
-def test_layers_that_are_cast_or_reshaped_before_the_scan_are_an_error(dtype, change):
+def test_layers_that_are_cast_or_reshaped_before_the_scan_raise(dtype, change):
     params = model(dtype)
     weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
     weights = jax.tree.map(change, weights)
@@ -143,14 +143,14 @@ def test_layers_that_are_cast_or_reshaped_before_the_scan_are_an_error(dtype, ch
         jax.grad(loss)(weights, *next(batches(1, "bfloat16")))
 
 
-def test_other_ways_for_gradients_are_refused_by_name():
+def test_other_values_of_send_gradients_are_rejected_by_name():
     params = model("float32")
     tx = zenflow_jax.zenflow(1e-2, send_gradients="per_window")
     with pytest.raises(ValueError, match="state has send_gradients='per_window'"):
         streaming.stream(params, tx.init(params))
 
 
-def test_where_takes_layers_alone():
+def test_where_accepts_only_layers():
     params = model("float32")
     state = zenflow_jax.zenflow(1e-2).init(params)
     with pytest.raises(ValueError, match="`where` names .*head"):
@@ -165,7 +165,7 @@ def test_where_takes_layers_alone():
         nnx.Param(chosen["layers"]["up"])[...]
 
 
-def test_a_device_that_streams_wrong_gradients_is_refused(monkeypatch):
+def test_a_device_that_streams_wrong_gradients_is_rejected(monkeypatch):
     right = streaming.layer_weights
     monkeypatch.setattr(streaming, "layer_weights", lambda layer: 2 * right(layer))
     with pytest.raises(RuntimeError, match=r"differ by .*%.* `--stream none`"):
@@ -173,7 +173,7 @@ def test_a_device_that_streams_wrong_gradients_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
-def test_a_program_for_a_gpu_is_refused_where_jax_slices_host_memory_wrongly(monkeypatch, platform):
+def test_a_program_for_a_gpu_is_rejected_if_jax_slices_host_memory_wrongly(monkeypatch, platform):
     monkeypatch.setattr(host_slices, "_FIXED", (99,))
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
     state = tx.init(params)
@@ -186,7 +186,7 @@ def test_a_program_for_a_gpu_is_refused_where_jax_slices_host_memory_wrongly(mon
         traced.lower()
         with pytest.raises(NotImplementedError, match=r"xla#46231.*0\.11\.1 .*Python 3\.12"):
             traced.lower(lowering_platforms=(platform,))
-        # Too late: XLA has read its flags.
+        # Too late: XLA has already read its flags.
         monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dynamic-slice-annotator")
         with pytest.raises(NotImplementedError, match="before Python starts"):
             traced.lower(lowering_platforms=(platform,))
@@ -194,7 +194,7 @@ def test_a_program_for_a_gpu_is_refused_where_jax_slices_host_memory_wrongly(mon
         traced.lower(lowering_platforms=(platform,))
 
 
-def test_streamed_weights_are_no_parameters():
+def test_streamed_weights_are_not_parameters():
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
     state = tx.init(params)
     weights = streaming.stream(params, state)

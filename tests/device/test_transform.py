@@ -1,10 +1,14 @@
-"""`zenflow()` as users of optax meet it: its state, its arguments, what it emits and sends."""
+"""`zenflow()` as an optax user sees it: its state, arguments, updates and mail."""
+
+import copy
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 
 import zenflow_jax
 from tests.compilations import times_compiled
@@ -18,11 +22,11 @@ from tests.device.small_runs import (
     make,
 )
 
-RTOL = 1e-6  # a few roundings of float32
+RTOL = 1e-6  # a few float32 roundings
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_all_ways_to_init_agree(dtype):
+def test_all_kinds_of_init_agree(dtype):
     tx, params = make(), example_params(dtype)
     state = tx.init(params)
     compiled = jax.jit(tx.init)(params)
@@ -52,11 +56,49 @@ def test_the_state_is_a_plain_pytree_without_callables():
         }
         return make(lambda count: 1e-2, **of_functions).init(example_params())
 
-    # Functions made anew are never equal; a treedef that held one would not be either.
+    # New functions are never equal, so a treedef that held one would differ, too.
     first, second = jax.tree.structure(state()), jax.tree.structure(state())
     assert first == second
     assert hash(first) == hash(second)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state()))
+
+
+def walk(node, leaf):
+    """Yields the leaves as savers and trainers find them, by their own walk over the state."""
+    if isinstance(node, dict):
+        node = [node[key] for key in sorted(node)]
+    elif hasattr(node, "_fields"):
+        node = [getattr(node, name) for name in node._fields]
+    if not isinstance(node, list | tuple):
+        yield from () if node is None else (leaf(node),)
+    else:
+        for x in node:
+            yield from walk(x, leaf)
+
+
+def test_walks_over_tuples_and_dicts_find_the_same_arrays_as_jax():
+    state = make().init(example_params())
+    arrays = [id(x) for x in jax.tree.leaves(state)]
+    assert list(walk(state, id)) == arrays
+    assert sorted(walk(serialization.to_state_dict(state), id)) == sorted(arrays)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert {".step", ".leaves[1].mu", ".step_scalars.floats"} < {*names}
+
+
+def test_a_state_keeps_its_settings_wherever_it_is_copied():
+    state = make().init(example_params())
+    treedef = jax.tree.structure(state)
+    for copied in (
+        copy.deepcopy(state),
+        pickle.loads(pickle.dumps(state)),
+        jax.eval_shape(lambda: state),
+        jax.lax.cond(state.step == 0, lambda x: x, lambda x: x, state),
+        jax.lax.scan(lambda x, _: (x, None), state, length=2)[0],
+    ):
+        assert jax.tree.structure(copied) == treedef
+    leaf = state.leaves[1]
+    with pytest.raises(ValueError, match="LeafState was built from its elements alone.*`_replace`"):
+        _ = type(leaf)(*leaf).spec
 
 
 ADAPTIVE = {"update_interval": zenflow_jax.AutoWindow(), "window_scaling": None}
@@ -73,8 +115,8 @@ FLOAT64 = dict.fromkeys(["learning_rate", "eps", "weight_decay"], np.float64(1e-
         ("bfloat16", {"learning_rate": optax.cosine_decay_schedule(1e-2, 9)}),
     ],
 )
-def test_nothing_about_the_state_changes_but_its_numbers(dtype, options):
-    # One program serves all steps, also under x64.
+def test_only_the_numbers_in_the_state_change(dtype, options):
+    # One program runs all steps, also with x64.
     tx = make(**{"max_grad_norm": 1.0, "full_warm_up_rounds": 1, **options})
     params = example_params(dtype)
     update = jax.jit(tx.update)
@@ -85,7 +127,7 @@ def test_nothing_about_the_state_changes_but_its_numbers(dtype, options):
         with (
             jax.enable_x64(dtype == "float32"),
             jax.numpy_dtype_promotion("standard"),  # optax's schedules are not strict-clean
-            jax.transfer_guard("allow" if t == 1 else "disallow"),  # constants may move at first
+            jax.transfer_guard("allow" if t == 1 else "disallow"),  # constants may move initially
         ):
             updates, state = update(gradients, state, params)
         assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
@@ -108,7 +150,7 @@ NESTED = {"block": {"bias": jnp.zeros(3), "weight": jnp.ones((4, 3))}, "head": j
     ],
     ids=["tree", "prefix", "function to a prefix"],
 )
-def test_mask_says_where_weight_decay_applies_whose_schedule_counts_from_zero(mask):
+def test_mask_selects_leaves_for_weight_decay_and_its_schedule_counts_from_zero(mask):
     def decay(count):
         return 0.5 / (1.0 + count.astype(jnp.float32))
 
@@ -127,12 +169,12 @@ def test_mask_says_where_weight_decay_applies_whose_schedule_counts_from_zero(ma
         ((2, 3, 4), {"channel_axis": 2}, (2, 3, 2)),
         ((2, 3, 4), {"channel_axis": 0}, (1, 3, 4)),
         ((2, 3, 4), {"channel_axis": lambda path, leaf: np.int64(leaf.ndim - 1)}, (2, 3, 2)),
-        # The share is read as a decimal, and rounded up.
+        # The ratio is read as a decimal, and the count is rounded up.
         ((5, 3), {"topk_ratio": 0.0}, (0, 3)),
         ((31, 3), {"topk_ratio": 0.1}, (4, 3)),
         ((100, 2), {"topk_ratio": 0.07}, (7, 2)),
         ((5, 2), {"topk_ratio": 0.01}, (1, 2)),
-        # Without a deferred channel a leaf is resident, and where it is asked for.
+        # A leaf without deferred channels is resident, and so is one that the user names.
         ((0, 3), {"topk_ratio": 0.0}, None),
         ((), {"topk_ratio": 0.0}, None),
         ((3,), {"topk_ratio": 0.0}, None),
@@ -141,7 +183,7 @@ def test_mask_says_where_weight_decay_applies_whose_schedule_counts_from_zero(ma
         ((5, 2), {"resident": lambda path, leaf: path[-1].key == "x"}, None),
     ],
 )
-def test_what_the_device_keeps_of_a_leaf_is_its_selected_channels_or_all(shape, options, kept):
+def test_the_device_keeps_a_leafs_selected_channels_or_all(shape, options, kept):
     state = make(**options).init({"x": jnp.ones(shape)})
     (leaf,), mail = state.leaves, state.mail
     assert leaf.mu.shape == leaf.nu.shape == (shape if kept is None else kept)
@@ -150,8 +192,8 @@ def test_what_the_device_keeps_of_a_leaf_is_its_selected_channels_or_all(shape, 
     assert bool(jax.tree.leaves(mail)) == (kept is not None)
 
 
-def test_the_mail_alone_is_in_host_memory_in_shapes_that_nothing_on_the_device_has():
-    # Or a donated buffer could be given to the wrong one of them, which ends the process.
+def test_only_mail_is_in_host_memory_and_its_shapes_differ_from_all_device_arrays():
+    # Otherwise a donated buffer could be assigned to the wrong output, which ends the process.
     params = {"a": jnp.ones((1, 8)), "b": jnp.ones((1, 1, 8)), "c": jnp.ones((8, 3))}
     state = make().init(params)
     mail = jax.tree.leaves((state.mail, state.step_scalars))
@@ -170,7 +212,7 @@ def test_the_mail_alone_is_in_host_memory_in_shapes_that_nothing_on_the_device_h
         ("bfloat16", "float32", None),
     ],
 )
-def test_the_mail_is_the_gradient_bit_for_bit_in_the_dtype_of_its_leaf(dtype, arrives, clip):
+def test_mail_equals_the_gradient_bit_for_bit_in_the_leafs_dtype(dtype, arrives, clip):
     params, gradients = example_params(dtype), gradients_at(1, arrives)
     tx = make(max_grad_norm=clip)
     _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
@@ -179,7 +221,7 @@ def test_the_mail_is_the_gradient_bit_for_bit_in_the_dtype_of_its_leaf(dtype, ar
     assert mail.tobytes() == np.asarray(gradients["weight"].astype(mail.dtype)).tobytes()
 
 
-def test_a_state_counts_steps_that_were_skipped_one_after_the_other():
+def test_a_state_counts_consecutive_skipped_steps():
     params = {"bias": jnp.zeros(3)}
     tx = make()
     state, update = tx.init(params), jax.jit(tx.update)
@@ -188,14 +230,14 @@ def test_a_state_counts_steps_that_were_skipped_one_after_the_other():
         assert int(state.skipped_in_a_row) == expected
 
 
-def test_gradients_of_float16_leaves_are_looked_at_as_they_arrive_and_squared_in_float32():
-    # float16 has infinity above 65,504 and zero below 6e-8: what it has of these gradients would
-    # be skipped, or not move anything.
+def test_gradients_of_float16_leaves_are_checked_as_they_arrive_and_squared_in_float32():
+    # float16 has infinity above 65,504 and zero below 6e-8: cast to it, these gradients would be
+    # skipped, or would move nothing.
     params = {"bias": jnp.ones(3, jnp.float16), "weight": jnp.ones((6, 3), jnp.float16)}
     for options in ({}, {"topk_ratio": 1.0}):
         tx = make(eps=0.0, max_grad_norm=1e6, **options)
         update = jax.jit(tx.update)
-        # The squares of 300 are no finite float16.
+        # 300 squared is not a finite float16.
         for size, dtype in ((1e5, "float32"), (1e-9, "float32"), (300, "float16")):
             gradients = {name: jnp.full(p.shape, size, dtype) for name, p in params.items()}
             updates, state = update(gradients, tx.init(params), params)

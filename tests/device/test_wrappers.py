@@ -1,4 +1,4 @@
-"""`zenflow` inside the wrappers of optax, flax and jax does what it does alone."""
+"""`zenflow` inside wrappers of optax, flax and jax behaves as it does alone."""
 
 import functools
 from typing import Any
@@ -28,7 +28,7 @@ def injected(learning_rate: Any = schedule, **options):
     return factory(learning_rate, **{**SETTINGS, **options})
 
 
-# Each takes zenflow's options and gives a transformation that does the same as zenflow alone.
+# Each takes zenflow's options and returns a transformation equivalent to zenflow alone.
 WRAPPERS = {
     "chain": lambda **o: optax.chain(optax.scale(4.0), optax.scale(0.25), make(**o)),
     "masked": lambda **o: optax.masked(make(**o), {"bias": True, "weight": True}),
@@ -36,12 +36,19 @@ WRAPPERS = {
         {"ours": make(**o), "frozen": optax.set_to_zero()}, {"bias": "ours", "weight": "ours"}
     ),
     "inject_hyperparams": injected,
+    # Rates for each leaf that have equal values.
+    "function of leaves": lambda **o: make(lambda path, leaf: lambda count: schedule(count), **o),
+    "tree of rates": lambda **o: make({"bias": schedule, "weight": lambda t: schedule(t)}, **o),
+    "injected tree": lambda **o: injected({"bias": schedule, "weight": lambda t: schedule(t)}, **o),
+    "injected rates": lambda **o: optax.inject_hyperparams(
+        lambda bias, rest: make(lambda path, x: bias if "bias" in str(path) else rest, **o)
+    )(schedule, schedule),
     "apply_if_finite": lambda **o: optax.apply_if_finite(make(**o), 3),
 }
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_inside_a_wrapper_it_does_what_it_does_alone(wrapper):
+def test_a_wrapped_transformation_behaves_as_it_does_alone(wrapper):
     tx = WRAPPERS[wrapper]()
     state = tx.init(example_params())
     marked = optax.tree_map_params(tx, lambda _: "params", state, transform_non_params=lambda _: 0)
@@ -52,7 +59,7 @@ def test_inside_a_wrapper_it_does_what_it_does_alone(wrapper):
     assert_close(params, alone())
 
 
-def test_optax_finds_and_sets_by_name_what_is_in_a_chain():
+def test_optax_gets_and_sets_values_in_a_chain_by_name():
     state = optax.chain(optax.clip(1.0), make()).init(example_params())
     assert optax.tree.get(state, "step") is state[1].step
     assert optax.tree.get(state, "ZenFlowState") is state[1]
@@ -65,7 +72,7 @@ def test_optax_finds_and_sets_by_name_what_is_in_a_chain():
 
 
 @pytest.mark.parametrize("params", [{}, (), {"none": None}, {"kept": jnp.ones(3)}], ids=str)
-def test_a_tree_or_a_group_without_leaves_is_no_problem(params):
+def test_a_tree_or_a_group_without_leaves_is_accepted(params):
     tx = optax.masked(make(), jax.tree.map(lambda _: False, params))
     state = tx.init(params)
     updates, new = tx.update(params, state, params)
@@ -73,8 +80,8 @@ def test_a_tree_or_a_group_without_leaves_is_no_problem(params):
     assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
-def test_an_injected_learning_rate_may_be_set_between_steps_and_is_kept_in_float32():
-    # optax gives hyperparameters the parameters' dtype; bfloat16(0.999) is 1.
+def test_an_injected_learning_rate_may_change_between_steps_and_stays_in_float32():
+    # optax casts hyperparameters to the parameters' dtype; bfloat16(0.999) is 1.
     factory = optax.inject_hyperparams(
         zenflow_jax.zenflow, zenflow_jax.STATIC_ARGS, hyperparam_dtype=jnp.float32
     )

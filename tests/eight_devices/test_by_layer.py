@@ -1,4 +1,4 @@
-"""A run whose weights stream, on a mesh: the losses of one device, and a resume."""
+"""A run with streamed weights on a mesh: it has the losses of one device, and resumes."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,13 @@ from tests.train.scripts import TINY_MESH, read
 from train.model import cross_entropy
 from train.run import setup
 
-# Nats, float32: sums over devices are in another order.
+# Nats, float32: sums over devices have a different order.
 ATOL = 1e-5
 
 
 @pytest.mark.usefixtures("as_scripts_run")
-def test_a_run_by_layers_on_a_mesh_has_the_losses_of_one_device_and_resumes(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "PART", 100)  # embedding and head are in parts
+def test_a_layerwise_run_on_a_mesh_has_the_losses_of_one_device_and_resumes(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "PART", 100)  # embedding and head are split
     options = TINY_MESH | {"dtype": "float32", "eps": 1e-3}
     options |= {"optimizer": "offload", "stream": "weights"}
     losses = []

@@ -1,4 +1,4 @@
-"""Resumes checkpoints that orbax writes in mid-window, on the same devices and on others."""
+"""Resumes checkpoints that orbax writes inside a window, on the same devices and on others."""
 
 import functools
 
@@ -17,11 +17,11 @@ from zenflow_jax._device.samples import fingerprints
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 PLAN = Plan(17, bad=(12,))
-SAVED_AT = 9  # with an update of one leaf on its way, and a step in the other's open window
+SAVED_AT = 9  # with one leaf's update in flight, and a step in the other leaf's open window
 HERE = functools.partial(Training, LEAVES, STALE, donate=True)
 
 
-def test_a_parameter_has_the_same_fingerprint_wherever_it_lies():
+def test_a_parameter_has_the_same_fingerprint_on_any_devices():
     values, mesh = runs.initial_values(MORE_LEAVES), meshes.make_mesh("three", EXPLICIT)
     prints = []
     for placement in (None, *meshes.PLACEMENTS):
@@ -74,11 +74,11 @@ def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
     ("ratio", "sizes", "advised"),
     [
         (0.05, (4096, 11008), 0.0625),
-        (0.0625, (4096, 11008), None),  # even already
-        (0.05, (4096, 72), ""),  # 0.125 would be another run
+        (0.0625, (4096, 11008), None),  # already even
+        (0.05, (4096, 72), ""),  # 0.125 would be a different run
     ],
 )
-def test_a_number_of_selected_channels_that_fewer_devices_lack_is_warned_of(
+def test_a_selected_count_that_fewer_devices_would_not_have_raises_a_warning(
     ratio, sizes, advised, caplog
 ):
     def selected(ratio, pieces):
@@ -98,8 +98,8 @@ def test_a_number_of_selected_channels_that_fewer_devices_lack_is_warned_of(
         assert "topk_ratio" not in said
 
 
-def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
-    # As many channels, wherever they are: one device, and eight pieces of 32 or 16 channels.
+def test_a_selection_over_fewer_devices_is_rejected(tmp_path):
+    # The same number of channels on each: one device, and eight pieces of 32 or 16 channels.
     settings = Settings(topk_ratio=0.25, update_interval=2, select_interval=2)
     leaves = MORE_LEAVES[1:3]
     channels = meshes.shardings(meshes.make_mesh("fsdp"), "channels", leaves)
@@ -113,7 +113,7 @@ def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state)
 
 
-def test_a_checkpoint_in_ranges_goes_on_on_a_mesh_but_not_where_it_divides_layers():
+def test_a_checkpoint_with_ranges_resumes_on_a_mesh_unless_the_mesh_divides_layers():
     with Training(IN_RANGES, STALE, donate=True) as training:
         training.go(7)
         saved = jax.tree.map(np.asarray, (training.params, training.state, training.engine.state()))

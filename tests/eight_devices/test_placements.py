@@ -1,4 +1,4 @@
-"""Sharded runs equal `optax.adamw` on the same mesh, and the reference that is told the shards."""
+"""Sharded runs equal `optax.adamw` on the same mesh, and a reference that knows the shards."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from tests.runs import Plan, Settings, Training
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
-# A skipped step; an early end, of one leaf with its update on its way.
+# A skipped step; an early end, with one leaf's update in flight.
 PLAN = Plan(14, bad=(6,), flush_at=(9,))
 EVERY = Settings(
     topk_ratio=0.2, update_interval=1, select_interval=3, staleness=0, weight_decay=0.1
@@ -24,19 +24,19 @@ EVERY = Settings(
 
 
 def leaves_of(where):
-    """Returns all leaves for a mesh of three axes, which places them in most ways."""
+    """Returns all leaves for a mesh with three axes, which covers most placements."""
     return MORE_LEAVES if where[0] == "three" else LEAVES
 
 
 @contextlib.contextmanager
 def started(where, settings, *, leaves=LEAVES, in_context=True, **more):
-    """A run on a mesh; a user has set one with Explicit axes as a rule, and one with Auto not."""
+    """A run on a mesh; users usually set a mesh with Explicit axes, and not one with Auto axes."""
     name, placement, kind = where
     mesh = meshes.make_mesh(name, kind)
     set_mesh = kind == EXPLICIT and in_context
     context = jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext()
     shardings = meshes.shardings(mesh, placement, leaves)
-    # Steps donate wherever it is not that which is tested: so runs share them.
+    # Steps donate unless a test is about donation, so runs share them.
     options = {"donate": True, "shardings": shardings, **more}
     with context, Training(leaves, settings, **options) as training:
         yield training
@@ -44,7 +44,7 @@ def started(where, settings, *, leaves=LEAVES, in_context=True, **more):
 
 @contextlib.contextmanager
 def traced_once(training, *, donate=True):
-    """Sees to it that the step is."""
+    """Checks that the step donates."""
     traces, training_step = [], training.program.__wrapped__
 
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
@@ -55,12 +55,12 @@ def traced_once(training, *, donate=True):
     training.program = step
     yield
     assert len(traces) == 1
-    # Parameters may come written otherwise than jit writes them; once, and not through us.
+    # Parameters may be spelled differently from jit's output; once, and not by this library.
     assert times_compiled(step) <= 2
 
 
-# Each placement is compiled anew in two seconds: so all other runs, those of `test_elastic.py` too,
-# are on some of these.
+# Each placement takes two seconds to compile, so all other runs, those of `test_elastic.py` too,
+# use some of these.
 @pytest.mark.parametrize(
     ("where", "more"),
     [
@@ -72,32 +72,32 @@ def traced_once(training, *, donate=True):
     ],
     ids=str,
 )
-def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, more):
+def test_stale_windows_equal_a_reference_that_knows_the_shards(where, more):
     with started(where, STALE, leaves=leaves_of(where), **more) as training:
         with traced_once(training, donate=more.get("donate", True)):
             assert_agrees(training, PLAN)
 
 
-def test_stacks_in_ranges_equal_the_reference():
+def test_stacks_cut_into_ranges_equal_the_reference():
     with started(("three", "both", AUTO), STALE, leaves=IN_RANGES) as training:
         assert [len(leaf.spec.groups) for leaf in training.state.leaves] == [1, 3]
         assert len(assert_agrees(training, PLAN).turns) == 4
 
 
-def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
-    # No device has a copy, and none a part of a channel: so groups are those of the reference.
+def test_compact_moments_on_a_mesh_are_rounded_like_the_references():
+    # No device has a copy or a part of a channel, so groups match the reference.
     with started(("fsdp", "channels", AUTO), STALE, host_state="compact") as training:
         assert_agrees(training, PLAN, "compact")
 
 
-def test_adaptive_schedules_decide_as_the_reference_does():
+def test_adaptive_schedules_decide_like_the_reference():
     where = ("three", "stacks", AUTO)
     with started(where, ADAPTIVE, leaves=leaves_of(where)) as training:
         slow = assert_agrees(training, PLAN)
         assert len(set(np.diff(slow.turns[0].boundaries))) > 1
 
 
-# How arrays are placed is held to the reference above; here to a second, trusted one.
+# The tests above compare placements with the reference, this one with optax.
 def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh():
     with started(("three", "both", AUTO), EVERY) as training:
         ours = [values for _, values in training.follow(Plan(8))]
@@ -105,7 +105,7 @@ def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh():
         comparisons.assert_close(ours, theirs)
 
 
-def test_shardings_that_jit_is_told_are_kept():
+def test_shardings_passed_to_jit_are_kept():
     with started(("three", "both", AUTO), STALE) as training:
         step = training.program
         placed = jax.tree.map(lambda x: x.sharding, (training.params, training.state))
@@ -122,7 +122,7 @@ def test_shardings_that_jit_is_told_are_kept():
 
 
 def other_on_the_last_device(values, shardings):
-    """The same parameters but for what the last device has: the others must hear of it."""
+    """The same parameters except on the last device: the other devices must be told."""
     changed, others = {}, runs.initial_values(LEAVES, 1)
     for name, value in values.items():
         index = shardings[name].devices_indices_map(value.shape)[jax.devices()[-1]]
@@ -131,7 +131,7 @@ def other_on_the_last_device(values, shardings):
     return changed
 
 
-def test_weights_loaded_after_the_engine_was_made_are_those_that_train():
+def test_weights_loaded_after_the_engine_was_created_are_trained():
     where, ends = ("three", "both", EXPLICIT), []
     for early in (False, True):
         with started(where, STALE) as run:
@@ -154,7 +154,7 @@ def test_weights_loaded_after_the_engine_was_made_are_those_that_train():
     ],
     ids=str,
 )
-def test_parameters_that_something_else_changes_are_refused(where, leaf, check):
+def test_parameters_changed_by_other_code_are_rejected(where, leaf, check):
     with started(where, STALE, check=check) as run:
         run.go(8)  # then a step is compared
         other = other_on_the_last_device(run.params, run.shardings)[leaf]
@@ -163,7 +163,7 @@ def test_parameters_that_something_else_changes_are_refused(where, leaf, check):
             run.go(6)
 
 
-def test_one_device_is_a_mesh_of_one():
+def test_one_device_equals_a_mesh_of_one():
     mesh = meshes.make_mesh("one", EXPLICIT)
     with Training(LEAVES, STALE, donate=True) as expected:
         shardings = dict.fromkeys(expected.params, NamedSharding(mesh, PartitionSpec()))

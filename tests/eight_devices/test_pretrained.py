@@ -1,4 +1,4 @@
-"""Models of Hugging Face folders on a mesh: each device reads its part, all else is the same."""
+"""Hugging Face models on a mesh: each device reads its part, and nothing else changes."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from train.huggingface.tensors import Reader
 from train.model import cross_entropy
 from train.run import setup
 
-ATOL = 1e-6  # float32 gradients below 1, summed over devices and parts in another order
+ATOL = 1e-6  # float32 gradients below 1, summed over devices and parts in a different order
 
 
 def mesh():
@@ -25,7 +25,7 @@ def mesh():
 
 
 @pytest.mark.parametrize(("name", "scan_layers"), [("llama3", False), ("bert_masked", True)])
-def test_a_mesh_changes_no_bits_of_the_weights_nor_of_the_files(tmp_path, name, scan_layers):
+def test_a_mesh_changes_no_bits_of_the_weights_or_the_files(tmp_path, name, scan_layers):
     pretrained = read_folder(FIXTURES / name)
     _, shapes = make(pretrained, scan_layers=scan_layers)
     shardings = weight_shardings(mesh(), shapes)
@@ -40,16 +40,16 @@ def test_a_mesh_changes_no_bits_of_the_weights_nor_of_the_files(tmp_path, name, 
 
 
 @pytest.mark.parametrize("name", ["llama3", "bert"])
-def test_outputs_on_a_mesh_are_those_of_transformers(name):
+def test_outputs_on_a_mesh_equal_those_of_transformers(name):
     pretrained = read_folder(FIXTURES / name)
-    # A batch of 3 or 2 does not divide by the devices that a batch is split over: copies of it.
+    # The devices that share a batch do not divide 3 or 2 rows: each gets a copy.
     stream = NamedSharding(mesh(), PartitionSpec(None, None, "tensor"))
     graphdef, shapes = make(pretrained, scan_layers=True, stream_sharding=stream)
     params = load_weights(pretrained, shapes, weight_shardings(mesh(), shapes))
     assert_close(outputs(name, graphdef, params), expected_of(name))
 
 
-def test_only_the_parts_that_devices_hold_are_read(monkeypatch):
+def test_only_the_parts_on_local_devices_are_read(monkeypatch):
     pretrained = read_folder(FIXTURES / "llama2")
     _, shapes = make(pretrained, scan_layers=True, weight_dtype=jnp.bfloat16)
     shardings = weight_shardings(mesh(), shapes)
@@ -71,7 +71,7 @@ def test_only_the_parts_that_devices_hold_are_read(monkeypatch):
     assert np.asarray(gate.addressable_shards[0].data).dtype == jnp.bfloat16
 
 
-def test_losses_by_parts_of_the_vocabulary_are_those_of_all_logits(monkeypatch):
+def test_losses_with_a_split_vocabulary_equal_those_with_all_logits(monkeypatch):
     pretrained, divided = read_folder(FIXTURES / "qwen2"), mesh()
     tokens = np.random.default_rng(0).integers(0, 48, (8, 9))
 
@@ -94,7 +94,7 @@ def test_losses_by_parts_of_the_vocabulary_are_those_of_all_logits(monkeypatch):
 
 
 @pytest.mark.usefixtures("as_scripts_run")
-def test_weights_are_drawn_alike_on_a_mesh():
+def test_weights_are_drawn_equally_on_a_mesh():
     sources = read(**TINY_MESH, mesh="data=2,fsdp=2,tensor=2")
     alone, placed = (
         setup.make_model(sources._replace(mesh=x))[0].params for x in (None, sources.mesh)

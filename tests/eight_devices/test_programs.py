@@ -1,4 +1,4 @@
-"""Counts in compiled programs the bytes that zenflow makes devices exchange."""
+"""Counts the bytes in compiled programs that zenflow makes devices exchange."""
 
 import math
 
@@ -22,18 +22,18 @@ AHEAD = (runs.Leaf("narrow", (8, 16), -2, "bfloat16"), runs.Leaf("wide", (8, 32)
 
 
 def of_sgd_and_zenflow(sharding):
-    """The collectives of a step of either."""
+    """Returns the collectives in a step of either kind."""
     tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, max_grad_norm=1.0)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
         return [collectives(compiled_step(x, sharding, N).as_text()) for x in (optax.sgd(1e-3), tx)]
 
 
-def test_a_step_adds_the_scores_to_what_devices_exchange_and_nothing_else():
+def test_a_step_exchanges_only_the_scores_in_addition():
     sharding = placements(jax.devices())["channels over tensor, the other over fsdp"]
     base, ours = of_sgd_and_zenflow(sharding)
     added = sum(c.nbytes for c in ours) - sum(c.nbytes for c in base)
     assert len(base) > 0
-    # Four bytes a channel, and the leaf's sum for the norm.
+    # Four bytes per channel, and the leaf's sum for the norm.
     assert 0 < added <= 4 * N + 4
     assert GRADIENT > 2000 * added
 
@@ -42,29 +42,29 @@ def test_a_step_adds_the_scores_to_what_devices_exchange_and_nothing_else():
     "name",
     ["replicated over data", "channels over fsdp, the other over tensor, replicated over data"],
 )
-def test_where_devices_hold_copies_a_step_adds_the_selected_rows_too(name):
+def test_with_copies_a_step_also_exchanges_the_selected_rows(name):
     sharding = placements(jax.devices())[name]
     base, ours = of_sgd_and_zenflow(sharding)
-    # Of the block that a device has 5 % of its channels, rounded up. The compiler for CPUs makes
-    # four bytes of bfloat16's two, in the sum of the gradients too.
+    # 5% of the channels in a device's block, rounded up. The compiler for CPUs makes four bytes of
+    # bfloat16's two, also in the sum of the gradients.
     block = math.prod(sharding.shard_shape((N, N)))
     rows = block * 4 * 0.051
     added = sum(c.nbytes for c in ours) - sum(c.nbytes for c in base)
-    # The block's signs, four to a byte, tell the provisional step.
+    # The block's signs, four to a byte, determine the provisional step.
     assert 0.04 / 0.05 * rows < added - block / 4 <= rows + 4 * N + 4
-    # And the gradient is summed where it was, over those devices that hold copies.
+    # The gradient is also summed where it was, over the devices with copies.
     assert [c for c in ours if c.nbytes > block] == [c for c in base if c.nbytes > block]
 
 
 def divided():
-    """A run whose leaves lie over four devices, twice."""
+    """Runs leaves on four devices, twice."""
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
     shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
     options = runs.Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
     return runs.Training(AHEAD, options, shardings=shardings)
 
 
-def test_a_limit_of_pinned_memory_is_for_the_mail_of_each_device(monkeypatch):
+def test_the_pinned_memory_limit_applies_to_each_devices_mail(monkeypatch):
     asked = []
     monkeypatch.setattr(pinned, "check_pinned", lambda needs, _: asked.append(needs["mail"]))
     with divided() as training:

@@ -1,4 +1,4 @@
-"""Where the state of sharded parameters lies, and what is refused that lies elsewhere."""
+"""The placement of sharded parameters' state, and rejected placements."""
 
 import math
 from functools import partial
@@ -18,7 +18,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
 def states_of(placement, **options):
-    """Returns the shapes and places of each leaf's state and mail."""
+    """Returns the shapes and placements of each leaf's state and mail."""
     shardings = meshes.shardings(meshes.make_mesh("three"), placement, MORE_LEAVES)
     params = {
         leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.name])
@@ -29,7 +29,7 @@ def states_of(placement, **options):
     return {leaf.name: both for leaf, both in zip(MORE_LEAVES, both, strict=True)}
 
 
-def test_what_belongs_to_a_leaf_follows_its_parameter():
+def test_a_leafs_state_follows_its_parameter():
     # (32, 8), channels over fsdp and data, the rest over tensor.
     rows, mail = states_of("both")["rows"]
     where = {name: getattr(rows, name).sharding for name in ("mu", "nu", "scores", "steps")}
@@ -41,7 +41,7 @@ def test_what_belongs_to_a_leaf_follows_its_parameter():
 
 
 @pytest.mark.parametrize("partition", [True, False, lambda path, _: "rows" in str(path)])
-def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partition):
+def test_replicated_leaves_are_partitioned_as_far_as_requested_and_possible(partition):
     states = states_of("replicated", partition_replicated=partition)
     for name, (state, mail) in states.items():
         asked = partition is True or (partition is not False and name == "rows")
@@ -53,14 +53,14 @@ def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partitio
             assert piece * (8 if asked else 1) == x.size
 
 
-def test_a_leaf_is_partitioned_over_no_more_devices_than_its_size_divides_by():
+def test_a_leaf_is_partitioned_over_at_most_the_devices_that_divide_it():
     place = NamedSharding(meshes.make_mesh("three"), P())
     params = {"w": jax.device_put(np.ones((8, 4), np.float32), place)}
     (leaf,) = zenflow_jax.zenflow(1e-2, topk_ratio=0.25).init(params).leaves
     assert leaf.mu.addressable_data(0).shape == (2, 1)
 
 
-def test_parameters_and_states_that_are_in_other_places_are_refused():
+def test_parameters_and_states_on_other_devices_are_rejected():
     devices, tx = jax.devices(), zenflow_jax.zenflow(1e-2, topk_ratio=0.25)
 
     def on(*these):
@@ -84,7 +84,7 @@ def test_parameters_and_states_that_are_in_other_places_are_refused():
         (lambda: engine(spread, ours.init(alone)), r"\['bias'\] .* for one device.*outside jit"),
         (lambda: engine(alone, ours.init(spread)), r"\['bias'\] .* divided by .*out_shardings"),
         (lambda: engine(turned, ours.init(spread)), r"\['bias'\] .* divided by .*out_shardings"),
-        # Made under jit, which was not told where parameters are.
+        # Created under jit, without the parameters' placement.
         (lambda: engine(spread, jax.jit(ours.init)(spread)), "param_shardings"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -93,11 +93,11 @@ def test_parameters_and_states_that_are_in_other_places_are_refused():
 
 @pytest.mark.parametrize(
     ("kind", "again", "name"),
-    # The latter has as many numbers on each device as before, which are those of other channels.
+    # The latter has as many numbers on each device as before, but for different channels.
     [(AUTO, P(), "mail"), (EXPLICIT, P("fsdp"), "mu")],
     ids=["replicated", "along another axis"],
 )
-def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, again, name):
+def test_a_moved_state_is_put_back_once_and_then_rejected(kind, again, name):
     mesh = meshes.make_mesh("fsdp", kind)
     shardings, place = {"w": NamedSharding(mesh, P(None, "fsdp"))}, NamedSharding(mesh, again)
     run = partial(
@@ -111,7 +111,8 @@ def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, ag
         if name == "mail":
             return jax.device_put(state, place)
         (leaf,) = state.leaves
-        return state._replace(leaves=(leaf._replace(mu=jax.device_put(leaf.mu, place)),))
+        moved = leaf._replace(mu=jax.device_put(leaf.mu, place))
+        return state._replace(leaves=state.leaves.replace([moved]))
 
     with run() as ours, run() as expected:
         old = [x.sharding for x in jax.tree.leaves(ours.state)]
@@ -136,14 +137,14 @@ def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, ag
 
 
 @pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)
-def test_init_under_jit_places_its_state_as_init_outside_of_it(kind, told):
+def test_init_under_jit_places_its_state_like_init_outside_of_it(kind, told):
     mesh = meshes.make_mesh("three", kind)
     shardings = meshes.shardings(mesh, "both")
     params = runs.place(runs.initial_values(LEAVES), shardings)
     tx = runs.transformation(LEAVES, STALE, param_shardings=shardings if told else None)
     outside, inside = tx.init(params), jax.jit(tx.init)(params)
     assert jax.tree.structure(inside) == jax.tree.structure(outside)
-    # As a trainer has it that knows shapes and places alone.
+    # For trainers that know only shapes and placements.
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
@@ -163,14 +164,14 @@ class Model(nnx.Module):
 
 
 def update(model, optimizer, gradients):
-    """One step with gradients given as pure arrays. Under jit."""
+    """Takes a step with gradients given as pure arrays, under jit."""
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, gradients)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
         optimizer.update(model, state)
 
 
-def test_an_nnx_module_trains_as_the_functional_form_does_where_it_was():
+def test_an_nnx_module_trains_like_the_functional_form_and_stays_in_place():
     shardings = meshes.shardings(meshes.make_mesh("three", EXPLICIT), "both")
     with (
         runs.Training(LEAVES, STALE, shardings=shardings, donate=True) as expected,

@@ -1,4 +1,4 @@
-"""Layers that stream on a mesh: the bits of a run whose layers do not."""
+"""Streamed layers on a mesh: bit-identical to a run without streaming."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from tests.comparisons import assert_same_bits
 from tests.device.streamed_runs import batches, loss, model, run
 from zenflow_jax import streaming
 
-# The axis of channels is the first of a layer. Of the other matrix each device has a copy.
+# The channel axis is a layer's first axis. Each device has a copy of the other matrix.
 PLACES = {
     "a copy": {"up": P(), "down": P(None, "fsdp")},
     "either axis over fsdp": {"up": P(None, None, "fsdp"), "down": P(None, "fsdp")},
@@ -24,7 +24,7 @@ def shardings(name):
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), {"layers": layers, "head": P()})
 
 
-def test_layers_stream_on_a_mesh_with_the_same_bits():
+def test_streamed_layers_on_a_mesh_are_bit_identical():
     options = {"steps": 9, "shardings": shardings("a copy"), "max_grad_norm": None}
     assert_same_bits(*(run("bfloat16", stream=x, **options) for x in (True, False)))
 

@@ -1,4 +1,4 @@
-"""Files that are written under another name until they are whole, and what a kill leaves."""
+"""Files that have a temporary name until they are complete, and leftovers of a killed process."""
 
 import pytest
 
@@ -11,7 +11,7 @@ PRECIOUS = {"x.part", "x.tmp", "x.old", ".x.part", ".x.0123.part"}
 
 @pytest.fixture
 def place(tmp_path):
-    """A place in a folder with files that look like somebody's temporary ones."""
+    """A path in a folder with files whose names look like someone's temporary files."""
     for name in PRECIOUS:
         (tmp_path / name).write_text("precious")
     return tmp_path / "x"
@@ -21,7 +21,7 @@ def names(place):
     return {p.name for p in place.parent.iterdir()}
 
 
-def test_what_is_not_whole_is_removed_and_nothing_else(place):
+def test_only_incomplete_files_are_removed(place):
     for folder in (False, True):
         with pytest.raises(ZeroDivisionError), atomic_path(place, folder=folder) as part:
             _ = 1 / (part.is_dir() - folder)
@@ -43,7 +43,7 @@ with atomic_path(Path(sys.argv[1]), folder=True) as part:
 """
 
 
-def test_what_a_kill_has_left_is_removed_but_not_while_it_is_written(place):
+def test_a_killed_process_leaves_files_that_are_removed_but_not_during_a_write(place):
     process = start("-c", KILLED, str(place))
     assert process.stdout.readline() == "writing\n"
     (half,) = names(place) - PRECIOUS
@@ -52,13 +52,13 @@ def test_what_a_kill_has_left_is_removed_but_not_while_it_is_written(place):
     assert names(place) == PRECIOUS | {"x", half}
     process.communicate()
     write_text_atomically(place.with_name("y"), "new")
-    assert half in names(place)  # of another place
+    assert half in names(place)  # of another path
     write_text_atomically(place, "newer")
     assert names(place) == PRECIOUS | {"x", "y"}
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_part_that_another_process_removes_before_it_is_locked_is_made_again(
+def test_a_part_that_another_process_removes_before_it_is_locked_is_created_again(
     place, monkeypatch, folder
 ):
     flock, rivals = atomic.fcntl.flock, [remove_leftovers]

@@ -1,4 +1,4 @@
-"""Codecs of a block: the same bits back, errors within the bound, and every damage noticed."""
+"""Block codecs: lossless or within the bound, and all damage is detected."""
 
 import struct
 import zlib
@@ -57,7 +57,7 @@ F32, BF16 = Words(4, True), Words(2, True)
     ],
     ids=lambda x: str(getattr(x, "dtype", "")),
 )
-def test_lossless_codecs_give_the_same_bits_back(x, words, codec):
+def test_lossless_codecs_are_bit_exact(x, words, codec):
     encoded, back = round_trip(x, words)
     assert raw(back).tobytes() == raw(x).tobytes()
     assert (CODECS[encoded.codec], encoded.error) == (codec, 0.0)
@@ -65,11 +65,11 @@ def test_lossless_codecs_give_the_same_bits_back(x, words, codec):
 
 
 @pytest.mark.parametrize("power", [-30, -23, -9])
-def test_elf_rounds_to_the_nearest_step_and_keeps_what_is_no_number(power):
+def test_elf_rounds_to_the_nearest_step_and_keeps_non_finite_values(power):
     step = 2.0**power
     x = weights(40_000)
     encoded, back = round_trip(x, Words(4, True, step))
-    # The whole of it in float64, which has room for each step of each weight.
+    # Entirely in float64, which can represent each step of each weight.
     inside = np.abs(x) < np.float32(2**31 * step)
     expected = x.copy()
     rounded = np.rint(x[inside].astype(np.float64) / step) * step
@@ -85,7 +85,7 @@ def test_elf_rounds_to_the_nearest_step_and_keeps_what_is_no_number(power):
     [("f4", F32, 1e-5, 0.7), (ml_dtypes.bfloat16, BF16, 1e-3, 0.5)],
 )
 def test_differences_from_a_base_are_small_and_exact(dtype, words, scale, share):
-    base = weights(50_000)  # or the float32 of which the words are the cast
+    base = weights(50_000)  # or the float32 values whose casts are the words
     x = base + np.random.default_rng(1).normal(scale=scale, size=base.size).astype(np.float32)
     x[:12] = -SPECIAL
     x = x.astype(dtype)
@@ -96,7 +96,7 @@ def test_differences_from_a_base_are_small_and_exact(dtype, words, scale, share)
 
 
 def sealed(body, checksum, codec):
-    """A block with the right checksums, of someone who can compute them."""
+    """A block with valid checksums, from someone who can compute them."""
     tail = struct.pack("<IB", checksum, codec) + body
     return struct.pack("<I", zlib.crc32(tail)) + tail
 
@@ -124,7 +124,7 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 24))
         ("stored", bytes(400), "the checksum 5"),
     ],
 )
-def test_a_forged_block_is_refused_before_it_takes_memory(codec, body, message):
+def test_a_forged_block_is_rejected_before_it_takes_memory(codec, body, message):
     block = sealed(body, 5, CODECS.index(codec))
     with pytest.raises(Damaged, match=message):
         restored(block, Words(4, True, 2**-23), 400)

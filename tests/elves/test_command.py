@@ -1,4 +1,4 @@
-"""`python -m train.compress`, and models that are read from what it makes."""
+"""`python -m train.compress`, and models that are read from its output."""
 
 import shutil
 
@@ -19,7 +19,7 @@ from train.huggingface.loading import ModelError, read_folder
 
 @pytest.fixture
 def model(tmp_path):
-    """A folder with a tensor that is large enough to become smaller."""
+    """A folder with a tensor that is large enough to shrink."""
     folder = tmp_path / "model"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -31,7 +31,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def packed_llama(tmp_path):
-    """The folder of a model that the scripts read; too small to become smaller."""
+    """The folder of a model that the scripts read; too small to shrink."""
     folder = shutil.copytree(FIXTURES / "llama2", tmp_path / "llama")
     path = folder / "model.safetensors"
 
@@ -42,7 +42,7 @@ def packed_llama(tmp_path):
     return pack
 
 
-def test_a_packed_folder_is_read_as_the_same_model_or_within_its_bound(packed_llama):
+def test_a_packed_folder_reads_as_the_same_model_or_within_its_bound(packed_llama):
     folder = packed_llama()
     for scan_layers in (False, True):
         _, _, plain = load(FIXTURES / "llama2", scan_layers=scan_layers)
@@ -54,7 +54,7 @@ def test_a_packed_folder_is_read_as_the_same_model_or_within_its_bound(packed_ll
     assert 2**-14 < max(jax.tree.leaves(errors)) <= 2**-12
 
 
-def test_replacing_keeps_what_is_packed_and_what_would_not_be_smaller(model, tmp_path, capsys):
+def test_replacing_keeps_packed_files_and_those_that_would_not_shrink(model, tmp_path, capsys):
     small = shutil.copytree(FIXTURES / "llama2", tmp_path / "small")
     expected = {}
     for folder, said in ((small, "ratio 1.0"), (model, "ratio 1.2"), (model, "is already packed")):
@@ -65,7 +65,7 @@ def test_replacing_keeps_what_is_packed_and_what_would_not_be_smaller(model, tmp
     assert expected[small] == (FIXTURES / "llama2" / "model.safetensors").read_bytes()
 
 
-def test_a_damaged_tensor_stops_the_reading_of_a_model(packed_llama, capsys):
+def test_a_damaged_tensor_stops_reading_a_model(packed_llama, capsys):
     model = packed_llama()
     path = model / "model.safetensors"
     with PackedFile(path) as file:
@@ -83,7 +83,7 @@ def test_a_damaged_tensor_stops_the_reading_of_a_model(packed_llama, capsys):
         read_folder(model)
 
 
-def test_what_was_packed_is_restored_and_checked(model, tmp_path, capsys):
+def test_a_packed_folder_is_restored_and_checked(model, tmp_path, capsys):
     (model / "more").mkdir()
     shutil.copy(model / "model.safetensors", model / "more" / "other.safetensors")
     packed, back = str(tmp_path / "packed"), str(tmp_path / "back")
@@ -121,7 +121,7 @@ def test_the_command_needs_no_jax():
     assert assert_ends(start("-c", code)) == "False False\n"
 
 
-def test_what_a_bound_is_not_for_is_said(model, tmp_path, capsys):
+def test_an_unsuitable_bound_is_reported(model, tmp_path, capsys):
     both = {"f": load_file(model / "model.safetensors")["w"], "i": np.arange(99)}
     save_file(both, tmp_path / "x.safetensors")
     paths = [str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")]
@@ -134,7 +134,7 @@ def test_what_a_bound_is_not_for_is_said(model, tmp_path, capsys):
 def test_a_checkpoint_is_not_packed_and_a_packed_one_is_restored(model, tmp_path, capsys):
     packed, back = tmp_path / "packed", tmp_path / "back"
     assert compress.main([str(model), str(packed)]) == 0
-    # As an earlier version left it: the checksums of before, and those of the packed files.
+    # As an earlier version left it: the old checksums, and those of the packed files.
     (packed / "unpacked.json").write_text("before")
     (packed / "checksums.json").write_text("after")
     assert "is packed (unpack it: python -m train.compress --restore" in find_damage(packed)

@@ -1,4 +1,4 @@
-"""Packed files: what is in them, how they are read, and what is refused."""
+"""Packed files: their contents, how they are read, and rejected files."""
 
 import errno
 import json
@@ -23,11 +23,11 @@ def noise(*shape, scale=0.05, seed=0, dtype=np.float32):
 
 
 def tensors():
-    """One of each kind, some of them over several blocks."""
+    """A tensor of each kind, some with several blocks."""
     odd = noise(70)
     odd[:4] = [np.nan, -0.0, np.inf, -np.inf]
     nearly = noise(700, 512)
-    nearly[350] = 0  # between ends that are equal
+    nearly[350] = 0  # between equal ends
     return {
         "w": noise(700, 512),
         "nearly": nearly,
@@ -55,7 +55,7 @@ def packed(tmp_path_factory):
     return path
 
 
-def test_every_tensor_comes_back_bit_for_bit_whatever_the_threads(packed, tmp_path):
+def test_every_tensor_is_restored_bit_for_bit_with_any_number_of_threads(packed, tmp_path):
     elves.save(tmp_path / "y.safetensors", tensors(), threads=3)
     assert (tmp_path / "y.safetensors").read_bytes() == packed.read_bytes()
     assert check_path(packed)[0] == 1
@@ -66,7 +66,7 @@ def test_every_tensor_comes_back_bit_for_bit_whatever_the_threads(packed, tmp_pa
                 assert same_bits(file[name], x), name
 
 
-def test_a_bound_holds_for_float32_and_all_else_keeps_its_bits(tmp_path):
+def test_a_bound_applies_to_float32_and_everything_else_is_lossless(tmp_path):
     elves.save(tmp_path / "x.safetensors", tensors(), bound=3e-6)
     with PackedFile(tmp_path / "x.safetensors") as file:
         for name, x in tensors().items():
@@ -96,7 +96,7 @@ def test_a_packed_file_is_a_safetensors_file_of_bytes(packed):
     assert described["zeros"]["codec"] == "constant"
 
 
-def test_a_slice_reads_what_numpy_would(packed):
+def test_a_slice_reads_the_same_as_numpy(packed):
     whole = tensors()["w"]
     rows = slice(500, 600), slice(0, 600, 7)
     with elves.open(packed) as file:
@@ -105,7 +105,7 @@ def test_a_slice_reads_what_numpy_would(packed):
 
 
 @pytest.mark.slow
-def test_a_change_to_a_byte_is_detected_wherever_it_is(tmp_path):
+def test_a_change_to_any_byte_is_detected(tmp_path):
     path = tmp_path / "x.safetensors"
     x = noise(12, 20)
     saved = {
@@ -137,7 +137,7 @@ def test_a_change_to_a_byte_is_detected_wherever_it_is(tmp_path):
     assert undetected == []
 
 
-def test_a_file_that_is_cut_off_is_refused_and_nothing_is_restored(packed, tmp_path):
+def test_a_truncated_file_is_rejected_and_nothing_is_restored(packed, tmp_path):
     data = packed.read_bytes()
     path = tmp_path / "x.safetensors"
     for left in (5, len(data) // 3, len(data) - 1):
@@ -148,7 +148,7 @@ def test_a_file_that_is_cut_off_is_refused_and_nothing_is_restored(packed, tmp_p
 
 
 def rewritten(packed, tmp_path, change):
-    """The file with another description, sealed as if it had always been there."""
+    """The file with a different header, with valid checksums."""
     data = packed.read_bytes()
     length = int.from_bytes(data[:8], "little")
     outer = json.loads(data[8 : 8 + length])
@@ -181,7 +181,7 @@ def rewritten(packed, tmp_path, change):
         (None, None, "it was changed"),
     ],
 )
-def test_a_forged_header_is_refused(packed, tmp_path, keys, value, message):
+def test_a_forged_header_is_rejected(packed, tmp_path, keys, value, message):
     def change(description, outer):
         if keys is None:
             outer["cast"]["data_offsets"][0] -= 100
@@ -195,12 +195,12 @@ def test_a_forged_header_is_refused(packed, tmp_path, keys, value, message):
         check_path(path)
 
 
-# Packed by 0.2: without loss, with a bound, against a base, as mere bytes, and with `--paper`.
+# Packed by 0.2: losslessly, with a bound, against a base, as plain bytes, and with `--paper`.
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "packed"
 
 
-def test_files_that_earlier_versions_packed_are_restored_but_for_the_papers_codecs(tmp_path):
-    # What is restored has the checksums that were written then, of what was packed.
+def test_files_from_earlier_versions_are_restored_except_for_the_papers_codecs(tmp_path):
+    # The checksums were written then, from the original files.
     for name, base in (
         ("lossless.safetensors", None),
         ("bounded.safetensors", None),
@@ -223,7 +223,7 @@ def test_a_bound_above_a_tensors_size_names_it_and_the_largest_sensible_one(tmp_
     elves.save(tmp_path / "x.safetensors", both, bound=2**-10)
 
 
-def test_optimizer_state_is_refused_with_a_bound(tmp_path):
+def test_optimizer_state_with_a_bound_is_rejected(tmp_path):
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     for name in ("leaves/0/nu@0,0", "exp_avg_sq.w"):
         save_file({"w": noise(99), name: noise(99, seed=1)}, source)
@@ -248,7 +248,7 @@ def content(folder):
 
 
 def tuned(folder, base):
-    """A model that differs a little from the one in `base`, with another prefix and a new head."""
+    """A model that differs a little from `base`, with a different prefix and a new head."""
     folder.mkdir()
     old = load_file(base / "one.safetensors")
     a = old["model.a"] + noise(*old["model.a"].shape, scale=1e-5, seed=5)
@@ -267,7 +267,7 @@ def test_a_base_makes_a_model_smaller_and_is_needed_to_read_it(tmp_path):
     assert packed.after < 0.8 * alone.after
     restore_path(tmp_path / "out", tmp_path / "back")
     assert content(tmp_path / "back") == content(source)
-    # Another base is noticed, a missing one named, and one elsewhere found.
+    # A different base is detected, a missing one named, and a moved one found.
     model(tmp_path / "wrong", seed=3)
     with pytest.raises(elves.ElvesError, match="`bert.a` .* block 0: .*against another `model.a`"):
         restore_path(tmp_path / "out", tmp_path / "back2", base=tmp_path / "wrong")
@@ -277,15 +277,15 @@ def test_a_base_makes_a_model_smaller_and_is_needed_to_read_it(tmp_path):
     assert not (tmp_path / "back2").exists()
     save_file({"other": noise(70)}, tmp_path / "x.safetensors")
     place = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
-    with pytest.raises(elves.ElvesError, match="`base`: .* has no tensor with a name"):
+    with pytest.raises(elves.ElvesError, match="`base`: .* have no tensor of the same name"):
         pack_path(*place, Options(), base=tmp_path / "moved")
-    # A base that is packed does as well.
+    # A packed base also works.
     pack_path(tmp_path / "moved", None, Options())
     restore_path(tmp_path / "out", tmp_path / "back2", base=tmp_path / "moved")
     assert content(tmp_path / "back2") == content(source)
 
 
-def test_places_that_do_not_fit_and_a_file_that_is_cut_off_are_refused(tmp_path):
+def test_unsuitable_paths_and_truncated_files_are_rejected(tmp_path):
     cut = model(tmp_path / "cut") / "one.safetensors"
     cut.write_bytes(cut.read_bytes()[:-4])
     model(tmp_path / "in")
@@ -294,7 +294,7 @@ def test_places_that_do_not_fit_and_a_file_that_is_cut_off_are_refused(tmp_path)
     (tmp_path / "pickles" / "weights.bin").write_bytes(b"x")
     for source, target, message in (
         ("gone", "out", "gone does not exist. Name a safetensors file"),
-        ("in", "in/more/out", "Name a place outside"),
+        ("in", "in/more/out", "Name a path outside"),
         ("in/one.safetensors", "base", "base already exists. Name a new path"),
         ("in", "gone/out", "is not in an existing folder. Name a new path"),
         ("pickles", "out", "pickles has no safetensors to pack"),

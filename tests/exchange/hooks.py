@@ -1,4 +1,4 @@
-"""Lets tests observe the thread of an engine's worker."""
+"""Lets tests observe an engine's worker thread."""
 
 import weakref
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from zenflow_jax._host.state import HostState
 
 @dataclass
 class Hooks:
-    """Functions that the worker calls before it keeps a mail, and before it updates a leaf."""
+    """Functions that the worker calls before it stores a mail, and before it updates a leaf."""
 
     mail: Callable[[], Any] = lambda: None
     update: Callable[[], Any] = lambda: None
 
 
 def hooked(monkeypatch: Any) -> Hooks:
-    """Returns the hooks of all engines that are made from now on."""
+    """Returns the hooks of all engines that are created from now on."""
     hooks = Hooks()
 
     class State(HostState):

@@ -1,4 +1,4 @@
-"""`attach`: the same bits as a loop that exchanges by itself, whatever the step's shape."""
+"""`attach`: bit-identical to a loop that calls `exchange`, for any form of step."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ from tests.runs import KERNEL
 from zenflow_jax import HostEngine
 from zenflow_jax.attach import attach
 
-STEPS = 8  # two windows of four; the update of the second has not arrived
+STEPS = 8  # two windows of four steps; the second window's update has not arrived
 PARAMS = {
     "bias": np.linspace(-1, 1, 3, dtype=np.float32),
     "weight": np.linspace(-2, 2, 24, dtype=np.float32).reshape(8, 3),
@@ -57,7 +57,7 @@ def pair_step(tx):
 
 @pytest.fixture(scope="module")
 def by_hand():
-    """The parameters of a loop that exchanges by itself, after each step and after a flush."""
+    """The parameters of a loop that calls `exchange`, after each step and after a flush."""
     step, (params, state), seen = pair_step(make()), start(make()), []
     with HostEngine(params, state, **KERNEL) as engine:
         for t in range(STEPS):
@@ -67,7 +67,7 @@ def by_hand():
         return [*seen, engine.flush(params, state)[0]]
 
 
-def test_a_step_of_parameters_and_state_exchanges_by_itself_and_flushes_as_often_as_asked(by_hand):
+def test_a_step_of_parameters_and_state_exchanges_and_flushes_as_often_as_requested(by_hand):
     plain = pair_step(make())
     with attach(plain, engine_options=KERNEL) as step:
         both = start(make())
@@ -78,7 +78,7 @@ def test_a_step_of_parameters_and_state_exchanges_by_itself_and_flushes_as_often
         both = step.flush(*both)
         assert_same_bits(both[0], by_hand[-1])
         assert step.engine.stats.steps == STEPS
-        # The steps of the run are what is counted, which goes on in another engine.
+        # Counts the run's steps, which continue in another engine.
         options = {"engine_state": step.engine.state(), **KERNEL}
     with attach(plain, flush_every=3, engine_options=options) as step:
         for t in range(STEPS, 10):
@@ -94,8 +94,8 @@ class OtherNames:
     opt_state: Any
 
 
-# How a train state is made of parameters and state, the names of these, how they are read, and how
-# that state is in what the step returns beside something else.
+# How a train state is created from parameters and state, its field names, how they are read, and
+# how the step returns that state together with something else.
 STATES = {
     "dict, alone": (
         lambda p, s: {"params": p, "opt_state": s, "epoch": 3},
@@ -119,7 +119,7 @@ STATES = {
 
 
 @pytest.mark.parametrize(("build", "fields", "read", "result"), STATES.values(), ids=STATES)
-def test_a_step_of_a_train_state_exchanges_by_itself(build, fields, read, result, by_hand):
+def test_a_step_with_a_train_state_exchanges(build, fields, read, result, by_hand):
     (wrap, unwrap), inner = result, pair_step(TX)
 
     def step(state, *, t):
@@ -143,7 +143,7 @@ class Model(nnx.Module):
         self.weight = nnx.Param(params["weight"])
 
 
-def test_a_step_of_nnx_exchanges_in_place(by_hand):
+def test_a_step_with_nnx_objects_exchanges_in_place(by_hand):
     model = Model(start(make())[0])
     optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
 
@@ -165,12 +165,12 @@ def test_a_step_of_nnx_exchanges_in_place(by_hand):
 
 
 @pytest.mark.parametrize("send_gradients", ["during_step", "per_window"])
-def test_behind_multi_steps_a_flush_may_come_between_two_micro_batches(send_gradients):
+def test_with_multi_steps_a_flush_may_come_between_two_micro_batches(send_gradients):
     tx = optax.MultiSteps(make(send_gradients=send_gradients), 2)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def micro_step(params, opt_state, t):
-        # Of the step alone: the flush moves no gradient.
+        # Of the step alone: the flush transfers no gradient.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = tx.update(gradients(PARAMS, t), opt_state, params)
         return optax.apply_updates(params, updates), opt_state, t
@@ -190,7 +190,7 @@ def test_behind_multi_steps_a_flush_may_come_between_two_micro_batches(send_grad
     jax.tree.map(np.testing.assert_array_equal, *outcomes)
 
 
-def test_what_is_no_step_is_refused():
+def test_objects_that_are_not_steps_are_rejected():
     engine = HostEngine(*start(make()), **KERNEL)
     step = attach(pair_step(make()), engine)
     for arguments, match in (
@@ -207,7 +207,7 @@ def test_what_is_no_step_is_refused():
     step.close()
 
 
-def test_calls_that_cannot_be_exchanged_are_refused():
+def test_calls_that_cannot_be_exchanged_are_rejected():
     tx = make()
     params, state = start(tx)
     tree, plain = {"params": params, "opt_state": state}, pair_step(tx)

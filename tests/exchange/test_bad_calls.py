@@ -1,4 +1,4 @@
-"""Mistakes in calls of an engine that runs; `test_bad_input.py` has what is refused before."""
+"""Wrong calls of a running engine; `test_bad_input.py` has mistakes before that."""
 
 import functools
 import operator
@@ -33,10 +33,10 @@ from zenflow_jax import HostEngine
 
 @pytest.fixture
 def running():
-    """An engine after its first exchange, with what that returned."""
+    """An engine after its first exchange, with the result."""
     engine = HostEngine(PARAMS, STATE, host_kernel="numpy")
     yield engine, *engine.exchange(*step(PARAMS, STATE))
-    engine.close()  # no `with`: leaving one complains of what was not flushed
+    engine.close()  # no `with`: leaving a block complains about unflushed updates
 
 
 def finish(engine, params, state, steps=4, step=step):
@@ -52,7 +52,7 @@ def undisturbed():
 
 
 OTHER_RUN = "leaves or settings differ from this engine's run"
-# Calls with what the first exchange returned.
+# Calls with the first exchange's result.
 BEFORE = [
     (lambda e, p, s: e.exchange(jax.tree.map(jnp.copy, p), s), RuntimeError, "state of a new st"),
     (lambda e, p, s: e.exchange(p, optax.adam(1.0).init(p)), ValueError, NO_STATE),
@@ -66,7 +66,7 @@ BEFORE = [
     (lambda e, p, s: e.flush(p, numpy_of(s)), TypeError, "ndarray"),
     (lambda e, p, s: e.flush(p, STATE), RuntimeError, "the last `exchange` returned"),
 ]
-# Calls with what the next step returned. A window closes here.
+# Calls with the next step's result. A window closes here.
 AFTER = [
     (lambda e, p, s: e.flush(p, s), RuntimeError, "Call `exchange` first"),
     (lambda e, p, s: e.exchange(SQUARE, s), ValueError, "is float32 (3, 6)"),
@@ -83,7 +83,9 @@ AFTER = [
     ("steps", "call", "exception", "word"),
     [(0, *row) for row in BEFORE] + [(1, *row) for row in AFTER],
 )
-def test_the_engine_refuses_and_the_run_goes_on(running, undisturbed, steps, call, exception, word):
+def test_the_engine_rejects_a_call_and_the_run_continues(
+    running, undisturbed, steps, call, exception, word
+):
     engine, *made = running
     for _ in range(steps):
         made = step(*made)
@@ -94,9 +96,7 @@ def test_the_engine_refuses_and_the_run_goes_on(running, undisturbed, steps, cal
     jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 4 - steps), undisturbed)
 
 
-def test_what_was_exchanged_already_is_returned_once_as_it_is_and_ends_a_training(
-    running, undisturbed
-):
+def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(running, undisturbed):
     engine, *made = running
     for _ in range(2):
         for _ in range(2):
@@ -111,13 +111,13 @@ def test_what_was_exchanged_already_is_returned_once_as_it_is_and_ends_a_trainin
         made = engine.flush(*made)
     jax.tree.map(np.testing.assert_array_equal, made[0], undisturbed)
     assert engine.stats.steps == 5
-    # Before a step nothing was exchanged.
+    # Before the first step, no exchange can be repeated.
     with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
         call = functools.partial(other.exchange, PARAMS, STATE)
         assert_told(call, RuntimeError, "the state of a new step")
 
 
-def test_mail_in_device_memory_is_put_back_once_and_then_refused(running, undisturbed):
+def test_mail_in_device_memory_is_put_back_once_and_then_rejected(running, undisturbed):
     engine, *made = running
     place = jax.sharding.SingleDeviceSharding(DEVICE, memory_kind="device")
     on_device = jax.jit(step.__wrapped__, out_shardings=place)
@@ -132,7 +132,7 @@ def test_mail_in_device_memory_is_put_back_once_and_then_refused(running, undist
 NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
 
 
-# What is wrong with a mail is told once it is read, some steps later.
+# Errors in a mail are raised once it is read, some steps later.
 @pytest.mark.parametrize(
     ("tx", "params", "word"),
     [
@@ -143,14 +143,14 @@ NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
     ],
     ids=["MultiSteps", "apply_if_finite", "a rate of NaN", "an infinite rate"],
 )
-def test_what_a_step_made_wrong_is_told_of(tx, params, word):
+def test_a_wrong_step_is_reported(tx, params, word):
     state = tx.init(params)
     with HostEngine(params, state, host_kernel="numpy") as engine:
         call = functools.partial(finish, engine, params, state, step=step_of(tx))
         assert_told(call, RuntimeError, word)
 
 
-def test_two_steps_without_exchange_are_told_of_and_the_engine_stays_failed(running):
+def test_two_steps_without_exchange_are_reported_and_the_engine_stays_failed(running):
     engine, params, state = running
     new = step(*step(params, state))
     told = "followed another step without an `exchange`"

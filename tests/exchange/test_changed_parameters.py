@@ -1,4 +1,4 @@
-"""Changes of the parameters by anything but zenflow are refused, and nothing else is."""
+"""The engine rejects changes to the parameters by other code, and nothing else."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def go(run):
 
 
 def go_and(call):
-    """The step that is compared, and the call that must refuse it."""
+    """The step that is compared, and the call that must reject it."""
 
     def end(run):
         run.go(1)
@@ -65,15 +65,13 @@ def go_and(call):
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
-def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(
-    settings, change, end, words
-):
+def test_parameters_changed_between_two_steps_are_rejected_by_name(settings, change, end, words):
     with Training(FIRST, settings) as run:
         run.go(8)  # the next step is compared
         run.params = change(run.params)
         with pytest.raises(RuntimeError, match=f"{REFUSED} {words} in or after step 9"):
             end(run)
-        # And nothing goes on by accident.
+        # And the engine does not continue by accident.
         for call in (run.exchange, run.flush, run.engine.state):
             with pytest.raises(RuntimeError, match=f"{REFUSED}|was interrupted"):
                 call()
@@ -99,7 +97,7 @@ def filled(*numbers):
 
 
 def train(behind=(), params=PARAMS, between=lambda t, params: params, check="samples", **options):
-    """A run with something behind zenflow, or between its steps."""
+    """A run with a transformation after zenflow, or between its steps."""
     tx = optax.chain(zenflow_jax.zenflow(1e-2, **{**OPTIONS, **options}), *behind)
 
     @jax.jit
@@ -129,14 +127,14 @@ def train(behind=(), params=PARAMS, between=lambda t, params: params, check="sam
             optax.masked(optax.set_to_zero(), {name: name == "b1" for name in MANY}),
             {"params": MANY},
         ),
-        # Without the leaf that would give it away.
+        # Without the leaf that would reveal it.
         (optax.add_decayed_weights(1e-2), {"params": WITHOUT_RESIDENT, **NONE_SELECTED}),
-        # No further in a window than provisional steps may move them, but not so in a step.
+        # Provisional steps may move them as far in a window, but not in a single step.
         (optax.scale(0.9), {"params": {"low": PARAMS["low"]}, **NONE_SELECTED}),
     ],
     ids=["frozen", "moving decay", "shorter steps in low precision"],
 )
-def test_what_acts_behind_zenflow_is_refused(behind, options):
+def test_transformations_after_zenflow_are_rejected(behind, options):
     with pytest.raises(RuntimeError, match=f"{REFUSED}.*Put zenflow last in its chain"):
         train([behind], **options)
 
@@ -150,7 +148,7 @@ def test_what_acts_behind_zenflow_is_refused(behind, options):
     ],
     ids=["standing still", "moving", "selected"],
 )
-def test_one_number_that_was_changed_is_refused_where_all_are_compared(name, place, options):
+def test_a_single_changed_number_is_rejected_if_all_are_compared(name, place, options):
     def set_one(t, params):
         return params | {name: params[name].at[place].multiply(1.02)} if t == 13 else params
 
@@ -169,7 +167,7 @@ def test_one_number_that_was_changed_is_refused_where_all_are_compared(name, pla
         {"params": filled(np.nan), **MOVES},
     ],
 )
-def test_nothing_is_refused_that_leaves_the_updates_as_they_are(monkeypatch, options):
+def test_code_that_leaves_updates_unchanged_is_accepted(monkeypatch, options):
     compared, add = {}, Integrity._add
 
     def noted(self, names, counts):

@@ -1,6 +1,6 @@
-"""`HostEngine`: the states it refuses, the arrays it gives back, its counts, and skipped steps.
+"""`HostEngine`: rejected states, returned arrays, counts, and skipped steps.
 
-What the arithmetic gives is `test_agreement.py`'s, the worker's timing `test_worker.py`'s.
+`test_agreement.py` covers the arithmetic, `test_worker.py` the worker's timing.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from zenflow_jax._exchange.worker import Worker
     ("dtype", "transfer_dtype", "sending"),
     [("float16", None, "per_window"), ("bfloat16", np.float32, "during_step")],
 )
-def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mails_dtype(
+def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mail_dtype(
     dtype, transfer_dtype, sending
 ):
-    # As after loss scaling: of float16 gradients of this size nothing would be left.
+    # As after loss scaling: in float16, gradients this small would be zero.
     leaves = (runs.Leaf("bias", (5,), None, dtype), runs.Leaf("rows", (12, 5), -2, dtype))
 
     def small(leaves, step, seed=0, bad=False):
@@ -74,21 +74,21 @@ def of_another_run(steps, seed):
 
 @pytest.mark.parametrize(
     "state_of",
-    # A sweep has the same seed, and other learning rates.
+    # A sweep has the same seed, but different learning rates.
     [of_an_earlier_step, of_another_run(2, 1), of_another_run(2, 0), of_another_run(0, 1)],
     ids=["earlier", "mid-run", "sweep", "first step"],
 )
-def test_a_state_of_another_step_or_run_is_refused(state_of):
+def test_a_state_from_another_step_or_run_is_rejected(state_of):
     with Training(FEW, CALM) as run:
         run.params, run.state = state_of(run)
         run.step()
-        # What is wrong with a step's mail is raised by its exchange or by the call after.
+        # Errors in a step's mail are raised by its exchange or the next call.
         words = "The mail is from|state of a new step|Make an engine for each run"
         with pytest.raises(RuntimeError, match=words):
             exchange_until_noticed(run)
 
 
-def test_an_interrupted_exchange_is_not_gone_on_from(monkeypatch):
+def test_an_engine_cannot_continue_after_an_interrupted_exchange(monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -112,10 +112,10 @@ def through_numpy(x):
     [(jnp.copy, "during_step"), (through_numpy, "per_window")],
     ids=["jnp.copy", "through NumPy"],
 )
-def test_flush_takes_a_copy_of_the_state_and_no_state_from_before_it(duplicate, sending):
+def test_flush_accepts_a_copied_state_but_no_earlier_state(duplicate, sending):
     settings = dataclasses.replace(CALM, send_gradients=sending)
     with Training(FEW, settings) as run, Training(FEW, settings) as untouched:
-        run.go(7)  # after which a window has closed, whose update is under way
+        run.go(7)  # a window has just closed, and its update is in flight
         before = run.params, run.state
         run.state = jax.tree.map(duplicate, run.state)
         run.flush()
@@ -130,7 +130,7 @@ def test_flush_takes_a_copy_of_the_state_and_no_state_from_before_it(duplicate, 
                 RuntimeError, match="lack its updates|that the last `flush` returned"
             ):
                 call(*args)
-        # It does no harm.
+        # The rejected calls changed nothing.
         (run.params, run.state), run.t = flushed, 7
         untouched.go(7)
         untouched.flush()
@@ -149,7 +149,7 @@ def test_every_array_keeps_shape_dtype_memory_and_sharding_and_nothing_compiles_
         expected = describe((training.params, training.state))
         for t in range(1, 13):
             if t == 7:
-                # Every kind of boundary has been met.
+                # Every kind of boundary has occurred.
                 assert compiled
                 compiled.clear()
             training.step()
@@ -164,7 +164,7 @@ def test_every_array_keeps_shape_dtype_memory_and_sharding_and_nothing_compiles_
         assert times_compiled(training.program) == 1
 
 
-def test_steps_and_exchanges_move_nothing_between_memories_unasked():
+def test_steps_and_exchanges_make_no_implicit_transfers():
     with Training(FEW, BUSY) as training:
         training.go(6)
         g = jax.device_put(runs.gradients(FEW, 7), jax.devices()[0])
@@ -176,11 +176,11 @@ def test_steps_and_exchanges_move_nothing_between_memories_unasked():
                 training.exchange()
 
 
-# Added up on the device: two windows' step scalars and sums, and what the step brings.
+# With sums on the device: two windows' step scalars and sums, and the step's own.
 @pytest.mark.parametrize(
     ("sending", "most"), [("during_step", 2), ("after_step", 1), ("per_window", 2 * 4 + 3)]
 )
-def test_no_more_mail_is_unread_than_there_is_memory_for(sending, most):
+def test_unread_mail_never_exceeds_the_memory_for_it(sending, most):
     with Training(FEW, CALM, send_gradients=sending) as training:
         unread = []
         for _ in range(12):
@@ -190,13 +190,13 @@ def test_no_more_mail_is_unread_than_there_is_memory_for(sending, most):
     assert max(unread) == most
 
 
-def test_what_was_handed_over_does_not_stay_on_the_device():
+def test_handed_over_state_does_not_stay_on_the_device():
     with Training(FEW, BUSY) as training:
         training.go(2)
         training.step()
         leaving = weakref.ref(training.state.leaves[2].mu)
         reselections = training.engine.stats.reselections
-        training.exchange()  # the turn of this leaf
+        training.exchange()  # this leaf's turn
         training.settle()
         gc.collect()
         assert training.engine.stats.reselections == reselections + 1
@@ -207,7 +207,7 @@ def test_stats_count_steps_windows_and_bytes():
     leaf = runs.Leaf("w", (4, 2), -2, "bfloat16")
     settings = Settings(topk_ratio=0.25, update_interval=2)
     with Training((leaf,), settings) as training:
-        # Masters, with what is uploaded in them, and moments; step counts; the channel.
+        # Masters, which contain the uploads, and moments; step counts; the channel.
         kept = 4 * 2 * 3 * 4 + 4 * 4 + 4
         assert training.engine.stats == zenflow_jax.EngineStats(host_bytes=kept)
         training.go(5, Plan(5, bad=(4,)))
@@ -215,7 +215,7 @@ def test_stats_count_steps_windows_and_bytes():
         stats = training.engine.stats
         assert training.selected()["w"].tolist() == [0]
     mail = 4 * 2 * 2 + 8 * 4 + 3 * 4  # the gradient; eight float32 and three int32 scalars
-    row = 3 * 2 * 4 + 4  # of one channel, master and moments of float32, and a step count
+    row = 3 * 2 * 4 + 4  # one channel's master and moments in float32, and its step count
     window = 4 * 2 * 2  # the parameter
     unknown = {"exchange_s": 0.0, "wait_s": 0.0, "work_s": 0.0, "seconds": {}}
     assert dataclasses.replace(stats, **unknown) == zenflow_jax.EngineStats(
@@ -225,13 +225,13 @@ def test_stats_count_steps_windows_and_bytes():
         skipped_steps=1,
         bytes_to_host=5 * mail + row + 4,  # and the channel's number
         bytes_to_device=2 * window + row,
-        host_bytes=kept,  # mail is not among the arrays, and short windows need no sums
+        host_bytes=kept,  # mail is not counted here, and short windows need no sums
         pinned_bytes=4 * 2 * 2,  # the last step's gradient, in an open window
     )
     assert stats.windows == 2
 
 
-def test_skipped_steps_in_a_row_are_warned_of_and_too_many_are_an_error_across_a_checkpoint(caplog):
+def test_consecutive_skipped_steps_warn_and_too_many_raise_even_across_a_checkpoint(caplog):
     def go(run, *bad):
         caplog.clear()
         for is_bad in bad:
@@ -268,7 +268,7 @@ def test_skipped_steps_in_a_row_are_warned_of_and_too_many_are_an_error_across_a
         ({"provisional_share": 0.5}, False, False),
     ],
 )
-def test_gradients_that_a_run_loses_at_its_end_are_warned_of_once(
+def test_gradients_lost_at_the_end_of_a_run_are_warned_about_once(
     caplog, options, saves, is_warned
 ):
     with Training(FEW, dataclasses.replace(CALM, **options)) as run:

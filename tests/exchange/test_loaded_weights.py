@@ -1,7 +1,7 @@
-"""Weights that are loaded after `tx.init`, or after the engine was made, are those that train.
+"""Weights loaded after `tx.init`, or after the engine was created, are trained.
 
-To `optax.adamw` the order makes no difference; a run that loads late is held, bit by bit, to the
-same run that had its weights from the start.
+With `optax.adamw` the order makes no difference; a run that loads late is compared, bit by bit,
+with the same run that had its weights from the start.
 """
 
 import numpy as np
@@ -11,8 +11,7 @@ import zenflow_jax
 from tests import comparisons, runs
 from tests.runs import FIRST, Plan, Settings, Training
 
-# Windows in turn; channels that change hands; in FIRST are resident, low-precision and float32
-# leaves.
+# Rolling windows; channels change hands; FIRST's resident leaves are low-precision and float32.
 SETTINGS = Settings(
     topk_ratio=0.3, update_interval=2, select_interval=4, weight_decay=0.1, provisional_share=0.5
 )
@@ -32,7 +31,7 @@ def outcome(run, bad=()):
 
 
 def loaded(run, values, *, early=False):
-    """The run with other parameters, which the engine was made of, and if `early` the state too."""
+    """The run with other parameters, used for the engine and, if `early`, for the state too."""
     run.params = runs.place(values, None)
     if early:
         run.state = run.tx.init(run.params)
@@ -41,7 +40,7 @@ def loaded(run, values, *, early=False):
 
 
 @pytest.mark.parametrize("bad", [(), (1, 2)], ids=["all count", "first window skipped"])
-def test_weights_loaded_after_init_train_as_if_they_had_been_there(bad):
+def test_weights_loaded_after_init_train_as_if_loaded_before(bad):
     with Training(FIRST, SETTINGS) as run, Training(FIRST, SETTINGS) as expected:
         loaded(run, OTHER)
         loaded(expected, OTHER, early=True)
@@ -51,7 +50,7 @@ def test_weights_loaded_after_init_train_as_if_they_had_been_there(bad):
 
 
 @pytest.mark.parametrize("names", [list(OTHER), ["columns"]], ids=["all", "one leaf"])
-def test_weights_loaded_after_the_engine_was_made_train_as_if_they_had_been_there(names):
+def test_weights_loaded_after_the_engine_was_created_train_as_if_loaded_before(names):
     values = runs.initial_values(FIRST) | {name: OTHER[name] for name in names}
     with Training(FIRST, SETTINGS) as run, Training(FIRST, SETTINGS) as expected:
         run.params = runs.place(values, None)
@@ -59,13 +58,13 @@ def test_weights_loaded_after_the_engine_was_made_train_as_if_they_had_been_ther
         comparisons.assert_same_bits(outcome(run), outcome(expected))
 
 
-def test_one_bit_of_a_deferred_channel_is_noticed():
+def test_a_flipped_bit_in_a_deferred_channel_is_detected():
     with Training(FIRST, SETTINGS) as run:
         run.params["rows"] = runs.with_a_bit(run.params["rows"], (-1, -1), 0)
         np.testing.assert_array_equal(masters(run)["rows"], run.params["rows"])
 
 
-def test_what_was_saved_before_the_first_step_follows_the_parameters_beside_it():
+def test_a_state_saved_before_the_first_step_adopts_the_parameters_restored_with_it():
     with Training(FIRST, SETTINGS) as run, Training(FIRST, SETTINGS) as expected:
         saved = run.engine.state()
         run.params = runs.place(OTHER, None)

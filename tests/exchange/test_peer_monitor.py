@@ -1,4 +1,4 @@
-"""Processes of one engine, of which one fails, closes, or ends.
+"""Processes of one engine, one of which fails, closes, or ends.
 
 `test_several_processes.py` has a failure of a real engine.
 """
@@ -20,14 +20,14 @@ from tests.processes import run_together
 from zenflow_jax._exchange import peers
 from zenflow_jax._exchange.peers import CLOSED, PeerMonitor
 
-POLL_S = 0.3  # process 0 outlives the others by three polls, which must be time enough
-SOON_S = 0.5  # a grace that a test waits for
-NEVER_S = 300.0  # and one that no test lives to see
+POLL_S = 0.3  # process 0 outlives the others by three polls, which must be enough
+SOON_S = 0.5  # a grace period that a test waits for
+NEVER_S = 300.0  # and one that outlasts every test
 TIMEOUT_S = 120.0
 
 
 class Engine:
-    """The part of an engine that a watch knows: its caller waits for `future`."""
+    """The part of an engine that a monitor needs: its caller waits for `future`."""
 
     def __init__(self, name: str, grace_s: float, processes: Sequence[int] = (0, 1), **more: Any):
         self.future: Future = Future()
@@ -39,13 +39,13 @@ class Engine:
         self.future.set_exception(RuntimeError(message))
 
     def raised(self, call: int) -> None:
-        """Its caller gets a failure from that call, after so many others."""
+        """The caller gets a failure from that call, after this many other calls."""
         for _ in range(call):
             self.watch.passed()
         self.watch.raised()
 
     def fails(self) -> None:
-        """Its worker fails, and its caller gets that from its second call."""
+        """The worker fails, and its caller gets the failure from its second call."""
         self.watch.report("the moments ran away")
         self.raised(1)
 
@@ -55,7 +55,7 @@ def join(me: int, port: int, count: int) -> None:
     jax.distributed.initialize(
         f"127.0.0.1:{port}", count, me, cluster_detection_method="deactivate"
     )
-    # Made here, or the exit would wait for a process that never says which devices it has.
+    # Created here, because the exit would wait for a process that never reports its devices.
     assert jax.device_count() == 2
 
 
@@ -80,14 +80,14 @@ def join_watches() -> None:
 
 
 def await_leave(engine: Engine, process: int) -> None:
-    """Waits until that process has left the engine, as the others see it."""
+    """Waits until the others see that this process has left the engine."""
     watch = engine.watch
     key = f"{watch._directory}{process}/left"
     watch._client.blocking_key_value_get(key, int(1000 * TIMEOUT_S))
 
 
 def go_on(me: int, port: int, count: int) -> None:
-    """All that must not end a process, one after the other."""
+    """Runs all cases in which no process may be ended, in turn."""
     join(me, port, count)
 
     # All fail, and raise at the same point. Process 0 may hear of process 1 first, or not.
@@ -109,7 +109,7 @@ def go_on(me: int, port: int, count: int) -> None:
     join_watches()
     assert collective() == 2
 
-    # None fails, and one closes before the other, for which nobody is to wait at all.
+    # None fails, and one closes before the other, which nobody must wait for.
     engine = Engine("one closes first", 0.0)
     if me == 0:
         await_leave(engine, 1)
@@ -118,12 +118,12 @@ def go_on(me: int, port: int, count: int) -> None:
     assert me == 0 or watches()
     join_watches()
 
-    # An engine is forgotten, by all.
+    # All processes forget an engine.
     Engine("forgotten", SOON_S)
     gc.collect()
     join_watches()
 
-    # The interpreter closes what the program did not, at different times.
+    # The interpreter closes engines that the program left open, at different times.
     left_open = Engine("left open", NEVER_S)
     assert collective() == 2
     if me == 0:
@@ -132,12 +132,12 @@ def go_on(me: int, port: int, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_goes_on_where_no_process_waits_for_another():
+def test_a_program_continues_if_no_process_waits_for_another():
     for output in run_together("exchange.test_peer_monitor", "go_on", 2, 1):
         assert output.endswith("the last line\n"), output  # nothing of ours or JAX's
 
 
-def test_one_process_has_no_thread_and_needs_no_service_and_several_need_jax_distributed():
+def test_one_process_needs_no_thread_or_service_and_several_need_jax_distributed():
     engine = Engine("engine", SOON_S, processes=[0])
     engine.fails()
     engine.watch.close()
@@ -148,7 +148,7 @@ def test_one_process_has_no_thread_and_needs_no_service_and_several_need_jax_dis
 
 
 class Store:
-    """In the place of JAX's client: what process 0 has told, which can be out of order."""
+    """Replaces JAX's client: holds process 0's messages, possibly out of order."""
 
     def __init__(self):
         self.told: list[tuple[str, str]] = []
@@ -179,7 +179,7 @@ def store(monkeypatch):
     return store
 
 
-def test_a_watch_survives_a_service_that_is_away_and_ends_with_it_once_its_engine_is_closed(store):
+def test_a_monitor_survives_an_unavailable_service_and_ends_after_its_engine_is_closed(store):
     store.broken = True
     Engine("closed", NEVER_S).watch.close()
     join_watches()

@@ -1,4 +1,4 @@
-"""An engine has the memory for its mail pinned before the first step, as a GPU's driver must."""
+"""An engine's mail memory is pinned before the first step, because a GPU's driver must do it."""
 
 import dataclasses
 import gc
@@ -15,7 +15,7 @@ from zenflow_jax._exchange import pinned
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Bytes of arrays that are taken at a time, where a CPU counts as a GPU."""
+    """Returns the sizes of pinned arrays, with a CPU in place of a GPU."""
     sizes = []
 
     def take(pieces):
@@ -36,7 +36,7 @@ def bytes_in_host_memory():
 
 
 @pytest.mark.parametrize("sending", ["during_step", "after_step", "per_window"])
-def test_mail_is_taken_once_by_a_new_engine_and_given_back(sending, taken):
+def test_a_new_engine_takes_mail_memory_once_and_returns_it(sending, taken):
     settings = dataclasses.replace(CALM, send_gradients=sending)
     with Training(FEW, settings) as training:
         state = find_state(training.state)
@@ -49,8 +49,8 @@ def test_mail_is_taken_once_by_a_new_engine_and_given_back(sending, taken):
         assert 0 <= pinned.buffers(state) * mail - sum(taken) - blank < mail
         before = bytes_in_host_memory()
         training.renew()
-        assert bytes_in_host_memory() <= before  # of other tests, some may have been let go
-        # Arrays of an engine's state have been pinned themselves.
+        assert bytes_in_host_memory() <= before  # some of other tests' memory may have been freed
+        # The arrays of an engine's state are pinned themselves.
         saved = training.engine.state()
         taken.clear()
         training.renew(engine_state=saved)

@@ -1,4 +1,4 @@
-"""Runs of two processes, over gloo on 127.0.0.1, equal the reference in each."""
+"""Runs with two processes, over gloo on 127.0.0.1, equal the reference in each process."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ PLAN = Plan(10, bad=(6,), flush_at=(8,))
 
 
 def work(me: int, port: int, count: int, *calls: Any) -> None:
-    """One of the processes: meets the others and calls functions below, one after the other."""
+    """Runs one of the processes: meets the others and calls the functions below, in turn."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
     for function, *args in calls:
@@ -46,7 +46,7 @@ def on_all(axes: dict[str, int], placement: str) -> dict[str, NamedSharding]:
 
 
 def train(me: int, count: int, *names: str) -> None:
-    """Runs on different placements, each held to the reference."""
+    """Runs with different placements, each compared with the reference."""
     local = jax.local_device_count()
     cases = {
         "adaptive": ({"fsdp": count * local}, "channels", ADAPTIVE),
@@ -66,7 +66,7 @@ def train(me: int, count: int, *names: str) -> None:
 
 
 def share(me: int, count: int) -> None:
-    """Where all have copies, each does its part of the work only."""
+    """If all processes have copies, each does only its share of the work."""
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with Training(LEAVES, STALE, shardings=shardings, donate=True) as training:
         training.go(9)
@@ -76,12 +76,12 @@ def share(me: int, count: int) -> None:
     offloaded = [leaf for leaf in LEAVES if leaf.axis is not None]
     assert updated * count == sum(math.prod(leaf.shape) for leaf in offloaded)
     mail = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in offloaded)
-    # Beside the mail some channels are handed over, and each process sends its step scalars.
+    # Besides the mail, some channels are handed over, and each process sends its step scalars.
     assert moved < 0.8 * mail
 
 
 def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
-    """Goes on from one checkpoint, if there is one, and writes another."""
+    """Resumes from a checkpoint, if there is one, and writes another."""
     plan = Plan(until, bad=(12,))
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with Training(LEAVES, STALE, shardings=shardings, donate=True) as training:
@@ -100,14 +100,14 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
 
 
 def check_disagreement(training: Training, me: int, count: int) -> None:
-    """A state of another run in the last process is refused by all of them."""
+    """All processes reject a state that belongs to another run in the last process."""
     token = plus({"": training.state.token}, int(me == count - 1))[""]
     with pytest.raises(ValueError, match="the same checkpoint in every process"):
         zenflow_jax.HostEngine(training.params, training.state._replace(token=token))
 
 
 def check_refusal(training: Training, me: int, count: int) -> None:
-    """A checkpoint that the last process cannot go on with is refused by all of them."""
+    """All processes reject a checkpoint that the last process cannot resume from."""
     last = me == count - 1
     params = plus(training.params, int(last))
     words = r"\['bias'\].* in `params` changed" if last else f"Process {count - 1} rejected"
@@ -118,7 +118,7 @@ def check_refusal(training: Training, me: int, count: int) -> None:
 
 
 def check_gone(training: Training, me: int, count: int) -> None:
-    """Parameters that are gone in the last process have no fingerprint in any of them."""
+    """Parameters that are deleted in the last process have no fingerprint in any."""
     if me == count - 1:
         training.params = plus(training.params, 0)
         gc.collect()
@@ -126,7 +126,7 @@ def check_gone(training: Training, me: int, count: int) -> None:
 
 
 def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:
-    """Arrays of which this process has its part of `params`, plus a number."""
+    """Returns arrays with this process's part of `params`, plus a number."""
     return {
         name: jax.make_array_from_single_device_arrays(
             x.shape, x.sharding, [s.data + s.data.dtype.type(number) for s in x.addressable_shards]
@@ -150,11 +150,11 @@ def fail(me: int, count: int, failing: int) -> None:
             training.go(1000)
 
 
-# In the same processes, because to start and to meet takes longer than most of it.
+# In the same processes, because starting them takes most of the time.
 @pytest.mark.slow
-def test_two_processes_equal_the_reference_resume_on_other_numbers_and_fail_together(tmp_path):
+def test_two_processes_equal_the_reference_resume_as_one_or_two_and_fail_together(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    # Each time with an update on its way, and a step in an open window.
+    # Each time with an update in flight, and a step in an open window.
     pass_on(0, 1, "", 5, first)
     calls = ("train", "summed", "adaptive"), ("share",), ("pass_on", first, 9, second), ("fail", 0)
     outputs = processes.run_together(HERE, "work", 2, 2, *calls, code=None)

@@ -1,4 +1,4 @@
-"""The spans that are recorded of a run, and the two forms in which they are shown."""
+"""A run's recorded spans, and the two forms in which they are shown."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ def recorded() -> Timeline:
         training.go(STEPS)
         training.flush()
         training.engine.state()
-        # The worker reports its last piece after it has given out the update.
+        # The worker reports its last piece after it has delivered the update.
         training.engine.close()
         return training.engine.timeline
 
@@ -41,17 +41,17 @@ def test_every_step_and_every_window_has_its_spans(recorded):
     assert recorded.steps == range(1, STEPS + 1)
     for kind in ("step", "copy", "unread", "take in", "exchange"):
         assert sorted(by_number(recorded, kind)) == list(recorded.steps), kind
-    windows = list(recorded.steps)  # with each step that of one leaf or of the other
+    windows = list(recorded.steps)  # each step has that of one leaf or the other
     for kind in ("wait for uploads", "upload"):
         assert sorted(by_number(recorded, kind)) == windows, kind
-    # In several parts where mail was taken in meanwhile.
+    # In several parts if mail was taken in meanwhile.
     assert sorted({span.number for span in of(recorded, "update")}) == windows
     # At the first boundary, after step 1 or 2; then every four steps, from 3 or 4 on.
     assert sorted(by_number(recorded, "hand over")) == [1, 2, 3, 4, 7, 8]
     assert [span.number for span in of(recorded, "flush", "state")] == [STEPS, STEPS]
 
 
-def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded):
+def test_spans_are_sorted_by_start_and_follow_the_order_of_events(recorded):
     starts = [span.start for span in recorded.spans]
     assert starts == sorted(starts)
     assert {span.row for span in recorded.spans} == set(ROWS)
@@ -60,7 +60,7 @@ def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded):
     for spans in (calls, *one_at_a_time):
         assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
     waits = of(recorded, "wait for device", "wait for host")
-    assert waits  # the hand-overs at least
+    assert waits  # at least the hand-overs
     for wait in waits:
         around = [x.number for x in calls if x.start <= wait.start and wait.end <= x.end]
         assert around == [wait.number]
@@ -76,7 +76,7 @@ def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded):
         assert update.end <= uploads[update.number].end
 
 
-def test_the_stats_have_the_seconds_of_all_spans():
+def test_the_stats_contain_the_seconds_of_all_spans():
     with Training(ONE, SETTINGS) as training:
         training.go(4)
         training.flush()
@@ -94,8 +94,8 @@ def test_the_stats_have_the_seconds_of_all_spans():
     assert "unread" not in stats.seconds  # which is nobody's work
 
 
-def test_a_trace_has_all_spans_and_those_that_overlap_in_part_in_threads_of_their_own(tmp_path):
-    """A viewer draws them wrongly in one thread; one inside another may stay there."""
+def test_a_trace_has_all_spans_and_puts_partly_overlapping_ones_in_separate_threads(tmp_path):
+    """A viewer draws them wrongly in one thread; nested spans may share a thread."""
     times = [(0.0, 4.0), (1.0, 2.0), (2.0, 4.0), (3.0, 5.0), (4.0, 6.0)]
     spans = [Span("mail", "unread", *time, n) for n, time in enumerate(times)]
     spans += [Span("host", "update", 2.0, 3.0, 7)]
@@ -112,7 +112,7 @@ def test_a_trace_has_all_spans_and_those_that_overlap_in_part_in_threads_of_thei
     assert threads[3] != threads[0]
 
 
-def test_the_picture_has_every_row_and_a_legend_or_an_error_says_what_it_lacks(
+def test_the_picture_has_every_row_and_a_legend_and_an_error_names_a_missing_package(
     tmp_path, recorded, monkeypatch
 ):
     figure = plot_timeline(recorded, tmp_path / "timeline.svg", steps=recorded.steps[-4:])

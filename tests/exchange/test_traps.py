@@ -1,6 +1,6 @@
-"""Traps that were known before the first line was written, each with what must not happen.
+"""Traps that were known before the first line was written, and what must not happen in each.
 
-A test here fails when the guard that it is about is taken out. A CPU cannot show what happens to
+A test here fails if the guard that it tests is removed. A CPU cannot show what happens to
 registered memory, or XLA's schedule and temporaries on a GPU.
 """
 
@@ -30,13 +30,13 @@ from zenflow_jax._host.arrays import aligned_zeros
 OPTIONS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
 
 
-# The same matrix under no, one and two leading unit axes: mail of one must not have the shape of
+# The same matrix with zero, one and two leading unit axes: mail of one must not have the shape of
 # another, nor of its moments.
 NESTED = tuple(Leaf(f"w{i}", (1,) * i + (6, 4), -2, "float32") for i in range(3))
 
 
-def test_every_array_that_is_donated_is_given_up():
-    # An array that NumPy still looks at is copied instead, on a CPU without a word.
+def test_every_donated_array_is_deleted():
+    # An array with a NumPy view is copied instead, silently on a CPU.
     with Training(FEW, OPTIONS, donate=True) as training:
         for t in range(1, 9):
             # Mail is not an input of the program, so it is dropped rather than donated.
@@ -50,7 +50,7 @@ def test_every_array_that_is_donated_is_given_up():
 
 
 def train(params, tx, step, steps=5):
-    """Trains with an engine; the parameters at the end. The step may donate anything."""
+    """Trains with an engine; returns the final parameters. The step may donate anything."""
     params = jax.tree.map(jnp.copy, params)
     state = tx.init(params)
     with HostEngine(params, state, **KERNEL) as engine:
@@ -80,11 +80,11 @@ def beside_another_optimizer():
 
 
 def donate_whatever_can_be_donated() -> None:
-    """Runs whose steps donate end with the same bits."""
+    """Runs whose steps donate are bit-identical."""
     warnings.simplefilter("ignore")  # that not every donated buffer can be used
     alone = runs.initial(NESTED), runs.transformation(NESTED, OPTIONS)
     for name, (params, tx) in {"alone": alone, "partition": beside_another_optimizer()}.items():
-        os.write(2, f"{name}\n".encode())  # of one that aborts the last that is heard
+        os.write(2, f"{name}\n".encode())  # if one aborts, its last output
         plain = runs.jitted(tx)
         expected = train(params, tx, plain)
         step = jax.jit(plain.__wrapped__, donate_argnums=(0, 1, 2))
@@ -96,7 +96,7 @@ PROGRAMS = "step, merge, choose, enter, channel_rows, split, _rows, _compare"
 
 
 def compute_only_by_programs_of_their_own() -> None:
-    """Engines compile no program but those above: each eager operation would be one."""
+    """Engines compile only the programs above: each eager operation would compile another."""
     expected = {f"jit({name})" for name in (*PROGRAMS.split(", "), "_master")}
     compiled = set()
     for sending in ("during_step", "per_window"):
@@ -115,38 +115,38 @@ def compute_only_by_programs_of_their_own() -> None:
 
 
 def use_a_new_process() -> None:
-    compute_only_by_programs_of_their_own()  # first, as programs are compiled once in a process
+    compute_only_by_programs_of_their_own()  # first, because programs are compiled once per process
     donate_whatever_can_be_donated()
 
 
 @pytest.mark.slow
 def test_donation_does_not_abort_the_process_and_nothing_is_computed_eagerly():
-    # In a process of its own: what must not happen is SIGABRT, not an exception.
+    # In a separate process: the failure would be SIGABRT, not an exception.
     process = processes.start_process("exchange.test_traps", "use_a_new_process", devices=1)
     processes.assert_ends(process)
 
 
 @pytest.mark.parametrize("sending", ["during_step", "per_window"])
-def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatch, sending):
+def test_no_numpy_view_of_mail_remains_when_its_buffer_may_be_donated(monkeypatch, sending):
     views = views_of_mail(monkeypatch)
     with Training(FEW, OPTIONS, send_gradients=sending) as training:
         training.go(5)
         assert training.engine.stats.reselections == 4
-        training.engine.close()  # until then open windows' mail is kept, which nobody else has
+        training.engine.close()  # until then, only the engine has open windows' mail
         gc.collect()
         assert len(views) > 5 * 2
         assert [v for v in views if v() is not None] == []
 
 
-def test_the_first_state_shares_no_buffer_with_the_parameters_nor_with_itself():
-    # A step that donates both would give up the same buffer twice, which XLA refuses.
+def test_the_first_state_shares_no_buffer_with_the_parameters_or_itself():
+    # A step that donates both would donate the same buffer twice, which XLA rejects.
     params = runs.initial(FIRST)
     state = runs.transformation(FIRST, OPTIONS).init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
     assert len(set(pointers)) == len(pointers)
 
 
-def test_an_upload_does_not_share_memory_with_the_array_it_came_from():
+def test_an_upload_does_not_share_memory_with_its_source_array():
     x = aligned_zeros((1024,))  # where the CPU backend would share the memory
     on_device = memory.upload(x, jax.devices()[0])
     x += 1
@@ -154,9 +154,9 @@ def test_an_upload_does_not_share_memory_with_the_array_it_came_from():
 
 
 @pytest.mark.parametrize("engine", [{}, {"prefetch_bytes": 100}], ids=["prefetched", "in part"])
-def test_what_an_upload_may_still_read_is_not_written(monkeypatch, engine):
-    # On a GPU an upload reads host memory after the call that started it has returned. Here it is
-    # taken to do so until somebody has waited for it. The worker's thread and the caller both do.
+def test_memory_that_an_upload_may_still_read_is_not_overwritten(monkeypatch, engine):
+    # On a GPU, an upload reads host memory after the call that started it has returned. This test
+    # assumes so until somebody has waited for it. Both the worker's thread and the caller upload.
     reading, clashes, lock = {}, [], threading.Lock()
     seen, waited_for = set(), jax.block_until_ready
 
@@ -197,14 +197,14 @@ def test_what_an_upload_may_still_read_is_not_written(monkeypatch, engine):
     with Training(FEW, OPTIONS, **engine) as training:
         for t in range(12):
             training.go(1)
-            if t == 7:  # what is pending is uploaded again
+            if t == 7:  # the pending update is uploaded again
                 training.renew(engine_state=training.engine.state())
         training.flush()
     assert seen >= {(leaf.dtype, leaf.shape) for leaf in FEW if leaf.axis is not None}
     assert clashes == []
 
 
-def test_nothing_empty_goes_to_host_memory():
+def test_no_empty_array_goes_to_host_memory():
     options = dataclasses.replace(OPTIONS, topk_ratio=0.0, send_gradients="after_step")
     with Training(FEW, options) as training:
         training.go(8)
@@ -213,17 +213,17 @@ def test_nothing_empty_goes_to_host_memory():
         training.flush()
 
 
-def test_a_gradient_is_rounded_for_its_sum_by_what_no_compiler_leaves_out():
-    # A GPU's leaves out a cast to bfloat16 and back. A CPU's does not, so its result shows nothing.
+def test_a_gradient_is_rounded_for_its_sum_by_an_operation_that_no_compiler_removes():
+    # A GPU's compiler removes a cast to bfloat16 and back. A CPU's does not, so no result shows it.
     params = runs.initial(ONE)
-    options = {"provisional_share": None}  # which rounds so, too
+    options = {"provisional_share": None}  # which also rounds
     tx = zenflow_jax.zenflow(1e-2, send_gradients="per_window", **options)
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     program = jax.jit(tx.update).lower(wide, tx.init(params), params).as_text()
     assert "reduce_precision" in program
 
 
-def test_an_engine_behind_multi_steps_exchanges_after_each_update():
+def test_an_engine_with_multi_steps_exchanges_after_each_update():
     (leaf,) = leaves = (ONE[0]._replace(dtype="float32"),)
     tx = optax.MultiSteps(runs.transformation(leaves, OPTIONS), 2)
     params = runs.initial(leaves)
@@ -234,7 +234,7 @@ def test_an_engine_behind_multi_steps_exchanges_after_each_update():
             both = [runs.gradients(leaves, i) for i in (t, t + 1)]
             for g in both:
                 params, state = step(params, state, jax.tree.map(jnp.asarray, g))
-            # A micro step makes no mail: only after an update is there something to exchange.
+            # A micro-batch makes no mail: only after an update is there something to exchange.
             assert tx.has_updated(state)
             params, state = engine.exchange(params, state)
             (expected,) = slow.step([(both[0][leaf.name] + both[1][leaf.name]) / 2])

@@ -29,13 +29,13 @@ from tests.resuming import copied
 from tests.runs import Leaf, Training
 
 SEQUENCES = int(os.environ.get("ZENFLOW_SEQUENCES", "0"))
-# Each is compiled once, which takes most of the time. These three send gradients in all ways, and
-# have both dtypes, steps that donate and steps that do not, windows in turn and together.
+# Each compiles once, which takes most of the time. These three cover all values of send_gradients,
+# both dtypes, steps with and without donation, and rolling and common windows.
 WORLDS = range(10_000) if SEQUENCES else (0, 4, 8)
 
 SEED = 3162
 
-# What a user may be told; anything else that is raised was not meant for them.
+# Errors meant for users; any other error is a failure.
 REFUSALS = (RuntimeError, ValueError, TypeError)
 
 
@@ -49,7 +49,7 @@ class World(NamedTuple):
 
 @functools.cache
 def world(number: int) -> World:
-    """The same for the same number."""
+    """Returns equal gradients for equal numbers."""
     rng = np.random.default_rng((number, SEED))
     kinds = [((6, 3), -2), ((3, 7), -1), ((2, 5, 3), -2), ((4,), None), ((3, 2), None)]
     drawn = [0, *rng.integers(len(kinds), size=rng.integers(1, 3))]
@@ -81,15 +81,15 @@ class Checkpoint(NamedTuple):
     arrays: tuple[Any, Any, Any]  # parameters, state, engine's state
     reference: Any
     seed: int
-    misuse: str  # what had been done wrong and was not refused yet
+    misuse: str  # mistakes that have not been rejected yet
 
 
 class Refused(Exception):
-    """The end of a run in which something was done wrong."""
+    """Ends a run in which a mistake was made."""
 
 
 class User:
-    """One user at work. Whatever has no `_` in front is theirs; `n` is a number they choose."""
+    """One user at work. Methods without `_` are the user's actions; `n` is a number they choose."""
 
     def __init__(self, number: int):
         self._world = world(number)
@@ -98,7 +98,7 @@ class User:
         self._start(0)
 
     def __call__(self, actions: list[tuple[str, int]]) -> None:
-        """Does these things, and flushes at the end; after a refusal another run begins."""
+        """Takes these actions, and flushes at the end; after a rejection another run begins."""
         for name, n in actions:
             try:
                 getattr(self, name)(n)
@@ -149,7 +149,9 @@ class User:
         self._reference.flush()
         after = self._run.values()
         self._flushed = any(not np.array_equal(after[name], x) for name, x in before.items())
-        if self._run.t > self._loaded_at:  # else no step could have shown that anything is wrong
+        if (
+            self._run.t > self._loaded_at
+        ):  # otherwise no step could have shown that anything is wrong
             misuse, self._misuse = self._misuse, ""
             self._check(f"flush ({misuse})")
 
@@ -169,7 +171,7 @@ class User:
         self.views = jax.tree.map(np.asarray, (self._run.params, self._run.state))
 
     def flush_to_look_and_go_on(self, n: int) -> None:
-        """Goes on from what there was before."""
+        """Resumes from an earlier state."""
         run = self._run
         if self._unmailed or not run.t:
             return
@@ -179,10 +181,10 @@ class User:
         run.params, run.state = kept
 
     def bring_to_the_host_and_back(self, n: int) -> None:
-        """Does to a state as pickling does, or a trainer that places it anew."""
+        """Copies a state as pickling does, or a trainer that places it again."""
         self._note("arrays of NumPy, or a state that was moved")
         name = ("params", "state")[n % 2]
-        # By way of NumPy: between its memories a CPU device copies nothing by itself (jax 0.10.2).
+        # Through NumPy: a CPU device does not copy between its memories (jax 0.10.2).
         arrays = jax.device_get(getattr(self._run, name))
         back = jax.device_put(arrays, jax.devices()[0]) if n % 3 else arrays
         setattr(self._run, name, back)
@@ -217,7 +219,7 @@ class User:
             self._resume(one, one, one)
 
     def resume_from_a_mixture(self, n: int) -> None:
-        # Parts of several checkpoints are compared where an engine is made of them.
+        # An engine compares parts of several checkpoints when it is created.
         if self._saved:
             self._resume(*(self._saved[n // k % len(self._saved)] for k in (1, 2, 3)))
 
@@ -237,7 +239,7 @@ class User:
         elif any(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays[:2])):
             self._misuse = "a checkpoint of NumPy arrays"
         self._unmailed = self._misuse == "a checkpoint between a step and its exchange"
-        # Where the parts differ without harm, they are those of any.
+        # If the parts differ harmlessly, they may come from any.
         self._reference = copy.deepcopy(parts[0].reference)
         run = self._run
         run.params, run.state, engine_state = copied(arrays)
@@ -251,7 +253,7 @@ class User:
         self._misuse = self._misuse or misuse
 
     def _call(self, function: Any, **options: Any) -> Any:
-        """Calls; after something wrong a refusal is the end of the run."""
+        """Calls; after a mistake, a rejection ends the run."""
         try:
             return function(**options)
         except REFUSALS as error:
@@ -260,7 +262,7 @@ class User:
             raise Refused from error
 
     def _check(self, after: str) -> None:
-        """The parameters are the reference's, unless something wrong may still be noticed."""
+        """The parameters equal the reference's, unless a mistake may still be detected."""
         if not self._misuse:
             expected = dict(zip(self._run.params, self._reference.params, strict=True))
             try:
@@ -292,7 +294,7 @@ ACTIONS = [*RIGHT, *(name for name in vars(User) if name[0] != "_" and name not 
 @settings(
     max_examples=SEQUENCES or 25,
     derandomize=not SEQUENCES,
-    # To make a failing sequence shorter takes minutes.
+    # Shrinking a failing sequence takes minutes.
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
@@ -300,15 +302,15 @@ ACTIONS = [*RIGHT, *(name for name in vars(User) if name[0] != "_" and name not 
     st.sampled_from(WORLDS),
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 29)), min_size=10, max_size=20),
 )
-def test_whatever_users_do_is_right_or_refused(number, actions):
+def test_all_actions_of_users_are_correct_or_rejected(number, actions):
     User(number)(actions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", WORLDS[:3])
-def test_right_steps_after_a_flush_in_mid_window_are_not_refused(number):
+def test_correct_steps_after_a_flush_inside_a_window_are_accepted(number):
     user = User(number)
     both = ("train_past_a_flush", 2), ("save", 0), ("resume", 0), ("train_past_a_flush", 2)
     user([("train", 4), *both])
-    # Three of each engine, whose flush changed the parameters: they are the reference's.
+    # Three for each engine whose flush changed the parameters: they equal the reference's.
     assert user.right_after_flush == 6

@@ -1,7 +1,6 @@
-"""The worker: what waits for what, that no timing changes a bit, its failures and its end.
+"""The worker: waiting, independence of timing, failures, and its end.
 
-It is slowed down by hooks that wait until they are told to go on. The order of events is what is
-looked at, never the clock.
+Hooks slow it down until they are released. Tests check the order of events, never the clock.
 """
 
 import functools
@@ -16,7 +15,7 @@ from tests.exchange.hooks import hooked, views_of_mail
 from tests.runs import BUSY, CALM, FEW, TOGETHER, Plan, Settings, Training
 from zenflow_jax._exchange.worker import Worker
 
-TIMEOUT_S = 60  # after it a test that would hang fails instead
+TIMEOUT_S = 60  # after this, a test fails that would otherwise hang
 
 PLAN = Plan(14, bad=(5,), flush_at=(8,))
 FIVE = tuple(runs.Leaf(f"w{i}", (6, 4), -2, "float32") for i in range(5))
@@ -29,7 +28,7 @@ def hooks(monkeypatch):
 
 @pytest.fixture
 def passes(hooks):
-    """Every piece of an update needs one; there are many."""
+    """Every piece of an update needs a permit; there are many."""
     passes = threading.Semaphore(1000)
     hooks.update = lambda: passes.acquire(timeout=TIMEOUT_S)
     return passes
@@ -48,18 +47,18 @@ def undisturbed(settings, leaves=FEW):
 
 
 @pytest.mark.slow
-def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(hooks, monkeypatch):
+def test_a_run_is_bit_identical_with_any_timing_of_the_worker(hooks, monkeypatch):
     with Training(FEW, BUSY) as training:
         expected = training.history(PLAN)
 
-    # Early: the worker has nothing left to do before each step.
+    # Early: the worker is idle before each step.
     with Training(FEW, BUSY) as training:
         for t, values in training.follow(PLAN):
             training.settle()
             comparisons.assert_same_bits(values, expected.params[t - 1])
         comparisons.assert_same_bits(training.moments(), expected.moments)
 
-    # Late: it does nothing unless the caller waits for it.
+    # Late: it works only when the caller waits for it.
     waiting, wait = threading.Event(), Worker.wait
 
     def wait_and_let_work(*args):
@@ -82,23 +81,23 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(hooks, monk
         comparisons.assert_same_bits(training.moments(), expected.moments)
 
 
-def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundary(passes):
+def test_an_update_as_long_as_a_window_blocks_no_exchange_before_its_boundary(passes):
     expected = undisturbed(TOGETHER, FIVE)
     with Training(FIVE, TOGETHER) as training:
         training.go(7)
         training.settle()
         take_all(passes)
-        # Closes a window, whose update cannot begin; and two mails of the next one fit in the box.
+        # Closes a window whose update cannot begin; two of the next mails fit in the queue.
         training.go(3)
         (update,) = training.on_their_way
         for mail in training.unread:
-            mail.arrived.result(TIMEOUT_S)  # or the next piece would come first
-        # After one of five pieces these are taken in, before the next piece.
+            mail.arrived.result(TIMEOUT_S)  # otherwise the next piece would come first
+        # After one of five pieces, the worker takes these in before the next piece.
         passes.release()
         training.go(1)
         assert not update.done()
         comparisons.assert_same_bits(training.values(), expected[10])
-        # At the boundary it is waited for.
+        # The boundary waits for it.
         threading.Timer(0.1, passes.release, [1000]).start()
         training.go(1)
         assert update.done()
@@ -114,7 +113,7 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
     ],
     ids=["update", "hand-over", "mail"],
 )
-def test_a_failure_of_the_worker_is_raised_with_its_place_and_stays(
+def test_a_failure_of_the_worker_is_raised_with_its_position_and_stays(
     hooks, settings, before, hook, calls, words
 ):
     made = []
@@ -142,7 +141,7 @@ def test_a_failure_of_the_worker_is_raised_with_its_place_and_stays(
         training.engine.close()
 
 
-def test_mail_that_cannot_be_read_is_raised():
+def test_unreadable_mail_is_raised():
     with Training(FEW, CALM) as training:
         training.step()
         training.state.mail[1].delete()
@@ -153,13 +152,13 @@ def test_mail_that_cannot_be_read_is_raised():
 
 
 def assert_ended(before):
-    """No thread is left that began since; some are told to end, and nobody waits for them."""
+    """Checks that no new thread remains; some are told to end without a wait."""
     for thread in set(threading.enumerate()) - before:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), thread.name
 
 
-def test_close_during_work_ends_after_the_piece_it_is_at(passes):
+def test_close_during_work_ends_after_the_current_piece(passes):
     before = set(threading.enumerate())
     with Training(FIVE, TOGETHER) as training:
         training.go(7)
@@ -169,12 +168,12 @@ def test_close_during_work_ends_after_the_piece_it_is_at(passes):
         closing = threading.Thread(target=training.engine.close)
         closing.start()
         passes.release()
-        closing.join(TIMEOUT_S / 2)  # a worker that goes on waits for a pass, for longer
+        closing.join(TIMEOUT_S / 2)  # a worker that continues waits longer for a permit
         assert not closing.is_alive()
         assert_ended(before)
 
 
-def test_close_frees_the_host_memory_and_the_mail_that_is_kept(monkeypatch):
+def test_close_frees_the_host_memory_and_the_stored_mail(monkeypatch):
     views = views_of_mail(monkeypatch)
     with Training(FEW, CALM) as training:
         training.go(6)
@@ -186,8 +185,8 @@ def test_close_frees_the_host_memory_and_the_mail_that_is_kept(monkeypatch):
         assert [x for x in views if x() is not None] == []
 
 
-def test_an_engine_that_is_collected_on_a_thread_of_its_own_does_not_hang(hooks):
-    # The collector runs wherever something is allocated, on a kernel's thread too.
+def test_an_engine_that_is_collected_on_its_own_thread_does_not_hang(hooks):
+    # The collector runs wherever memory is allocated, also on a kernel's thread.
     forgotten = threading.Event()
 
     def collect():
@@ -214,7 +213,7 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_does_not_hang(hooks)
 
 
 @pytest.mark.parametrize("call", [Training.flush, Training.fail_elsewhere, lambda _: None])
-def test_an_exception_leaves_the_with_block_as_it_is(call):
+def test_an_exception_leaves_the_with_block_unchanged(call):
     training, error = Training(FEW, TOGETHER), KeyError("the user's")
 
     def leave():
@@ -237,7 +236,7 @@ def test_an_exception_leaves_the_with_block_as_it_is(call):
     ],
     ids=["a failure that the caller has not heard of", "without a flush"],
 )
-def test_a_block_that_ends_with_updates_under_way_ends_with_an_error(last, words):
+def test_a_block_that_ends_with_updates_in_flight_raises(last, words):
     def leave():
         with training.engine:
             training.go(7)
@@ -260,5 +259,5 @@ def leave_open():
 
 
 @pytest.mark.slow
-def test_the_interpreter_ends_with_engines_left_open_idle_and_at_work():
+def test_the_interpreter_exits_with_idle_and_busy_engines_left_open():
     processes.assert_ends(processes.start_process("exchange.test_worker", "leave_open"))

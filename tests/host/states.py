@@ -1,4 +1,4 @@
-"""A leaf's states on the host in mid-run, and a step on them."""
+"""A leaf's states on the host in the middle of a run, and a step on them."""
 
 import copy
 from typing import Any, NamedTuple
@@ -49,10 +49,10 @@ def new_masters(values: np.ndarray, dtype: Any = np.float32) -> Masters:
 def new_state(
     shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32, *, compact: bool = False
 ) -> State:
-    """Returns a state in mid-run, with another step count for every channel."""
+    """Returns a state in the middle of a run, with a different step count for every channel."""
     rng = np.random.default_rng(seed)
     master, mu, nu = rng.standard_normal((3, *shape)).astype(np.float32)
-    # The first moment's bias correction is 1 from 158 steps on, the second's not by far.
+    # The first moment's bias correction is 1 from 158 steps on, the second's is still far from it.
     steps = 20 * rng.permutation(shape[0] * shape[2]).astype(np.int32)
     # Second moments away from zero: directions near 1, as in training.
     nu = np.square(nu) + 0.1

@@ -1,4 +1,4 @@
-"""The host's AdamW against optax, against the formula in float64, and against itself bit by bit."""
+"""The host's AdamW compared with optax, with the formula in float64, and with itself bit by bit."""
 
 import itertools
 import math
@@ -41,10 +41,10 @@ SHAPES = {  # (entries, rows, n, tail)
     "trailing, stacked": (3, 7, 11, 1),
     "a single channel": (2, 6, 1, 1),
 }
-# Steps of RATE on parameters near 1, worked out in float32: a few roundings of 6e-8, and for optax
-# one of `1 - b2**t`, which float32 holds to 3e-5 only.
+# Steps of RATE on parameters near 1, computed in float32: a few roundings of 6e-8, and for optax
+# one of `1 - b2**t`, which float32 represents only to 3e-5.
 ATOL = 1e-6
-# The last rounding alone, of masters near 1.
+# Only the last rounding, of masters near 1.
 NEARLY_EXACT = {"rtol": 1e-7, "atol": 3e-8}
 
 
@@ -71,7 +71,7 @@ def test_a_step_is_the_formula_on_active_channels_and_keeps_all_bits_of_others(
     total = np.empty(shape, np.float32)
     adam.accumulate(total, [(gradient, 1.0)], first=True)
     on = np.broadcast_to(by_channel(active), shape)
-    # Beside any bits, among them pairs that no master is taken apart into.
+    # All kinds of bits, including pairs that no master is split into.
     size = int((~on).sum())
     garbage = np.resize(np.float32([np.nan, -np.nan, np.inf, -0.0, 1e-45, -3e38]), size)
     for x in (state.mu.values, state.nu.values, total):
@@ -107,7 +107,7 @@ def test_first_steps_of_all_channels_equal_optax_adamw_and_the_formula(shape):
             updates, opt_state = tx.update(jnp.asarray(gradient), opt_state, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(state.masters.values, params, rtol=0, atol=ATOL)
-        # In float32, as optax has it, `1 - b2**t` is off by up to 3e-5 of itself.
+        # In float32, as in optax, `1 - b2**t` has a relative error of up to 3e-5.
         rate, b1, b2, one_minus_b1, one_minus_b2, eps, decay = SCALARS
         m, v = b1 * m + one_minus_b1 * gradient, b2 * v + one_minus_b2 * np.float64(gradient) ** 2
         direction = (m / (1 - b1 ** (i + 1))) / (np.sqrt(v / (1 - b2 ** (i + 1))) + eps)
@@ -117,14 +117,14 @@ def test_first_steps_of_all_channels_equal_optax_adamw_and_the_formula(shape):
 
 # As many gradients as a compiled loop takes at once, and fewer.
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES_AND_DTYPES, ids=SHAPES)
-def test_bits_depend_on_neither_kernel_nor_threads_nor_tiles(shape, dtype):
+def test_results_do_not_depend_on_kernel_threads_or_tiles(shape, dtype):
     gradient_dtype, count = {
         BFLOAT16: (BFLOAT16, 8), np.float32: (np.float32, 4), np.float16: (np.float32, 6)
     }[dtype]  # fmt: skip
     weighed = [(new_gradient(shape, gradient_dtype, i), 0.3 + i) for i in range(count)]
 
     def run(adam: HostAdam, *parts: int) -> list[bytes]:
-        """With so many gradients added up beforehand, at once each time; the rest in the step."""
+        """Sums this many gradients beforehand, several at once; the rest in the step."""
         state = new_state(shape, dtype=dtype)
         active = some_channels(state)
         rest, total = weighed, np.empty(shape, np.float32)
@@ -147,7 +147,7 @@ def test_bits_depend_on_neither_kernel_nor_threads_nor_tiles(shape, dtype):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("share", [0, 1 / 3, 1])
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES_AND_DTYPES, ids=SHAPES)
-def test_channels_are_taken_out_and_put_back_where_they_were(kernel, share, shape, dtype):
+def test_channels_are_taken_out_and_put_back_in_place(kernel, share, shape, dtype):
     adam = HostAdam(kernel, 3, tile=101)
     channels = draw_channels(shape, int(share * shape[2]))
     state = new_state(shape, dtype=dtype)
@@ -161,7 +161,7 @@ def test_channels_are_taken_out_and_put_back_where_they_were(kernel, share, shap
 
     new = [-rows for rows in taken]
     for rows in new:
-        rows.flags.writeable = False  # as what came from a device is
+        rows.flags.writeable = False  # like an array from a device
     adam.put(arrays, channels, new)
     for x, expected, rows in zip(state.wide, before, new, strict=True):
         np.put_along_axis(expected, index, rows, axis=2)
@@ -172,13 +172,13 @@ def test_channels_are_taken_out_and_put_back_where_they_were(kernel, share, shap
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("wrong", [-1, 23])
-def test_channels_that_a_leaf_does_not_have_are_refused(kernel, wrong):
+def test_channels_that_a_leaf_does_not_have_are_rejected(kernel, wrong):
     state = new_state(SHAPES["leading"])
     with pytest.raises(ValueError, match=f"Channels .*{wrong}.* 0 to 22"):
         HostAdam(kernel, 1).take([state.masters], np.sort(np.int32([[3, wrong]])))
 
 
-def test_adamw_yields_between_chunks_of_the_channels_that_were_chosen_when_it_began(monkeypatch):
+def test_adamw_yields_between_chunks_and_keeps_its_initial_choice_of_channels(monkeypatch):
     monkeypatch.setattr(adam_module, "_CHUNK", 1)
     shape = SHAPES["trailing"]
     state, unchanged = new_state(shape), new_state(shape)
@@ -202,7 +202,9 @@ def test_a_failure_in_a_thread_reaches_the_caller():
     adam.close()
 
 
-def test_kernels_compile_where_nothing_can_be_cached():
+def test_kernels_compile_if_nothing_can_be_cached():
     namespace: dict[str, Any] = {}
-    exec("def double(x):\n    return x * 2", namespace)  # Numba finds no file to cache it beside
+    exec(
+        "def double(x):\n    return x * 2", namespace
+    )  # Numba finds no file beside which to cache it
     assert numba_loops.compiled(namespace["double"])(4) == 8

@@ -1,4 +1,4 @@
-"""Masters in two parts of 16 bits: what is uploaded is their cast, and nothing else is lost."""
+"""Masters in two 16-bit parts: uploads are their casts, and no other bit is lost."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from zenflow_jax._spec.scalars import window_step
 
 @pytest.fixture(scope="module")
 def numbers() -> np.ndarray:
-    """Float32 of all lower halves with some upper ones, and of all upper ones with some lower."""
+    """All lower 16 bits with some upper ones, and all upper bits with some lower ones."""
     upper = np.uint32([0, 1, 0x7F, 0x80, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
     upper = np.concatenate([upper, upper | np.uint32(0x8000)])
     every = np.arange(2**16, dtype=np.uint32)
@@ -23,16 +23,16 @@ def numbers() -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_masters_come_back_and_what_is_uploaded_is_their_cast_bit_for_bit(dtype, numbers):
+def test_masters_are_read_back_and_uploads_are_their_casts_bit_for_bit(dtype, numbers):
     masters = new_masters(numbers, dtype)
     with np.errstate(all="ignore"):
         assert bits(masters.to_upload) == bits(numbers.astype(dtype))
-        # Of what the masters are, not only of what they were set to.
+        # The casts of the stored masters, not only of the values written.
         number, back = ~np.isnan(numbers), masters.as_float32()
         assert bits(masters.to_upload[number]) == bits(back[number].astype(dtype))
     expected = numbers.view(np.uint32).copy()
     if dtype == BFLOAT16:
-        # Halfway above an even number it moves by its last bit.
+        # Halfway above an even number, the last bit changes.
         expected -= (expected & 0x1FFFF) == 0x8000
     assert bits(back[number]) == bits(expected[number])
     assert np.isnan(back[~number]).all()
@@ -41,14 +41,14 @@ def test_masters_come_back_and_what_is_uploaded_is_their_cast_bit_for_bit(dtype,
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
-def test_kernels_take_masters_apart_alike_and_a_step_at_rate_zero_keeps_every_bit(
+def test_kernels_split_masters_alike_and_a_step_at_rate_zero_keeps_every_bit(
     kernel, dtype, numbers
 ):
     p = numbers[np.isfinite(numbers)].reshape(1, 1, 1, -1)
     masters, channels, steps = new_masters(p, dtype), np.int32([[0]]), np.zeros((1, 1), np.int32)
     adam, expected = HostAdam(kernel, 1), bits(masters)
     moved = Masters.zeros(p.shape, np.dtype(dtype))
-    for _ in range(2):  # as where channels change sides
+    for _ in range(2):  # as when channels change sides
         adam.put([moved], channels, [p])
         (p,) = adam.take([moved], channels)
         assert bits(moved.as_float32()) == bits(masters.as_float32())
@@ -60,16 +60,16 @@ def test_kernels_take_masters_apart_alike_and_a_step_at_rate_zero_keeps_every_bi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_become_masters_without_rounding(dtype):
-    """In chunks, the last one not whole, from memory that is not contiguous."""
+    """In chunks, the last one incomplete, from memory that is not contiguous."""
     x = np.random.default_rng(0).standard_normal((1, 1, 513, 514)).astype(dtype)
     assert x.size > 2 * CHUNK
     for weights in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[..., ::-1]):
         masters = new_masters(np.float32(1.001) * x.astype(np.float32), dtype)
-        masters.write(weights)  # which leaves nothing of what was there
+        masters.write(weights)  # which overwrites all earlier values
         assert bits(masters.as_float32()) == bits(np.ascontiguousarray(weights, np.float32))
 
 
 @pytest.mark.parametrize("size", [1, 33, 10**5])
-def test_arrays_are_where_jax_takes_them_over_without_a_copy(size):
+def test_jax_can_use_the_arrays_without_a_copy(size):
     arrays = [aligned_zeros((size,), dtype) for dtype in DTYPES for _ in range(9)]
     assert {x.ctypes.data % ALIGNMENT for x in arrays} == {0}

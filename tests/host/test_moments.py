@@ -1,4 +1,4 @@
-"""Moments in 8 bits: what codes stand for, and that both kernels make the same ones."""
+"""8-bit moments: the meaning of codes, and equal codes from both kernels."""
 
 import importlib
 import math
@@ -23,7 +23,7 @@ from zenflow_jax._host import moments, numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.moments import Moment, new_moments
 
-# Buckets in the middle of a channel, at its end, and chunks of the compiled loops, in both layouts.
+# Buckets inside a channel, at its end, and chunks of the compiled loops, in both layouts.
 WIDE = {  # (entries, rows, n, tail)
     "leading": (2, 1, 7, 37),
     "leading, whole buckets": (1, 1, 3, 96),
@@ -43,7 +43,7 @@ def compact(x: np.ndarray, *, first: bool) -> Moment:
 
 
 def rounded(x: np.ndarray, *, first: bool) -> np.ndarray:
-    """As the reference rounds each channel, laid out as `(entries, rows, n, tail)`."""
+    """Rounds like the reference, per channel, in the layout `(entries, rows, n, tail)`."""
     channels = x.transpose(0, 2, 1, 3)
     result = np.empty_like(channels)
     for place in np.ndindex(channels.shape[:2]):
@@ -52,7 +52,7 @@ def rounded(x: np.ndarray, *, first: bool) -> np.ndarray:
 
 
 def numbers(shape: tuple[int, ...], *, first: bool) -> np.ndarray:
-    """Of any size, in buckets that are all tiny, or huge, or zero; second moments not negative."""
+    """Values of any size, in tiny, huge or zero buckets; second moments are nonnegative."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(np.float32)
     x[rng.random(shape) < 0.2] = 0
@@ -68,7 +68,7 @@ def of_channels(moment: Moment, channels: np.ndarray) -> list[bytes]:
 
 @both_moments
 @every_shape
-def test_what_is_written_is_rounded_as_the_reference_rounds_it_and_not_a_second_time(first, shape):
+def test_written_moments_are_rounded_like_the_references_and_only_once(first, shape):
     x = numbers(shape, first=first)
     moment = compact(x, first=first)
     np.testing.assert_array_equal(moment.as_float32(), rounded(x, first=first))
@@ -85,7 +85,7 @@ def test_what_is_written_is_rounded_as_the_reference_rounds_it_and_not_a_second_
     ],
     ids=str,
 )
-def test_a_step_is_that_of_float32_moments_rounded_afterwards(kernel, dtype, shape):
+def test_a_step_equals_one_with_float32_moments_that_are_rounded_afterwards(kernel, dtype, shape):
     gradients = [(new_gradient(shape, dtype, i), 0.3 + i) for i in range(5)]
     for threads, tile in ((1, None), (3, max(97, math.prod(shape) // 20))):
         state, plain = (new_state(shape, dtype=dtype, compact=x) for x in (True, False))
@@ -106,7 +106,7 @@ def test_a_step_is_that_of_float32_moments_rounded_afterwards(kernel, dtype, sha
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @every_shape
-def test_channels_are_handed_over_without_a_change_to_their_neighbours(kernel, shape):
+def test_channels_are_handed_over_without_changing_their_neighbours(kernel, shape):
     entries, _, n, _ = shape
     channels, chosen = draw_channels(shape, -(-n // 3)), np.zeros((entries, n), bool)
     np.put_along_axis(chosen, channels, True, axis=1)
@@ -121,7 +121,7 @@ def test_channels_are_handed_over_without_a_change_to_their_neighbours(kernel, s
     assert bits(*moments) == bits(*before)
     new = [numbers(taken[0].shape, first=first) for first in (True, False)]
     for rows in new:
-        rows.flags.writeable = False  # as what came from a device is
+        rows.flags.writeable = False  # like an array from a device
     adam.put(moments, channels, new)
     adam.close()
     for moment, old, rows, first in zip(moments, before, new, (True, False), strict=True):
@@ -131,8 +131,8 @@ def test_channels_are_handed_over_without_a_change_to_their_neighbours(kernel, s
 
 
 @every_shape
-def test_a_moment_is_read_in_chunks_as_it_is_read_whole(shape, monkeypatch):
-    monkeypatch.setattr(arrays_module, "CHUNK", 64)  # so that all of it is read in chunks
+def test_a_moment_read_in_chunks_equals_the_whole_moment(shape, monkeypatch):
+    monkeypatch.setattr(arrays_module, "CHUNK", 64)  # so that reading takes several chunks
     for moment, first in zip(new_state(shape, compact=True)[1:3], (True, False), strict=True):
         whole = rounded(moment.as_float32(), first=first).reshape(-1)
         assert bits(moment.as_float32().reshape(-1)) == bits(whole)
@@ -143,9 +143,7 @@ def test_a_moment_is_read_in_chunks_as_it_is_read_whole(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["BEND", "TOP_FIRST", "TOP_SECOND", "LEAST"])
-def test_compiled_loops_that_are_kept_on_disk_refuse_other_numbers_than_their_own(
-    name, monkeypatch
-):
+def test_compiled_loops_cached_on_disk_reject_different_constants(name, monkeypatch):
     monkeypatch.setattr(moments, name, getattr(moments, name) + 1)
     with pytest.raises(AssertionError):
         importlib.reload(numba_loops)

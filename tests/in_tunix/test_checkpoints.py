@@ -1,4 +1,4 @@
-"""A trainer that goes on from its own checkpoint, after a kill too, ends with the same bits."""
+"""A trainer that resumes from its own checkpoint, even after a kill, is bit-identical."""
 
 import itertools
 import os
@@ -28,11 +28,11 @@ from zenflow_jax.integrations._tunix_checkpoints import ITEM
 from zenflow_jax.integrations.tunix import ZenFlowHooks
 
 STEPS = 10
-ATOL = 1e-6  # float32, sums in another order
+ATOL = 1e-6  # float32, sums in a different order
 
 
 class Killed(Recorder):
-    """Kills the process when a step is to begin: the last checkpoint may still be written."""
+    """Kills the process when a step begins: the last checkpoint may still be in progress."""
 
     def __init__(self, at: int):
         super().__init__()
@@ -44,7 +44,7 @@ class Killed(Recorder):
 
 
 def go(folder=None, devices=0, accumulate=None, steps=STEPS, hooks=(), **options):
-    """A run, or the rest of one. What its model has at the end, its first step, and the hooks."""
+    """Runs, or resumes a run; returns the model's final weights, its first step, and the hooks."""
     tx, settings = zenflow(**(LATE | options)), {"gradient_accumulation_steps": accumulate}
     with mesh_of(devices):
         trainer = make_trainer(tx, steps, folder, devices=devices, **settings)
@@ -55,7 +55,7 @@ def go(folder=None, devices=0, accumulate=None, steps=STEPS, hooks=(), **options
 
 
 @pytest.mark.parametrize(("devices", "accumulate"), [(0, 2), (4, None), (4, 2)], ids=str)
-def test_a_run_that_is_killed_goes_on_to_the_bits_of_one_that_is_not(devices, accumulate, tmp_path):
+def test_a_killed_run_resumes_and_is_bit_identical(devices, accumulate, tmp_path):
     code = (
         "from tests.in_tunix import test_checkpoints as t; "
         f"t.go({str(tmp_path)!r}, {devices}, {accumulate}, hooks=[t.Killed(7)])"
@@ -64,7 +64,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bits_of_one_that_is_not(devices, ac
     killed = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     ours, began, hooks = go(tmp_path, devices, accumulate)
-    # A checkpoint that is not whole does not count.
+    # An incomplete checkpoint does not count.
     assert began in (4, 6)
     assert hooks.stats.steps == STEPS
     theirs, none, _ = go(None, devices, accumulate)
@@ -73,25 +73,25 @@ def test_a_run_that_is_killed_goes_on_to_the_bits_of_one_that_is_not(devices, ac
 
 
 def stop_at(step, folder, devices=0, **options):
-    """The first steps of a run, with a checkpoint of the last of them, which ends no window."""
+    """A run's first steps, with a checkpoint of the last of them, which ends no window."""
     with mesh_of(devices):
         trainer = make_trainer(zenflow(**(LATE | options)), None, folder, step, devices)
         ZenFlowHooks(trainer, engine_options=ENGINE)
-        trainer.is_managed_externally = True  # the run stops, but it does not end
+        trainer.is_managed_externally = True  # the run stops before its end
         trainer.train(list(itertools.islice(batches(), step)))
         trainer.close()
 
 
 @pytest.mark.parametrize("step", [1, 5])
-def test_a_run_goes_on_from_the_first_step_and_from_an_open_window(step, tmp_path):
+def test_a_run_resumes_from_the_first_step_and_from_an_open_window(step, tmp_path):
     stop_at(step, tmp_path)
     ours, began, _ = go(tmp_path)
     assert began == step
     assert_same_bits(ours, go()[0])
 
 
-def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
-    # Of four shards, each of which selects for itself, so many are selected as of the whole.
+def test_a_run_on_a_mesh_resumes_on_one_device(tmp_path):
+    # Four shards that select separately select as many channels as the whole leaf.
     options = AS_ADAMW | dict(topk_ratio=0.5)
     stop_at(5, tmp_path, devices=4, **options)
     ours, began, _ = go(tmp_path, **options)
@@ -100,7 +100,7 @@ def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
         np.testing.assert_allclose(ours[name], x, rtol=0, atol=ATOL)
 
 
-def test_the_last_checkpoint_has_all_updates_and_a_longer_run_goes_on_from_it(tmp_path):
+def test_the_last_checkpoint_has_all_updates_and_a_longer_run_resumes_from_it(tmp_path):
     ours, _, _ = go(tmp_path, steps=4, rolling=False)
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.latest_step() == 4
@@ -113,13 +113,13 @@ def test_the_last_checkpoint_has_all_updates_and_a_longer_run_goes_on_from_it(tm
     assert hooks.stats.steps == 6
 
 
-def test_a_checkpoint_of_a_trainer_without_hooks_is_refused(tmp_path):
+def test_a_checkpoint_from_a_trainer_without_hooks_is_rejected(tmp_path):
     make_trainer(zenflow(**LATE), 2, tmp_path).train(batches())
     with pytest.raises(ValueError, match=f"checkpoint of step 2 in .* lacks `{ITEM}`"):
         ZenFlowHooks(make_trainer(zenflow(**LATE), 2, tmp_path))
 
 
-def test_another_checkpoint_manager_is_refused():
+def test_another_checkpoint_manager_is_rejected():
     class Other(checkpoint_manager.CheckpointManager):
         pass
 

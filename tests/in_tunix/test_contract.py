@@ -1,4 +1,4 @@
-"""The parts of Tunix that `zenflow_jax.integrations.tunix` leans on, which nobody has promised."""
+"""The parts of Tunix that `zenflow_jax.integrations.tunix` relies on, which are not public API."""
 
 import importlib
 import importlib.metadata
@@ -14,7 +14,7 @@ from zenflow_jax.integrations import tunix
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_installed_version_is_the_one_of_the_extra():
+def test_the_installed_version_is_the_extras_version():
     (bound,) = re.findall(
         r'^tunix = \["google-tunix>=([\d.]+),<', (ROOT / "pyproject.toml").read_text(), re.M
     )
@@ -23,13 +23,13 @@ def test_the_installed_version_is_the_one_of_the_extra():
     assert f"google-tunix {bound}" in (ROOT / "docs/trainers.md").read_text()
 
 
-def test_another_version_is_refused_by_name(monkeypatch):
+def test_another_version_is_rejected_by_name(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.8")
     with pytest.raises(ImportError, match=r"google-tunix is 0\.1\.8, .* need 0\.1\.7"):
         importlib.reload(tunix)
 
 
-def test_zenflow_imports_nothing_of_tunix_unasked():
+def test_zenflow_does_not_import_tunix_by_itself():
     code = "import sys, zenflow_jax; print([x for x in sys.modules if 'tunix' in x])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout == "[]\n", run.stdout + run.stderr

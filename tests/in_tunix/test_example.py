@@ -24,7 +24,7 @@ def losses(out):
     return {int(x[1]): float(x[3]) for x in lines if x[:1] == ["step"]}
 
 
-def test_a_small_model_learns_and_the_same_command_goes_on(tmp_path, capsys):
+def test_a_small_model_learns_and_the_same_command_resumes(tmp_path, capsys):
     command = ["--out", str(tmp_path), *TINY]
     hooks = tunix_sft.main([*command, "--steps", "4"])
     out = capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_a_small_model_learns_and_the_same_command_goes_on(tmp_path, capsys):
 
 
 def folder(path, **changes):
-    """A Hugging Face folder of a tiny Qwen3, whose tokens are letters."""
+    """The Hugging Face folder of a tiny Qwen3, whose tokens are letters."""
     shutil.copytree(QWEN3, path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | changes))
@@ -52,7 +52,7 @@ def folder(path, **changes):
     return path
 
 
-def test_a_folder_and_a_file_of_ones_own_are_what_trains(tmp_path, capsys):
+def test_a_custom_folder_and_file_are_trained(tmp_path, capsys):
     qwen3 = folder(tmp_path / "qwen3", eos_token_id=[1, 2])
     mesh = tunix_sft.make_mesh()
     with mesh:
@@ -75,7 +75,7 @@ def test_a_folder_and_a_file_of_ones_own_are_what_trains(tmp_path, capsys):
     assert all(np.isfinite(x) for x in losses(out).values())
 
 
-def test_a_folder_of_another_model_is_refused(tmp_path):
+def test_a_folder_with_another_model_is_rejected(tmp_path):
     llama = folder(tmp_path / "llama", model_type="llama")
     with pytest.raises(SystemExit, match="model_type llama, not qwen3"):
         tunix_sft.main(["--model", str(llama), *TINY])

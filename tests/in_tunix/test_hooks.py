@@ -24,14 +24,14 @@ from tests.in_tunix.trainers import (
 )
 from zenflow_jax.integrations.tunix import ZenFlowHooks, channel_axis
 
-# Float32, the same operations in another order; weights near 1, updates near 1e-2.
+# Float32, the same operations in a different order; weights near 1, updates near 1e-2.
 ATOL = 1e-6
 ADAMW = optax.adamw(1e-2, weight_decay=0.1)
 DEVICES = pytest.mark.parametrize("devices", [0, 1, 4], ids=["one", "mesh of one", "mesh of four"])
 
 
 def train(tx, steps, devices=0, evaluate=None, others=(), **settings):
-    """A run of Tunix's trainer. With `evaluate` it has the hooks. The model, trainer and hooks."""
+    """Runs Tunix's trainer, with hooks if `evaluate`; returns the model, trainer and hooks."""
     with mesh_of(devices):
         trainer = make_trainer(tx, steps, devices=devices, **settings)
         hooks = None
@@ -52,7 +52,7 @@ def assert_close(ours, theirs):
 
 @DEVICES
 @pytest.mark.parametrize("accumulate", [None, 2], ids=["each step", "sums of two"])
-def test_windows_of_one_step_are_adamw_in_the_trainer(devices, accumulate):
+def test_windows_of_one_step_equal_adamw_in_the_trainer(devices, accumulate):
     recorder, expected = Recorder(), Recorder()
     settings = dict(devices=devices, gradient_accumulation_steps=accumulate)
     theirs, _, _ = train(ADAMW, 10, others=[expected], **settings)
@@ -66,7 +66,7 @@ def test_windows_of_one_step_are_adamw_in_the_trainer(devices, accumulate):
 
 
 @pytest.mark.parametrize("devices", [0, 4], ids=["one", "mesh of four"])
-def test_sums_by_multi_steps_of_ones_own_are_those_of_the_trainer(devices):
+def test_sums_with_a_users_multi_steps_equal_the_trainers(devices):
     ours, trainer, hooks = train(
         optax.MultiSteps(zenflow(**LATE), 2), 10, evaluate="as_is", devices=devices
     )
@@ -88,7 +88,9 @@ def test_sums_by_multi_steps_of_ones_own_are_those_of_the_trainer(devices):
     ],
     ids=str,
 )
-def test_other_ways_of_sending_and_updates_under_a_condition_are_adamw(sending, devices, settings):
+def test_other_values_of_send_gradients_and_conditional_updates_equal_adamw(
+    sending, devices, settings
+):
     tx = zenflow(send_gradients=sending, **AS_ADAMW)
     ours, _, hooks = train(tx, 5, evaluate="as_is", devices=devices, **settings)
     assert hooks.stats.steps == 5
@@ -103,7 +105,7 @@ def test_the_step_is_compiled_once(devices, caplog):
     assert len(compiled) == 1, compiled
 
 
-def test_evaluations_that_flush_see_what_training_does_not():
+def test_evaluations_that_flush_see_weights_that_training_does_not():
     seen = {}
     for evaluate in ("as_is", "flush"):
         recorder = Recorder()
@@ -111,30 +113,30 @@ def test_evaluations_that_flush_see_what_training_does_not():
         train(options, 6, evaluate=evaluate, others=[recorder])
         seen[evaluate] = recorder.evaluated
         assert recorder.calls.count("evaluation end") == 3  # before training, at steps 3 and 6
-    first, second = 2, 3  # the steps of the evaluation at step 3
+    first, second = 2, 3  # the evaluation's steps at step 3
     assert_same_bits(seen["flush"][first], seen["flush"][second])
     assert np.any(seen["flush"][first]["head"] != seen["as_is"][first]["head"])
 
 
-def test_a_trainer_that_is_called_again_and_again_goes_on_where_it_was():
+def test_a_trainer_that_is_called_repeatedly_continues():
     once = weights(train(zenflow(**LATE), 6, evaluate="as_is")[0])
     trainer, data = make_trainer(zenflow(**LATE), None), batches()
     trainer.is_managed_externally = True
     with ZenFlowHooks(trainer, engine_options=ENGINE) as hooks:
         for _ in range(3):
             trainer.train(list(itertools.islice(data, 2)))
-        assert hooks.stats.window_lengths.get(1, 0) <= 1  # of the group that begins late
+        assert hooks.stats.window_lengths.get(1, 0) <= 1  # for the group that begins late
         hooks.flush()
     assert_same_bits(weights(trainer.model), once)
 
 
-def test_without_hooks_the_loss_is_no_number_from_the_third_step():
+def test_without_hooks_the_loss_is_nan_from_the_third_step_on():
     recorder = Recorder()
     train(zenflow(**LATE), 4, others=[recorder])
     assert [bool(np.isnan(x)) for x in recorder.losses] == [False, False, True, True]
 
 
-def test_a_trainer_without_its_hooks_or_one_that_has_ended_is_refused_at_its_first_step():
+def test_a_trainer_without_its_hooks_or_after_its_end_is_rejected_at_its_first_step():
     trainer = make_trainer(zenflow(**LATE), 4)
     hooks = ZenFlowHooks(trainer)
     with pytest.raises(ValueError, match="already has `ZenFlowHooks`"):
@@ -153,7 +155,7 @@ def test_a_trainer_without_its_hooks_or_one_that_has_ended_is_refused_at_its_fir
         ended.train(batches())
 
 
-def test_what_is_no_trainer_no_hooks_or_no_zenflow_is_refused():
+def test_unsuitable_trainers_hooks_and_optimizers_are_rejected():
     trainer = make_trainer(zenflow(**LATE), 4)
     with pytest.raises(TypeError, match="`trainer` is a Model"):
         ZenFlowHooks(make_model(0))
@@ -167,13 +169,13 @@ def test_what_is_no_trainer_no_hooks_or_no_zenflow_is_refused():
     assert other.training_hooks is None
 
 
-def test_sums_of_gradients_that_stay_on_the_device_are_refused_before_the_first_step():
+def test_gradient_sums_on_the_device_are_rejected_before_the_first_step():
     tx = optax.MultiSteps(zenflow(send_gradients="after_step", **LATE), 2)
     with pytest.raises(ValueError, match="does not work with send_gradients"):
         train(tx, 4, evaluate="as_is")
 
 
-def test_projections_of_tunix_models_have_their_inputs_as_channels():
+def test_projections_in_tunix_models_have_their_inputs_as_channels():
     from tunix.models.qwen3 import model as qwen3
 
     sizes = dict(num_layers=1, vocab_size=32, embed_dim=16, hidden_dim=24)

@@ -1,4 +1,4 @@
-"""The layerwise trainer equals AdamW on the whole model, and says what does not fit."""
+"""The layerwise trainer equals AdamW on the whole model, and rejects unsuitable arguments."""
 
 import re
 
@@ -12,7 +12,7 @@ import pytest
 import zenflow_jax
 from zenflow_jax import layerwise
 
-# Models of users promote as jax does by default.
+# Users' models promote dtypes by jax's default rules.
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 WORDS, WIDTH, LAYERS = 24, 8, 4
@@ -46,7 +46,7 @@ def layer(w, x, shared):
 
 
 def last(outer, x, batch):
-    # The table has gradients from here, from the shared scale and from the embedding.
+    # The table has gradients from this line, from the shared scale and from the embedding.
     logits = (x @ (outer["head"] + outer["table"].T)).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
@@ -126,8 +126,8 @@ def test_a_run_equals_adamw(updates, parts, inputs, kernel):
         assert {"forward", "backward"} <= {span.kind for span in trainer.timeline.spans}
 
 
-def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_near():
-    limit = 0.7  # of norms from 0.9 up
+def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
+    limit = 0.7  # norms are at least 0.9
     # Without memory or curvature AdamW moves by the sign; a large eps makes it follow the size.
     adam = {"learning_rate": 1.0, "b1": 0.0, "b2": 0.0, "eps": 1e4, "weight_decay": 0.0}
     moves = {}
@@ -148,7 +148,7 @@ def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_near():
         check_close(projected, jax.tree.map(lambda x, r=ratio: x * r, exact), atol=1e-3)
 
 
-def test_micro_batches_are_weighed():
+def test_micro_batches_are_weighted():
     def weighing(outer, x, batch):
         logits = x @ outer["head"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
@@ -168,8 +168,8 @@ def test_micro_batches_are_weighed():
         check_close(trainer.params(), expected)
 
 
-def test_layers_of_several_kinds_frozen_ones_and_parts_of_a_table():
-    """As a decoder does whose vocabulary is in parts: an embedding, layers, a norm."""
+def test_layers_may_be_of_several_kinds_be_frozen_or_hold_parts_of_a_table():
+    """Like a decoder with a split vocabulary: an embedding, layers, a norm."""
     outer = new_params()["outer"]
     rows, head = np.split(np.asarray(outer["table"]), 3), np.split(np.asarray(outer["head"]).T, 3)
 
@@ -223,7 +223,7 @@ def test_layers_of_several_kinds_frozen_ones_and_parts_of_a_table():
     assert [dict(x.passed) for x in program.layers[-2:]] == [{0: 0}] * 2
 
 
-def test_numbers_of_python_promote_as_in_any_jitted_function():
+def test_python_numbers_promote_as_in_any_jitted_function():
     def start(outer, batch):
         x = outer["table"][batch["tokens"][:, :-1]]
         return {"x": x, "kept": x * batch["scale"], "count": 2, "half": 0.5}, None
@@ -259,7 +259,7 @@ def test_bfloat16_weights_are_the_casts_of_float32_masters():
 
 @pytest.mark.parametrize("host_state", ["float32", "compact"])
 @pytest.mark.parametrize("by", ["state", "orbax"])
-def test_a_resumed_run_has_the_same_bits(tmp_path, host_state, by):
+def test_a_resumed_run_is_bit_identical(tmp_path, host_state, by):
     updates = "during_backward" if by == "orbax" else "after_backward"
     options = {**MODEL, "learning_rate": optax.linear_schedule(1e-2, 0, 7), "updates": updates}
     options |= {"host_state": host_state, "max_grad_norm": 0.5}
@@ -321,7 +321,7 @@ def nan_in_layer(number, when):
     return {"first": broken_first, "layer": [make(i) for i in range(LAYERS)], "last": last}
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_after_the_backward_pass():
+def test_a_non_finite_gradient_changes_nothing_after_the_backward_pass():
     bad = BATCHES[2].copy()
     bad[0, 0] = -7
     batches = [*BATCHES[:2], bad, *BATCHES[3:5]]
@@ -340,7 +340,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_after_the_backward_pass()
         check_close(got, trainer.params(), atol=1e-6)
 
 
-def test_a_gradient_that_is_not_finite_ends_a_run_that_has_updated_layers_already():
+def test_a_non_finite_gradient_ends_a_run_that_has_already_updated_layers():
     bad = BATCHES[2].copy()
     bad[0, 0] = -7
     options = {"learning_rate": 1e-2, "updates": "during_backward"}
@@ -354,7 +354,7 @@ def test_a_gradient_that_is_not_finite_ends_a_run_that_has_updated_layers_alread
         trainer.close()
 
 
-def test_a_loss_that_is_not_finite_skips_the_step_in_both_ways():
+def test_a_non_finite_loss_skips_the_step_in_both_modes():
     for updates in ("after_backward", "during_backward"):
         weights = new_params()
         with layerwise.Trainer(
@@ -378,7 +378,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_in_both_ways():
             trainer.close()
 
 
-def test_the_device_has_two_layers_weights_at_a_time(monkeypatch):
+def test_the_device_holds_the_weights_of_two_layers_at_a_time(monkeypatch):
     from zenflow_jax.layerwise._blocks import Block
 
     most = []
@@ -427,10 +427,10 @@ def test_the_device_has_two_layers_weights_at_a_time(monkeypatch):
         ({"params": {"layers": []}}, TypeError, '"outer" and "layers"'),
         ({"params": {"outer": {}, "layers": {"up": SQUARE}}}, TypeError, "is a mapping"),
         ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
-        ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` has another"),
+        ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` and .* differ"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, text):
+def test_unsuitable_arguments_are_rejected(change, error, text):
     arguments = {"params": new_params(), **MODEL, "learning_rate": 1e-2, **change}
     with pytest.raises(error) as caught:
         with layerwise.Trainer(arguments.pop("params"), **arguments) as trainer:
@@ -439,7 +439,7 @@ def test_what_does_not_fit_is_refused(change, error, text):
     assert re.search(text, notes), notes
 
 
-def test_an_interrupted_step_is_refused_later(monkeypatch):
+def test_calls_after_an_interrupted_step_are_rejected(monkeypatch):
     with layerwise.Trainer(new_params(), **MODEL, learning_rate=1e-2) as trainer:
         trainer.step(BATCHES[0])
 

@@ -1,4 +1,4 @@
-"""Plans of `layerwise.Trainer`, held to what a trainer has and moves."""
+"""Plans of `layerwise.Trainer`, compared with a trainer's memory and transfers."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def planned(**options):
 
 
 @pytest.mark.parametrize("host_state", ["float32", "compact"])
-def test_state_and_bytes_on_the_bus_are_those_of_a_trainer(host_state):
+def test_state_and_bytes_on_the_bus_equal_a_trainers(host_state):
     options = {"learning_rate": 1e-3, "host_state": host_state}
     with layerwise.Trainer(params(), **MODEL, **options) as trainer:
         trainer.step(BATCH)
@@ -46,9 +46,9 @@ def test_state_and_bytes_on_the_bus_are_those_of_a_trainer(host_state):
     assert plan.checkpoint == 12 * plan.parameters == 12 * (1 + LAYERS) * WIDTH**2
 
 
-def test_the_device_has_two_layers_two_gradients_and_the_inputs_that_are_not_on_the_host():
+def test_the_device_holds_two_layers_two_gradients_and_inputs_unless_they_are_on_the_host():
     plan, compiled = planned(), planned(compiles=True)
-    # Beside the outer weights and their gradient.
+    # In addition to the outer weights and their gradient.
     assert plan.device["weights"] == plan.device["gradients of weights"] == 3 * ONE
     assert compiled.by == "compiler"
     assert compiled.device_bytes == plan.device_bytes + compiled.device[TEMPORARIES]
@@ -56,7 +56,7 @@ def test_the_device_has_two_layers_two_gradients_and_the_inputs_that_are_not_on_
     x = ROWS * WIDTH * 2
     assert on_host.device["layers' inputs"] == plan.device["layers' inputs"] - 2 * x
     assert on_host.to_host - plan.to_host == on_host.to_device - plan.to_device == LAYERS * x
-    # "after_backward" has the gradients of all blocks in host memory.
+    # "after_backward" keeps the gradients of all blocks in host memory.
     saved = plan.host_bytes - on_host.host_bytes
     assert saved == (1 + LAYERS - 2) * ONE - LAYERS * x
 
@@ -73,7 +73,7 @@ def test_a_step_takes_as_long_as_its_bottleneck():
         steps[updates] = slow.step_s
         assert slow.bottleneck == "host"
         assert slow.host_s <= slow.step_s <= slow.host_s + slow.seconds["compute"]
-        # So much larger a batch hides it.
+        # A batch larger by this factor hides it.
         larger = planned(device=ample, bandwidth=1e7 * slow.compute_from, updates=updates)
         assert larger.hidden == pytest.approx(0.95, abs=0.05)
     assert steps["during_backward"] < steps["after_backward"]
@@ -83,7 +83,7 @@ def test_a_step_takes_as_long_as_its_bottleneck():
     assert "its bottleneck is to device (compute" in bus.advice
 
 
-def test_micro_batches_are_computed_for_one_fetch():
+def test_micro_batches_share_one_fetch():
     one, four = planned(), planned(micro_batches=4)
     assert four.to_device == one.to_device
     assert four.seconds["compute"] == pytest.approx(4 * one.seconds["compute"])

@@ -1,4 +1,4 @@
-"""The formulas for memory, held to what engines have."""
+"""The formulas for memory, compared with engines."""
 
 import threading
 import weakref
@@ -24,9 +24,7 @@ SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
         ("per_window", True, "compact"),
     ],
 )
-def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
-    sending, rolling, host_state
-):
+def test_the_formula_covers_all_arrays_of_an_engine_and_its_mail(sending, rolling, host_state):
     settings = Settings(**{**vars(SETTINGS), "rolling": rolling})
     with Training(FEW, settings, send_gradients=sending, host_state=host_state) as training:
         need = needs_of(training.state, host_state=host_state)
@@ -42,7 +40,7 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
     ("changes", "prefetch_bytes", "prefetched"),
     [
         ({"staleness": 2}, None, None),
-        # Of leaves of 128, 144, 160 and more bytes.
+        # Leaves have 128, 144, 160 and more bytes.
         ({"rolling": False}, 300, 128 + 144),
         ({}, 0, 0),
     ],
@@ -51,7 +49,7 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
 def test_no_more_updates_wait_on_the_device_than_the_formula_says(
     changes, prefetch_bytes, prefetched, monkeypatch
 ):
-    uploaded, most = {True: [], False: []}, {True: 0, False: 0}  # at a boundary, ahead of it
+    uploaded, most = {True: [], False: []}, {True: 0, False: 0}  # at a boundary, before it
 
     def upload(*args):
         arrays = memory.upload(*args)
@@ -79,7 +77,7 @@ def test_no_more_updates_wait_on_the_device_than_the_formula_says(
         assert late[-1] - late[-4] == 3 * need.late_mean
 
 
-def test_a_leafs_bytes_are_as_worked_out_by_hand():
+def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():
     def need(ratio=0.0, window=4, host_state="float32", leaves=1, n=512):
         params = [jax.ShapeDtypeStruct((n, n), jnp.bfloat16)] * leaves
         tx = zenflow_jax.zenflow(1e-3, topk_ratio=ratio, update_interval=window)
@@ -88,11 +86,11 @@ def test_a_leafs_bytes_are_as_worked_out_by_hand():
     counts = 4 * 512
     assert need().state == 12 * 512**2 + counts
     assert need(host_state="compact").state == 6.1875 * 512**2 + counts
-    # A hand-over takes masters and moments of what is selected.
+    # A hand-over takes masters and moments of selected channels.
     assert need(ratio=0.25).hand_over == 12 * 128 * 512
-    # The mail that is read, the one that is written, and a blank one; of longer windows, all of it.
+    # The mail that is read, the one that is written, and a blank one; all of it in longer windows.
     assert need(window=1).mail == 3 * 2 * 512**2
     assert need(window=3).mail == 5 * 2 * 512**2
-    # Only long windows of leaves in turn need sums.
+    # Only long windows in rolling groups need sums.
     assert need(leaves=32, n=64).sums == 0
     assert need(leaves=32, n=64, window=16).sums > 0

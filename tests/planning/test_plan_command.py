@@ -1,4 +1,4 @@
-"""`--plan` of the script: other batches and settings that fit, and the printed commands."""
+"""The script's `--plan`: other batches and settings that fit, and the printed commands."""
 
 import dataclasses
 import json
@@ -36,9 +36,9 @@ def without_compiler(monkeypatch):
 
 @pytest.fixture
 def with_compiler(monkeypatch):
-    """A compiler by which each example takes 1 MB, or 2 without remat; scanned 10 MB more.
+    """A compiler for which each example takes 1 MB, or 2 without remat; scanned 10 MB more.
 
-    Returns what was compiled.
+    Returns the list of compiled steps.
     """
     compiled = []
 
@@ -53,13 +53,13 @@ def with_compiler(monkeypatch):
 
 
 def planned(*arguments):
-    """The plan of a command."""
+    """The plan for a command."""
     command = read_command_line(arguments, program="p")
     return planning.plan_run(command.settings, command.planning)
 
 
 @pytest.mark.slow
-def test_a_run_that_fits_is_told_the_largest_of_the_doubled_batches_that_fits(
+def test_a_plan_that_fits_recommends_the_largest_doubled_batch_that_fits(
     with_compiler, monkeypatch
 ):
     room = room_for(16, peak=(16 + LAYERS) * 10**6)
@@ -98,19 +98,19 @@ def gpus(monkeypatch):
 
 
 def room_for(batch_size, peak):
-    """Makes a GPU with just enough memory for a compact run that is not scanned; its arguments."""
+    """Makes a GPU with just enough memory for a compact run without scan; returns the arguments."""
     settings = read_command_line([*FIXED, "--no-scan-layers"], program="p").settings
     settings = dataclasses.replace(settings, batch_size=batch_size, host_state="compact")
     step = planned_step(settings, folder_of_config(settings.model), None)
     plan = library.plan(*step, host_state="compact").with_peak(peak)
     memory = int(plan.device_bytes / 0.95) + 1
     GPUS["rtx4090"] = dataclasses.replace(GPUS["rtx4090"], memory=memory)
-    host = (plan.host_bytes + HOST_RESERVE + 1) / 1e9  # and what rounding may take
+    host = (plan.host_bytes + HOST_RESERVE + 1) / 1e9  # plus room for rounding
     return ["--device", "rtx4090", "--host-memory", repr(host)]
 
 
 @pytest.mark.slow
-def test_a_plan_that_does_not_fit_says_which_commands_do(with_compiler, monkeypatch, capsys):
+def test_a_plan_that_does_not_fit_lists_commands_that_do(with_compiler, monkeypatch, capsys):
     room = room_for(8, peak=(8 + LAYERS) * 10**6)
     plan = planned(*FIXED, "--batch-size=16", *room)
     assert plan.chosen.by == "compiler"
@@ -144,14 +144,14 @@ def test_a_plan_that_does_not_fit_says_which_commands_do(with_compiler, monkeypa
 
 
 class OfShapes(NamedTuple):
-    """A plan by shapes."""
+    """A plan from shapes."""
 
     fits: bool
     by: str = "shapes"
     device_bytes: int = 0
 
 
-def test_the_one_change_that_a_run_needs_is_advised():
+def test_the_one_change_that_a_run_needs_is_recommended():
     settings, needed = read_command_line(RUN, program="p").settings, {"prefetch_bytes": 0}
     (way, *_) = planning.ways_that_fit(
         settings, settings.batch_size, lambda run: OfShapes(vars(run).items() >= needed.items())
@@ -159,7 +159,7 @@ def test_the_one_change_that_a_run_needs_is_advised():
     assert way.changes == needed
 
 
-def test_where_nothing_else_fits_weights_that_stream_are_advised(without_compiler, monkeypatch):
+def test_streamed_weights_are_recommended_if_nothing_else_fits(without_compiler, monkeypatch):
     monkeypatch.setattr(
         planning._Planner, "plan_to_fit", lambda _, run: OfShapes(run.stream == "weights")
     )
@@ -174,7 +174,7 @@ def test_where_nothing_else_fits_weights_that_stream_are_advised(without_compile
     assert {name: getattr(settings, name) for name in way.changes} == dict(planning._BY_LAYERS)
 
 
-def test_a_run_whose_weights_stream_is_planned_beside_the_other_optimizers(
+def test_a_run_with_streamed_weights_is_planned_next_to_the_other_optimizers(
     without_compiler, capsys
 ):
     run = [*RUN, "--no-scan-layers", "--optimizer", "offload", "--stream", "weights"]
@@ -189,7 +189,7 @@ def test_a_run_whose_weights_stream_is_planned_beside_the_other_optimizers(
     assert plan.chosen.on_time[0] in out.replace("\n", " ")
 
 
-def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
+def test_values_from_a_deepspeed_config_are_not_changed_by_recommendations(
     with_compiler, monkeypatch, tmp_path, capsys
 ):
     tried = []
@@ -208,11 +208,11 @@ def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
     assert set(tried) == {32}
 
 
-def test_a_run_that_the_host_cannot_hold_is_refused_before_data_are_looked_at(monkeypatch, capsys):
+def test_a_run_that_exceeds_host_memory_is_rejected_before_data_is_read(monkeypatch, capsys):
     run = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
     run += ["--data", "nowhere"]
     monkeypatch.setattr(memory, "host_bytes", lambda: 20_000)
     assert finetune.main(run) == 2
     assert "`model`: not enough memory" in capsys.readouterr().err
     assert finetune.main([*run, "--force"]) == 2
-    assert "tokenizer.json" in capsys.readouterr().err  # the first that is looked at
+    assert "tokenizer.json" in capsys.readouterr().err  # the first that is read

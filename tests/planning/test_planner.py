@@ -1,4 +1,4 @@
-"""Plans, held to what XLA says, to what engines have, and to what the same settings would make."""
+"""Plans, compared with XLA, with engines, and with runs in the same settings."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ def settings_of(model, **changes):
     )
 
 
-def test_products_of_loops_count_for_every_round_and_of_convolutions_under_their_window():
+def test_products_in_loops_count_for_every_iteration_and_convolutions_by_their_window():
     def loss(w, x):
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
 
@@ -41,7 +41,7 @@ def test_products_of_loops_count_for_every_round_and_of_convolutions_under_their
         return products(jax.jit(f).trace(*arrays).jaxpr.jaxpr)
 
     flops, moved_bytes = products_of(jax.value_and_grad(loss), (10, 512, 512), (2048, 512))
-    assert flops == 3 * 10 * 2 * 2048 * 512**2  # the way back, too
+    assert flops == 3 * 10 * 2 * 2048 * 512**2  # also on the way back
     assert moved_bytes == 3 * 10 * 4 * (2 * 2048 * 512 + 512**2)
     flops, _ = products_of(convolution, (2, 8, 8, 3), (5, 5, 3, 16))
     assert flops == 2 * (2 * 8 * 8 * 16) * 5 * 5 * 3
@@ -49,7 +49,7 @@ def test_products_of_loops_count_for_every_round_and_of_convolutions_under_their
     assert unused == 0
 
 
-def test_arguments_are_those_of_the_compiled_step_and_its_peak_is_what_xla_says():
+def test_a_plans_arguments_are_the_compiled_steps_and_its_peak_is_xlas():
     settings = settings_of("llama3", scan_layers=True, sequence_length=8)
     planned = planned_step(settings, folder_of_config(settings.model), None)
     compiled = planned.step.lower(*planned[1:]).compile()
@@ -57,7 +57,7 @@ def test_arguments_are_those_of_the_compiled_step_and_its_peak_is_what_xla_says(
     by_shapes = library.plan(*planned)
     batch = sum(x.size * 4 for x in jax.tree.leaves(planned.batch))
     state = by_shapes.device["weights"] + by_shapes.device["optimizer state"]
-    # Of the step's arguments it has all but counts that no step reads.
+    # The step's arguments, except counts that no step reads.
     assert state + batch == pytest.approx(memory.argument_size_in_bytes, rel=0.01)
     plan = library.plan(*planned, compiled=compiled)
     engine = plan.device.get("uploads", 0) + plan.device.get("mail under way", 0)
@@ -68,7 +68,7 @@ def test_arguments_are_those_of_the_compiled_step_and_its_peak_is_what_xla_says(
     assert "without" not in plan.advice
 
 
-def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays():
+def test_a_plan_uses_the_engines_formulas_and_a_checkpoints_arrays():
     host_state = "compact"
     with Training(FEW, Settings(update_interval=3)) as training:
         training.go(2)
@@ -91,12 +91,12 @@ def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays():
     assert plan.checkpoint == pytest.approx(arrays + kept, rel=0.02)
 
 
-def test_late_uploads_leave_the_peak_to_the_step_and_loops_wait_for_them():
+def test_the_peak_excludes_late_uploads_and_loops_wait_for_them():
     plan, late = (library.plan(*step_of("zenflow"), prefetch_bytes=x) for x in (None, 0))
     assert (late.device["uploads"], late.late, plan.late) == (0, plan.device["uploads"], 0)
     assert late.step_s - plan.step_s == pytest.approx(late.to_device / late.gpu.bus, rel=1e-3)
     assert late.hides == plan.hides
-    # A boundary has weights, state and uploads, a step more than that or not.
+    # A boundary has weights, state and uploads; a step has more or less.
     assert late.device_bytes == plan.device_bytes
     step = plan.device_bytes - plan.device["uploads"]
     assert late.with_peak(step + 8).device_bytes == late.device_bytes
@@ -105,7 +105,7 @@ def test_late_uploads_leave_the_peak_to_the_step_and_loops_wait_for_them():
 
 @pytest.mark.parametrize("rolling", [True, False])
 @pytest.mark.parametrize("window", [1, 8])
-def test_the_state_of_other_windows_is_that_of_a_run_with_them(window, rolling):
+def test_the_state_with_other_windows_equals_that_of_a_run_with_them(window, rolling):
     params = [jax.ShapeDtypeStruct((8, 32, 16 + i), jnp.bfloat16) for i in range(5)]
 
     def state(interval):
@@ -119,13 +119,13 @@ def test_the_state_of_other_windows_is_that_of_a_run_with_them(window, rolling):
     assert schedules[0] == schedules[1]
 
 
-def test_the_hosts_work_is_that_of_the_log_and_its_time_that_of_staleness():
+def test_the_hosts_work_matches_the_log_and_its_time_matches_the_staleness():
     def work(window=4, leaves=8, **options):
         params = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * leaves
         tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.0, **options)
         return needs_of(with_interval(zenflow_jax.find_state(tx.init(params)), window))
 
-    # 26 bytes of an update, 2 of each of four mails as they are read and as they come, 2 uploaded.
+    # 26 bytes for an update, 2 for each of four mails on arrival and when read, 2 for the upload.
     in_turn, together = work(), work(rolling=False)
     assert in_turn.mean == in_turn.busiest == 8 * 64**2 * ((24 + 2) / 4 + 2 + 2)
     assert work(16).mean < in_turn.mean
@@ -152,11 +152,11 @@ def planned(bandwidth, optimizer="zenflow"):
 
 
 @pytest.mark.slow
-def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
+def test_the_smallest_window_that_hides_work_follows_the_hosts_bandwidth():
     fast, slow = planned(1e15), planned(1e3)
     assert fast.hides.smallest_interval == 1
     assert fast.hides.busy < 1e-3
-    # What crosses is the same at any bandwidth of the host, and much for so small a step.
+    # Transfers are the same at any host bandwidth, and large for so small a step.
     assert fast.hidden == 1 / fast.bus
     assert "with update_interval=4. The bus needs" in fast.advice
     assert slow.hides.smallest_interval is None
@@ -167,7 +167,7 @@ def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
     assert "Every step waits" in offload.advice
 
 
-def test_a_plan_names_all_that_it_lacks_and_nothing_else():
+def test_a_plan_names_every_shortage_and_nothing_else():
     small = dataclasses.replace(GPUS["h100"], memory=1000)
     plan = library.plan(*step_of("zenflow"), device=small, host_memory_bytes=1000)
     both = (
@@ -178,7 +178,7 @@ def test_a_plan_names_all_that_it_lacks_and_nothing_else():
     assert re.fullmatch(both.format(""), plan.with_peak(2000).advice)
 
 
-def test_a_finished_run_says_how_busy_its_host_was():
+def test_a_finished_run_reports_how_busy_its_host_was():
     with Training(FEW, Settings(update_interval=4)) as training:
         training.go(8)
         stats = training.engine.stats
@@ -193,7 +193,7 @@ def test_a_finished_run_says_how_busy_its_host_was():
     assert library.hiding(training.state, dataclasses.replace(half, steps=7), 10.0) is None
 
 
-def test_gpus_are_known_by_their_drivers_names_and_servers_grow_with_them(monkeypatch):
+def test_gpus_are_recognized_by_driver_names_and_host_memory_grows_with_their_number(monkeypatch):
     assert GPUS["h100"].host_beside(8) == (4 * 100e9, 8 * 256 * 10**9)
     assert GPUS["rtx4090"].host_beside(8) == (50e9, 128 * 10**9)
     assert all(gpu_of_kind(gpu.name) is gpu for gpu in GPUS.values())
@@ -208,7 +208,7 @@ def test_gpus_are_known_by_their_drivers_names_and_servers_grow_with_them(monkey
     assert library.gpu_here() is None
 
 
-def test_an_unknown_device_or_way_to_keep_moments_and_a_step_without_jit_are_refused():
+def test_an_unknown_device_or_host_state_and_a_step_without_jit_are_rejected():
     params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     opt_state = zenflow_jax.zenflow(1e-3).init(params)
     same = jax.jit(lambda p, s: (p, s))

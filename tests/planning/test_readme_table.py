@@ -1,4 +1,4 @@
-"""README.md's table of GPUs, models and commands: what follows from shapes is as it says."""
+"""README.md's table of GPUs, models and commands: its values follow from shapes."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_all_rows_are_read():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[3]}")
-def test_a_row_is_what_the_plan_says(tmp_path, monkeypatch, row):
+def test_each_row_matches_its_plan(tmp_path, monkeypatch, row):
     gpu, memory, command, model, on_device, on_host = row
     monkeypatch.setattr(planning, "has_compiler", lambda: False)
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))

@@ -1,4 +1,4 @@
-"""Which leaves close their windows together: small trees, their groups worked out by hand."""
+"""Leaves that close their windows together: small trees, with groups worked out by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests import runs
 
 
 def ranges_of(params, interval=4, **options):
-    """Where the ranges of each leaf begin, with their groups, and how many groups take turns."""
+    """Returns where each leaf's ranges begin, their groups, and the number of groups."""
     tx = zenflow_jax.zenflow(1e-2, update_interval=interval, **options)
     state = jax.eval_shape(tx.init, params)
     ranges = {}
@@ -23,27 +23,27 @@ def ranges_of(params, interval=4, **options):
 
 
 def leaves_of(*rows):
-    """Leaves w0, w1, ... with so many rows of two channels."""
+    """Leaves w0, w1, ... with these numbers of rows, each with two channels."""
     return {f"w{i}": jnp.zeros((n, 2)) for i, n in enumerate(rows)}
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "expected"),
     [
-        # The largest first, each into the group that has the least.
+        # The largest first, each into the group with the fewest bytes.
         ((3, 9, 4, 7, 5), {"interval": 3}, [1, 0, 2, 1, 2]),
         ((8, 7, 6, 5, 4), {"interval": 2}, [0, 1, 1, 0, 0]),
-        # Of leaves as large, and of groups that have as much, the first one.
+        # Among equal leaves, and among equal groups, the first one.
         ((2, 2, 2, 2, 2), {"interval": 3}, [0, 1, 2, 0, 1]),
         ((2, 4, 2, 4), {"interval": 2}, [0, 0, 1, 1]),
-        # One that is larger than its share has a group of its own.
+        # A leaf larger than its share has its own group.
         ((2, 100, 2, 2), {"interval": 2}, [1, 0, 1, 1]),
-        # Without a leaf for each group there are fewer groups; one window has one.
+        # With fewer leaves there are fewer groups; a one-step window has one.
         ((2, 3), {}, [1, 0]),
-        # Windows that close together have one, too.
+        # Windows that close together have one group, too.
         ((2, 3, 4), {"rolling": False}, [0, 0, 0]),
         ((2, 3, 4), {"interval": zenflow_jax.AutoWindow(4)}, [0, 0, 0]),
-        # Groups know shapes, dtypes and order alone.
+        # Groups depend only on shapes, dtypes and order.
         (
             (8, 7, 6, 5, 4),
             {"interval": 3, "topk_ratio": 0.4, "transfer_dtype": jnp.bfloat16},
@@ -52,21 +52,21 @@ def leaves_of(*rows):
     ],
     ids=str,
 )
-def test_groups_of_leaves_are_as_worked_out_by_hand(rows, options, expected):
+def test_groups_of_leaves_equal_the_results_worked_out_by_hand(rows, options, expected):
     ranges, groups = ranges_of(leaves_of(*rows), **options)
     assert [group for _, group in ranges.values()] == [[group] for group in expected]
     assert groups == max(expected) + 1
 
 
-def test_sizes_are_bytes_and_leaves_that_never_travel_take_no_turn():
-    # 48, 80 and 32 bytes: the small leaf joins the one of most elements.
+def test_sizes_are_bytes_and_resident_leaves_are_in_no_group():
+    # 48, 80 and 32 bytes: the small leaf joins the one with the most elements.
     half, single, small = jnp.zeros((6, 4), jnp.bfloat16), jnp.zeros((5, 4)), jnp.zeros((2, 4))
     ranges, _ = ranges_of({"half": half, "single": single, "small": small}, 2)
     assert [group for _, (group,) in ranges.values()] == [1, 0, 1]
     params = {"bias": jnp.zeros(1000), "kept": jnp.zeros((100, 100)), **leaves_of(3, 3)}
     ranges, groups = ranges_of(params, resident=lambda path, _: path[-1].key == "kept")
     assert (ranges["w0"], ranges["w1"], groups) == (([0], [0]), ([0], [1]), 2)
-    # Without any other there is one group, whose windows have nothing to update.
+    # Without any other leaf there is one group, whose windows have nothing to update.
     assert ranges_of({"bias": jnp.zeros(5)}, topk_ratio=1.0)[1] == 1
 
 
@@ -85,12 +85,12 @@ def test_sizes_are_bytes_and_leaves_that_never_travel_take_no_turn():
                 "wide": ([0, 1, 2], [1, 2, 3]),
             },
         ),
-        # Even enough in one piece.
+        # Already even in one piece.
         (2, {"layers": ([0], [1]), "rows": ([0], [1]), "wide": ([0], [0])}),
     ],
     ids=str,
 )
-def test_stacks_are_cut_where_groups_are_uneven_without_it(interval, expected):
+def test_stacks_are_cut_only_if_groups_would_be_uneven(interval, expected):
     params = {leaf.name: jnp.zeros(leaf.shape, leaf.dtype) for leaf in runs.SCANNED}
     assert ranges_of(params, interval) == (expected, interval)
 

@@ -36,7 +36,7 @@ def step_nnx(model, optimizer):
 
 
 def train(made_with, exchanged):
-    """The parameters after some steps, by an engine that gets other parts of the model."""
+    """Returns the parameters after some steps with an engine that gets other parts of the model."""
     model = Model(nnx.Rngs(0))
     nnx.update(model, jax.device_put(nnx.state(model), DEVICE))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
@@ -54,7 +54,7 @@ def train(made_with, exchanged):
 
 
 @pytest.mark.slow
-def test_all_of_an_nnx_model_or_its_parameters_alone_are_the_same_run():
+def test_a_whole_nnx_model_or_only_its_parameters_give_the_same_run():
     plain = train(params_of, params_of)
     comparisons.assert_same_bits(train(nnx.state, params_of), plain)
     comparisons.assert_same_bits(train(params_of, nnx.state), plain)
@@ -83,7 +83,7 @@ W, V = jnp.ones((8, 3)), jnp.zeros((8, 3))
     ],
     ids=["renamed", "deeper", "another kind", "numbers as words", "one less"],
 )
-def test_leaves_of_other_paths_are_refused_with_both(made, passed, words):
+def test_leaves_with_other_paths_are_rejected_with_both_paths(made, passed, words):
     made, passed = jax.device_put((made, passed), DEVICE)
     state = TX.init(made)
     with zenflow_jax.HostEngine(made, state, host_kernel="numpy") as engine:
@@ -91,7 +91,7 @@ def test_leaves_of_other_paths_are_refused_with_both(made, passed, words):
             lambda: zenflow_jax.HostEngine(passed, state),
             lambda: engine.flush(passed, state),
             lambda: zenflow_jax.master_params(passed, state, engine),
-            # Between two boundaries, too, before anything is done.
+            # Also between two boundaries, before any change.
             lambda: engine.exchange(passed, TX.update(made, state, made)[1]),
         ):
             with pytest.raises(ValueError, match="`params` lacks") as caught:
@@ -101,7 +101,7 @@ def test_leaves_of_other_paths_are_refused_with_both(made, passed, words):
 
 @jax.tree_util.register_pytree_with_keys_class
 class Twins(list):
-    """A container of a user's own, all of whose leaves have one path."""
+    """A user's own container, in which all leaves have one path."""
 
     def tree_flatten_with_keys(self):
         return [(jax.tree_util.GetAttrKey("w"), leaf) for leaf in self], None
@@ -114,16 +114,16 @@ class Twins(list):
         return cls(leaves)
 
 
-def test_leaves_with_the_same_path_are_refused():
+def test_leaves_with_the_same_path_are_rejected():
     made = jax.device_put(Twins([jnp.ones((8, 3)), jnp.zeros((8, 3))]), DEVICE)
     with pytest.raises(ValueError, match="several leaves with the same path"):
         zenflow_jax.HostEngine(made, TX.init(made))
 
 
-def test_trained_leaves_are_found_between_others_and_in_containers_of_another_kind():
+def test_trained_leaves_are_found_among_others_and_in_different_containers():
     made = jax.device_put({"w": (W, V), "b": jnp.zeros(3)}, DEVICE)
     passed = {"b": made["b"], "w": list(made["w"])}
-    # Frozen leaves stand before, between and behind the trained ones, and have their shape.
+    # Frozen leaves are before, between and after the trained ones, and have their shape.
     frozen = {"a": W, "r": "base", "u": np.ones((8, 3)), "z": jax.random.key(0)}
     ends = []
     for first, second, last in (

@@ -1,4 +1,4 @@
-"""When windows close and channels are selected, as a table of what happens after each step."""
+"""When windows close and channels are selected, as a table of events after each step."""
 
 import warnings
 
@@ -19,9 +19,9 @@ def letter(boundary):
     return mark.upper() if boundary.synchronous else mark
 
 
-# What happens after each step: "." nothing, "c" a window closes, "s" and channels are selected; in
-# capitals where the update reaches the parameters at once; "a" where that of the last window
-# arrives while no window closes. Settings are window, select, warm-up, groups, staleness; there is
+# Events after each step: "." nothing, "c" a window closes, "s" and channels are selected;
+# uppercase if the update reaches the parameters at once; "a" if the last window's update arrives
+# while no window closes. Settings are window, select, warm-up, groups, staleness; there is
 # a row for each group.
 BOUNDARIES = [
     ((1, 1, 0, 1, 0), ["SSSSSS"]),
@@ -30,29 +30,29 @@ BOUNDARIES = [
     ((2, 4, 1, 1, 2), ["S.c.s.c.s"]),  # with a warm-up, at its end
     ((3, 6, 2, 1, 3), ["CS..c..s..c..s"]),
     ((4, 4, 3, 1, 4), ["CCS...s...s"]),
-    # Groups that close their windows one after the other.
+    # Groups that close their windows in turn.
     ((4, 8, 0, 4, 1), ["...sa..sa..c", "..sa..sa..ca", ".sa..sa..ca.", "sa..sa..ca.."]),
     ((4, 8, 0, 4, 4), ["...s...s...c", "..s...s...c.", ".s...s...c..", "s...s...c..."]),
     # Fewer leaves than steps in a window.
     ((4, 4, 0, 2, 3), ["...s..as..as", "..s..as..as."]),
-    # One for all, which does not wait a whole window.
+    # One group, whose updates do not wait a whole window.
     ((3, 6, 0, 1, 2), ["..s.as.ac"]),
     ((3, 6, 2, 3, 2), ["CS..c.as.a", "CS.c.as.ac", "CSc.as.ac."]),
-    # Intervals that end inside a window: the selection waits for its end.
+    # Intervals that end inside a window: the selection waits for the window's end.
     ((2, 5, 0, 2, 2), [".s.c.s.c.s.", "s.c.s.c.s.c"]),
     ((4, 3, 3, 4, 1), ["CCS...sa.", "CCS..sa..", "CCS.sa..s", "CCSca..sa"]),
 ]
 
 
 @pytest.mark.parametrize(("settings", "expected"), BOUNDARIES, ids=lambda x: str(x))
-def test_windows_close_and_channels_are_selected_where_the_table_says(settings, expected):
+def test_windows_close_and_channels_are_selected_as_in_the_table(settings, expected):
     schedule = Schedule(*settings, None)
     state = first_schedule_state(schedule, 4)
     for group, row in enumerate(expected):
         letters, waits = "", False
         for t in range(1, len(row) + 1):
             boundary = schedule.boundary(t, state, group)
-            # It may say so where nothing waits yet.
+            # It may report this even if nothing waits yet.
             arrives = waits and boundary.arrives
             letters += letter(boundary).replace(".", "a" if arrives else ".")
             waits = waits and not arrives
@@ -63,7 +63,7 @@ def test_windows_close_and_channels_are_selected_where_the_table_says(settings, 
 
 
 # The same with a state: for each step [its length so far, ripe leaves of four, windows since the
-# selection, share kept], and what happens after it.
+# selection, share kept], and the event after it.
 ADAPTIVE = [
     # At least 0.7 of four is three leaves; a window's first step decides nothing.
     ((AutoWindow(4, 0.7), 8, 0, True), [(0, 4, 0, 1), (1, 2, 0, 1), (2, 3, 0, 1)], "..s"),
@@ -73,7 +73,7 @@ ADAPTIVE = [
         "...s",
     ),
     ((AutoWindow(1), 8, 0, True), [(0, 0, 0, 1), (0, 0, 1, 1)], "sc"),
-    # A selection every five steps, wherever the window ends in which the fifth lies.
+    # A selection every five steps, at the end of the window that contains the fifth.
     (
         (AutoWindow(3), 5, 1, True),
         [(0, 0, 0, 1), (0, 4, 0, 1), (1, 4, 0, 1), (0, 0, 1, 1), (1, 0, 1, 1), (2, 0, 1, 1)],
@@ -99,17 +99,17 @@ ADAPTIVE = [
 
 
 def at_once(window, select, warm_up, overlap):
-    """A schedule with one group, whose updates wait for the next boundary or for nothing."""
+    """A schedule with one group, whose updates wait for the next boundary or not at all."""
     whole = None if isinstance(window, AutoWindow) else window
     return Schedule(window, select, warm_up, 1, whole if overlap else 0, None)
 
 
 @pytest.mark.parametrize(("settings", "known", "expected"), ADAPTIVE, ids=lambda x: str(x))
-def test_adaptive_schedules_decide_as_the_table_says(settings, known, expected):
+def test_adaptive_schedules_decide_as_in_the_table(settings, known, expected):
     schedule = at_once(*settings)
     got = []
     for t, (length, ripe, windows, kept) in enumerate(known, start=1):
-        # Two steps counted: a sum is ripe from half of the other side's on.
+        # Two counted steps: a sum is ripe from half of the other side's value on.
         schedule_state = ScheduleState(
             length=np.int32(length),
             counted=np.float32(2 if length else 0),
@@ -122,34 +122,34 @@ def test_adaptive_schedules_decide_as_the_table_says(settings, known, expected):
     assert "".join(got) == expected
 
 
-def test_a_rule_says_how_many_leaves_must_be_ripe():
+def test_a_rule_sets_the_number_of_leaves_that_must_be_ripe():
     assert [AutoWindow(share=0.99).needed(n) for n in (1, 10, 100, 101)] == [1, 10, 99, 100]
-    assert AutoWindow(share=0.07).needed(100) == 7  # not 8, for all that 0.07 * 100 is above 7
+    assert AutoWindow(share=0.07).needed(100) == 7  # not 8, although 0.07 * 100 is above 7
     assert AutoWindow(share=0.01).needed(3) == 1
 
 
 @pytest.mark.parametrize(
     ("options", "name", "expected"),
     [
-        # A selection is every sixteen of the longest windows.
+        # A selection every sixteen of the longest windows.
         (dict(update_interval=3), "select", 48),
         (dict(update_interval=AutoWindow(max_interval=5)), "select", 80),
-        # An update arrives a step after its window, or where the next one ends.
+        # An update arrives a step after its window, or at the next window's end.
         (dict(update_interval=3), "staleness", 1),
         (dict(update_interval=3, rolling=False), "staleness", 3),
         (dict(update_interval=AutoWindow()), "staleness", None),
-        # No provisional step where no window outlasts its step.
+        # No provisional step if no window outlasts its step.
         (dict(update_interval=1, staleness=0, provisional_share=0.5), "provisional_share", None),
         (dict(update_interval=1, provisional_share=0.5), "provisional_share", 0.5),
     ],
 )
-def test_what_the_arguments_leave_open_follows_from_the_windows(options, name, expected):
+def test_default_arguments_follow_from_the_windows(options, name, expected):
     tx = zenflow_jax.zenflow(1e-2, window_scaling=None, **options)
     assert getattr(tx.init({"w": jnp.ones((8, 4))}).schedule, name) == expected
 
 
 @pytest.mark.parametrize("options", [dict(rolling=False), dict(update_interval=AutoWindow())])
-def test_longer_steps_of_updates_that_are_a_window_late_are_warned_of(options):
+def test_scaled_steps_with_updates_a_window_late_raise_a_warning(options):
     with pytest.warns(UserWarning, match="Pass window_scaling=None"):
         zenflow_jax.zenflow(1e-2, **options)
     with warnings.catch_warnings(action="error"):

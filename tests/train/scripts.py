@@ -52,7 +52,7 @@ def small_model(**changed) -> nnx.Module:
 
 
 def read(**settings) -> setup.Sources:
-    """Reads all that the script reads before it makes a model."""
+    """Reads everything that the script reads before it makes a model."""
     return setup.read(Settings(**settings), timeline=None, force=False, say=print)
 
 

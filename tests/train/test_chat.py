@@ -1,6 +1,6 @@
-"""Conversations: what templates make of them, which of it is learned, and what is refused.
+"""Conversations: rendered templates, trained parts, and rejected conversations.
 
-`fixtures/chat/` holds templates and what `transformers` makes of them, by `make_chat_fixtures.py`.
+`fixtures/chat/` has templates and the results of `transformers`, from `make_chat_fixtures.py`.
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ def tokenizer(folder):
 
 @pytest.fixture(scope="module")
 def template(folder, tokenizer):
-    """A function that reads a template of the fixtures by its name."""
+    """Returns a function that reads a fixture's template by name."""
     return lambda name: read_template(folder, tokenizer.tokens, FIXTURES / f"{name}.jinja")
 
 
 @pytest.fixture
 def written(tmp_path, folder, tokenizer):
-    """A function from a text to the template that it is."""
+    """Returns a function that makes a template from a text."""
 
     def read(text):
         path = tmp_path / "written.jinja"
@@ -58,7 +58,7 @@ def written(tmp_path, folder, tokenizer):
 
 
 def write(path, *messages, **rest):
-    """A file with a conversation a line."""
+    """A file with one conversation per line."""
     path.write_text(records(*({"messages": m} | rest for m in messages)))
     return path
 
@@ -70,7 +70,7 @@ def talk(*turns):
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
-def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, case):
+def test_texts_and_tokens_equal_those_of_transformers(tokenizer, template, name, case):
     expected, of = EXPECTED[name][case], template(name)
     conversation = of.conversation(expected["messages"], expected.get("tools"))
     assert conversation.text == expected["text"]
@@ -91,20 +91,20 @@ def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, c
     ],
     ids=str,
 )
-def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(template, name, case, texts):
+def test_only_answers_and_their_ends_are_learned(template, name, case, texts):
     messages, tools = (EXPECTED[name][case].get(key) for key in ("messages", "tools"))
     end = END if name == "alternating" else TURN_END
     conversation = template(name).conversation(messages, tools)
     assert answers_of(conversation) == [text + end for text in texts]
 
 
-def test_a_template_that_hides_answers_is_refused_with_a_remedy(written):
+def test_a_template_that_hides_answers_is_rejected_with_a_remedy(written):
     for text in (
-        # As those for pictures, which want a list of parts.
+        # Like templates for pictures, which require a list of parts.
         "{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p.text }}{% endfor %}"
         "<|turn_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
         "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}",
-        # Ends of answers that differ, of which there is no telling what they are in the middle.
+        # Answers with different ends, which cannot be recognized in the middle.
         "{% for m in messages %}{{ m.content }}{{ '<|end|>' if loop.last else '<|turn_end|>' }}"
         "{% endfor %}",
     ):
@@ -116,8 +116,10 @@ def answers_of(conversation):
     return [conversation.text[start:stop] for start, stop in conversation.answers]
 
 
-def test_a_template_that_asks_for_a_thought_asks_for_none_that_is_not_in_the_answer(written):
-    # As those of models that think always: the question to answer ends with the thought's begin.
+def test_a_template_that_prompts_for_a_thought_does_not_prompt_for_one_that_the_answer_lacks(
+    written,
+):
+    # Like models that always think: the prompt ends with the start of the thought.
     turns = (FIXTURES / "turns.jinja").read_text()
     of = written(turns + "{% if add_generation_prompt %}<think>{% endif %}")
     for said in (["The cat.", "<th>."], ["a", "a"], ["assistant", "<"]):
@@ -125,8 +127,8 @@ def test_a_template_that_asks_for_a_thought_asks_for_none_that_is_not_in_the_ans
         assert answers_of(conversation) == [answer + TURN_END for answer in said]
 
 
-def test_an_answer_ends_where_it_does_however_the_last_message_is_written(written):
-    # With an end of the text behind the last message alone, which is not what ends an answer.
+def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(written):
+    # With an end of text after only the last message, which does not end an answer.
     of = written(
         "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|turn_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|turn|>assistant\n{% else %}{{ eos_token }}{% endif %}"
@@ -139,7 +141,7 @@ def test_an_answer_ends_where_it_does_however_the_last_message_is_written(writte
 
 
 @pytest.mark.parametrize("said", ["kind.", "", "assistant", "Be"])
-def test_the_first_message_is_learned_where_it_is_not_where_its_text_occurs(template, said):
+def test_the_first_message_is_learned_in_its_place_and_not_where_its_text_recurs(template, said):
     turns = [{"role": "assistant", "content": said}, *talk("kind.", said, "assistant", "Be")]
     conversation = template("turns").conversation(turns)
     assert answers_of(conversation) == [said + TURN_END, said + TURN_END, f"Be{TURN_END}"]
@@ -147,7 +149,7 @@ def test_the_first_message_is_learned_where_it_is_not_where_its_text_occurs(temp
 
 @pytest.mark.parametrize("name", ["turns", "marked"])
 @pytest.mark.parametrize("field", ["weight", "loss_weight", "train", "training", "loss"])
-def test_an_answer_that_is_not_to_be_learned_is_not(tmp_path, template, name, field):
+def test_an_answer_with_weight_zero_is_not_learned(tmp_path, template, name, field):
     said = talk("Who?", "A dog.", "Sure?", "The cat.", "Really?", "Yes.")
     said[1][field], said[3][field], said[2][field] = 0, 1.0, False
     path = write(tmp_path / "a.jsonl", said)
@@ -166,7 +168,7 @@ def test_a_template_that_marks_answers_together_cannot_leave_one_out(written):
         of.conversation(talk("a", "b", "c", "d"), skipped=[1])
 
 
-def test_arguments_of_calls_are_objects_for_templates_that_take_them(tmp_path, written, template):
+def test_arguments_of_calls_are_objects_in_templates(tmp_path, written, template):
     call = {"name": "look", "arguments": '{"in": ["the bin"], "n": 1}'}
     said = [*talk("Where?"), {"role": "assistant", "tool_calls": [{"function": call}]}]
     path = write(tmp_path / "a.jsonl", said)
@@ -181,13 +183,13 @@ def test_arguments_of_calls_are_objects_for_templates_that_take_them(tmp_path, w
     assert answers_of(conversation) == [f"look {call['arguments']}{TURN_END}"]
 
 
-def test_a_folder_has_its_template_in_one_of_several_files(tmp_path, tokenizer):
+def test_a_folders_template_may_be_in_one_of_several_files(tmp_path, tokenizer):
     write_byte_level(tmp_path, also=[TURN, TURN_END])
     named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "of a list"}]
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     with pytest.raises(TokenizerError, match=r"neither chat_template\.jinja nor.*--chat-template"):
         read_template(tmp_path, tokenizer.tokens)
-    # Each goes before those above it.
+    # Each takes precedence over those above it.
     for name, content, text in (
         ("chat_template.json", {"chat_template": "of JSON"}, "of JSON"),
         ("tokenizer_config.json", config | {"chat_template": named}, "of a list"),
@@ -202,7 +204,7 @@ def test_a_folder_has_its_template_in_one_of_several_files(tmp_path, tokenizer):
             read_template(tmp_path, tokenizer.tokens, tmp_path / name)
 
 
-def test_a_template_can_neither_reach_out_nor_know_the_date(written):
+def test_a_template_can_neither_access_the_system_nor_the_date(written):
     assert written("{{ strftime_now('%d %b %Y') }}").render(talk("a")) == "26 Jul 2024"
     for text in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -215,7 +217,7 @@ def test_a_template_can_neither_reach_out_nor_know_the_date(written):
 
 
 @pytest.mark.slow
-def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, capsys):
+def test_a_run_keeps_the_template_with_the_model_and_prompts_use_it(tmp_path, capsys):
     folder = write_model(tmp_path / "origin", "llama2")
     data = write(
         tmp_path / "a.jsonl", *[talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")] * 8
@@ -229,7 +231,7 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
         read(**settings | {"task": "alpaca"})
     sizes = {"steps": 2, "batch_size": 2, "length_buckets": 1, "dtype": "float32"}
     config = write_config(tmp_path, optimizer="adamw", progress=False, **sizes, **settings)
-    with jax.numpy_dtype_promotion("standard"):  # as users have it
+    with jax.numpy_dtype_promotion("standard"):  # as for users
         assert finetune.main([config, "--run", "a"]) == 0
     # Before the first step, and in rich's brackets.
     shown = capsys.readouterr().out.partition("compiling")[0]
@@ -237,14 +239,17 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, c
     assert "[/b]" in shown
     run, text, out = tmp_path / "runs" / "a", template_file.read_text(), tmp_path / "out"
     end = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
-    assert end == [2, read_tokenizer(folder, vocabulary=1000).end]  # 2 by config.json alone
+    assert end == [
+        2,
+        read_tokenizer(folder, vocabulary=1000).end,
+    ]  # 2 according to config.json alone
     template_file.unlink()
     assert (run / "model" / "chat_template.jinja").read_text() == text
     with jax.numpy_dtype_promotion("standard"):
         assert finetune.main([str(run / "settings.toml"), "--run", "a", "--steps", "3"]) == 0
     assert "resuming from checkpoint 2" in capsys.readouterr().out
 
-    # Who exports need not name it.
+    # An export need not name it.
     exporting = ["--run", "a", "--chat-template", "None", "--export", "2", str(out)]
     assert finetune.main([config, *exporting]) == 0
     assert (out / "chat_template.jinja").read_text() == text
@@ -281,12 +286,12 @@ def test_a_trained_folder_names_all_ends_and_one_template(tmp_path, tokenizer, t
     assert content == before | {"eos_token_id": known}
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
     assert not (tmp_path / "chat_template.json").exists()
-    # As another program reads it: no end is left to be found out.
+    # For other programs: they need not find any end themselves.
     options = generate.Options(prompt="Who?", model=str(tmp_path), format=task)
     assert generate.read_prompt(options, tokenizer).ends - {-1} == set(known)
 
 
-def test_what_ends_a_turn_ends_what_is_generated(tmp_path, tokenizer):
+def test_ends_of_turns_also_end_generated_text(tmp_path, tokenizer):
     write_byte_level(tmp_path, also=[TURN, TURN_END])
     shutil.copyfile(FIXTURES / "turns.jinja", tmp_path / "chat_template.jinja")
     options = generate.Options(prompt="Who?", model=str(tmp_path), format="chat")

@@ -1,6 +1,6 @@
-"""The checkpoints of the training script, on a few small arrays: what is kept, and what is refused.
+"""The training script's checkpoints, with a few small arrays: kept and rejected ones.
 
-Runs that go on from theirs are in `test_going_on.py`.
+`test_going_on.py` has runs that resume from their checkpoints.
 """
 
 import json
@@ -23,7 +23,7 @@ from train.cli.settings import Settings, SettingsError
 from train.model.decoder import DecoderConfig, LinearRope
 
 SMALL = 1000
-LARGE = 4_000_000  # 16 MB: orbax needs longer for it than for any step here
+LARGE = 4_000_000  # 16 MB: orbax takes longer to write it than any step takes here
 CONFIG = DecoderConfig(*range(8), 1e-5, 1e4, None, False, False, False, None)
 
 
@@ -32,7 +32,7 @@ class Job:
 
     def __init__(self, folder: Path, *, size: int = SMALL, config=CONFIG, **changed):
         self.said: list[str] = []
-        # Noise, which is not made smaller by compression.
+        # Noise, which compression does not shrink.
         noise = np.random.default_rng(0).standard_normal(size).astype(np.float32)
         device = jax.devices()[0]
         self.params = jax.device_put({"w": noise, "empty": np.zeros((0, 3), np.float32)}, device)
@@ -73,7 +73,7 @@ class Job:
         self.checkpoints.save(step, self.params, self.opt_state, None, progress, figure=loss)
 
     def restored(self, step: int):
-        """The saved state, from which the job goes on."""
+        """The saved state, from which the job resumes."""
         restored = self.checkpoints.restore(step, self.params, self.opt_state)
         self.params, self.opt_state = restored.params, restored.opt_state
         return restored
@@ -84,7 +84,7 @@ def assert_same(restored, values):
 
 
 def saved_run(folder: Path, *steps: int, **options):
-    """Makes checkpoints of a new job after 1, 2, ... of its own steps; gives its values at each."""
+    """Makes checkpoints of a new job after 1, 2, ... steps; returns its values at each."""
     values = []
     with Job(folder, **options) as job:
         for step in steps:
@@ -97,7 +97,7 @@ def saved_run(folder: Path, *steps: int, **options):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_the_state_of_its_step_whatever_is_donated_while_it_is_written(tmp_path):
+def test_a_checkpoint_has_its_steps_state_whatever_is_donated_during_the_write(tmp_path):
     with Job(tmp_path, size=LARGE, keep=9) as job:
         values = {}
         for step in range(1, 7):
@@ -115,8 +115,8 @@ def test_a_checkpoint_is_the_state_of_its_step_whatever_is_donated_while_it_is_w
             assert restored.params["w"].committed
 
 
-def test_the_newest_are_kept_and_the_best(tmp_path):
-    # Of the second and fourth nothing is known.
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
+    # The second and fourth have no result.
     losses = {1: np.nan, 2: None, 3: 1.0, 4: None, 5: 2.0, 6: 2.0, 7: 4.0}
     values = {}
     with Job(tmp_path, keep=2, keep_best=True) as job:
@@ -161,7 +161,7 @@ DAMAGES = {
 }
 
 
-def test_every_damage_of_a_checkpoint_is_named(tmp_path):
+def test_each_kind_of_damage_to_a_checkpoint_is_named(tmp_path):
     saved_run(tmp_path, 10)
     whole = tmp_path / "checkpoints" / "10"
     assert checksums.find_damage(whole) is None
@@ -171,18 +171,18 @@ def test_every_damage_of_a_checkpoint_is_named(tmp_path):
         assert expected in checksums.find_damage(copy), name
 
 
-def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_none_is_an_error(tmp_path):
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_without_one_raises(tmp_path):
     values = saved_run(tmp_path, 10, 20)
     checkpoints = tmp_path / "checkpoints"
     flip_a_bit(largest_file(checkpoints / "20" / "state"))
-    (checkpoints / "damaged-20").mkdir()  # by an earlier damage
+    (checkpoints / "damaged-20").mkdir()  # from earlier damage
     with Job(tmp_path) as job:
         with pytest.raises(CheckpointError, match=r"20 .*damaged.*no-keep-best"):
             job.checkpoints.weights(20, job.params)
         assert job.checkpoints.newest() == 10
         assert re.fullmatch(r"checkpoint 20 is damaged: .* 10 is intact\.", job.said[0])
         assert_same(job.restored(10), values[0])
-        # A start that ends here, for any reason, has left all as it was.
+        # A start that fails at this point, for any reason, has changed nothing.
         assert names_in(checkpoints) == ["10", "20", "damaged-20"]
         job.checkpoints.rename_damaged()
         job.save(20)
@@ -196,13 +196,13 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_none_is_an_error(tm
     assert steps_of(checkpoints) == {10, 20}
 
 
-def test_half_a_checkpoint_is_cleared_away_by_writers_and_a_copy_stays(tmp_path):
+def test_writers_remove_incomplete_checkpoints_and_keep_a_copied_one(tmp_path):
     values = saved_run(tmp_path, 10, 20)
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(checkpoints / "20", checkpoints / "20.copy")
     half = checkpoints / "20.orbax-checkpoint-tmp"
     (checkpoints / "20").rename(half)
-    # Who only reads leaves a save that is under way alone.
+    # A reader leaves a save in progress alone.
     describe = description(vars(Settings(optimizer="adamw")), 0, CONFIG)
     saved = SavedCheckpoints(checkpoints, describe=describe, say=print)
     weights = saved.weights(saved.find("10"), Job(tmp_path).params)
@@ -217,17 +217,17 @@ def test_half_a_checkpoint_is_cleared_away_by_writers_and_a_copy_stays(tmp_path)
     assert checksums.find_damage(checkpoints / "20.copy") is None
 
 
-def test_a_checkpoint_of_another_run_is_refused_and_stays(tmp_path):
+def test_a_checkpoint_from_another_run_is_rejected_and_kept(tmp_path):
     saved_run(tmp_path, 10, steps=40, full_warm_up_share=0.05)
     linear = CONFIG._replace(rope_scaling=LinearRope(2.0))
     for options, expected in (
         ({"width": 512}, "`width`: is 512, but was 256 in the run .*Pass --width 256"),
         ({"rolling": False}, "`rolling`: is False, but was True .*Pass --rolling, or"),
         ({"config": linear}, r"has the rope_scaling LinearRope\(factor=.*10 has None"),
-        # Of other samples no figure says which checkpoint is best.
+        # Results on other samples do not show which checkpoint is best.
         ({"eval_batches": 3}, "`eval_batches`: is 3, but was None .*Pass --eval-batches None"),
         ({"size": SMALL + 1}, r"array `\S+` is float32 .1000,. in .*but float32 .1001,."),
-        # A share of the warm-up must come to the rounds that the run began with.
+        # A share for the warm-up must give the rounds that the run began with.
         (
             {"steps": 80},
             "`full_warm_up_rounds`: is 4, but was 2 .*Pass --full-warm-up-share None "
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(tmp_path):
         job.restored(job.checkpoints.newest())
 
 
-def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
+def test_a_path_that_orbax_would_read_as_a_pattern_is_rejected(tmp_path):
     for name in ("a[1]", "a\\b", "a*", "a?"):
         with pytest.raises(SettingsError, match=r"`output_dir`: checkpoints cannot be read"):
             Job(tmp_path / name)
@@ -259,9 +259,9 @@ def test_only_a_file_that_cannot_be_written_is_a_failed_save(tmp_path, monkeypat
         assert job.said == []
 
 
-# Of the writes that were under way with the one that fails, orbax's event loop does not hear again.
+# orbax's event loop does not report the writes in progress beside the failed one again.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_full_disk_is_said_the_older_stay_and_the_next_save_tries_again(small_disk):
+def test_a_full_disk_is_reported_older_checkpoints_stay_and_the_next_save_retries(small_disk):
     disk = small_disk("2m")
     values = saved_run(disk, 10)
     filler = disk / "filler"

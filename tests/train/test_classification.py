@@ -1,4 +1,4 @@
-"""Classification files of one's own: their examples, their classes, and what is refused."""
+"""Users' classification files: examples, classes, and rejected files."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ def as_csv(rows, **options):
 
 
 def examples(task):
-    """Tokens without padding, and the label, of all examples."""
+    """Returns the tokens without padding, and the label, of all examples."""
     pairs = []
     for source in (task.train, task.validation["validation"]):
         for i in range(len(source)):
@@ -47,12 +47,12 @@ def examples(task):
 
 
 def classes_of(task):
-    """The classes of all examples, trained on or not, in order."""
+    """Returns the classes of all examples, trained on or not, in order."""
     return sorted(label for _, label in examples(task))
 
 
 def expected(tokenizer, texts):
-    """The result of `examples` for texts with `LABELS`, in order."""
+    """Returns the result of `examples` for texts with `LABELS`, in order."""
     ids = [tokenizer.tokens.encode(text).ids for text in texts]
     return sorted((i, ["kind", "unkind"].index(x)) for i, x in zip(ids, LABELS, strict=True))
 
@@ -75,25 +75,25 @@ ROWS = [("id", "text", "label"), *((str(i), t, LABELS[i]) for i, t in enumerate(
     ],
     ids=["crlf", "semicolons", "bars", "spaces in the header", "jsonl"],
 )
-def test_every_text_and_label_of_a_file_is_an_example(tmp_path, bert, name, content):
+def test_every_text_and_label_in_a_file_is_an_example(tmp_path, bert, name, content):
     task = make(write(tmp_path / name, content), bert)
     assert sorted(examples(task)) == expected(bert, TEXTS)
     assert len(task.train) == 2
     assert (task.kind, task.labels, task.best) == ("encoder", ("kind", "unkind"), "accuracy")
     assert task.notes == ()
     assert task.overview[0] == (
-        "2 classes, with their examples: 'kind' 2 (50.0%), 'unkind' 2 (50.0%)"
+        "2 classes, with example counts: 'kind' 2 (50.0%), 'unkind' 2 (50.0%)"
     )
 
 
-def test_a_line_of_tsv_is_a_row_whatever_marks_are_in_it(tmp_path, bert):
+def test_a_line_of_tsv_is_a_row_with_any_quotation_marks(tmp_path, bert):
     texts = ['"a" film', 'so "bad', '"', "good, or not"]
     rows = [("text", "label"), *zip([*texts[:3], f'"{texts[3]}"'], LABELS, strict=True)]
     content = "".join("\t".join(row) + "\r\n" for row in rows)
     assert sorted(examples(make(write(tmp_path / "a.tsv", content), bert))) == expected(bert, texts)
 
 
-def test_pairs_have_two_columns_and_are_cut_where_they_are_longer(tmp_path, bert):
+def test_pairs_have_two_columns_and_the_longer_text_is_cut(tmp_path, bert):
     rows = [("one", "two", "same"), ("a cat", "the cat sat on a dog", "yes"), ("a", "b", "no")]
     write(tmp_path / "train.csv", as_csv(rows))
     write(tmp_path / "valid.csv", as_csv(rows))
@@ -101,12 +101,12 @@ def test_pairs_have_two_columns_and_are_cut_where_they_are_longer(tmp_path, bert
     tokens = bert.tokens.encode("a cat", "the cat sat").ids
     assert task.train[0]["tokens"].tolist() == tokens
     assert task.train[0]["types"].tolist() == [0] * 4 + [1] * 4
-    # The tokenizer that was handed in cuts nothing.
+    # The tokenizer that was passed in cuts nothing.
     assert len(bert.tokens.encode("a cat", "the cat sat on a dog").ids) > 8
     assert task.labels == ("no", "yes")
 
 
-def test_numbers_are_classes_in_their_order_and_a_table_names_its_own(tmp_path, bert):
+def test_numeric_classes_are_sorted_and_a_tables_own_names_are_used(tmp_path, bert):
     rows = [("text", "label"), *((f"film {i}", str(i)) for i in (10, 9, -1, 2))]
     assert make(write(tmp_path / "a.csv", as_csv(rows)), bert).labels == ("-1", "2", "9", "10")
     items = [{"text": f"film {i}", "label": i} for i in (10, 9, -1, 2)]
@@ -132,7 +132,7 @@ def test_numbers_are_classes_in_their_order_and_a_table_names_its_own(tmp_path, 
         make(path, bert)
 
 
-def test_each_class_is_on_both_sides_of_a_split_and_the_rare_are_said(tmp_path, bert):
+def test_each_class_is_on_both_sides_of_a_split_and_rare_classes_are_reported(tmp_path, bert):
     labels = ["ham"] * 18 + ["spam"] * 2 + ["once"]
     rows = [("text", "label"), *((f"film {i}", label) for i, label in enumerate(labels))]
     path = write(tmp_path / "a.csv", as_csv(rows))
@@ -145,7 +145,7 @@ def test_each_class_is_on_both_sides_of_a_split_and_the_rare_are_said(tmp_path, 
     assert "accuracy is 0.857 if every text counts as 'ham'; with --best macro" in task.overview[1]
 
 
-def test_the_classes_of_the_models_head_are_kept_where_they_are_those_of_the_file(tmp_path, bert):
+def test_the_heads_classes_are_kept_if_they_include_the_files(tmp_path, bert):
     path = write(tmp_path / "a.csv", as_csv(ROWS))
     for known, labels in (
         (("UNKIND", "so", "Kind"), ("UNKIND", "so", "Kind")),
@@ -158,7 +158,7 @@ def test_the_classes_of_the_models_head_are_kept_where_they_are_those_of_the_fil
         assert classes_of(task) == sorted(names.index(label) for label in LABELS)
 
 
-def test_the_names_of_a_head_are_those_of_the_folder(tmp_path):
+def test_the_heads_names_are_those_in_the_folder(tmp_path):
     folder = write_model(tmp_path / "given", "bert")
     assert class_names(read_folder(folder)) == ("no", "perhaps", "yes")
     config = json.loads((folder / "config.json").read_text())
@@ -176,7 +176,7 @@ def test_the_names_of_a_head_are_those_of_the_folder(tmp_path):
         read(**settings, best="f1")
 
 
-def test_a_text_may_be_long_and_scores_are_those_of_their_formulas(tmp_path, bert):
+def test_long_texts_are_accepted_and_scores_equal_their_formulas(tmp_path, bert):
     before = csv.field_size_limit()
     rows = [("text", "label"), ("good " * 40_000, "a"), ("bad", "b")]
     task = make(write(tmp_path / "a.csv", as_csv(rows)), bert)
@@ -184,7 +184,7 @@ def test_a_text_may_be_long_and_scores_are_those_of_their_formulas(tmp_path, ber
     assert sorted(int(side.lengths[0]) for side in sides) == [1 + 2, 20]
     assert csv.field_size_limit() == before
     scores = task.score(np.array([0, 0, 1, 1, 2, 0]), np.array([0, 0, 0, 1, 2, 2]))
-    # The mean F1: of each class twice the hits, over what was predicted and what was there.
+    # The mean F1: twice a class's hits, divided by predictions plus labels.
     assert scores == pytest.approx({"accuracy": 4 / 6, "macro_f1": (4 / 6 + 2 / 3 + 2 / 3) / 3})
 
 
@@ -195,14 +195,14 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, bert):
     assert len(task.train) + len(task.validation["validation"]) == 4
     task = make(write(tmp_path / "a.csv", as_csv([*rows, ("10", "good", "Kind ")])), bert)
     assert task.overview[0] == (
-        "3 classes, with their examples: 'Kind' 1 (20.0%), 'kind' 2 (40.0%), 'unkind' 2 (40.0%)"
+        "3 classes, with example counts: 'Kind' 1 (20.0%), 'kind' 2 (40.0%), 'unkind' 2 (40.0%)"
     )
 
 
 GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
 
 
-def test_labels_that_were_not_trained_on_and_one_example_are_refused(tmp_path, bert):
+def test_unknown_labels_and_a_single_example_are_rejected(tmp_path, bert):
     with pytest.raises(DataError, match="needs at least two examples"):
         make(write(tmp_path / "a.csv", "text,label\ngood,a\n"), bert, known=("a", "b"))
     write(tmp_path / "train.csv", GOOD)
@@ -211,7 +211,7 @@ def test_labels_that_were_not_trained_on_and_one_example_are_refused(tmp_path, b
         DataError, match=r"dev\.csv, line 2: the label .* is not in .*'kind', 'unkind'"
     ):
         make(tmp_path, bert)
-    write(tmp_path / "dev.csv", "text,label\ngood,KIND\n")  # no head to know them: as they are
+    write(tmp_path / "dev.csv", "text,label\ngood,KIND\n")  # no head that knows them: unchanged
     with pytest.raises(DataError, match="the label 'KIND'"):
         make(tmp_path, bert)
     task = make(tmp_path, bert, known=("Kind", "Unkind"))

@@ -1,4 +1,4 @@
-"""A vocabulary taken part by part has the same loss as all logits at once."""
+"""A vocabulary that is processed in parts has the same loss as all logits at once."""
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,16 @@ WIDTH = 16
     ("words", "axis", "dtype", "tolerance"),
     [
         (64, 0, "float32", 1e-5),  # whole parts of a table
-        (50, 1, "float32", 1e-5),  # a rest of a head
+        (50, 1, "float32", 1e-5),  # remainder of a head
         (50, 0, "bfloat16", 2**-7),
         (20, 1, "bfloat16", 2**-7),  # one part
         (64, None, "float32", 1e-5),  # a head in parts
         (50, None, "bfloat16", 2**-7),
     ],
 )
-def test_losses_and_gradients_are_those_of_all_logits(monkeypatch, words, axis, dtype, tolerance):
+def test_losses_and_gradients_equal_those_from_all_logits(
+    monkeypatch, words, axis, dtype, tolerance
+):
     monkeypatch.setattr(cross_entropy, "PART", 16)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 7, WIDTH)), dtype)
@@ -57,7 +59,7 @@ def test_losses_and_gradients_are_those_of_all_logits(monkeypatch, words, axis, 
         np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
 
 
-def test_a_vocabulary_is_in_equal_parts_if_they_are_neither_few_nor_large():
+def test_a_vocabulary_is_split_only_into_equal_parts_of_moderate_number_and_size():
     sizes = 151_936, 50_257, 8_192, 2 * 75_821, 32_003
     assert [vocabulary.parts_of(words) for words in sizes] == [16, 1, 1, 1, 1]
     assert vocabulary.parts_of(128_259) == 9
@@ -70,7 +72,7 @@ def test_a_vocabulary_is_in_equal_parts_if_they_are_neither_few_nor_large():
 @pytest.mark.parametrize(
     ("x", "target"), [(np.inf, 0), (1.0, cross_entropy.PART + 1), (1.0, -1)], ids=str
 )
-def test_logits_that_are_not_finite_and_targets_that_are_no_words_make_the_loss_so(x, target):
+def test_non_finite_logits_and_targets_that_are_not_tokens_give_a_non_finite_loss(x, target):
     head = jnp.ones((WIDTH, cross_entropy.PART + 1))
     targets = jnp.full((1, 1), target)
     losses = cross_entropy.token_losses(jnp.full((1, 1, WIDTH), x), head, targets, axis=1)

@@ -1,4 +1,4 @@
-"""Every kind of task by the real command, on a tiny model: half an epoch, cut short and resumed."""
+"""Every task with the real command, on a tiny model: half an epoch, interrupted and resumed."""
 
 import json
 import os
@@ -63,10 +63,10 @@ def validations(run: Path) -> list[tuple[str, ...]]:
     return [tuple(row.values()) for row in scripts.rows(run / "validation.csv")]
 
 
-# In this process; `test_going_on.py` kills.
+# In this process; `test_going_on.py` kills processes.
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
-def test_an_epoch_that_is_cut_short_ends_with_the_same_bits(tmp_path, capsys):
+def test_an_interrupted_epoch_is_bit_identical_after_it_resumes(tmp_path, capsys):
     data, origin = tmp_path / "data", write_model(tmp_path / "origin", "llama2")
     data.mkdir()
     more = {"epochs": 1, "keep": 9, "stream": "gradients", "dtype": "bfloat16"}
@@ -107,7 +107,7 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         ({"micro_batches": 3}, "`micro_batches`: must be a number that divides batch_size, 4"),
         ({"sequence_length": 600}, "`sequence_length`: 600 exceeds the 20 positions of the model"),
         ({"deepspeed": lion}, "`deepspeed`: "),
-        # What only a training has.
+        # Messages that only a training run has.
         ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; for that model"),
         ({"steps": 0, "validation_share": 1.5}, "must be a share above 0 and below 1"),
         ({"validation_share": 1.0}, "must be a share above 0 and below 1"),
@@ -138,7 +138,7 @@ def deepspeed_config(folder: Path, **changed) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
+def test_a_deepspeed_config_overrides_settings(tmp_path, capsys):
     folder = write_model(tmp_path / "origin", "bert")
     settings = glue(tmp_path) | {"model": str(folder), "epochs": 0.5, "optimizer": "adamw"}
     config = write_config(tmp_path, **settings)
@@ -147,9 +147,9 @@ def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
     assert "ds_config.json: not followed (docs/deepspeed.md): `steps_per_print`\n" in shown
     assert "ds_config.json sets: " in shown
     assert "optimizer zenflow" in shown
-    assert "newly initialized" in shown  # the head is the task's
+    assert "newly initialized" in shown  # the task's own head
     (made,) = tmp_path.glob("001-*")
-    # The record of the run is what was in force, and stays so when the config is gone.
+    # The run's record has the settings that applied, and stays valid without the config.
     record = load_settings(made / "settings.toml")
     in_config = DEEPSPEED["zero_optimization"]["zenflow"]
     assert (record.topk_ratio, record.update_interval) == (
@@ -161,7 +161,7 @@ def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
     assert Path(record.deepspeed).parent == made
     figures = scripts.summary(made)
     assert figures["steps"] == EXAMPLES / 2 / DEEPSPEED["train_batch_size"]
-    # Leaves take turns in four groups, whose first windows have four, three, two steps and one.
+    # Rolling windows in four groups, whose first windows have four, three, two and one steps.
     assert (figures["steps"], figures["windows"]) == (5, 4 + 1)
 
 
@@ -171,16 +171,16 @@ def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path):
         ({}, "zenflow"),
         ({"zero_optimization": offloads}, "offload"),
         ({"zero_optimization": {"stage": 2}}, "adamw"),
-        ({"zero_optimization": {}}, "offload"),  # says nothing of it: the settings' own
+        ({"zero_optimization": {}}, "offload"),  # a missing value comes from the settings
     ):
         path = deepspeed_config(tmp_path, gradient_accumulation_steps="auto", **changed)
         asked = Settings(deepspeed=path, steps=20, micro_batches=2, optimizer="offload")
         settings, _ = with_deepspeed(asked, devices=1)
         assert (settings.optimizer, settings.batch_size, settings.dtype) == (kind, 8, "float32")
-        assert settings.micro_batches == 2  # "auto" is what the settings say
+        assert settings.micro_batches == 2  # "auto" takes the value from the settings
 
 
-def test_what_settings_cannot_say_is_the_configs(tmp_path):
+def test_values_that_settings_lack_come_from_the_config(tmp_path):
     zero = TUTORIAL["zero_optimization"]
     zenflow = zero["zenflow"] | {"select_strategy": "epoch", "select_interval": 2}
     scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}
@@ -190,18 +190,18 @@ def test_what_settings_cannot_say_is_the_configs(tmp_path):
     asked = Settings(deepspeed=path, steps=9, provisional_share=0.5, rolling=False)
     settings, deepspeed = with_deepspeed(asked, devices=1)
     Path(path).unlink()  # the config is read once
-    assert settings.provisional_share == 0  # in DeepSpeed deferred weights wait for their update
+    assert settings.provisional_share == 0  # in DeepSpeed, deferred weights wait for their update
     settings, deepspeed = finalize_settings(settings, deepspeed, steps_per_epoch=8)
     assert (settings.warmup_steps, settings.select_interval) == (2, 16)
     tx = make_optimizer(settings, deepspeed, steps_per_epoch=8)
     schedule = zenflow_jax.find_state(tx.init({"kernel": jax.numpy.ones((4, 4))})).schedule
     assert schedule.select == 16
-    assert schedule.groups == 1  # of the settings, as the config has no word for it
+    assert schedule.groups == 1  # from the settings, because the config has no key for it
     assert schedule.provisional_share is None
     assert deepspeed.learning_rate(9) == pytest.approx(1e-3 / 7)
 
 
-def test_a_head_is_kept_if_its_labels_are_those_of_the_task(tmp_path):
+def test_a_head_is_kept_if_its_labels_are_the_tasks(tmp_path):
     folder = write_model(tmp_path / "origin", "bert")
     tensors = load_file(folder / "model.safetensors")
     tensors |= {"classifier.weight": np.ones((2, 16), np.float32)}
@@ -222,12 +222,12 @@ def test_a_head_is_kept_if_its_labels_are_those_of_the_task(tmp_path):
 
 
 def everything(folder):
-    """All that is below a folder, with times of change."""
+    """Returns all paths under a folder, with modification times."""
     return {path: os.stat(path).st_mtime_ns for path in folder.rglob("*")}
 
 
 def shown(text):
-    """The figures in the lines of an evaluation."""
+    """Returns the results in an evaluation's lines."""
     lines = [line.split() for line in text.splitlines()]
     return {words[0]: float(words[1]) for words in lines if words[0] in FIGURES}
 
@@ -245,7 +245,7 @@ def own_classes(folder):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
-def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
+def test_an_evaluation_before_and_after_a_run_has_the_runs_results(tmp_path, capsys):
     origin = write_model(tmp_path / "origin", "bert")
     settings = own_classes(tmp_path) | {"model": str(origin), "length_buckets": 1, "save_every": 1}
     config = write_config(tmp_path, optimizer="adamw", **settings)
@@ -280,7 +280,7 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     heads = "head has the 3 classes no, perhaps, yes; the data has the 3 classes kind, so, unkind"
     assert heads in text
 
-    # The same of the rows of another file, with fewer classes.
+    # The same for rows in another file, with fewer classes.
     rows = ["--data", str(test), "--validation-share", "1"]
     assert finetune.main([config, "--steps", "0", "--model", of_run, *rows]) == 0
     trained = shown(capsys.readouterr().out)
@@ -290,7 +290,7 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
         assert finetune.main([config, "--test-data", file]) == 2
         assert expected in capsys.readouterr().err
 
-    # Who exports has neither the data nor its classes, but what the checkpoints say of them.
+    # An export has neither the data nor its classes, only what the checkpoints say about them.
     (tmp_path / "a.csv").unlink()
     finetune.export(load_settings(tmp_path / "a" / "settings.toml"), "1", tmp_path / "out", print)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -299,7 +299,7 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_figures_that_are_not_finite_are_an_error(tmp_path, capsys):
+def test_non_finite_results_raise(tmp_path, capsys):
     origin = write_model(tmp_path / "origin", "bert")
     tensors = load_file(origin / "model.safetensors")
     tensors["classifier.bias"] = np.full(3, np.nan, np.float32)

@@ -1,4 +1,4 @@
-"""Continuations of a prompt: the same tokens with a cache as without, and the command."""
+"""Continuations of a prompt: the same tokens with and without a cache, and the command."""
 
 import io
 import json
@@ -21,9 +21,9 @@ from train.tasks import classify
 PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
 
 
-# What attention is given differs between these: windows, groups of heads, norms.
+# Attention differs between these: windows, head groups, norms.
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
-def test_logits_and_tokens_with_a_cache_are_those_of_the_whole_sequence(name):
+def test_logits_and_tokens_with_a_cache_equal_those_of_the_whole_sequence(name):
     _, graphdef, params = load(FIXTURES / name, scan_layers=True)
     tokens = np.random.default_rng(0).integers(0, 62, (2, PROMPT + MORE)).astype(np.int32)
     extend = jax.jit(lambda tokens, cache, i: nnx.merge(graphdef, params).extend(tokens, cache, i))
@@ -47,13 +47,13 @@ def test_logits_and_tokens_with_a_cache_are_those_of_the_whole_sequence(name):
 PROBABILITIES = [0.05, 0.4, 0.1, 0.3, 0.15]
 
 
-def test_tokens_that_are_too_unlikely_are_not_drawn():
+def test_unlikely_tokens_are_not_drawn():
     for sampling, taken in (
         (Sampling(1.0, top_k=2), [1, 3]),
         (Sampling(1.0, top_k=99), [0, 1, 2, 3, 4]),
         (Sampling(1.0, top_p=0.4), [1]),
         (Sampling(1.0, top_p=0.41), [1, 3]),
-        # Of the two that are left 0.4 is 0.57.
+        # Of the remaining two, 0.4 becomes 0.57.
         (Sampling(1.0, top_k=2, top_p=0.5), [1]),
     ):
         logits = narrow(jnp.log(jnp.asarray(PROBABILITIES)), sampling)
@@ -63,7 +63,7 @@ def test_tokens_that_are_too_unlikely_are_not_drawn():
         np.testing.assert_allclose(shares, kept / kept.sum(), rtol=1e-5)
 
 
-def test_logits_that_are_not_finite_are_an_error():
+def test_non_finite_logits_raise():
     _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
     params["head"]["kernel"] = params["head"]["kernel"].at[0, 0].set(jnp.nan)
     with pytest.raises(Failure, match="some logits are not finite"):
@@ -98,12 +98,12 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
     sampled = ["--model", folder, "the cat", "--max-tokens", 9, "--top-k", 40]
     assert run(capsys, *sampled)[1] == run(capsys, *sampled)[1] != out
     assert run(capsys, *sampled, "--temperature", 0)[1] == out
-    # So cold that the likeliest token is all there is.
+    # So cold that only the most likely token remains.
     assert run(capsys, *sampled, "--temperature", 1e-4)[1] == out
 
 
-def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")  # wherever it is
+def test_a_runs_training_format_determines_the_prompt_format(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")  # for any path
     config = json.loads((copy / "config.json").read_text())
     tokenizer = read_tokenizer(copy, vocabulary=1000)
     for task, form, said in (
@@ -117,7 +117,7 @@ def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, tmp_
         assert generate.read_prompt(options, tokenizer).description == said
 
 
-def test_a_continuation_ends_with_an_end_token_or_where_the_positions_do(folder, tmp_path, capsys):
+def test_a_continuation_ends_at_an_end_token_or_at_the_last_position(folder, tmp_path, capsys):
     copy = shutil.copytree(folder, tmp_path / "copy")
     tokenizer = read_tokenizer(copy, vocabulary=1000)
     prompt = [tokenizer.begin, *tokenizer.tokens.encode("the cat", add_special_tokens=False).ids]
@@ -159,7 +159,7 @@ def test_a_mistake_ends_the_command_with_one_message(folder, capsys):
         assert expected in err
 
 
-def test_the_class_of_each_text_is_that_of_the_text_alone(tmp_path, capsys, monkeypatch):
+def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys, monkeypatch):
     folder = write_model(tmp_path / "model", "bert")
     origin, graphdef, params = load(folder)
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
@@ -185,7 +185,7 @@ def test_the_class_of_each_text_is_that_of_the_text_alone(tmp_path, capsys, monk
         assert f"trained on pairs of texts ({task})" in run(capsys, "--model", folder, "a cat")[2]
 
 
-def test_folders_without_a_head_or_a_tokenizer_are_refused(tmp_path, capsys):
+def test_folders_without_a_head_or_a_tokenizer_are_rejected(tmp_path, capsys):
     def refusal(folder):
         code, out, err = run(capsys, "--model", folder, "the cat")
         assert (code, out) == (2, "")

@@ -1,4 +1,4 @@
-"""GLUE: what the examples of its files are, how they are scored, and what is refused."""
+"""GLUE: the files' examples, their scores, and rejected files."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def tsv(*rows):
     return "".join("\t".join(row) + "\n" for row in rows)
 
 
-# Of each file the columns, one example, where its sentences are, and the id of its label.
+# For each file the columns, one example, the place of its sentences, and its label's id.
 FILES = {
     "sst2": ("sentence|label", "so good a film |1", [0], 1),
     "cola": ("", "gj04|0|*|the boy are good", [3], 0),
@@ -32,7 +32,7 @@ FILES = {
 
 
 def first_rows(name):
-    """The columns, if the file has any, and the cells of its example."""
+    """Returns the columns, if the file has any, and the cells of its example."""
     return [row.split("|") for row in FILES[name][:2] if row]
 
 
@@ -46,7 +46,7 @@ def write_glue(folder, name, *, train=None, dev=None):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_glue_example_is_what_the_tokenizer_makes_of_its_sentences(tmp_path, bert, name):
+def test_a_glue_example_is_tokenized_from_its_sentences(tmp_path, bert, name):
     places, label = FILES[name][2:]
     sentences = [first_rows(name)[-1][i] for i in places]
     task = glue.make(name, write_glue(tmp_path, name), bert, sequence_length=40)
@@ -68,7 +68,7 @@ def test_a_glue_example_is_what_the_tokenizer_makes_of_its_sentences(tmp_path, b
     assert metric in task.score(np.array([0, 1]), np.array([0, 1]))
 
 
-def test_cola_s_own_release_in_a_folder_below_has_its_two_dev_files_as_one(tmp_path, bert):
+def test_colas_own_release_combines_its_two_dev_files(tmp_path, bert):
     for file, sentences in (
         ("in_domain_train.tsv", ["a cat sat"]),
         ("in_domain_dev.tsv", ["the boy ran", "the girl ran"]),
@@ -88,9 +88,9 @@ def test_quotation_marks_and_carriage_returns_are_characters(tmp_path, bert):
     assert task.train[1]["tokens"][: len(expected)].tolist() == expected
 
 
-def test_metrics_are_those_of_their_formulas_also_of_a_constant():
+def test_metrics_equal_their_formulas_also_for_constant_predictions():
     labels = np.array([1, 1, 1, 0, 0, 1, 0, 0])
-    predictions = np.array([1, 1, 0, 0, 1, 1, 0, 0])  # 3 of each right, 1 of each wrong
+    predictions = np.array([1, 1, 0, 0, 1, 1, 0, 0])  # 3 of each are correct, 1 of each wrong
     scores = glue.f1_and_accuracy(predictions, labels) | glue.matthews(predictions, labels)
     assert scores == pytest.approx({"f1": 6 / 8, "accuracy": 6 / 8, "matthews": 8 / 16})
     zeros = np.zeros(8, np.int32)

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped or damaged go on and end with the same bits; others are refused."""
+"""Runs that are killed, stopped or damaged resume and are bit-identical; others are rejected."""
 
 import contextlib
 import gc
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 
 
 class Interrupted(NamedTuple):
-    """A run that was stopped by a signal, then killed while it saved, and then left to its end."""
+    """A run that was stopped by a signal, then killed during a save, and then finished."""
 
-    folder: Path  # with `interrupted`, and with `whole`, which had the same settings and no stop
+    folder: Path  # with `interrupted`, and with `whole`, which had no interruption
     code: int  # of the start that got the signal
-    stopped: str  # what that start printed
-    killed: int  # the code of the second start
-    ended: str  # what the third start printed
+    stopped: str  # output of that start
+    killed: int  # exit code of the second start
+    ended: str  # output of the third start
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +75,19 @@ def start_run(config: Path, run: str, *options: str) -> subprocess.Popen:
 
 
 def changed_at(folder: Path) -> dict[Path, float]:
-    """When what is in a run's folder was last written; the lock is, by every start."""
+    """Returns a folder's last modification time; every start writes the lock."""
     return {p: p.stat().st_mtime for p in folder.rglob("*") if p.name != LOCK}
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_and_killed_ends_with_the_same_bits(runs):
+def test_a_stopped_and_killed_run_is_bit_identical(runs):
     assert (runs.code, runs.killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
     assert re.search(r"resuming from checkpoint \d+ in ", runs.ended)
     assert differences(runs.folder / "whole", runs.folder / "interrupted") == []
 
 
 @pytest.mark.slow
-def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
+def test_a_signal_saves_the_run_and_says_how_to_resume(runs):
     said, command = runs.stopped.splitlines()[-2:]
     step = int(re.fullmatch(r"stopped by SIGTERM after step (\d+), which is saved.*", said)[1])
     run = runs.folder / "interrupted"
@@ -96,11 +96,11 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
 
 
 @pytest.mark.slow
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path, capsys):
+def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_one_before(tmp_path, capsys):
     config = kill_test.write_config(tmp_path, steps=13, optimizer="adamw")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
-    for name in ("lock", "settings.toml"):  # as of a start that was killed before it saved
+    for name in ("lock", "settings.toml"):  # like a start that was killed before it saved
         (whole / name).touch()
     assert finetune.main([str(config), "--run", whole.name, "--keep", "9"]) == 0
     assert "no checkpoint to resume from" in capsys.readouterr().out
@@ -115,15 +115,15 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tm
 
 
 @pytest.mark.slow
-def test_the_model_is_the_masters_by_key_path(runs):
+def test_the_model_contains_the_masters_by_key_path(runs):
     kernel = load_file(runs.folder / "whole" / "model.safetensors")["blocks.0.gate.kernel"]
     assert (kernel.shape, kernel.dtype) == ((16, 24), np.float32)
-    # Low-precision parameters are the masters rounded, and the run has ended.
+    # Low-precision parameters are the rounded masters, and the run is finished.
     assert np.any(kernel != np.asarray(kernel, jnp.bfloat16).astype(np.float32))
 
 
 @pytest.mark.slow
-def test_a_run_that_has_ended_or_has_other_settings_is_left_as_it_is(runs, capsys):
+def test_a_finished_run_or_one_with_other_settings_is_not_changed(runs, capsys):
     before = changed_at(runs.folder / "whole")
     for options, code, expected in (
         ([], 0, f"has completed all {STEPS} steps"),
@@ -137,7 +137,7 @@ def test_a_run_that_has_ended_or_has_other_settings_is_left_as_it_is(runs, capsy
 
 
 @pytest.mark.slow
-def test_an_export_says_which_updates_it_lacks(runs, tmp_path, capsys):
+def test_an_export_names_pending_updates(runs, tmp_path, capsys):
     folder = runs.folder
     command = [str(folder / "job.toml"), "--run", "whole", "--export"]
     oldest, *_, last = sorted(steps_of(folder / "whole" / "checkpoints"))
@@ -149,15 +149,15 @@ def test_an_export_says_which_updates_it_lacks(runs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_whose_disk_is_full_ends_with_one_message(tmp_path, small_disk, capfd):
+def test_a_run_on_a_full_disk_ends_with_one_message(tmp_path, small_disk, capfd):
     config = kill_test.write_config(tmp_path, steps=STEPS, optimizer="adamw")
     disk = small_disk("2m")
     where = ["--output-dir", str(disk), "--keep", "99", "--log-every", "1"]
     assert finetune.main([str(config), "--run", "full", *where]) == 2
-    gc.collect()  # orbax leaves a trace for each array
+    gc.collect()  # orbax prints a traceback for each array
     error = capfd.readouterr().err
     assert "Traceback" not in error
-    # Which file finds no room first, that of the model or the last checkpoint's, is chance.
+    # The first file without room is either the model or the last checkpoint.
     no_model, no_checkpoint = (
         rf".* cannot be written to {disk}.*Free disk space",
         rf"the last checkpoint is missing: see above. {disk}/.*has the weights",
@@ -165,7 +165,7 @@ def test_a_run_whose_disk_is_full_ends_with_one_message(tmp_path, small_disk, ca
     assert re.match(f"error: ({no_model}|{no_checkpoint})", error.splitlines()[-1])
 
 
-def test_a_second_start_of_a_run_is_refused_until_the_first_has_ended(tmp_path):
+def test_a_second_start_of_a_run_is_rejected_until_the_first_ends(tmp_path):
     with run_lock(tmp_path, print):
         with pytest.raises(SettingsError, match=f"process {os.getpid()} on .* another --run"):
             with run_lock(tmp_path, print):

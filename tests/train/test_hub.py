@@ -1,4 +1,4 @@
-"""Models of the Hub by their name: from a cache in its layout, and from a Hub of our own."""
+"""Models from the Hub by name: from a local cache, and from a local Hub."""
 
 import functools
 import http.server
@@ -21,7 +21,7 @@ from train.plan.planning import folder_of_config
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The folder of a snapshot in a cache that has the model `org/name` alone."""
+    """Returns the snapshot folder of a cache that has only the model `org/name`."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
     return write_model(repository / "snapshots" / commit, "llama2")
 
 
-def test_a_name_is_a_folder_in_the_hubs_cache_unless_there_is_one_of_that_name(cache, tmp_path):
+def test_a_name_is_a_folder_in_the_hubs_cache_unless_a_local_folder_has_that_name(cache, tmp_path):
     assert read_folder("org/name").folder == cache
     assert folder_of_config("org/name").config == read_folder(cache).config
     shutil.copytree(cache, tmp_path / "org" / "name")
@@ -40,7 +40,7 @@ def test_a_name_is_a_folder_in_the_hubs_cache_unless_there_is_one_of_that_name(c
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_model_that_the_cache_lacks_is_one_line_and_a_wrong_path_is_not_asked_for(tmp_path):
+def test_a_model_missing_from_the_cache_gives_one_line_and_a_wrong_path_is_not_requested(tmp_path):
     with pytest.raises(ModelError, match=r"org/other is not a folder.*LocalEntryNotFound.*downl"):
         read_folder("org/other")
     (tmp_path / "runs").mkdir()
@@ -54,7 +54,7 @@ COMMIT = "1" * 40
 
 
 class Hub(http.server.SimpleHTTPRequestHandler):
-    """Serves what the Hub has at its addresses, as files of a folder."""
+    """Serves the Hub's addresses, as files in a folder."""
 
     def end_headers(self):
         self.send_header("X-Repo-Commit", COMMIT)
@@ -101,9 +101,9 @@ def test_a_model_is_downloaded_once_and_without_pickles(tmp_path, monkeypatch):
             server.shutdown()
             thread.join()
     names -= others
-    assert count == "1"  # a plan fetches config.json alone
+    assert count == "1"  # a plan fetches only config.json
     assert {path.name for path in Path(folder).iterdir()} == names
     for name in names:
         assert (Path(folder) / name).read_bytes() == (files / name).read_bytes()
-    # Of a Hub that is gone.
+    # From an unreachable Hub.
     assert assert_ends(start("-c", code)).splitlines() == [str(len(names)), folder]

@@ -1,4 +1,4 @@
-"""The figures of a run: its meter, and its count of steps that were skipped."""
+"""A run's results: its meter, and its count of skipped steps."""
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ def meter_of(log_every, stats=None, **more):
 
 
 def metered(meter, loss, skipped=0):
-    """A step of ten tokens."""
+    """Returns a step of ten tokens."""
     return meter.step(jnp.float32(loss), skipped=jnp.int32(skipped), tokens=10)
 
 
-def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
+def test_the_meter_reads_a_loss_only_when_an_interval_has_passed():
     meter = meter_of(2)
     meter.start()
     assert meter.since_start().tokens_per_s is None
@@ -33,12 +33,12 @@ def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
     assert list(meter.drain()) == []
 
 
-def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
+def test_an_intervals_loss_covers_its_steps_that_were_not_skipped():
     figures = [(1, 0), (jnp.nan, 1), (3, 1), (jnp.inf, 2), (9, 3), (jnp.nan, 4), (7, 4)]
     meter = meter_of(2)
     meter.start()
     rows = [metered(meter, *figures[0])]
-    # A run that is stopped and goes on, in mid-interval, gives the same rows.
+    # A run that stops and resumes inside an interval has the same rows.
     for i, taken in enumerate(figures[1:], start=1):
         meter = meter_of(2, steps_done=i, state=meter.state())
         meter.start()
@@ -48,7 +48,7 @@ def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
     np.testing.assert_equal([row.loss for row in rows], [1, np.nan, 3, np.nan, 7])
 
 
-def test_the_schedule_of_a_row_is_that_at_the_end_of_its_interval():
+def test_a_rows_learning_rate_is_that_at_the_end_of_its_interval():
     stats = EngineStats()
     meter = meter_of(2, stats=lambda: stats)
     meter.start()
@@ -66,7 +66,7 @@ def test_the_schedule_of_a_row_is_that_at_the_end_of_its_interval():
 
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_steps_that_are_skipped_change_nothing_in_adamw_and_are_counted():
+def test_skipped_steps_change_nothing_in_adamw_and_are_counted():
     tx = make_optimizer(Settings(optimizer="adamw", max_grad_norm=1.0, steps=9))
     params = {"kernel": jnp.ones((2, 3)), "scale": jnp.ones(3)}
     update = jax.jit(tx.update)
@@ -78,14 +78,14 @@ def test_steps_that_are_skipped_change_nothing_in_adamw_and_are_counted():
         assert int(skipped_steps(after)) == int(skipped_steps(state)) + 1
         jax.tree.map(np.testing.assert_array_equal, after.inner, state.inner)
         state = after
-    # After them it goes on as if they had not been.
+    # Afterwards the run continues as if they had not happened.
     expected, _ = update(good, tx.init(params)._replace(inner=state.inner), params)
     ours, _ = update(good, state, params)
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
 
 
 def counted(totals, **options):
-    """A meter whose steps had these totals of skipped steps."""
+    """Returns a meter whose steps had these counts of skipped steps."""
     meter = meter_of(3, **options)
     meter.start()
     for total in totals:
@@ -95,7 +95,7 @@ def counted(totals, **options):
     return meter
 
 
-def test_a_run_stops_after_so_many_skipped_steps_in_a_row_or_if_it_has_no_others():
+def test_a_run_stops_after_too_many_consecutive_skipped_steps_or_if_all_are_skipped():
     with pytest.raises(NotFiniteError, match="steps 4 to 6 were skipped.*Look there"):
         counted([0, 1, 1, 2, 3, 4, 5, 6], max_skipped=3)
     meter = counted([1, 2, 2, 3, 4, 4], max_skipped=3)
@@ -103,4 +103,4 @@ def test_a_run_stops_after_so_many_skipped_steps_in_a_row_or_if_it_has_no_others
     state = counted([1, 2, 3, 4, 5, 5]).state()
     with pytest.raises(NotFiniteError, match="steps 7 to 8 were skipped"):
         counted([6, 7], steps_done=6, state=state)
-    counted([], steps_done=6, state=state)  # of no step, nothing is known
+    counted([], steps_done=6, state=state)  # without steps nothing is known

@@ -1,4 +1,4 @@
-"""When one of several processes is gone, the others say so and end; without jax's own service."""
+"""When one of several processes ends, the others report it and end; without jax's own service."""
 
 import re
 
@@ -63,15 +63,15 @@ def ended(process):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_when_one_is_killed_the_others_say_which_and_end(peers, victim):
+def test_when_one_process_is_killed_the_others_name_it_and_end(peers, victim):
     peers[victim].kill()
     gone = f"error: process {victim} is gone: it was killed, or its machine failed."
     for me in {0, 1, 2} - {victim}:
         assert ended(peers[me]) == (1, f"{gone} This process ends as well. Go on.\n")
 
 
-def test_when_one_fails_the_others_have_time_to_say_what_they_know_and_end(peers):
-    for me in (1, 2):  # one that ends by itself is left alone
+def test_when_one_process_fails_the_others_can_report_their_own_errors_and_end(peers):
+    for me in (1, 2):  # a process that ends by itself is not killed
         tell(peers[me], "fail")
     assert [ended(peers[me])[0] for me in (1, 2)] == [2, 2]
     code, text = ended(peers[0])

@@ -1,7 +1,7 @@
-"""Models from Hugging Face folders: what they compute, and the way back.
+"""Models from Hugging Face folders: their outputs, and how they are saved.
 
-`fixtures/` holds tiny random models of each family and what `transformers` computes with them on
-torch, made by `make_model_fixtures.py`. No test needs either.
+`fixtures/` has tiny random models of each family and outputs of `transformers` on torch, from
+`make_model_fixtures.py`. No test needs either.
 """
 
 import json
@@ -45,7 +45,7 @@ from train.model.decoder import LinearRope, Llama3Rope
 @pytest.mark.parametrize(
     ("name", "scan_layers"), [("llama3", False), ("bert", False), *((x, True) for x in FAMILIES)]
 )
-def test_outputs_are_those_of_transformers(name, scan_layers):
+def test_outputs_equal_those_of_transformers(name, scan_layers):
     _, graphdef, params = load(FIXTURES / name, scan_layers=scan_layers)
     logits = outputs(name, graphdef, params)
     assert logits.dtype == jnp.float32
@@ -55,7 +55,7 @@ def test_outputs_are_those_of_transformers(name, scan_layers):
 @pytest.mark.parametrize(
     ("name", "scan_layers"), [("llama3", False), ("qwen3", True), ("bert", True)]
 )
-def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
+def test_low_precision_is_used_and_not_promoted(name, scan_layers):
     graphdef, shapes = make(
         read_folder(FIXTURES / name), weight_dtype=jnp.bfloat16, scan_layers=scan_layers
     )
@@ -66,16 +66,16 @@ def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
     assert logits.dtype == jnp.float32
 
 
-def test_attention_that_keeps_all_scores_on_a_gpu_says_why(monkeypatch):
+def test_attention_that_stores_all_scores_on_a_gpu_gives_its_reason(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     reason = pytest.warns(UserWarning, match="does not support these arrays")
     for dtype, warns in ((jnp.bfloat16, reason), (jnp.float32, nullcontext())):
-        x = jax.ShapeDtypeStruct((1, 8, 2, 12), dtype)  # cuDNN takes multiples of 8
+        x = jax.ShapeDtypeStruct((1, 8, 2, 12), dtype)  # cuDNN requires multiples of 8
         with warns, jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
             jax.eval_shape(partial(attention, causal=True), x, x, x)
 
 
-def test_fresh_weights_are_the_same_scanned():
+def test_new_weights_are_equal_with_and_without_scan():
     def block(rngs):
         return linear(3, 2, bias=True, rngs=rngs, param_dtype=jnp.float32, dtype=jnp.float32)
 
@@ -88,7 +88,7 @@ def test_fresh_weights_are_the_same_scanned():
 
 
 @pytest.mark.parametrize("saved", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
-def test_weights_are_rounded_once_to_the_wanted_dtype(tmp_path, saved):
+def test_weights_are_rounded_once_to_the_requested_dtype(tmp_path, saved):
     folder = copied("llama2", tmp_path)
     change_tensors(folder, lambda ts: {name: t.astype(saved) for name, t in ts.items()})
     weights = load_file(folder / "model.safetensors")
@@ -102,7 +102,7 @@ def test_weights_are_rounded_once_to_the_wanted_dtype(tmp_path, saved):
         assert params["norm"]["scale"].dtype == jnp.float32
 
 
-def test_transpose_is_that_of_numpy():
+def test_transpose_equals_numpys():
     for shape in ((64, 256), (300, 65), (7, 130)):
         for dtype in (np.float32, ml_dtypes.bfloat16):
             x = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
@@ -111,7 +111,7 @@ def test_transpose_is_that_of_numpy():
             np.testing.assert_array_equal(out, x.T)
 
 
-def test_heads_that_the_folder_lacks_or_has_for_others_are_drawn(tmp_path):
+def test_heads_missing_from_the_folder_or_meant_for_other_labels_are_initialized(tmp_path):
     pretrained = read_folder(FIXTURES / "bert_masked")
     assert pretrained.labels is None
     token_classifier = copied("bert", tmp_path)
@@ -127,7 +127,7 @@ def test_heads_that_the_folder_lacks_or_has_for_others_are_drawn(tmp_path):
     assert 0.01 < np.std(kernel) < 0.03
     assert not np.any(params["pooler"]["bias"])
 
-    # For other labels a head is drawn anew.
+    # For other labels, a new head is initialized.
     pretrained, _, kept = load(FIXTURES / "bert")
     _, shapes = make(pretrained, labels=2)
     params = load_weights(pretrained, shapes, anew=("classifier",))
@@ -144,21 +144,21 @@ def test_heads_that_the_folder_lacks_or_has_for_others_are_drawn(tmp_path):
         ("llama3", LLAMA3, Llama3Rope(8.0, 1.0, 4.0, 128)),
     ],
 )
-def test_configs_of_before_transformers_5_say_the_same(tmp_path, name, scaling, rope):
+def test_configs_from_before_transformers_5_mean_the_same(tmp_path, name, scaling, rope):
     folder = copied(name, tmp_path)
     new = read_folder(folder).config
-    # What follows from the rest may be left out.
+    # Values that follow from the rest may be missing.
     change_config(folder, attention_bias=None, mlp_bias=None, hidden_act=None)
     change_config(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling=scaling)
     assert read_folder(folder).config == new._replace(rope_base=5000.0)
     assert new.rope_scaling == rope
-    # Beside what transformers 5 writes, as model cards have it for longer contexts.
+    # In addition to what transformers 5 writes, as model cards suggest for longer contexts.
     default = {"rope_type": "default", "rope_theta": 5000.0}
     change_config(folder, rope_parameters=default)
     assert read_folder(folder).config == new._replace(rope_base=5000.0)
 
 
-def test_windows_of_qwen_are_those_of_its_layers(tmp_path):
+def test_qwens_windows_apply_to_its_listed_layers(tmp_path):
     folder = copied("qwen3", tmp_path)
     for uses, first, window in ((False, 0, None), (True, 0, 5), (True, 28, None)):
         changes = {"use_sliding_window": uses, "sliding_window": 5, "max_window_layers": first}
@@ -193,13 +193,13 @@ def with_tensors(*names):
         ("qwen2", lambda of: of | {"lm_head.weight": of["model.embed_tokens.weight"]}),
     ],
 )
-def test_other_names_and_tensors_that_are_not_needed_give_the_same_weights(tmp_path, name, change):
+def test_renamed_and_unneeded_tensors_give_the_same_weights(tmp_path, name, change):
     folder = copied(name, tmp_path)
     change_tensors(folder, change)
     assert_same_bits(load(folder)[2], load(FIXTURES / name)[2])
 
 
-def test_a_head_that_is_not_the_embedding_is_kept_though_the_config_ties_them(tmp_path):
+def test_a_head_that_differs_from_the_embedding_is_kept_although_the_config_ties_them(tmp_path):
     folder = copied("qwen3", tmp_path)
     _, _, params = load(folder, scan_layers=True)
     change_config(folder, tie_word_embeddings=True)
@@ -212,7 +212,7 @@ def test_a_head_that_is_not_the_embedding_is_kept_though_the_config_ties_them(tm
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_saved_loads_with_the_same_bits(tmp_path, name):
+def test_saved_weights_load_bit_exactly(tmp_path, name):
     for dtype, scan_layers in ((jnp.float32, False), (jnp.bfloat16, True)):
         options = {"scan_layers": scan_layers, "weight_dtype": dtype}
         pretrained, _, params = load(FIXTURES / name, **options)
@@ -224,14 +224,14 @@ def test_what_is_saved_loads_with_the_same_bits(tmp_path, name):
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
-def test_a_vocabulary_in_parts_is_saved_in_one(tmp_path):
+def test_a_split_vocabulary_is_saved_as_one_matrix(tmp_path):
     pretrained, _, params = load(FIXTURES / "qwen3", scan_layers=True, parts=2)
     assert params["head"]["kernel"].shape == (2, 16, 31)
     save_folder(tmp_path / "saved", pretrained, params)
     assert_same_bits(load(tmp_path / "saved")[2], load(FIXTURES / "qwen3")[2])
 
 
-def test_each_tensor_is_saved_in_the_dtype_that_it_was_read_in(tmp_path):
+def test_each_tensor_is_saved_in_its_original_dtype(tmp_path):
     folder = copied("qwen3", tmp_path)
     wide = ("norm", "layers.1.mlp.up_proj", "lm_head")
 
@@ -264,7 +264,7 @@ def test_a_classifier_is_saved_with_its_labels(tmp_path):
     assert named["label2id"] == {"no": 0, "perhaps": 1, "yes": 2}
 
 
-def test_only_a_model_is_replaced_and_files_of_the_tokenizer_go_along(tmp_path):
+def test_only_models_are_replaced_and_the_tokenizers_files_are_copied(tmp_path):
     folder = copied("bert", tmp_path)
     (folder / "expected.safetensors").unlink()
     for name in ("vocab.txt", "notes.txt"):
@@ -289,7 +289,7 @@ def test_only_a_model_is_replaced_and_files_of_the_tokenizer_go_along(tmp_path):
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_a_failed_write_leaves_what_was_there_and_a_kill_one_of_both(
+def test_a_failed_write_changes_nothing_and_a_kill_leaves_the_old_or_the_new_folder(
     tmp_path, monkeypatch, exchanges
 ):
     pretrained, _, params = load(FIXTURES / "bert")

@@ -1,4 +1,4 @@
-"""Files that no task understands: each is named, with its line and mostly what to do."""
+"""Files that no task accepts: the error names the file, the line and usually a remedy."""
 
 import json
 from pathlib import Path
@@ -15,17 +15,17 @@ TEMPLATE = Path(__file__).parents[1] / "fixtures" / "chat" / "alternating.jinja"
 
 
 def chats(line):
-    """A conversation, and then a line."""
+    """A conversation, followed by a line."""
     return records({"messages": [USER, TOLD]}, line)
 
 
 def told(**rest):
-    """A conversation with other fields beside its messages."""
+    """A conversation with extra fields next to its messages."""
     return chats({"messages": [USER, TOLD]} | rest)
 
 
 def answer(**rest):
-    """A conversation with other fields in its answer."""
+    """A conversation with extra fields in its answer."""
     return chats({"messages": [USER, TOLD | rest]})
 
 
@@ -170,9 +170,7 @@ FILES = {
 @pytest.mark.parametrize(
     ("task", "file", "content", "match"), [(task, *x) for task in FILES for x in FILES[task]]
 )
-def test_a_file_that_no_task_understands_is_named(
-    tmp_path, bert, decoder, task, file, content, match
-):
+def test_a_file_that_no_task_accepts_is_named(tmp_path, bert, decoder, task, file, content, match):
     path = write(tmp_path / file, content)
     if file == "train.tsv":
         write(tmp_path / "dev.tsv", content)
@@ -193,7 +191,7 @@ def test_a_file_that_no_task_understands_is_named(
 
 
 @pytest.mark.parametrize("task", ["language", "alpaca", "chat"])
-def test_fields_that_nothing_reads_are_listed_once_with_their_number(tmp_path, decoder, task):
+def test_ignored_fields_are_listed_once_with_their_counts(tmp_path, decoder, task):
     system = {"role": "system", "content": "c"}
     messages = [system, USER, TOLD | {"mood": "good"}]
     record = {"text": "a cat is in the bin", "messages": messages} | PLAIN
@@ -215,6 +213,6 @@ def test_fields_that_nothing_reads_are_listed_once_with_their_number(tmp_path, d
     assert f"{path}: fields that are not read: 'id' 2, 'label' 1" in notes
 
 
-def test_docs_name_each_field_that_is_followed_or_refused():
+def test_docs_name_each_supported_or_rejected_field():
     tables = (fields.OF_CHATS, fields.OF_MESSAGES, fields.OF_INSTRUCTIONS, fields.OF_ANSWERS)
     assert not [name for table in tables for name in table if f"`{name}`" not in DOCS]

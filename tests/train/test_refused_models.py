@@ -1,4 +1,4 @@
-"""Folders with no model, with a damaged one, or with one that the scripts do not know."""
+"""Folders without a model, with a damaged one, or with one that the scripts do not support."""
 
 import shutil
 
@@ -61,7 +61,7 @@ MIXED_LAYERS = {
     ],
     ids=str,
 )
-def test_configs_that_fit_no_model_here_are_refused(tmp_path, name, changes, words):
+def test_unsupported_configs_are_rejected(tmp_path, name, changes, words):
     folder = copied(name, tmp_path)
     change_config(folder, **changes)
     assert_refused(folder, folder, *words.split(" "))
@@ -75,7 +75,7 @@ def with_tensor(name, shape, dtype=np.float32):
     return lambda ts: ts | {name: np.ones(shape, dtype)}
 
 
-def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path):
+def test_tensors_that_do_not_match_the_config_are_rejected(tmp_path):
     for i, (name, change, words) in enumerate(
         (
             ("llama2", without("model.norm.weight"), ["lacks", "`norm.weight`"]),
@@ -115,14 +115,14 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert_refused(folder, config, "No such file")
 
 
-def test_files_that_are_no_model_are_refused_with_what_to_do(tmp_path):
+def test_files_that_are_not_models_are_rejected_with_a_remedy(tmp_path):
     (tmp_path / "model-Q8_0.gguf").touch()
     assert_refused(tmp_path, "GGUF file model-Q8_0.gguf", "folder of safetensors")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     assert_refused(tmp_path, "LoRA adapter", "merge_and_unload", "base model, org/base")
 
 
-def test_a_pickle_is_refused_with_the_class_that_converts_it(tmp_path):
+def test_a_pickle_is_rejected_with_the_class_that_converts_it(tmp_path):
     folder = copied("llama2", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert_refused(folder, "pytorch_model.bin", "pickle", "LlamaForCausalLM", folder)

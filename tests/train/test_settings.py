@@ -1,4 +1,4 @@
-"""Settings of a run: what a file and the command line say, and what is refused."""
+"""A run's settings: the config file, the command line, and rejected values."""
 
 import re
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, tex
         load_settings(path)
 
 
-def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
+def test_a_missing_file_raises_an_error_that_suggests_a_similar_name(tmp_path):
     config_file(tmp_path, "")
     with pytest.raises(SettingsError, match="cannot be read: No such file.*Did you mean job"):
         load_settings(tmp_path / "jobb.toml")
@@ -74,11 +74,11 @@ def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_configs_that_come_along_are_read(path):
+def test_built_in_configs_are_read(path):
     assert load_settings(path).output_dir.startswith("runs/")
 
 
-def test_settings_of_a_run_do_not_begin_it_again_in_another_folder(tmp_path, monkeypatch):
+def test_a_runs_settings_do_not_start_it_again_in_another_folder(tmp_path, monkeypatch):
     run = tmp_path / "runs" / "first"
     (run / "checkpoints").mkdir(parents=True)
     (run / "settings.toml").write_text('output_dir = "runs"\n')
@@ -148,9 +148,9 @@ def test_the_version_and_the_help_of_a_plan_need_no_config(capsys, monkeypatch):
         assert shown in capsys.readouterr().out
 
 
-def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
     text = 'steps = 30\nlearning_rate = 0.5\nweight_decay = 1\nselect_interval = "auto"'
-    path = config_file(tmp_path, "\ufeff" + text)  # a byte order mark is no text
+    path = config_file(tmp_path, "\ufeff" + text)  # a byte order mark is not part of the text
     arguments = [str(path), "--learning-rate", "1e-2", "--max-grad-norm", "None", "--no-rolling"]
     arguments += ["--update-interval", "auto", "--mesh", "tensor=8"]
     command = read_command_line(arguments, program="train")
@@ -188,7 +188,7 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
     ],
     ids=str,
 )
-def test_words_for_intervals_become_the_rules_of_the_library(words, window, select):
+def test_words_for_intervals_become_the_librarys_rules(words, window, select):
     tx = make_optimizer(Settings(steps=9, **words), steps_per_epoch=6)
     schedule = find_state(tx.init({"kernel": jnp.ones((4, 4))})).schedule
     assert (schedule.window, schedule.select) == (window, select)
@@ -197,7 +197,7 @@ def test_words_for_intervals_become_the_rules_of_the_library(words, window, sele
 @pytest.mark.parametrize(
     ("schedule", "last"), [("cosine", 0.1), ("linear", 1 / 90), ("constant", 1.0)]
 )
-def test_a_schedule_rises_to_the_peak_and_ends_where_its_name_says(schedule, last):
+def test_a_schedule_rises_to_the_peak_and_ends_as_its_name_says(schedule, last):
     rate = learning_rate(2.0, 10, 100, schedule)
     np.testing.assert_allclose(rate(0), 2 / 11, rtol=1e-6)
     np.testing.assert_allclose(rate(10), 2.0, rtol=1e-6)
@@ -206,7 +206,7 @@ def test_a_schedule_rises_to_the_peak_and_ends_where_its_name_says(schedule, las
     np.testing.assert_allclose(rate(55), 2 * middle, rtol=1e-6)
 
 
-def test_a_share_of_a_warm_up_is_one_of_the_steps_rounded_up():
+def test_a_warm_up_share_is_a_share_of_the_steps_rounded_up():
     for share, steps, rounds in ((0.0, 400, 0), (0.05, 401, 21), (0.07, 100, 7), (1e-3, 10, 1)):
         assert Settings(full_warm_up_share=share, steps=steps).warm_up_rounds == rounds
         assert Settings(warmup_share=share, steps=steps).learning_rate_warm_up == rounds

@@ -1,4 +1,4 @@
-"""Batches, and one step and one validation on them."""
+"""Batches, and one training step and one validation with them."""
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
 
 
 def numbers(count):
-    """Examples of two tokens; the first one is the example's number."""
+    """Examples with two tokens; the first is the example's number."""
     return language.Windows(language.as_one(np.arange(count + 1)), 1)
 
 
-def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_holds_every_example():
+def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_has_every_example():
     once, again = (Batches(numbers(6), batch_size=2, seed=5) for _ in range(2))
     np.testing.assert_array_equal(once[7]["tokens"], again[7]["tokens"])
     epoch = np.concatenate([once[i]["tokens"] for i in range(3)])
@@ -43,19 +43,19 @@ def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_holds_every_examp
 
 
 @pytest.mark.parametrize(("batches", "count"), [(None, 7), (1, 3), (2, 6), (9, 7)])
-def test_a_sample_has_each_example_once_and_fills_up_with_rows_that_count_nothing(batches, count):
+def test_a_sample_has_each_example_once_and_is_padded_with_rows_of_weight_zero(batches, count):
     sample = Sample(numbers(7), batch_size=3, seed=1, batches=batches)
     seen = list(sample)
     assert {len(batch["tokens"]) for batch in seen} == {3}
     rows = np.concatenate([batch[ROWS] for batch in seen])
     tokens = np.concatenate([batch["tokens"] for batch in seen])[rows > 0]
     assert sample.examples == count == rows.sum() == len(set(tokens[:, 0].tolist()))
-    for batch, again in zip(seen, sample, strict=True):  # in the same order at every turn
+    for batch, again in zip(seen, sample, strict=True):  # in the same order every time
         np.testing.assert_array_equal(batch["tokens"], again["tokens"])
 
 
 class Sentences:
-    """Example i has i + 1 tokens, of the number i, and is filled up with zeros."""
+    """Example i has i + 1 tokens, each with the number i, and is padded with zeros."""
 
     longest = 10
 
@@ -88,7 +88,7 @@ def test_a_batch_has_the_positions_that_its_longest_example_needs(buckets):
     assert Batches(numbers(9), **words, buckets=buckets).length(0) is None
 
 
-def test_a_sample_is_of_the_same_examples_however_they_are_filled_up():
+def test_a_sample_has_the_same_examples_with_any_padding():
     cut, full = (Sample(Sentences(10), batch_size=4, seed=4, buckets=b) for b in (10, 1))
     for few, all_ in zip(cut, full, strict=True):
         width = few["mask"].shape[1]
@@ -103,13 +103,13 @@ def tiny_model() -> tuple[nnx.GraphDef, dict]:
 
 
 def answers_of(tokens: np.ndarray) -> np.ndarray:
-    """Weights of targets: more of them in later rows, none in the first."""
+    """Weights of targets: more in later rows, none in the first."""
     rows, width = tokens.shape
     return (np.arange(width - 1) < np.arange(rows)[:, None]).astype(np.uint8)
 
 
 @pytest.mark.slow
-def test_micro_batches_make_the_step_of_the_whole_batch():
+def test_micro_batches_equal_the_step_with_the_whole_batch():
     graphdef, params = tiny_model()
     tokens = np.random.default_rng(0).integers(0, 256, (8, 9), dtype=np.uint8)
     batch = {"tokens": tokens, "weights": answers_of(tokens)}
@@ -125,7 +125,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch():
         np.testing.assert_allclose(one, other, rtol=F32_RTOL, atol=F32_ATOL)
 
 
-def test_skipped_steps_leave_the_learning_rate_of_both_optimizers_where_it_was():
+def test_skipped_steps_do_not_advance_the_learning_rate_of_either_optimizer():
     params = {"kernel": jnp.ones((8, 4)), "scale": jnp.ones(4)}
     ends = []
     for optimizer in ("adamw", "zenflow"):
@@ -158,7 +158,7 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
     batch = {"tokens": np.arange(18, dtype=np.uint8).reshape(2, 9)}
 
     def losses():
-        # Copies, because the step donates what it is given.
+        # Copies, because the step donates its arguments.
         own = committed(jax.tree.map(jnp.copy, params))
         state = committed(tx.init(own))
         for _ in range(3):
@@ -172,7 +172,7 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
 
 
 @pytest.mark.slow
-def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole():
+def test_the_loss_with_a_split_vocabulary_equals_that_of_the_whole():
     tokens = np.arange(0, 54, 3).reshape(2, 9)
 
     def losses(**options):
@@ -188,19 +188,19 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole():
 
     whole, params = losses()
     expected, gradients = whole(params, tokens)
-    by_parts, params = losses(parts=2)  # of 31 words each
+    by_parts, params = losses(parts=2)  # of 31 tokens each
     value, ours = by_parts(params, tokens)
     np.testing.assert_allclose(value, expected, rtol=F32_RTOL)
     ours["embed"]["embedding"] = np.concatenate(ours["embed"]["embedding"])
     ours["head"]["kernel"] = np.concatenate(ours["head"]["kernel"], axis=1)
     for one, other in zip(*map(jax.tree.leaves, (ours, gradients)), strict=True):
         np.testing.assert_allclose(one, other, rtol=F32_RTOL, atol=F32_ATOL)
-    tokens[0, 0] = 62  # is no word
+    tokens[0, 0] = 62  # is not a token
     assert np.isnan(by_parts(params, tokens)[0])
 
 
 @pytest.mark.slow
-def test_a_step_whose_layers_stream_is_the_one_whose_layers_do_not():
+def test_a_step_with_streamed_layers_equals_one_without():
     _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True, remat=True, parts=2)
     tx = make_optimizer(Settings(scan_layers=True, stream="gradients", max_grad_norm=0.1, steps=10))
     rows = np.arange(18).reshape(2, 9) % 50
@@ -219,7 +219,7 @@ LENGTHS = (3, 9, 2, 7, 1, 12)  # the last one is cut by the window
 
 
 def packed(lengths):
-    """Documents of such lengths in one sequence, as a batch of one."""
+    """Documents with these lengths in one sequence, as a batch of one."""
     tokens = np.random.default_rng(0).integers(0, 62, sum(lengths)).astype(np.uint8)
     documents = language.Documents(tokens, np.cumsum([0, *lengths[:-1]]), np.array(lengths))
     example = language.Windows(documents, T)[0]
@@ -227,7 +227,7 @@ def packed(lengths):
 
 
 def alone(batch, lengths):
-    """The same documents, a row for each, filled up behind."""
+    """The same documents, one per row, padded at the end."""
     tokens = np.zeros((len(lengths), T + 1), np.int32)
     weights = np.zeros((len(lengths), T), np.uint8)
     start = 0
@@ -240,8 +240,8 @@ def alone(batch, lengths):
 
 
 @pytest.mark.slow
-def test_the_loss_of_a_packed_sequence_is_that_of_its_texts_alone():
-    # With a window of attention, which is shorter than the texts.
+def test_a_packed_sequences_loss_is_that_of_its_separate_texts():
+    # With an attention window that is shorter than the texts.
     _, graphdef, params = load(FIXTURES / "mistral", scan_layers=True, remat=True)
 
     @jax.jit
@@ -256,14 +256,14 @@ def test_the_loss_of_a_packed_sequence_is_that_of_its_texts_alone():
     np.testing.assert_allclose(together, expected, rtol=TOLERANCE)
     for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=F32_RTOL * np.abs(other).max())
-    # Were they joined, each would see those before it.
+    # Joined texts would see those before them.
     assert abs(loss(params, {"tokens": batch["tokens"]})[0] - expected) > 0.01
     only_weights = {name: batch[name] for name in ("tokens", "weights")}
     assert abs(loss(params, only_weights)[0] - expected) > 0.01
 
 
 class Biased(nnx.Module):
-    """A classifier whose logits are the first token's and its negative."""
+    """A classifier whose logits are the first token's number and its negative."""
 
     def __init__(self):
         self.scale = nnx.Param(jnp.ones(()))
@@ -286,7 +286,7 @@ class Labelled:
         return {"tokens": one, "types": one, "mask": one, "label": np.int32(label)}
 
 
-def test_a_validation_judges_every_example_once_in_each_set_of_data():
+def test_a_validation_scores_every_example_once_in_each_data_set():
     sets = {"matched": Labelled([2, -1, 3], [0, 1, 1]), "mismatched": Labelled([1] * 5, [0] * 5)}
     task = Task(
         name="test",
@@ -300,7 +300,7 @@ def test_a_validation_judges_every_example_once_in_each_set_of_data():
     graphdef, params = nnx.split(Biased())
     samples = {name: Sample(s, batch_size=2, seed=0) for name, s in sets.items()}
     figures = make_validate(make_judge(graphdef, of_labels), task, samples)(nnx.as_pure(params))
-    # The cross-entropy of two logits that are 2 x apart is log(1 + exp(-2 x)).
+    # The cross-entropy of two logits that differ by 2 x is log(1 + exp(-2 x)).
     matched = np.log1p(np.exp(-2 * np.array([2.0, 1.0, -3.0]))).mean()
     expected = {
         "matched/loss": matched,

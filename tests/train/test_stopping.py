@@ -1,4 +1,4 @@
-"""Ends of a run ahead of its time: by signals, at any time, and for lack of memory."""
+"""Runs that end early: by signals, at any time, and when memory is full."""
 
 import contextlib
 import os
@@ -20,8 +20,8 @@ from train.distributed.stopping import Interrupted, StopRequest, how_to_resume
 from train.run.memory import check_memory, describe_oom, find_oom, host_bytes
 from zenflow_jax import _commands
 
-# The main thread is where no handler of Python's can run, and signals do not wake it: it waits for
-# a lock of the C library that it has taken itself.
+# The main thread is where Python's handlers cannot run, and signals do not wake it: it waits for
+# a lock of the C library that it holds itself.
 STUCK = """
 import ctypes, sys
 from train.distributed.stopping import StopRequest
@@ -44,18 +44,18 @@ with StopRequest(lambda line: print(line, flush=True)) as stop:
         (signal.SIGTERM, "end", "all is saved"),
     ],
 )
-def test_a_signal_ends_at_once_what_has_nothing_to_save(number, phase, expected):
+def test_a_signal_ends_a_command_at_once_if_nothing_needs_saving(number, phase, expected):
     with stuck(phase) as process:
         process.send_signal(number)
         assert output(process) == (128 + number, f"stopped by {number.name}: {expected}\n")
 
 
-def test_a_signal_is_answered_at_once_and_the_next_one_aborts():
+def test_a_signal_is_confirmed_at_once_and_the_next_one_aborts():
     with stuck("step") as process:
         process.send_signal(signal.SIGUSR1)
         said = "SIGUSR1: stopping after this step, saving; again to abort\n"
         assert process.stdout.readline() == said
-        process.send_signal(signal.SIGUSR1)  # which counts as SIGTERM
+        process.send_signal(signal.SIGUSR1)  # counts like SIGTERM
         said = "aborted by SIGUSR1; the last checkpoint is unchanged\n"
         assert output(process) == (128 + signal.SIGTERM, said)
 
@@ -68,7 +68,7 @@ def stuck(phase):
         yield process
 
 
-def test_a_signal_interrupts_what_is_between_two_steps_and_handlers_come_back():
+def test_a_signal_interrupts_work_between_two_steps_and_handlers_are_restored():
     heard = threading.Event()
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest(lambda _: heard.set()) as stop:
@@ -86,7 +86,7 @@ def test_a_signal_interrupts_what_is_between_two_steps_and_handlers_come_back():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_an_interrupt_before_a_command_has_begun_is_one_line(monkeypatch, capsys):
+def test_an_interrupt_before_a_command_has_begun_gives_one_line(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -111,7 +111,7 @@ def check(parameters, vocabulary, **settings):
     check_memory(parameters, vocabulary, None, Settings(**settings))
 
 
-def test_a_batch_whose_logits_do_not_fit_is_refused():
+def test_a_batch_whose_logits_do_not_fit_is_rejected():
     # 4 bytes x 32,000 x 512 x 10**8 sequences / 2.
     of_run = {"batch_size": 10**8, "sequence_length": 512, "micro_batches": 2}
     with pytest.raises(SettingsError, match="`batch_size`: .*needs 3276800 GB.* 2 micro-batches"):
@@ -119,7 +119,7 @@ def test_a_batch_whose_logits_do_not_fit_is_refused():
     check(0, 0, **of_run)
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
+def test_a_model_that_does_not_fit_is_rejected_before_it_is_created():
     for optimizer, expected in (
         ("adamw", r"needs 32000 GB, .*{} parameters.*--optimizer zenflow"),
         ("zenflow", "{} parameters.*--host-state compact"),
@@ -127,7 +127,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
         with pytest.raises(SettingsError, match=expected.format("2,000,000,000,000")):
             check(2 * 10**12, 0, optimizer=optimizer)
         check(100, 0, optimizer=optimizer)
-    # With room on the device, a CPU's, but not beside it.
+    # With room on the device, a CPU, but not on the host.
     with pytest.raises(SettingsError, match="not enough memory for state on the host"):
         check(host_bytes() // 8, 0, optimizer="zenflow")
 
@@ -143,7 +143,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
     ],
     ids=["host", "device"],
 )
-def test_lack_of_memory_is_one_message_with_what_was_asked_for(provoke, expected):
+def test_full_memory_gives_one_message_with_the_requested_size(provoke, expected):
     with pytest.raises((MemoryError, jax.errors.JaxRuntimeError)) as raised:
         provoke()
     assert find_oom(raised.value) is raised.value

@@ -1,4 +1,4 @@
-"""Runs of the script whose weights stream, one program for each layer: those of AdamW."""
+"""The script with streamed weights, one program per layer: equal to AdamW."""
 
 import weakref
 
@@ -19,7 +19,7 @@ from train.run.by_layer import micro_batches
 BY_LAYER = {"optimizer": "offload", "stream": "weights", "scan_layers": False}
 FAMILIES = [*DECODERS, "bert"]
 FAMILIES.remove("llama3")  # its files are in two parts, and its blocks are those of llama_linear
-# Weights and nats, float32: sums over micro-batches and parts are in another order.
+# Weights and nats, float32: sums over micro-batches and parts have a different order.
 ATOL = 1e-5
 
 
@@ -55,12 +55,12 @@ def trained(sources, steps, folder):
     # All families run the same programs; these two have parts and classes.
     [(name, 3 if name in ("llama2", "bert") else 0) for name in FAMILIES],
 )
-def test_a_run_by_layers_equals_adamw(tmp_path, monkeypatch, name, steps):
+def test_a_layerwise_run_equals_adamw(tmp_path, monkeypatch, name, steps):
     model = write_model(tmp_path / "origin", name)
     monkeypatch.setattr(cross_entropy, "PART", 100)
     options = SHORT | (glue if name == "bert" else language)(tmp_path)
     options |= {"model": str(model), "steps": 3, "micro_batches": 2, "length_buckets": 1}
-    # A key's bias has no gradient but rounding, which a small `eps` would enlarge.
+    # A key's bias has only rounding as its gradient, which a small `eps` would enlarge.
     options |= {"eval_batches": 2, "keep_best": False, "eps": 1e-3}
     expected = trained(read(**options | {"optimizer": "adamw"}), steps, tmp_path / "adamw")
     got = trained(read(**options | BY_LAYER), steps, tmp_path / "by_layer")
@@ -78,7 +78,7 @@ def bits(folder):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run", "no_picture")
-def test_a_run_by_layers_resumes_exports_and_is_read_again(tmp_path, monkeypatch, capsys):
+def test_a_layerwise_run_resumes_exports_and_is_read_again(tmp_path, monkeypatch, capsys):
     data, origin = tmp_path / "data", write_model(tmp_path / "origin", "llama2")
     data.mkdir()
     monkeypatch.setattr(cross_entropy, "PART", 100)
@@ -117,6 +117,6 @@ def test_a_run_by_layers_resumes_exports_and_is_read_again(tmp_path, monkeypatch
         ({"layer_updates": "during_backward"}, "layer_updates", "none"),
     ],
 )
-def test_options_that_do_not_fit_a_run_by_layers_are_refused_by_name(options, name, stream):
+def test_options_that_do_not_suit_a_layerwise_run_are_rejected_by_name(options, name, stream):
     with pytest.raises(SettingsError, match=f"`{name}`: must be .* as stream is '{stream}'"):
         Settings(**options)

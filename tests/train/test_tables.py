@@ -1,4 +1,4 @@
-"""Parquet and Arrow, as `datasets` writes them: the same examples as of JSONL, and refusals."""
+"""Parquet and Arrow, as `datasets` writes them: the same examples as JSONL, and rejected files."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ TEXTS = [f"the cat is in bin {i}" for i in range(9)]
 
 
 def write_stream(path, table):
-    """As `save_to_disk` does."""
+    """Writes as `save_to_disk` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as to:
         to.write_table(table, max_chunksize=2)
@@ -28,7 +28,7 @@ def write_file(path, table):
 
 
 def save(folder, *tables):
-    """A folder of one part, as `Dataset.save_to_disk` writes it."""
+    """A folder with one part, as `Dataset.save_to_disk` writes it."""
     files = [f"data-{i:05}-of-{len(tables):05}.arrow" for i in range(len(tables))]
     for file, table in zip(files, tables, strict=True):
         write_stream(folder / file, table)
@@ -47,10 +47,10 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_row_is_as_a_line_of_json(tmp_path, monkeypatch, name):
+def test_a_row_equals_a_line_of_json(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tables, "ROWS", 4)
     rows = [{"text": text, "n": i, "none": None} for i, text in enumerate(TEXTS)]
-    # In a table all of them have `a` and `b`.
+    # In a table, all of them have `a` and `b`.
     rows = [row | {"more": [{"in": {"ab"[row["n"] % 2]: 1}}]} for row in rows]
     path = tmp_path / name
     WRITERS[name](path, pyarrow.Table.from_pylist(rows))
@@ -59,7 +59,7 @@ def test_a_row_is_as_a_line_of_json(tmp_path, monkeypatch, name):
     assert list(places) == [f"{path}, row {i}" for i in range(1, 10)]
 
 
-def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder):
+def test_folders_from_datasets_have_their_parts_and_nothing_else(tmp_path, decoder):
     table = pyarrow.table({"text": TEXTS})
     save(tmp_path / "one", table.slice(0, 5), table.slice(5))
     files = find_files(tmp_path / "one", language.SUFFIXES)
@@ -94,7 +94,7 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_what_is_no_table_is_refused(tmp_path, decoder, name):
+def test_files_that_are_not_tables_are_rejected(tmp_path, decoder, name):
     path = tmp_path / name
     for content in (b"version https://git-lfs.github.com/spec/v1\n", b"", b"PAR1"):
         path.write_bytes(content)
@@ -104,7 +104,7 @@ def test_what_is_no_table_is_refused(tmp_path, decoder, name):
         tables.class_names(path, "label")
 
 
-def test_without_pyarrow_its_install_is_named(tmp_path, monkeypatch):
+def test_without_pyarrow_the_error_names_its_installation(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"reading a\.parquet needs pyarrow.* pip install pyarrow"):
         next(records(tmp_path / "a.parquet"))

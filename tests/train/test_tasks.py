@@ -1,7 +1,6 @@
-"""Language modelling and Alpaca: what their examples are, how they are split, what is refused.
+"""Language modelling and Alpaca: examples, splits, and rejected files.
 
-Tokens are compared with those of one call of the tokenizer per text, on text taken from the files
-by hand.
+Tokens are compared with one call of the tokenizer per text, on text taken from the files by hand.
 """
 
 import json
@@ -21,7 +20,7 @@ def language_task(data, tokenizer, *, length=4, share=0.3, seed=0, **options):
 
 
 def joined(source):
-    """All tokens of overlapping windows, once."""
+    """Returns all tokens of overlapping windows, once."""
     windows = [source[i]["tokens"] for i in range(len(source))]
     assert all(w.dtype == np.int32 for w in windows)
     for one, next_one in zip(windows, windows[1:], strict=False):
@@ -37,7 +36,7 @@ def enclosed(tokenizer, *texts):
     return ids
 
 
-def test_windows_run_through_all_documents_with_begin_and_end(tmp_path, decoder):
+def test_windows_cover_all_documents_with_begin_and_end_tokens(tmp_path, decoder):
     write(tmp_path / "train_b.jsonl", records({"text": "who?"}, {"text": " \n"}, {"text": "end\n"}))
     write(tmp_path / "train_a.txt", "the thing is\r\nin the bin\n")
     write(tmp_path / "valid.txt", "\ufeffthis is it\n")
@@ -54,7 +53,7 @@ def test_windows_run_through_all_documents_with_begin_and_end(tmp_path, decoder)
     assert task.notes == ("train_b.jsonl: blank texts left out: 1",)
 
 
-def test_positions_begin_anew_with_each_document_whose_first_token_is_no_target(tmp_path, decoder):
+def test_positions_restart_in_each_document_and_its_first_token_is_not_a_target(tmp_path, decoder):
     texts = ("who?", "the end", "it", "the thing is in the bin")
     write(tmp_path / "train.jsonl", records(*({"text": text} for text in texts)))
     write(tmp_path / "valid.txt", "this is it\n")
@@ -69,12 +68,12 @@ def test_positions_begin_anew_with_each_document_whose_first_token_is_no_target(
         example = task.train[i]
         assert (example["positions"].dtype, example["weights"].dtype) == (np.int32, np.uint8)
         expected = np.array(positions[5 * i : 5 * i + 5])
-        # What is left of a document begins with the window.
+        # The rest of a document starts the window.
         border = expected.argmin() if 0 in expected else 5
         expected[:border] = range(border)
         assert example["positions"].tolist() == expected.tolist()
         assert example["weights"].tolist() == targets[5 * i + 1 : 5 * i + 6]
-    # A document by itself has nothing to be kept from.
+    # A document by itself needs no separation.
     assert task.validation["validation"][0].keys() == {"tokens"}
     together = language_task(tmp_path, decoder, length=5, joined=True)
     assert together.train[1].keys() == {"tokens"}
@@ -92,13 +91,11 @@ def test_a_single_document_validates_with_its_end(tmp_path, decoder):
     assert validation == every[border:][: len(validation)]
 
 
-def test_the_longest_document_validates_with_its_end_where_no_whole_one_has_the_share(
-    tmp_path, decoder
-):
+def test_the_longest_document_validates_with_its_end_if_no_document_has_the_size(tmp_path, decoder):
     for name, letter, count in (("README", "r", 1), ("a", "a", 40), ("b", "b", 60)):
         write(tmp_path / f"{name}.txt", letter * count)
     task = language_task(tmp_path, decoder, length=4, share=0.15)
-    # All are 107 tokens with begin and end, of which 15 % are 16; README has 3.
+    # All are 107 tokens with begin and end, of which 15% are 16; README has 3.
     every = [enclosed(decoder, letter * n) for letter, n in (("r", 1), ("a", 40), ("b", 60))]
     train, validation = joined(task.train), joined(task.validation["validation"])
     assert validation == every[2][-16:][: len(validation)]
@@ -121,7 +118,7 @@ def test_the_longest_document_validates_with_its_end_where_no_whole_one_has_the_
         ("a b/train", "a", "", "b"),
     ],
 )
-def test_names_say_what_trains_and_what_validates(tmp_path, names, train, validation, out):
+def test_file_names_decide_between_training_and_validation(tmp_path, names, train, validation, out):
     for name in names.split():
         write(tmp_path / f"{name}.jsonl", "{}")
     sides = files.find_files(tmp_path, (".jsonl",))
@@ -140,7 +137,7 @@ def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
     sources = tasks[0].train, tasks[0].validation["validation"]
     train, validation = (decoder.tokens.decode(joined(source)) for source in sources)
     assert not set(train) & set(validation)
-    # A quarter of 220 tokens is 55, and of each document begin, text and end are 11.
+    # A quarter of 220 tokens is 55, and each document's begin, text and end are 11.
     assert len(set(validation)) == 5
     assert list(train) == sorted(train)
 
@@ -161,7 +158,7 @@ def alpaca_folder(folder, *items):
     return folder
 
 
-def test_only_the_answer_and_its_end_count(tmp_path, decoder):
+def test_only_the_answer_and_its_end_token_count(tmp_path, decoder):
     items = (PLAIN, GIVEN, PLAIN | {"input": None}, PLAIN | {"input": "", "text": "passed over"})
     task = alpaca_task(alpaca_folder(tmp_path, *items), decoder)
     assert (task.kind, task.best) == ("decoder", "loss")
@@ -180,13 +177,13 @@ def test_only_the_answer_and_its_end_count(tmp_path, decoder):
             answer = decoder.tokens.encode(item["output"], add_special_tokens=False).ids
             assert example["tokens"][1:][counts].tolist() == [*answer, decoder.end]
             assert example["tokens"][-1] == decoder.pad
-            # Behind the last target there is padding alone.
+            # Only padding follows the last target.
             assert source.lengths[i] == np.flatnonzero(example["weights"])[-1] + 1
     assert "paired with an input" in answers.prompt("Say {this}.", "1 and 2")
     assert "### Instruction:\nSay {this}.\n\n### Response:" in answers.prompt("Say {this}.")
 
 
-def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_path, decoder):
+def test_long_answers_are_cut_on_the_right_and_answers_without_room_are_dropped(tmp_path, decoder):
     longer = PLAIN | {"instruction": "Say {this} now."}
     folder = alpaca_folder(tmp_path, longer, PLAIN, PLAIN | {"output": ""})
     prompt = decoder.tokens.encode(answers.prompt("Say {this}.")).ids  # with its begin token
@@ -216,7 +213,7 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_
 def test_neither_side_of_a_split_is_empty():
     for sizes, share, held_back in (
         ([1] * 10, 0.2, 2),  # a share that comes out even
-        ([1] * 3, 0.01, 1),  # none fits, so the smallest
+        ([1] * 3, 0.01, 1),  # no document fits, so the smallest
         ([1] * 2, 0.999, 1),  # training keeps one
         ([0, 0, 0], 0.5, 2),
     ):

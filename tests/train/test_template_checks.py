@@ -1,4 +1,4 @@
-"""What chat templates skip of conversations: refused, or listed with its number."""
+"""Parts of conversations that chat templates skip: rejected, or listed with their number."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ CALL = {"name": "a", "arguments": {"in": "a"}}
 
 
 def said(role, **answer):
-    """A message of a role and an answer, with the same texts."""
+    """A message with a role, and an answer, with the same texts."""
     return [{"role": role, "content": "a"}, {"role": "assistant", "content": "a"} | answer]
 
 
@@ -30,7 +30,7 @@ def of(text):
     return TemplateChecks(ChatTemplate(text, {}, (), "here"))
 
 
-def test_templates_that_write_all_are_taken():
+def test_templates_that_write_everything_are_accepted():
     expected = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))
     del expected["transformers"]
     for name, cases in expected.items():
@@ -38,7 +38,7 @@ def test_templates_that_write_all_are_taken():
         for case in cases.values():
             unwritten.check(case["messages"], case.get("tools"))
         assert unwritten.notes() == []
-    # Some want ids of nine letters and digits, and arguments as they are or one by one.
+    # Some require ids of nine letters and digits, and arguments as they are or one by one.
     wants_ids = "{% if c.id | length != 9 %}{{ raise_exception('No.') }}{% endif %}"
     for arguments in ("{{ c.function.arguments }}", "{{ c.function.arguments.items() | list }}"):
         text = CALLS.replace("CALL", wants_ids + "{{ c.function.name }}" + arguments)
@@ -63,12 +63,12 @@ def test_templates_that_write_all_are_taken():
         (ALL, said("user"), [{"function": {"name": "a"}}], "skips `tools`"),
     ],
 )
-def test_a_part_that_a_template_skips_is_refused(template, messages, tools, match):
+def test_a_skipped_part_is_rejected(template, messages, tools, match):
     with pytest.raises(ConversationError, match=match):
         of(template).check(messages, tools)
 
 
-def test_what_else_is_skipped_is_listed_with_its_number(monkeypatch):
+def test_other_skipped_parts_are_listed_with_their_number(monkeypatch):
     unwritten = of(ALL)
     render, rendered = unwritten._template.render, []
 
@@ -79,7 +79,7 @@ def test_what_else_is_skipped_is_listed_with_its_number(monkeypatch):
     monkeypatch.setattr(unwritten._template, "render", counted)
     for text in "abc":
         unwritten.check(said("human", thinking=text, calls=[], prefix=True, tool_call_id=text))
-    assert len(rendered) == 1  # of one form are all three
+    assert len(rendered) == 1  # all three have one form
     fields, roles = unwritten.notes()
     assert fields == "here: fields of messages that it does not write: 'thinking' 3"
     assert roles.endswith("which zenflow-generate does not use: 'human' 3")

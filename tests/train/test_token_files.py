@@ -1,4 +1,4 @@
-"""Tokens in files: memory that does not grow with the data, and a cache that is right or new."""
+"""Tokens in files: memory that does not grow with the data, and a cache that is never stale."""
 
 import os
 import tracemalloc
@@ -17,7 +17,7 @@ from train.tasks.token_files import store_tokens
 
 CHAT = ChatTemplate("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", {}, (), "here")
 
-# Of the data in bytes. It takes some tens of bytes a text; its tokens would be above 1.
+# Share of the data's bytes. A text takes a few dozen bytes; its tokens would take more than 1.
 GROWTH = 0.03
 
 TEXT = "the cat is on the mat in the bin " * 120  # 4 kB
@@ -36,7 +36,7 @@ def conversation(i):
     return {"messages": messages}
 
 
-# What makes a task of a file, and the file's n-th example.
+# How to make a task from a file, and the file's n-th example.
 KINDS = {
     "language": (language.make, text),
     "alpaca": (answers.make_alpaca, instruction),
@@ -74,7 +74,7 @@ def assert_same(one, other):
 def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch, decoder, kind):
     monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 2**15)
     peaks, sizes = [], []
-    for count in (20, 20, 200):  # the first one imports as well
+    for count in (20, 20, 200):  # the first one also imports
         path = file_of(kind, tmp_path, count)
         tracemalloc.start()
         task = task_of(kind, path, decoder)
@@ -87,7 +87,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch, decoder, kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_examples_do_not_depend_on_the_chunks(tmp_path, monkeypatch, decoder, kind):
-    monkeypatch.setattr(language, "PIECE_CHARACTERS", 1000)  # four of a text
+    monkeypatch.setattr(language, "PIECE_CHARACTERS", 1000)  # four per text
     path = file_of(kind, tmp_path, 5)
     expected = task_of(kind, path, decoder)
     monkeypatch.setattr(encoding, "CHUNK_TEXTS", 1)
@@ -95,7 +95,7 @@ def test_examples_do_not_depend_on_the_chunks(tmp_path, monkeypatch, decoder, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_later_start_reads_what_an_earlier_one_has_encoded(tmp_path, monkeypatch, decoder, kind):
+def test_a_later_start_reads_the_tokens_of_an_earlier_one(tmp_path, monkeypatch, decoder, kind):
     path = file_of(kind, tmp_path, 5)
     path.write_text(path.read_text() + records({"text": " "} | KINDS[kind][1](9)))
     expected = task_of(kind, path, decoder)
@@ -115,7 +115,7 @@ def test_a_later_start_reads_what_an_earlier_one_has_encoded(tmp_path, monkeypat
             task_of(kind, file_of(kind, tmp_path, count), tokenizer, store=store)
 
 
-def test_a_cache_has_what_is_whole_and_names_what_is_damaged(tmp_path, decoder):
+def test_a_cache_reuses_complete_files_and_names_damaged_ones(tmp_path, decoder):
     path = file_of("language", tmp_path, 5)
     with pytest.raises(DataError, match="`token_cache`: cannot write to .*jsonl"):
         task_of("language", path, decoder, store=partial(store_tokens, cache=path))
@@ -143,7 +143,7 @@ def test_a_cache_has_what_is_whole_and_names_what_is_damaged(tmp_path, decoder):
             store(overtaken, decoder, [path], [])
 
 
-def test_a_full_disk_is_an_error_that_names_the_option(tmp_path, decoder, small_disk):
+def test_a_full_disk_raises_an_error_that_names_the_option(tmp_path, decoder, small_disk):
     path, disk = file_of("language", tmp_path, 40), small_disk("40k")
     with pytest.raises(DataError, match=rf"written to {disk}: .*No space.* --token-cache"):
         task_of("language", path, decoder, store=partial(store_tokens, cache=disk))

@@ -1,4 +1,4 @@
-"""Reading the tokenizer of a Hugging Face folder, and refusing what does not fit."""
+"""Reading a Hugging Face folder's tokenizer, and rejecting unsuitable ones."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_an_encoder_pads_and_a_decoder_has_begin_and_end_and_pads_with_the_latte
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_begin_token_is_the_one_that_transformers_puts_in_front(tmp_path, name):
+def test_the_begin_token_is_the_one_that_transformers_puts_first(tmp_path, name):
     tokenizer = read_tokenizer(tmp_path, vocabulary=write_case(tmp_path, *CASES[name]))
     front = [] if tokenizer.begin is None else [tokenizer.tokens.id_to_token(tokenizer.begin)]
     assert front == json.loads(FILE.read_text())["fronts"][name]
@@ -39,7 +39,7 @@ def test_the_begin_token_is_the_one_that_transformers_puts_in_front(tmp_path, na
     assert tokenizer.tokens.encode(TEXT).tokens[: len(front + text)] == front + text
 
 
-def test_a_begin_token_is_asked_for_by_name_and_is_one_alone(tmp_path):
+def test_a_begin_token_is_requested_by_name_and_is_a_single_token(tmp_path):
     vocabulary = write_byte_level(tmp_path, begin=False)
     edit(tmp_path / "config.json", bos_token_id=3)
     for asked, begin in ((None, None), (False, None), (True, BEGIN)):
@@ -51,7 +51,7 @@ def test_a_begin_token_is_asked_for_by_name_and_is_one_alone(tmp_path):
         read_tokenizer(tmp_path, vocabulary=vocabulary)
 
 
-def test_numbers_of_the_config_count_where_the_tokenizer_names_nothing(tmp_path):
+def test_config_ids_apply_where_the_tokenizer_names_nothing(tmp_path):
     vocabulary = write_byte_level(tmp_path)
     edit(tmp_path / "tokenizer_config.json", eos_token=None)
     edit(tmp_path / "config.json", pad_token_id=-1)  # some write -1 for none
@@ -73,7 +73,7 @@ def test_numbers_of_the_config_count_where_the_tokenizer_names_nothing(tmp_path)
     ],
     ids=str,
 )
-def test_a_folder_that_does_not_fit_is_named_with_the_reason(tmp_path, name, change, match):
+def test_an_unsuitable_folder_is_named_with_the_reason(tmp_path, name, change, match):
     vocabulary = write_byte_level(tmp_path)
     if change is None:
         (tmp_path / name).unlink()
@@ -85,7 +85,7 @@ def test_a_folder_that_does_not_fit_is_named_with_the_reason(tmp_path, name, cha
         read_tokenizer(tmp_path, vocabulary=vocabulary, needs_end=True)
 
 
-def test_neither_padding_nor_room_for_all_ids_is_refused_and_more_room_is_not(tmp_path):
+def test_missing_padding_or_too_few_rows_are_rejected_and_extra_rows_are_not(tmp_path):
     vocabulary = write_byte_level(tmp_path)
     assert read_tokenizer(tmp_path, vocabulary=vocabulary + 100).vocabulary == vocabulary
     with pytest.raises(TokenizerError, match=rf"below {vocabulary - 1}.* is {vocabulary - 1}"):

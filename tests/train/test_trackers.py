@@ -1,4 +1,4 @@
-"""Figures of a run reach what `--report-to` names: finite ones, each at its step."""
+"""A run's results reach the trackers in `--report-to`: only finite ones, each at its step."""
 
 import struct
 import sys
@@ -31,9 +31,7 @@ EXPECTED = [(4, FIRST), (8, SECOND | {"train/skipped": 0}), (8, {"validation/los
 
 
 @pytest.mark.parametrize("kind", ["trackio", "wandb"])
-def test_trackio_and_wandb_get_figures_by_step_and_go_on_with_the_same_run(
-    tmp_path, monkeypatch, kind
-):
+def test_trackio_and_wandb_get_results_by_step_and_resume_the_same_run(tmp_path, monkeypatch, kind):
     runs, taken = [], []
 
     def init(**options):
@@ -45,7 +43,7 @@ def test_trackio_and_wandb_get_figures_by_step_and_go_on_with_the_same_run(
 
     monkeypatch.setitem(sys.modules, kind, types.SimpleNamespace(init=init))
     folder = Path("001-zenflow")
-    for place, done in (("a", 0), ("a", 4), ("b", 0)):  # and a run of the same name elsewhere
+    for place, done in (("a", 0), ("a", 4), ("b", 0)):  # and a run with the same name elsewhere
         (tmp_path / place / folder).mkdir(parents=True, exist_ok=True)
         monkeypatch.chdir(tmp_path / place)
         logged(folder, reporter(kind, folder, done=done, config={"steps": 8}))
@@ -58,9 +56,7 @@ def test_trackio_and_wandb_get_figures_by_step_and_go_on_with_the_same_run(
     assert runs[0].get("dir") == (folder.name if kind == "wandb" else None)
 
 
-def test_tensorboard_gets_figures_by_step_and_forgets_those_that_are_written_again(
-    tmp_path, monkeypatch
-):
+def test_tensorboard_gets_results_by_step_and_replaces_those_written_again(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "BOARD_EVERY_S", -1.0)
     board = reporter("tensorboard", tmp_path, done=3, config={})
     with monkeypatch.context() as in_a_run:
@@ -78,7 +74,7 @@ def test_tensorboard_gets_figures_by_step_and_forgets_those_that_are_written_aga
     assert values == [(step, name, x) for step, figures in EXPECTED for name, x in figures.items()]
 
 
-def test_a_package_that_is_not_there_is_named_before_the_run(monkeypatch):
+def test_a_missing_package_is_named_before_the_run(monkeypatch):
     check_reporter("none")
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SettingsError, match='for wandb is not installed .*pip install "wandb"'):

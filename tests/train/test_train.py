@@ -58,7 +58,7 @@ def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_pat
 
 
 @pytest.mark.slow
-def test_weights_of_all_optimizers_start_from_the_same_draw():
+def test_all_optimizers_start_from_the_same_weights():
     windows = jax.random.randint(jax.random.key(1), (3, 9), 0, 256)
     rounded, master = small_model(), small_model(optimizer="adamw")
     for low, high in zip(
@@ -66,11 +66,11 @@ def test_weights_of_all_optimizers_start_from_the_same_draw():
     ):
         assert (low.dtype, high.dtype) == ([jnp.float32, jnp.bfloat16][low.ndim == 2], jnp.float32)
         np.testing.assert_array_equal(low, high.astype(low.dtype))
-    # Both multiply the same bfloat16 numbers, so this is equality and not nearness.
+    # Both multiply the same bfloat16 numbers, so results are equal, not only close.
     np.testing.assert_array_equal(rounded(windows), master(windows))
 
 
-def test_weight_decay_spares_the_norms_and_offload_selects_no_channel():
+def test_weight_decay_excludes_norms_and_offload_selects_no_channel():
     params = nnx.as_pure(nnx.state(small_model(), nnx.Param))
     assert jax.tree.leaves(decayed(params)) == [x.ndim == 2 for x in jax.tree.leaves(params)]
     for optimizer, selected in (("offload", 0), ("zenflow", 1)):
@@ -83,7 +83,7 @@ SCHEDULE = ("windows", "mean_window_length", "reselections", "kept_share")
 
 
 @pytest.mark.slow
-def test_zenflow_trains_and_leaves_its_record(tmp_path, capsys):
+def test_zenflow_trains_and_writes_its_record(tmp_path, capsys):
     command = tiny_command(tmp_path, optimizer="adamw", learning_rate=1e-2)
     picture = tmp_path / "timeline.svg"
     assert finetune.main([*command, "--optimizer", "zenflow", "--timeline", str(picture)]) == 0
@@ -98,12 +98,12 @@ def test_zenflow_trains_and_leaves_its_record(tmp_path, capsys):
     assert 0 <= figures["wait_share"] <= 1
     # At least the bfloat16 gradient of most channels.
     assert 1 < figures["bytes_per_parameter_and_step"] < 4
-    # Leaves take turns in two groups, one of which has a first window of one step; the other's
-    # seventh window, with the thirteenth step, stays open.
+    # Rolling windows in two groups, one with a first window of one step; the other's seventh,
+    # with the thirteenth step, stays open.
     assert [int(row["step"]) for row in metrics] == [1, 4, 8, 12, 13]
     assert (metrics[1]["window_length"], metrics[1]["reselections"]) == ("1.75", "2")
     assert [figures[name] for name in SCHEDULE] == [13, 25 / 13, 2, None]
-    # Signs of life, and how long it will be.
+    # Progress, and the remaining time.
     assert re.search(r"compiling the training step\nstep  1/13  compiled, \d+\.\d s\n", shown)
     assert re.search(r"step  4/13 .* \d:\d\d:\d\d left\n", shown)
     assert f"validation after {TINY['steps']} steps: loss" in shown
@@ -111,14 +111,14 @@ def test_zenflow_trains_and_leaves_its_record(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_path, capsys):
+def test_a_run_with_only_skipped_steps_ends_with_an_error_and_no_model(tmp_path, capsys):
     command = tiny_command(tmp_path, learning_rate=1e30, max_skipped=5, log_every=2, save_every=2)
     assert finetune.main(command) == 2
     shown = capsys.readouterr()
     assert re.search(r"error: steps \d+ to \d+ were skipped.*1e\+30", shown.err)
     assert "2 skipped" in shown.out
     folder = tmp_path / "runs" / "001-zenflow"
-    # The first step has made weights of which nothing can be computed.
+    # After the first step, the weights give only non-finite results.
     assert [row["skipped"] for row in rows(folder / "metrics.csv")][:3] == ["0", "1", "2"]
     assert "step 2 was skipped: no checkpoint is saved" in shown.out
     assert not (folder / "checkpoints").exists()
@@ -127,7 +127,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
-def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_other_file(
+def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
     tmp_path, capsys, monkeypatch
 ):
     losses = {0: 5.0, 3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0, 13: 2.0}
@@ -151,7 +151,7 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
     assert "model.safetensors has the weights of step 6, the best" in capsys.readouterr().out
     assert_weights_of_checkpoint(folder, 6, folder)
 
-    # Also of the others, by themselves.
+    # The others' also, by themselves.
     for name, step in (("best", 6), ("12", 12)):
         assert finetune.main([*command, "--export", name, str(tmp_path / name)]) == 0
         assert_weights_of_checkpoint(folder, step, tmp_path / name)
@@ -163,7 +163,7 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
         assert finetune.main([*command, "--export", name, str(tmp_path / target), *options]) == 2
         assert re.search(expected, capsys.readouterr().err)
 
-    # The end has no checkpoint; without keep_best it may be best there.
+    # The end has no checkpoint; without keep_best it may be the best one.
     ended = {"best_step": None, "validation_after": {"loss": 0.5}}
     (folder / "summary.json").write_text(json.dumps(figures | ended), encoding="utf-8")
     assert finetune.main([*command, "--export", "best", str(tmp_path / "end")]) == 0
@@ -174,7 +174,7 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
-def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
+def test_a_run_that_stops_early_has_its_best_weights_and_resumes_as_if_uninterrupted(
     tmp_path, capsys, monkeypatch
 ):
     def start(run, losses, *options):
@@ -185,7 +185,7 @@ def test_a_run_stops_early_with_its_best_weights_and_goes_on_as_if_it_had_not(
         return finetune.main([*config, "--run", run, *options])
 
     folder, losses = tmp_path / "runs" / "early", [5.0, 4.0, 1.0, 2.0, 3.0]
-    # Once more when all windows are closed.
+    # Again when all windows are closed.
     options = ["--early-stopping-patience", "2", "--export-every", "6"]
     assert start("early", [*losses, 3.5], *options) == 0
     figures = summary(folder)
@@ -223,7 +223,7 @@ def assert_weights_of_checkpoint(run, step, where):
         np.testing.assert_array_equal(x, arrays[f"params.{name}"])
 
 
-def test_a_folder_with_files_that_are_no_runs_is_not_written_to(tmp_path, capsys):
+def test_a_folder_with_files_that_are_not_runs_is_not_written_to(tmp_path, capsys):
     for number, name in enumerate(("settings.toml", "loss.png", "model.safetensors")):
         folder = tmp_path / "runs" / str(number)
         folder.mkdir(parents=True)
@@ -234,7 +234,7 @@ def test_a_folder_with_files_that_are_no_runs_is_not_written_to(tmp_path, capsys
         assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "precious")]
 
 
-def test_every_run_gets_a_folder_of_its_own_with_the_next_number(tmp_path):
+def test_every_run_gets_its_own_folder_with_the_next_number(tmp_path):
     runs = tmp_path / "runs"
     (runs / "010-adamw").mkdir(parents=True)
     (runs / "notes").mkdir()
@@ -242,7 +242,7 @@ def test_every_run_gets_a_folder_of_its_own_with_the_next_number(tmp_path):
     assert made == ["011-zenflow", "012-zenflow", "013-adamw"]
 
 
-def test_only_a_refusal_that_settings_remedy_hides_where_an_engine_failed(
+def test_only_an_error_that_settings_can_fix_hides_its_place_in_the_engine(
     tmp_path, monkeypatch, capsys
 ):
     def engine(*_, **__):

@@ -1,6 +1,6 @@
 """The quickstart job on several devices and in several processes: mesh, rules, batches, launching.
 
-Devices are forced CPU devices, each set of them in a process of its own; processes meet on
+Devices are simulated CPU devices, each set in its own process; processes communicate through
 127.0.0.1.
 """
 
@@ -23,9 +23,9 @@ from train.cli.command_line import Launch
 from train.cli.settings import SettingsError
 from train.distributed import processes, sharding
 
-# Losses in nats, of the same batches. Products and sums over devices are rounded to bfloat16 in
-# another order, and so are the weights of zenflow and adamw. Measured 4e-4; with a process that
-# feeds another's rows, 0.1; with one stale step, 7e-2; with weights that have no master, 5e-3.
+# Losses in nats, on the same batches. Products and sums over devices are rounded to bfloat16 in a
+# different order, and so are zenflow's and adamw's weights. Measured 4e-4; with a process that
+# feeds another's rows, 0.1; with one stale step, 7e-2; with weights without a master, 5e-3.
 SAME_TRAINING_ATOL = 2e-3
 
 
@@ -72,7 +72,7 @@ MPICH = {"PMI_SIZE": "2", "PMI_RANK": "1"}
 
 
 def set_launcher(monkeypatch, environment):
-    """Leaves of all launchers' variables only these."""
+    """Sets these of all launchers' variables, and no others."""
     for name in (*SLURM_STEP, *MPIRUN, *MPICH, "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -92,13 +92,13 @@ LAUNCHES = (
     (ALONE, SLURM_STEP, (), {"local_device_ids": [0, 1, 2, 3]}),
     (ALONE, EIGHT_TASKS, (), {"local_device_ids": None}),
     (ALONE, SLURM_STEP | MPICH | {"SLURM_PROCID": "1"}, (), {}),
-    # Flags hold under SLURM and mpirun, too.
+    # Flags also apply under SLURM and mpirun.
     (TWO, SLURM_STEP, (TWO.coordinator, 2, 1), FLAGS),
     (TWO, MPIRUN, (TWO.coordinator, 2, 1), {}),
 )
 
 
-def test_the_processes_are_those_of_the_flags_or_else_of_slurm(monkeypatch):
+def test_processes_come_from_the_flags_or_else_from_slurm(monkeypatch):
     for launch, environment, arguments, options in LAUNCHES:
         calls = []
         monkeypatch.setattr(
@@ -110,8 +110,8 @@ def test_the_processes_are_those_of_the_flags_or_else_of_slurm(monkeypatch):
         assert all(o.items() >= options.items() for _, o in calls)
 
 
-def test_mpirun_without_the_flags_is_refused_with_the_line_that_works(monkeypatch):
-    # In an allocation also with the variables of SLURM's daemons, of which each starts many.
+def test_mpirun_without_the_flags_is_rejected_with_the_line_that_works(monkeypatch):
+    # Inside an allocation also with the variables of SLURM's daemons, which each start many.
     for slurm in ({}, SLURM_STEP | {"SLURM_PROCID": "0"}):
         for mpi, prefix in ((MPIRUN, "OMPI_COMM_WORLD"), (MPICH, "PMI")):
             set_launcher(monkeypatch, slurm | mpi)
@@ -121,7 +121,7 @@ def test_mpirun_without_the_flags_is_refused_with_the_line_that_works(monkeypatc
 
 
 def losses(run: Path) -> list[float]:
-    """Of every step, and of the validation before and after them."""
+    """Every step's loss, and the validations before and after."""
     steps = [float(row["loss"]) for row in rows(run / "metrics.csv")]
     assert len(steps) == TINY_MESH["steps"]
     figures = summary(run)
@@ -130,17 +130,17 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def adamw(tmp_path_factory):
-    """The losses of AdamW's run on one device."""
+    """Returns the losses of AdamW's run on one device."""
     folder = tmp_path_factory.mktemp("adamw")
     config = scripts.write_config(folder, **TINY_MESH)
-    # As users have it: jax's own `dot_product_attention` is not clean under strict promotion.
+    # As for users: jax's own `dot_product_attention` promotes under strict rules.
     with jax.default_device(jax.devices("cpu")[0]), jax.numpy_dtype_promotion("standard"):
         assert finetune.main([config, "--run", "a", "--optimizer", "adamw"]) == 0
     return losses(folder / "runs" / "a")
 
 
 def start_two(*command: str) -> list[subprocess.Popen]:
-    """Starts the script in two processes of four devices each."""
+    """Starts the script in two processes with four devices each."""
     with reserved_port() as port:
         meeting = ("--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process")
         command = ("-m", "train.finetune", *command, *meeting)
@@ -148,7 +148,7 @@ def start_two(*command: str) -> list[subprocess.Popen]:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_device_does_and_a_signal_to_one_of_them_saves_the_run(
+def test_two_processes_train_like_one_device_and_a_signal_to_one_of_them_saves_the_run(
     tmp_path, adamw
 ):
     mesh = {"mesh": "data=2,fsdp=2,tensor=2", "micro_batches": 2, "progress": False}

@@ -4,9 +4,8 @@ The begin token is the token that the post-processor in tokenizer.json puts befo
 `transformers`; if it puts none, `bos_token` if tokenizer_config.json has `"add_bos_token": true`.
 `bos_token` alone only names a token.
 
-End and padding token come from the first of these files that names one:
-
-1. `tokenizer_config.json`, `special_tokens_map.json` (`eos_token`, `pad_token`); 2. `config.json`,
+The end and padding tokens come from the first of these files that names one:
+`tokenizer_config.json`, `special_tokens_map.json` (`eos_token`, `pad_token`), `config.json`,
 `generation_config.json` (`eos_token_id`, `pad_token_id`).
 """
 
@@ -94,7 +93,7 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
         raise TokenizerError(
             f"`tokenizers` {tokenizers.__version__} cannot read a tokenizer from {path}: {error}."
         ) from error
-    # The task decides about lengths, and some files contain lengths for another use.
+    # The task sets lengths, and some files contain lengths meant for other uses.
     tokens.no_truncation()
     tokens.no_padding()
     return tokens
@@ -131,7 +130,7 @@ def _special(
             if number is None:
                 raise TokenizerError(
                     f"{folder / name}: `{kind}_token` is {token!r}, which {TOKENIZER} lacks. Name "
-                    "a token of that file."
+                    "a token from that file."
                 )
             return number
     for name in _NUMBERED:

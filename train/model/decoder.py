@@ -98,8 +98,8 @@ class Decoder(Stacked):
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Returns the logits after each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
 
-        With the tokens' `positions` `(b, t)` in their texts, texts in a row do not attend to each
-        other.
+        If the tokens' `positions` `(b, t)` in their texts are passed, texts in a row do not attend
+        to each other.
         """
         return self._logits(self._last_layer(tokens, positions))
 
@@ -257,7 +257,7 @@ class DecoderBlock(nnx.Module):
 
 def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine for `positions` `(b, t)`: float32 `(b, t, d / 2)` each."""
-    # float32 from here: a bfloat16 angle would be wrong by half a radian at position 200.
+    # float32 from this point on: a bfloat16 angle would be wrong by half a radian at position 200.
     speed = jnp.asarray(rotation_speeds(config), jnp.float32)
     angle = positions.astype(jnp.float32)[..., None] * speed[None, None]
     return jnp.cos(angle), jnp.sin(angle)

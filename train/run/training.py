@@ -1,4 +1,4 @@
-"""Holds the weights and state that a run trains: on the devices, or by layers on the host."""
+"""Holds the weights and state that a run trains: on the devices, or layer by layer on the host."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class StepTraining:
         checkpoints.save(step, *state, progress, figure=figure)
 
     def final_weights(self) -> tuple[Any, Iterator[Any] | None]:
-        """Returns the weights, and their float32 values if these are masters."""
+        """Returns the weights, and their float32 masters, or None without masters."""
         if self.host is None:
             return self.params, None
         masters = zenflow_jax.iter_master_params(self.params, self.opt_state, self.host)

@@ -119,7 +119,7 @@ def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
     # The rarest first, because misspelled labels are among them.
     order = np.argsort(counts, kind="stable")
     counted = ", ".join(f"{classes[i]!r} {counts[i]} ({shares[i]:.1%})" for i in order)
-    yield f"{len(classes)} classes, with their examples: {shorten(counted)}"
+    yield f"{len(classes)} classes, with example counts: {shorten(counted)}"
     if shares.max() >= UNBALANCED:
         yield (
             f"accuracy is {shares.max():.3f} if every text counts as {classes[order[-1]]!r}; with "

@@ -120,7 +120,7 @@ def _resume_host(
 
 
 def check_resumed(saved: Any, state: ZenFlowState) -> None:
-    """Rejects an engine state with another layout, leaves or options; names the difference."""
+    """Rejects an engine state whose layout, leaves or options differ; names the difference."""
     parts = saved if isinstance(saved, Mapping) else {}
     if {"leaves", "counts"} <= parts.keys():
         _check_layout(parts.get("layout"))

@@ -108,7 +108,6 @@ class Saver:
             fingerprints=fingerprints,
             counted=[window.counted for window in host.open],
             windows=host.windows,
-            scalars=host.scalars,
             skipped=self._worker.stats.skipped_steps,
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
@@ -287,7 +286,7 @@ class EngineStream:
         return total
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
-        """Makes an array of leaf `number`, next to its devices; CPUs share NumPy's memory."""
+        """Makes a leaf's array, in its devices' host memory; CPUs share NumPy's memory."""
         array = self.arrays[number][name]
         assert array.sharding is not None
         pieces = self.offloaded.on_devices(

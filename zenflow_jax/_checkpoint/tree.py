@@ -20,7 +20,6 @@ from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import NONE, Counts
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
-from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
 
 #: Arrays with a leaf's shape.
@@ -119,7 +118,6 @@ def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
     return {
         **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
         "window_lengths": np.array(lengths, np.int32),
-        "scalars": np.array(counts.scalars or [0.0] * len(AdamScalars._fields), np.float32),
         "shares": np.array(counts.shares, np.float32),
         "fingerprints": counts.fingerprints,
         "schedule_state": {
@@ -137,7 +135,6 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
     return Counts(
         **{name: np.asarray(tree[name]).tolist() for name in _NUMBERS},
         window_lengths={i: n for i, n in lengths if n},
-        scalars=AdamScalars(*np.asarray(tree["scalars"]).tolist()),
         shares=np.asarray(tree["shares"]),
         fingerprints=np.asarray(tree["fingerprints"]),
         schedule_state=ScheduleState(**schedule_state),

@@ -17,7 +17,7 @@ from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, w
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
-from zenflow_jax._device.state import LeafState, Static, ZenFlowState, leaf_layout
+from zenflow_jax._device.state import LeafState, LeafStates, Static, ZenFlowState, leaf_layout
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import StepScalars
@@ -80,12 +80,11 @@ def _build(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
-        leaves=tuple(leaves),
+        leaves=LeafStates.build(static, leaves),
         mail=each,  # pyright: ignore[reportArgumentType] - the caller adds what is None here
         token=(bits & 0x3FFFFFFF).astype(jnp.int32),
         step_scalars=step_scalars,  # pyright: ignore[reportArgumentType]
         layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
-        static=static,
     )
 
 
@@ -99,7 +98,7 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
             mu=jnp.zeros(part.shape, jnp.float32),
             nu=jnp.zeros(part.shape, jnp.float32),
             scores=None,
-            spec=spec,
+            static=spec,
         )
     # The first k channels are selected until the first selection.
     first = jnp.broadcast_to(jnp.arange(part.k, dtype=jnp.int32), (*part.stack, part.k))
@@ -110,7 +109,7 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
         mu=jnp.zeros(part.selected_shape, jnp.float32),
         nu=jnp.zeros(part.selected_shape, jnp.float32),
         scores=jnp.zeros((*part.stack, part.n), jnp.float32),
-        spec=spec,
+        static=spec,
     )
 
 

@@ -102,7 +102,7 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
     mail = tuple(map(put_mail, state.mail, state.leaves, leaves))
     alike = state._replace(leaves=None, mail=None, step_scalars=None)
     return jax.tree.map(lambda x: put(x, REPLICATED), alike)._replace(
-        leaves=tuple(map(put_leaf, state.leaves, leaves)),
+        leaves=state.leaves.replace(map(put_leaf, state.leaves, leaves)),
         mail=mail,
         step_scalars=jax.tree.map(lambda x: put(x, REPLICATED, mail_kind), state.step_scalars),
     )

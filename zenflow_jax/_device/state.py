@@ -1,15 +1,17 @@
 """The state that `zenflow()` keeps between steps: named tuples, with static facts in their treedef.
 
 The engine needs nothing else. Trees of shapes, shardings and partition specs also use these
-classes.
+classes. Savers and trainers walk the state as nested tuples, and find only arrays.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Float, Float32, Int32
 
 from zenflow_jax._device.shards import REPLICATED, Layout
@@ -19,7 +21,58 @@ from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._spec.schedule import Schedule
 
 
-class LeafState(NamedTuple):
+class _WithStatic(tuple):
+    """A tuple with static data, which is in the treedef but not among the elements.
+
+    jax knows each subclass as its own kind of node, with the key paths of a plain or a named tuple.
+    Other code that builds a node from its elements alone makes a node without the data.
+    """
+
+    static: Any = None
+
+    @classmethod
+    def build(cls, static: Any, elements: Iterable[Any]) -> Any:
+        node = tuple.__new__(cls, elements)
+        node.static = static
+        return node
+
+    def __init_subclass__(cls) -> None:
+        names = getattr(cls, "_fields", None)
+
+        def keys(node: Any) -> Any:
+            if names is None:
+                return map(SequenceKey, range(len(node)))
+            return map(GetAttrKey, names)
+
+        jax.tree_util.register_pytree_with_keys(
+            cls,
+            lambda node: (tuple(zip(keys(node), node, strict=True)), node.static),
+            cls.build,
+            lambda node: (node, node.static),
+        )
+
+    @property
+    def facts(self) -> Any:
+        """Returns the static data; raises if the node has none."""
+        if self.static is None:
+            raise ValueError(
+                f"A {type(self).__name__} was built from its elements alone, so it lacks the "
+                "static data in its treedef. Use `jax.tree.map`, `jax.tree.unflatten` or "
+                "`_replace`."
+            )
+        return self.static
+
+
+class _LeafFields(NamedTuple):
+    channels: Int32[Array, "*stack k"] | None  # ascending
+    steps: Int32[Array, "*stack k"]  # () if resident
+    master: Float32[Array, "*stack k tail"] | None  # a float32 leaf is its own master
+    mu: Float32[Array, "*stack k tail"]
+    nu: Float32[Array, "*stack k tail"]
+    scores: Float32[Array, "*stack n"] | None  # sums of squares since the last selection
+
+
+class LeafState(_WithStatic, _LeafFields):
     """Adam state of one leaf on the device.
 
     Selected arrays have the leaf's shape with `k` channels instead of `n`; if the channel axis is a
@@ -27,28 +80,43 @@ class LeafState(NamedTuple):
     its arrays have the leaf's shape, and it has one step count, no channels and no scores.
     """
 
-    channels: Int32[Array, "*stack k"] | None  # ascending
-    steps: Int32[Array, "*stack k"]  # () if resident
-    master: Float32[Array, "*stack k tail"] | None  # a float32 leaf is its own master
-    mu: Float32[Array, "*stack k tail"]
-    nu: Float32[Array, "*stack k tail"]
-    scores: Float32[Array, "*stack n"] | None  # sums of squares since the last selection
-    spec: LeafSpec  # static
+    static: LeafSpec
+
+    def __new__(cls, *fields: Any, static: Any = None, **named: Any) -> Any:
+        return cls.build(static, _LeafFields(*fields, **named))
+
+    # The named tuple's own would lose the static data.
+    def _replace(self, **changes: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return LeafState(**{"static": self.static} | self._asdict() | changes)
+
+    @property
+    def spec(self) -> LeafSpec:
+        return self.facts
 
     def __repr__(self) -> str:
+        if self.static is None:
+            return super().__repr__()
         spec = self.spec
         shape = ",".join(map(str, spec.shape))
         kind = "resident" if spec.resident else f"{spec.k} of {spec.n} channels of axis {spec.axis}"
         return f"{spec.name} {spec.dtype}[{shape}], {kind}"
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
     """The settings that no step changes."""
 
     schedule: Schedule  # when windows close and channels are selected
     send_gradients: SendGradients  # when gradients leave the device
+
+
+class LeafStates(_WithStatic):
+    """The states of all leaves, in order, with the settings in the treedef."""
+
+    static: Static
+
+    def replace(self, leaves: Iterable[LeafState]) -> "LeafStates":
+        return self.build(self.static, leaves)
 
 
 class ZenFlowState(NamedTuple):
@@ -58,15 +126,15 @@ class ZenFlowState(NamedTuple):
         step: int32 (). Steps taken, skipped steps included.
         skipped: int32 (). Steps skipped because a gradient was not finite.
         skipped_in_a_row: int32 (). Steps skipped since the last step that counted.
-        leaves: A tuple with a state for each leaf of the parameters, in order. It is not a tree
-            like the parameters, because flax nnx passes different trees to init and update.
+        leaves: A tuple with a state for each leaf of the parameters, in order, and with the
+            settings in its treedef. It is not a tree like the parameters, because flax nnx passes
+            different trees to init and update.
         mail: A tuple of each leaf's gradient, or its sum, depending on `send_gradients`; None for a
             resident leaf. `exchange` replaces it after every step.
         token: int32 (). Set by the engine's exchange, -1 after a step.
         step_scalars: The scalars in the mail.
         layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
             includes the number.
-        static: The settings in the treedef: `schedule` and `send_gradients`.
 
     With `send_gradients="during_step"`, mail is in pinned host memory, with unit axes. With
     "after_step", it stays on the device, where `exchange` replaces it with one element per device;
@@ -83,25 +151,26 @@ class ZenFlowState(NamedTuple):
     step: Int32[Array, ""]
     skipped: Int32[Array, ""]
     skipped_in_a_row: Int32[Array, ""]
-    leaves: tuple[LeafState, ...]
+    leaves: LeafStates
     mail: tuple[Float[Array, "..."] | None, ...]
     token: Int32[Array, ""]
     step_scalars: StepScalars
     layout: dict[str, Int32[Array, ""]]
-    static: Static
 
     @property
     def schedule(self) -> Schedule:
-        return self.static.schedule
+        return self.leaves.facts.schedule
 
     @property
     def send_gradients(self) -> SendGradients:
-        return self.static.send_gradients
+        return self.leaves.facts.send_gradients
 
     def __repr__(self) -> str:
         # Code that walks optimizer states may put a placeholder here.
-        leaves = self.leaves if isinstance(self.leaves, tuple) else (self.leaves,)
-        return "\n  ".join(["ZenFlowState(", f"{self.static},", *map(repr, leaves)]) + "\n)"
+        if not isinstance(self.leaves, LeafStates):
+            return f"ZenFlowState({self.leaves})"
+        lines = [f"{self.leaves.static},", *map(repr, self.leaves)]
+        return "\n  ".join(["ZenFlowState(", *lines]) + "\n)"
 
 
 def leaf_layout(spec: LeafSpec) -> LeafState:
@@ -116,7 +185,7 @@ def leaf_layout(spec: LeafSpec) -> LeafState:
         mu=lay.part,
         nu=lay.part,
         scores=each,
-        spec=spec,
+        static=spec,
     )
 
 
@@ -142,7 +211,7 @@ def put(whole: Any, part: Any, spec: LeafSpec) -> Any:
 def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
     if spec.start is None:
         return leaf
-    return jax.tree.map(lambda x: cut(x, spec), leaf)._replace(spec=spec)
+    return jax.tree.map(lambda x: cut(x, spec), leaf)._replace(static=spec)
 
 
 def put_state(whole: LeafState, part: LeafState) -> LeafState:
@@ -150,7 +219,7 @@ def put_state(whole: LeafState, part: LeafState) -> LeafState:
     spec = part.spec
     if spec.start is None:
         return part
-    part = part._replace(spec=whole.spec)
+    part = part._replace(static=whole.spec)
     return jax.tree.map(lambda x, y: put(x, y, spec), whole, part)
 
 
@@ -181,6 +250,11 @@ def find_state(opt_state: Any) -> ZenFlowState:
                 "optimizer to `engine.exchange_nnx`, and continue with `nnx.state` of the merged "
                 "module, as docs/trainers.md does for MaxText"
             )
+        elif states:
+            remedy = (
+                "Use one `zenflow` for all leaves: `learning_rate`, `mask`, `resident` and "
+                "`channel_axis` may be functions of the leaf"
+            )
         raise ValueError(
             f"The optimizer state, a {kind.__name__}, contains {len(states)} ZenFlowStates, not "
             f"one. {remedy}."
@@ -190,27 +264,30 @@ def find_state(opt_state: Any) -> ZenFlowState:
 
 @functools.cache
 def register_flax_serialization() -> None:
-    """Makes `flax.serialization` save the options that shape the arrays, and compare them."""
+    """Makes `flax.serialization` keep the static data, and compare arrays' shapes."""
     # Not at import, because importing flax takes as long as importing this whole library.
     from flax import serialization
 
-    def read(target: Any, saved: Any) -> Any:
-        if saved != (expected := _shaping(target)):
-            raise ValueError(
-                f"The saved state has {saved} at {serialization.current_path()}, but the target "
-                f"has {expected}. Restore into `tx.init(params)` with the saved run's options."
-            )
-        return target
+    def read(target: LeafStates, saved: Any) -> LeafStates:
+        # flax builds named tuples from their fields alone.
+        leaves: Any = serialization.from_state_dict(tuple(target), saved)
+        leaves = [x._replace(static=y.static) for x, y in zip(leaves, target, strict=True)]
+        for new, leaf in zip(leaves, target, strict=True):
+            shapes, expected = _shapes(new), _shapes(leaf)
+            if shapes != expected:
+                raise ValueError(
+                    f"The saved state of {leaf.spec.name} has the shapes {shapes}, but the target "
+                    f"has {expected}. Restore into `tx.init(params)` with the saved run's options."
+                )
+        return target.replace(leaves)
 
-    for kind in (LeafSpec, Static):
-        serialization.register_serialization_state(kind, _shaping, read)
+    serialization.register_serialization_state(
+        LeafStates, lambda leaves: serialization.to_state_dict(tuple(leaves)), read
+    )
 
 
-def _shaping(static: LeafSpec | Static) -> dict[str, Any]:
-    if isinstance(static, Static):
-        return {"send_gradients": static.send_gradients.value}
-    shape = ",".join(map(str, static.shape))
-    return {"leaf": f"{static.dtype}[{shape}]", "axis": static.axis, "selected": static.k}
+def _shapes(leaf: LeafState) -> dict[str, Any]:
+    return {name: None if x is None else np.shape(x) for name, x in leaf._asdict().items()}
 
 
 def is_nnx_state(tree: Any) -> bool:

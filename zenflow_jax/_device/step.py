@@ -54,7 +54,7 @@ def split_gradient(
     signs: bool,
     packing: type | None = None,
 ) -> GradientParts:
-    """Makes all reads of a whole gradient, in the gradient's own dtype.
+    """Reads everything that a step needs from a whole gradient, in the gradient's own dtype.
 
     `rank` is the rank of mail in host memory. `signs` requests signs, for a provisional step;
     `packing` is the dtype to pack them in.
@@ -127,7 +127,7 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
     """
     count, base = _SIGNS[np.dtype(dtype)]
     # Not `g > 0`: XLA would share this zero with the gradient's initial zeros, such as a scatter's,
-    # and keep that array, as large as the leaf, until here.
+    # and keep that array, as large as the leaf, until this point.
     sign = jnp.sign(g).astype(jnp.int8)
     digits = jnp.where(sign < 0, 2, sign).astype(jnp.uint8)
     packed, begin = [], 0

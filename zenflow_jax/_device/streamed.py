@@ -34,7 +34,7 @@ class Probes(NamedTuple):
 
 
 #: Relative tolerance between a norm and the root of its squares, for any compiler. Means of
-#: gradients are further off in some channel.
+#: gradients are further off in at least one channel.
 _OF_NORM = 1e-4
 #: Smaller gradients are not checked: their squares may be zero.
 _SMALL = 1e-18
@@ -227,7 +227,7 @@ def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
     wrong = [
         g.probes.passed != np.float32(_ONCE),
         apart,  # False for NaN: the step is skipped
-        g.channels != channels.astype(jnp.float32),  # other weights, or another state
+        g.channels != channels.astype(jnp.float32),  # different weights, or a different state
         g.weights != 0,  # nonzero if read outside the scan; else constant zeros
     ]
     return jnp.any(jnp.stack([jnp.any(x) for x in wrong]))

@@ -37,7 +37,7 @@ _INTERVAL = 7
 # Channels compared in each stack entry.
 _CHANNELS = 4
 #: Relative tolerances between two programs: for a step, whose `1 - b**n` may be off by a few units
-#: in the last place of the power (1 % with b2 = 0.99999), and for a float32 parameter. A false
+#: in the last place of the power (1% with b2 = 0.99999), and for a float32 parameter. A false
 #: positive would abort a correct run; a transformation after `zenflow` changes steps by more.
 _OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
 
@@ -92,8 +92,8 @@ class Integrity:
                     f"{step}, and this engine takes no more steps. Pass each step the parameters "
                     "that the last `exchange` or `flush` returned, and apply updates with "
                     "`optax.apply_updates`. Put zenflow last in its chain; set a variable rate "
-                    "with `learning_rate` and `optax.inject_hyperparams`. To change weights in a "
-                    "run, call `flush`, `tx.init(params)` and make a new engine."
+                    "with `learning_rate` and `optax.inject_hyperparams`. To change weights during "
+                    "a run, call `flush` and `tx.init(params)`, then make a new engine."
                 )
         if self._error:
             raise RuntimeError(self._error)
@@ -141,7 +141,7 @@ class Integrity:
 def _alone(leaf: LeafState) -> LeafState:
     """Returns the leaf without its name, so that similar leaves share programs."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
-    return leaf._replace(scores=None, spec=spec)
+    return leaf._replace(scores=None, static=spec)
 
 
 class _Rows(NamedTuple):
@@ -201,7 +201,8 @@ def _compare(
     of_leaf = leaf_layout(leaf.spec)._replace(scores=None)
     takes = [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
-    return counted(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)
+    scalars = jnp.stack(step.adam[leaf.spec.rate])
+    return counted(weight, rows, leaf, scalars, step.step, step.finite)
 
 
 def _strays(before: Array, after: Array, length: Array) -> Array:

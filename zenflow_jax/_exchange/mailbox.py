@@ -98,7 +98,10 @@ class Mailbox:
         if self._sending.sums_on_device:
             mail = state.mail
         return state._replace(
-            leaves=tuple(leaves), mail=mail, token=self._tokens.last, step_scalars=step_scalars
+            leaves=state.leaves.replace(leaves),
+            mail=mail,
+            token=self._tokens.last,
+            step_scalars=step_scalars,
         )
 
     def drain(self) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from zenflow_jax._device.memory import view
 from zenflow_jax._exchange.parts import OffloadedLeaves
-from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
 
 _logger = logging.getLogger("zenflow_jax")
@@ -37,7 +36,6 @@ class Counts:
     skipped: int = 0
     reselections: int = 0
     window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    scalars: AdamScalars | None = None  # of the last step; None before the first
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""The worker thread: takes in mail, makes host updates, and hands channels over.
+"""The worker thread: takes in mail, runs host updates, and hands channels over.
 
 `post` queues work in order. An update is cut into pieces and runs whenever nothing else can, so
 that the worker can take in the next window's mail meanwhile. The result is the same, because each
@@ -75,7 +75,7 @@ class Worker:
 
     def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
         """Resumes a saved run, as `HostState.resume` does."""
-        self.host.resume(arrays, counts.counted, closed=counts.windows, scalars=counts.scalars)
+        self.host.resume(arrays, counts.counted, closed=counts.windows)
         self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
     def post(self, item: Mail | Sums | Close) -> None:
@@ -249,13 +249,13 @@ class Worker:
         sent = StepScalars(*map(view, step_scalars)).unpack()
         step, factor = int(sent.step), float(sent.factor)
         mail.check(step, int(sent.token))
-        scalars = AdamScalars(*map(float, sent.adam))
-        if not np.isfinite(scalars).all():
-            raise ValueError(
-                f"A hyperparameter is not finite at step {step}: {scalars}. Check the learning "
-                "rate schedule, and other computed hyperparameters."
-            )
-        self.host.scalars = scalars
+        self.host.scalars = [AdamScalars(*map(float, scalars)) for scalars in sent.adam]
+        for scalars in self.host.scalars:
+            if not np.isfinite(scalars).all():
+                raise ValueError(
+                    f"A hyperparameter is not finite at step {step}: {scalars}. Check the learning "
+                    "rate schedule, and other computed hyperparameters."
+                )
         read = nbytes((gradients, step_scalars))
         if sent.finite and gradients:
             pieces, parts = [view(g) for g in gradients], self._offloaded.parts
@@ -316,7 +316,7 @@ class Worker:
         return entering
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
-        """Makes a window's update, and uploads the prefetched parts.
+        """Computes a window's update, and uploads the prefetched parts.
 
         Yields its position, for messages, before each bounded piece.
         """

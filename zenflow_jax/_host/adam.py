@@ -25,7 +25,7 @@ from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
 # Maximum number of elements that a thread takes at once. Numba streams through memory and evicts
-# the interpreter's data; reloading it costs up to 50 us a tile, 3 % of the time at half this size.
+# the interpreter's data; reloading it costs up to 50 us a tile, 3% of the time at half this size.
 _NUMBA_TILE = 2 * 1024 * 1024
 # The NumPy kernel's tile should stay in a core's L2 cache. But several threads contend for the GIL
 # between NumPy calls. Longer calls exceed the cache, but halve the time lost to the GIL.

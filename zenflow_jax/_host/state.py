@@ -122,7 +122,7 @@ class ClosedWindow:
 
     number: int
     counted: int  # steps that were not skipped
-    step: WindowStep  # from the hyperparameters of its last step
+    steps: list[WindowStep]  # from its last step's hyperparameters, for each learning rate
     leaves: list[int]  # the numbers of the group's leaves
     # By leaf number; empty if no step counted. A leaf's update drops its entry.
     gradients: dict[int, WindowGradients]
@@ -195,7 +195,7 @@ class HostState:
         self._closed: list[ClosedWindow] = []  # windows waiting for their updates
         self._overflowed = False  # whether gradients ever exceeded the limit, so sums are reused
         # A window uses its last step's hyperparameters, even if that step was skipped.
-        self.scalars: AdamScalars | None = None
+        self.scalars: Sequence[AdamScalars] = ()  # for each learning rate
         self.before_write: Callable[[int], None] = lambda i: None
 
     @property
@@ -222,14 +222,13 @@ class HostState:
         counted: Sequence[int],
         *,
         closed: int,
-        scalars: AdamScalars | None,
     ) -> None:
         """Resumes a saved run's state; the selected channels are already in place.
 
         For each leaf, `arrays` has "master", "mu", "nu", "steps" and, if the host sums its open
         window, "total". `counted` has the steps in each group's open window.
         """
-        self.windows, self.scalars = closed, scalars
+        self.windows = closed
         for window, steps in zip(self.open, counted, strict=True):
             window.counted = steps
         for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
@@ -292,7 +291,7 @@ class HostState:
 
     def close_window(self, group: int) -> ClosedWindow:
         """Ends a group's open window."""
-        assert self.scalars is not None
+        assert self.scalars, "no mail has arrived"
         self.windows += 1
         window = self.open[group]
         counted = window.counted
@@ -300,7 +299,7 @@ class HostState:
         closed = ClosedWindow(
             number=self.windows,
             counted=counted,
-            step=window_step(self.scalars, max(counted, 1), self._scaling),
+            steps=[window_step(x, max(counted, 1), self._scaling) for x in self.scalars],
             leaves=window.leaves,
             gradients={i: x.open for i, x in leaves.items() if counted},
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
@@ -357,7 +356,7 @@ class HostState:
         return SelectedRows(master, mu, nu, steps)
 
     def _step(self, window: ClosedWindow, i: int, active: np.ndarray) -> Iterator[None]:
-        leaf, step = self.leaves[i], window.step
+        leaf, step = self.leaves[i], window.steps[self.leaves[i].spec.rate]
         if not leaf.spec.decay:
             step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))
         gradients = window.gradients[i]

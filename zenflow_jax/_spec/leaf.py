@@ -15,7 +15,6 @@ from zenflow_jax._spec.mesh import Placement
 DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
     """The static facts of one leaf; hashable, because the state's treedef carries them."""
@@ -31,11 +30,12 @@ class LeafSpec:
     # The group of each range on its first stack axis; usually there is only one range.
     groups: tuple[int, ...] = (0,)
     start: int | None = None  # for a range of a stacked leaf: its first entry
+    rate: int = 0  # the number of its learning rate among the run's (`rates.py`)
 
     @property
     def anonymous(self) -> "LeafSpec":
         """Returns the common spec of all similar leaves, so that they share programs."""
-        return dataclasses.replace(self, name="", decay=False, groups=(0,))
+        return dataclasses.replace(self, name="", decay=False, groups=(0,), rate=0)
 
     @property
     def group(self) -> int:

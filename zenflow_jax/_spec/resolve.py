@@ -1,4 +1,7 @@
-"""Decides each parameter's kind of leaf; only this file calls the user's leaf functions."""
+"""Decides each parameter's kind of leaf.
+
+Only this file and `rates.py` call the user's leaf functions.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -136,13 +139,17 @@ def _decayed(params: Any, mask: Any) -> list[bool]:
     if mask is None:
         return [True] * len(jax.tree.leaves(params))
     tree = mask(params) if callable(mask) else mask
+    return list(map(bool, spread("mask", tree, params, "bools")))
+
+
+def spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
+    """Returns for each leaf of `params` the value in a prefix tree, an argument's."""
+    values: list[Any] = []
     try:
-        spread = jax.tree.map(
-            lambda flag, part: [bool(flag)] * len(jax.tree.leaves(part)), tree, params
-        )
+        jax.tree.map(lambda x, part: values.extend([x] * len(jax.tree.leaves(part))), tree, params)
     except ValueError as error:
         raise ValueError(
-            f"`mask` has the structure {jax.tree.structure(tree)}, which is neither that of the "
-            f"parameters nor a prefix: {jax.tree.structure(params)}. Pass a tree of bools like it."
+            f"`{name}` has the structure {jax.tree.structure(tree)}, which is neither that of the "
+            f"parameters nor a prefix: {jax.tree.structure(params)}. Pass a tree of {kind} like it."
         ) from error
-    return jax.tree.leaves(spread)
+    return values

@@ -16,7 +16,9 @@ MISUSED = -2
 
 
 class AdamScalars(NamedTuple):
-    """Hyperparameters that all leaves share: Python numbers or float32 scalars, traced or not.
+    """A leaf's hyperparameters: Python numbers or float32 scalars, traced or not.
+
+    Leaves differ only in the learning rate.
 
     `1 - b` is computed from a Python `b`: in float32, 1 - 0.999 has a relative error of 1e-5.
     """
@@ -28,6 +30,10 @@ class AdamScalars(NamedTuple):
     one_minus_b2: Any
     eps: Any
     weight_decay: Any
+
+
+#: The number of hyperparameters that all leaves share.
+_SHARED = len(AdamScalars._fields) - 1
 
 
 class WindowStep(NamedTuple):
@@ -75,7 +81,7 @@ def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> Wi
 class StepFacts(NamedTuple):
     """The scalars that a step sends to the host, in NumPy or jax."""
 
-    adam: AdamScalars
+    adam: Sequence[AdamScalars]  # one for each learning rate, by its number
     factor: Any  # clips the gradient
     step: Any
     token: Any
@@ -85,13 +91,15 @@ class StepFacts(NamedTuple):
 class StepScalars(NamedTuple):
     """A step's scalars in a few arrays, because each array costs a copy to host memory."""
 
-    floats: Any  # float32 (8,): the fields of AdamScalars, then the clipping factor
+    # float32 (rates + 7,): the learning rates, the rest of AdamScalars, the clipping factor
+    floats: Any
     ints: Any  # int32 (3,): step, token, whether the gradient was finite
     statistics: Any = None  # float32 (1 + 2 leaves,), for `ScheduleState.add`; None if not needed
 
     @staticmethod
     def sizes(specs: Sequence[LeafSpec], statistics: bool) -> list[tuple[int, np.dtype]]:
-        sizes = [(len(AdamScalars._fields) + 1, np.dtype(np.float32)), (3, np.dtype(np.int32))]
+        rates = 1 + max((spec.rate for spec in specs), default=0)
+        sizes = [(rates + _SHARED + 1, np.dtype(np.float32)), (3, np.dtype(np.int32))]
         if statistics:
             offloaded = sum(not spec.resident for spec in specs)
             sizes.append((1 + 2 * offloaded, np.dtype(np.float32)))
@@ -99,10 +107,12 @@ class StepScalars(NamedTuple):
 
     @classmethod
     def pack(cls, facts: StepFacts, statistics: jax.Array | None) -> "StepScalars":
-        floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*facts.adam, facts.factor)])
+        numbers = [*(s.learning_rate for s in facts.adam), *facts.adam[0][1:], facts.factor]
+        floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
         ints = jnp.stack([facts.step, facts.token, facts.finite.astype(jnp.int32)])
         return cls(floats, ints, statistics)
 
     def unpack(self) -> StepFacts:
         floats, ints = self.floats.ravel(), self.ints.ravel()
-        return StepFacts(AdamScalars(*floats[:-1]), floats[-1], *ints)
+        rates, shared = (numbers := [*floats[:-1]])[:-_SHARED], numbers[-_SHARED:]
+        return StepFacts([AdamScalars(rate, *shared) for rate in rates], floats[-1], *ints)

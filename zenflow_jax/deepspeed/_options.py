@@ -163,7 +163,7 @@ def from_deepspeed(
             known, otherwise `AutoSelect`.
         devices: DeepSpeed's world size. By default, it follows from the batch sizes, or is 1.
         learning_rate: For `lr` and `warmup_max_lr`; a schedule if the config has none.
-        warmup_steps: For `warmup_num_steps`; at least 2 is used.
+        warmup_steps: For `warmup_num_steps`; values below 2 count as 2.
         b1, b2: For `betas`.
         eps, weight_decay: For the keys of these names.
         max_grad_norm: For `gradient_clipping`; None for no clipping.

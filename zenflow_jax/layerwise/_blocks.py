@@ -157,7 +157,7 @@ def make_block(
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     masked = jax.tree.map(lambda _: True, tree) if mask is None else mask(tree)
     if jax.tree.structure(masked) != treedef:
-        raise TypeError(f"`mask` has another structure than {name}. Return a bool for each weight.")
+        raise TypeError(f"`mask` and {name} differ in structure. Return a bool for each weight.")
     arrays, leaves, resumes = [], [], trains and saved is not None
     for (path, x), decay in zip(pairs, jax.tree.leaves(masked), strict=True):
         inner = jax.tree_util.keystr(path, simple=True, separator=".")

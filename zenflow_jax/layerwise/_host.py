@@ -200,7 +200,7 @@ class Host:
         if not np.isfinite(squares):
             raise FloatingPointError(
                 f"The gradient of {self.blocks[i].name} is not finite in step {step}, which has "
-                "updated other weights already. Resume from the last checkpoint, with "
+                "already updated other weights. Resume from the last checkpoint, with "
                 'updates="after_backward", which skips such steps.'
             )
         self._squares[i] = np.float32(squares)

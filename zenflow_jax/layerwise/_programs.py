@@ -169,7 +169,7 @@ def _trace_layer(
     kept = tuple(sorted(reads))
     backward = _backward_of(pull, carry, kept)
     same = [key_of(x) for x in g] == [key_of(x) for x in jax.tree.leaves(carry) if _is_float(x)]
-    # Gradients of a carry that has another shape would be donated to nothing.
+    # A carry's gradients that have a different shape could not be donated to any result.
     donated = ("g", "g_shared") if same else ("g_shared",)
     # The gradient of the weights is where they are, and takes their memory.
     wheres = (_shardings(weights) if trains else None, None, None, None)
@@ -363,7 +363,7 @@ def _has_equations(x: Any) -> bool:
 
 @contextlib.contextmanager
 def _noting(name: str, *args: Any) -> Iterator[None]:
-    """Adds to an error what a function was given."""
+    """Adds a function's arguments to its error."""
     try:
         yield
     except Exception as error:

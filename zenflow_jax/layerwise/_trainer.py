@@ -55,10 +55,10 @@ class Trainer:
         mask: Function from the weights of one layer, or the outer weights, to a tree of bools:
             where weight decay applies. By default everywhere.
         max_grad_norm: The global norm to which gradients are clipped; None for no clipping.
-        updates: "after_backward": when all gradients are there, so the run is `optax.adamw` behind
-            `optax.clip_by_global_norm`, and skips steps whose gradient is not finite.
+        updates: "after_backward": when all gradients have arrived, so the run equals `optax.adamw`
+            after `optax.clip_by_global_norm`, and skips steps whose gradient is not finite.
             "during_backward": each layer when its gradient arrives. Clipping then projects the norm
-            from earlier steps. A loss that is not finite skips the step; a gradient ends the run.
+            from earlier steps. A non-finite loss skips the step; such a gradient ends the run.
         inputs: Where the layers' inputs wait for the backward pass: on the "device", or in pinned
             "host" memory, for long sequences.
         frozen: Numbers of layers that are not trained, and "outer" for the outer weights.
@@ -72,7 +72,7 @@ class Trainer:
     Raises:
         ValueError: If an argument is out of range, or `state` belongs to another model; in `step`,
             if a function uses an array that is not among its arguments.
-        TypeError: If `params` have another structure, or are not floats; in `step`, if the
+        TypeError: If `params` have a different structure, or are not floats; in `step`, if the
             functions do not fit together.
 
     Examples:
@@ -273,7 +273,7 @@ class Trainer:
     def stream(self, copy_bytes: int | None = None) -> BlockStream:
         """Returns the state as a stream that `EngineSave` writes while the run continues.
 
-        Write or close the stream, or the run waits for ever. `copy_bytes` is `EngineSave`'s; None
+        Write or close the stream, or the run waits forever. `copy_bytes` is `EngineSave`'s; None
         means no copies.
         """
         self.wait()
@@ -341,8 +341,8 @@ def _make_blocks(
         trained = np.asarray(state["counts"]["trains"]).tolist()
         if next(saved, None) is not None or trained != [block.trains for block in blocks]:
             raise UnfitRunError(
-                "`state` has other layers, or other frozen layers. Resume with the saved run's "
-                "model and `frozen`."
+                "`state` has different layers, or different frozen layers. Resume with the saved "
+                "run's model and `frozen`."
             )
     return blocks, weights
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import LeafState, ZenFlowState, find_state
+from zenflow_jax._device.state import LeafState, LeafStates, ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.parts import within
@@ -133,9 +133,9 @@ def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
     )
     whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
     specs, schedule = in_groups(whole, schedule)
-    leaves = tuple(leaf._replace(spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True))
-    static = dataclasses.replace(state.static, schedule=schedule)
-    return state._replace(leaves=leaves, static=static)
+    leaves = map(lambda leaf, spec: leaf._replace(static=spec), state.leaves, specs)
+    static = dataclasses.replace(state.leaves.static, schedule=schedule)
+    return state._replace(leaves=LeafStates.build(static, leaves))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ class LayerPlan(Plan):
     Attributes:
         seconds: The work of a step for each resource: "compute", the bus "to device" and "to
             host", and "host".
-        compute_from: The multiple of the planned batch from which compute takes 95 % of a step;
+        compute_from: The multiple of the planned batch from which compute takes 95% of a step;
             None if no batch is that large.
     """
 

@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def short(self) -> Mapping[str, str]:
-        """Describes each shortage; the keys are those of "device", "host" and "bus" that lack."""
+        """Describes each shortage by its place: "device", "host" or "bus"."""
         short = {}
         lack = self.device_bytes - self.device_capacity_bytes
         if lack > 0:
@@ -116,7 +116,7 @@ class Plan:
             )
         if self.hides is not None and self.bus > BUSY:
             short["bus"] = (
-                f"the bus needs {self.bus:.0%} of a step, with any update_interval: use a larger "
+                f"the bus needs {self.bus:.0%} of a step for every update_interval: use a larger "
                 "batch, or send_gradients=per_window"
             )
         return short
@@ -185,7 +185,7 @@ def plan(
         device: A key of `GPUS`, or another `Gpu`.
         host_memory_bytes: Memory of the machine with these devices. None: a typical amount.
         bandwidth: Bytes per second of host updates, as `host_bandwidth()` measures. None: a
-            usual rate.
+            typical rate.
         host_state: As for `HostEngine`.
         prefetch_bytes: As for `HostEngine`. The loop waits for the remaining copies.
         compiled: The step compiled for such devices, as for `described_mesh`. None: without
