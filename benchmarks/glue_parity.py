@@ -36,6 +36,10 @@ VARIANTS = {
 }
 
 
+# Names of CoLA's columns, whose files have no header.
+COLUMNS = "source\tlabel\tmark\tsentence\n"
+
+
 class Job(NamedTuple):
     task: str
     metric: str
@@ -60,10 +64,16 @@ class Run(NamedTuple):
 def train(job: Job, variant: str, seed: int, args: argparse.Namespace) -> Run:
     words = (part.removeprefix("--") for part in VARIANTS[variant])
     name = "-".join([job.task, str(job.steps), *words, str(seed)])
+    data = Path(getattr(args, job.task))
+    if job.task == "cola":
+        original, data = data, args.folder / "cola"
+        data.mkdir(parents=True, exist_ok=True)
+        for file in ("train.tsv", "dev.tsv"):
+            text = (original / file).read_text(encoding="utf-8")
+            (data / file).write_text(COLUMNS + text, encoding="utf-8")
     options = {
-        "--task": job.task,
         "--model": args.model,
-        "--data": getattr(args, job.task),
+        "--data": data,
         "--output-dir": args.folder,
         "--run": name,
         "--seed": seed,
@@ -75,7 +85,7 @@ def train(job: Job, variant: str, seed: int, args: argparse.Namespace) -> Run:
         "--evaluate-every": 0,
         "--save-every": 0,
     }
-    command = [sys.executable, "-m", "train.finetune", CONFIG, "--no-progress", "--no-keep-best"]
+    command = [sys.executable, "-m", "train.finetune", CONFIG, "--no-keep-best"]
     command += [str(part) for pair in options.items() for part in pair] + VARIANTS[variant]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False

@@ -50,7 +50,6 @@ full_warm_up_rounds = 3
 max_grad_norm = 1.0
 log_every = 3
 eval_batches = 2
-progress = false
 """
 SAVE_EVERY = 5
 

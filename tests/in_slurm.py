@@ -140,7 +140,7 @@ class Job:
         constant = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 2}}
         path = self._folder / "constant.json"
         path.write_text(json.dumps({"scheduler": constant}))
-        options = {"mesh": "data=2", "progress": False, "update_interval": 4, "log_every": 10}
+        options = {"mesh": "data=2", "update_interval": 4, "log_every": 10}
         options |= {"steps": steps, "deepspeed": str(path)}
         return write_config(self._folder, **TINY_MESH | options)
 

@@ -154,7 +154,7 @@ def installed(wheel, tmp_path_factory):
     return run
 
 
-TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24 --no-progress"
+TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24"
 TINY += " --optimizer adamw"  # a new install would compile the host's kernels
 
 

@@ -26,7 +26,7 @@ from elves.folders import Result, check_path, pack_path, restore_path
 from elves.header import ElvesError
 from elves.writing import Options
 from train import Failure, command_of
-from train.checkpoints.checksums import CHECKSUMS, UNPACKED
+from train.checkpoints.checksums import CHECKSUMS
 from train.cli.arguments import option, read_arguments
 
 PROGRAM = command_of("compress")
@@ -60,8 +60,6 @@ def run(command: Command) -> None:
     elif command.restore:
         assert command.target is not None
         files = restore_path(command.source, command.target, base=command.base, threads=threads)
-        if (command.target / UNPACKED).is_file():
-            (command.target / UNPACKED).replace(command.target / CHECKSUMS)
         seconds = time.perf_counter() - begin
         print(f"restored {_files(files)} to {command.target} in {seconds:.1f} s")
     else:

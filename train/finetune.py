@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-import shutil
 import signal
 import sys
 import time
@@ -27,10 +26,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from elves.atomic import atomic_path
 from train import Failure
 from train.checkpoints.compatibility import OF_THE_MODEL, description_of_model
-from train.checkpoints.reading import CheckpointError, SavedCheckpoints, check_path
+from train.checkpoints.reading import SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
 from train.cli.settings import Settings, SettingsError, task_name
 from train.distributed import processes
@@ -40,15 +38,12 @@ from train.distributed.stopping import Stopped, StopRequest
 from train.huggingface.chat_template import TEMPLATE
 from train.huggingface.loading import read_folder
 from train.log.run_log import show
-from train.log.summary import read_summary
 from train.run import models
 from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
 from train.run.memory import describe_oom, find_oom
 from train.run.optimizers import with_deepspeed
 from train.run.setup import evaluate, prepare, read
-from train.tasks import is_loss
-from train.tasks.chosen import labels_and_best
 
 # File system errors that the user can fix.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -67,7 +62,7 @@ def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -
     timeline = Path(start.timeline) if start.timeline else None
     if settings.steps != 0:
         check_path(Path(settings.output_dir, settings.run or ""))
-    sources = read(settings, timeline=timeline, force=command.planning.force, say=say)
+    sources = read(settings, timeline=timeline, force=command.planning.force)
     if settings.steps == 0:
         evaluate(sources, say)
         return
@@ -104,26 +99,14 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     target = target.absolute()  # because "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
-    labels, best = labels_and_best(settings.task)
-    best = settings.best or best
     checkpoints = SavedCheckpoints(
         folder / "checkpoints",
-        larger_is_better=not is_loss(best),
+        larger_is_better=settings.metric != "loss",
         describe=description_of_model(settings.subset(OF_THE_MODEL), origin and origin.config),
         say=say,
     )
-    labels = labels or checkpoints.labels()
-    # The final weights have all windows closed; their checkpoint has open windows.
-    summary = read_summary(folder)
-    end = folder / (models.WEIGHTS if origin is None else models.FOLDER)
-    rival, has_end = math.nan, False
-    if summary and summary["best_step"] in (None, summary["steps"]) and end.exists():
-        has_end, rival = True, summary["validation_after"].get(best, math.nan)
-    step = checkpoints.find(checkpoint, rival=rival)
-    if step is None:
-        _copy(end, target)
-        say(f"{target} has the best model of {folder}, from step {summary['steps']}")
-        return
+    labels = checkpoints.labels()
+    step = checkpoints.find(checkpoint)
     config = models.config_of(origin, settings)
     build = models.builder(config, settings, labels=len(labels))
     layered = models.abstract_layered(build)[1] if settings.stream == "weights" else None
@@ -135,24 +118,9 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
     task = task_name(vars(settings))
     models.write(target, origin, weights, values, labels=labels, texts=texts, task=task)
+    pending = settings.optimizer != "adamw" and not layered
     line = f"{target} has the weights of checkpoint {step} in {folder}"
-    if settings.optimizer != "adamw" and not layered:
-        line += ", without pending updates"
-        if has_end and step == summary["steps"]:
-            line += f"; {end} has them"
-    say(line)
-
-
-def _copy(model: Path, target: Path) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(target, folder=True) as part:
-            if model.is_dir():
-                shutil.copytree(model, part, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(model, part / model.name)
-    except OSError as error:
-        raise CheckpointError(f"{model} cannot be copied to {target}: {error}.") from error
+    say(line + ", without pending updates" * pending)
 
 
 def show_plan(

@@ -29,14 +29,13 @@ from train import Failure, command_of
 from train.cli.arguments import option, read_arguments
 from train.cli.settings import Dir, SettingsError
 from train.huggingface import loading
-from train.huggingface.chat_template import ASSISTANT, ConversationError, read_template
+from train.huggingface.chat_template import ConversationError, read_template
 from train.huggingface.config import CONFIG, TASK, ModelError
 from train.huggingface.end_tokens import answer_end_tokens
 from train.huggingface.hub import model_folder
 from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained, read_folder
 from train.huggingface.saving import dtype_of
-from train.huggingface.template_checks import TemplateChecks
 from train.huggingface.tokenizer import Tokenizer, all_end_tokens, read_tokenizer
 from train.model.sampling import Sampling, continue_tokens
 from train.run import models
@@ -169,7 +168,6 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
         messages.insert(0, {"role": "system", "content": options.system})
     try:
         text = template.render(messages, ask=True)
-        TemplateChecks(template).check([*messages, {"role": ASSISTANT, "content": "Yes"}])
         # The special tokens that end an answer may differ from those that end a text.
         ends = answer_end_tokens(template, tokenizer, messages)
     except ConversationError as error:

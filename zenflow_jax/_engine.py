@@ -18,12 +18,13 @@ from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline, recorded
 from zenflow_jax._exchange import checks
+from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
-from zenflow_jax._exchange.progress import Progress
+from zenflow_jax._exchange.progress import Ending, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
@@ -133,12 +134,12 @@ class HostEngine:
         self._saver = Saver(
             state, weights, offloaded, host_kernel, self._tokens, worker, progress, updates
         )
-        self._interrupted = self._flushed = False
-        self._kept = True  # whether open windows lose nothing if the engine closes now
+        self._interrupted = False
+        self._ending = ending = Ending(progress, updates.pending)
         # This must come last: a failed constructor must not leak a thread.
         worker.start(peers)
         # A forgotten engine's thread ends on its own.
-        weakref.finalize(self, worker.request_stop)
+        weakref.finalize(self, lambda: (worker.request_stop(), ending.warn()))
 
     @property
     def stats(self) -> EngineStats:
@@ -197,7 +198,7 @@ class HostEngine:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
         with self._all_or_nothing():
-            self._flushed = self._kept = False
+            self._ending.flushed, self._ending.safe = False, True
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
@@ -221,6 +222,7 @@ class HostEngine:
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
+            self._ending.safe = False
         return params, opt_state
 
     @recorded("flush")
@@ -250,7 +252,7 @@ class HostEngine:
         at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
-        self._flushed, self._kept = True, False
+        self._ending.flushed, self._ending.safe = True, False
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
         with self._all_or_nothing():
@@ -281,7 +283,7 @@ class HostEngine:
             RuntimeError: If the engine is closed, has failed, or was interrupted during a call.
         """
         self._settle()
-        self._kept = True
+        self._ending.safe = True
         return self._saver.tree()
 
     @recorded("state")
@@ -291,7 +293,7 @@ class HostEngine:
         Write or close the stream, or the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
         self._settle()
-        self._kept = True
+        self._ending.safe = True
         return self._saver.stream(copy_bytes)
 
     @recorded("state")
@@ -306,17 +308,18 @@ class HostEngine:
 
     def exchange_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
-        checks.update_nnx(model, optimizer, *self.exchange(*checks.nnx_arrays(model, optimizer)))
+        update_nnx(model, optimizer, *self.exchange(*nnx_arrays(model, optimizer)))
 
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
-        checks.update_nnx(model, optimizer, *self.flush(*checks.nnx_arrays(model, optimizer)))
+        update_nnx(model, optimizer, *self.flush(*nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
-        """Ends the thread, frees memory and drops updates. Safe to call twice, or during work."""
-        if not self._kept:
-            self._progress.warn_of_open_windows()
-            self._kept = True
+        """Ends the thread, frees memory and drops updates. Safe to call twice, or during work.
+
+        `logging` warns if pending updates never reached the parameters, nor a saved state.
+        """
+        self._ending.warn()
         self._worker.stop()
         self._mailbox.close()
         self._updates.forget()
@@ -333,8 +336,9 @@ class HostEngine:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         closed = self._worker.closed
-        behind = self._updates.pending and not self._flushed
-        self._kept = self._kept or error is not None
+        behind = self._ending.lacks_updates
+        self._ending.flushed = True  # an error replaces the warning
+        self._ending.safe |= error is not None
         self.close()
         if error is not None or closed or self._worker.failure_raised:
             return

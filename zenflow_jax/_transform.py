@@ -245,7 +245,7 @@ def _update(
         else split_gradient(g, leaf.spec, leaf.channels, state.send_gradients, rank, signs=moves)
         for g, leaf in zip(gradients, state.leaves, strict=True)
     ]
-    verdict = judge([s.squares for s in seen], max_grad_norm)
+    verdict, norm = judge([s.squares for s in seen], max_grad_norm)
     lengths = [
         schedule.provisional_step(step, s.learning_rate, verdict.finite) if moves else None
         for s in scalars
@@ -262,6 +262,7 @@ def _update(
         step=step,
         skipped=state.skipped + jnp.where(verdict.finite, 0, 1).astype(jnp.int32),
         skipped_in_a_row=jnp.where(verdict.finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
+        grad_norm=norm,
         leaves=state.leaves.replace(leaf for _, leaf in stepped),
     )
     # Without `exchange` in between, the last step's mail is lost, and deferred channels would

@@ -9,7 +9,14 @@ from typing import Any
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state, is_nnx_state
 from zenflow_jax._engine import HostEngine
-from zenflow_jax._exchange.checks import accumulations, is_nnx_pair, nnx_arrays, update_nnx
+from zenflow_jax._exchange.checks import accumulations
+from zenflow_jax._exchange.flax_nnx import (
+    is_graphdef,
+    is_nnx_pair,
+    merged_nnx,
+    nnx_arrays,
+    update_nnx,
+)
 from zenflow_jax._spec.rules import check_int_or_none
 
 _FIELDS = ("params", "opt_state")
@@ -21,29 +28,36 @@ def attach(
     *,
     flush_every: int | None = None,
     fields: tuple[str, str] | None = None,
+    graphdef: Any = None,
     engine_options: Mapping[str, Any] | None = None,
 ) -> "AttachedStep":
     """Returns a train step that calls `step`, and then `exchange` with its results.
 
     Use it with loops that you do not control and that take a step function. Jit `step`, not the
-    result. `attach` recognizes three kinds of steps by their arguments:
+    result. `attach` recognizes four kinds of steps by their arguments, in any position (a random
+    key may come first):
 
-    * `step(params, opt_state, ...)` returns `(params, opt_state, ...)`.
+    * `step(params, opt_state, ...)` returns a tuple with both, in this order.
     * `step(state, ...)` returns the state, or a tuple that contains it. A state is any object with
       both `fields`: a flax `TrainState`, a dataclass, a named tuple or a dict.
     * `step(model, optimizer, ...)` of flax nnx updates both in place.
+    * `step(graphdef, state, ...)`, or `step(state, ...)` with the argument `graphdef`, returns the
+      `nnx.State`, or a tuple that contains it. Merged, they are a module or a tuple with one model
+      and one `nnx.Optimizer`.
 
     With `optax.MultiSteps`, it exchanges only after an update, which it detects by waiting for each
     micro-batch.
 
     Args:
-        step: The train step. Pass parameters and state first, by position.
+        step: The train step. Pass parameters and state by position.
         engine: The run's engine. None: the first call creates it from its arguments, with a fresh
             state or the state that belongs to `engine_options["engine_state"]`.
         flush_every: Number of steps between flushes, counted from the start of the run. None:
             flush only when you call `flush`.
-        fields: The names of parameters and optimizer state in a train state. By default
-            `("params", "opt_state")`.
+        fields: The names of parameters and optimizer state in a train state, by default
+            `("params", "opt_state")`; or of model and optimizer in an nnx module with several
+            models.
+        graphdef: The graphdef of an `nnx.State` that `step` takes without it, as in MaxText.
         engine_options: Arguments of the `HostEngine` that the first call creates.
 
     Returns:
@@ -67,7 +81,7 @@ def attach(
         >>> bool((params["w"] < 1).all())
         True
     """
-    return AttachedStep(step, engine, flush_every, fields, engine_options)
+    return AttachedStep(step, engine, flush_every, fields, graphdef, engine_options)
 
 
 class AttachedStep:
@@ -79,10 +93,11 @@ class AttachedStep:
         engine: HostEngine | None,
         flush_every: int | None,
         fields: tuple[str, str] | None,
+        graphdef: Any,
         engine_options: Mapping[str, Any] | None,
     ):
         _check(step, engine, flush_every, fields, engine_options)
-        self._fields = fields
+        self._fields, self._graphdef = fields, graphdef
         self._step, self._engine, self._flush_every = step, engine, flush_every
         self._engine_options = dict(engine_options or {})
         self._accumulated: int | None = None
@@ -152,7 +167,7 @@ class AttachedStep:
                 "The attached step is closed. Attach again from the run's last checkpoint: "
                 '`attach(step, engine_options={"engine_state": ...})`.'
             )
-        take, least = _taker(args, self._fields)
+        take, least = _taker(args, self._fields, self._graphdef)
         if not self._started:
             params, opt_state, _ = take(least)
             if self._engine is None:
@@ -174,24 +189,36 @@ _Taken = tuple[Any, Any, Callable[[Any, Any], Any]]
 
 
 def _taker(
-    args: tuple[Any, ...], fields: tuple[str, str] | None
+    args: tuple[Any, ...], fields: tuple[str, str] | None, graphdef: Any
 ) -> tuple[Callable[[Any], _Taken], Any]:
     """Returns an extractor and the minimal step output."""
-    # A caller with an nnx pair has already imported flax.
-    if fields is None and "flax.nnx" in sys.modules and is_nnx_pair(args):
-        return functools.partial(_take_nnx, args), None
-    if args and _has(args[0], fields or _FIELDS):
-        return functools.partial(_take_train_state, fields or _FIELDS), args[0]
-    if fields is None and len(args) >= 2 and has_state(args[1]):
-        return _take_pair, args[:2]
-    for argument in args[:2]:  # `nnx.split` returns the state second
-        if is_nnx_state(argument):
-            find_state(argument)  # raises with a remedy if the argument has no state
+    # A caller with nnx objects has already imported flax.
+    if "flax.nnx" in sys.modules:
+        for i, argument in enumerate(args):
+            if fields is None and is_nnx_pair(args[i:]):
+                return functools.partial(_take_nnx, *args[i : i + 2]), None
+            if is_graphdef(argument):
+                graphdef = argument
+            if is_nnx_state(argument) and graphdef is None:
+                find_state(argument)  # raises with a remedy
+            elif is_nnx_state(argument):
+                return functools.partial(_take_split, graphdef, fields), argument
+    names = fields or _FIELDS
+    states = [x for x in args if _has(x, names)]
+    if len(states) == 1 or (states and states[0] is args[0]):
+        return functools.partial(_take_train_state, names), states[0]
+    if states:
+        raise TypeError(
+            f"{len(states)} of the arguments {_kinds(args)} have `{'` and `'.join(names)}`. Attach "
+            "a function whose first argument is the train state."
+        )
     if fields is not None:
         raise TypeError(
-            f"The first argument has no `{'` and `'.join(fields)}`: {_kinds(args)}. Pass the train "
-            "state first, by position."
+            f"No argument has `{'` and `'.join(fields)}`: {_kinds(args)}. Pass the train state by "
+            "position."
         )
+    if place := _place_of_state(args):
+        return _take_pair, args[place - 1 : place + 1]
     raise TypeError(
         f"No zenflow state is among the arguments {_kinds(args)}. Pass (params, opt_state, ...), "
         "(train_state, ...) or an nnx (model, optimizer, ...) by position. If the train state has "
@@ -199,42 +226,72 @@ def _taker(
     )
 
 
-def _take_nnx(args: tuple[Any, ...], out: Any) -> _Taken:
+def _place_of_state(values: Sequence[Any]) -> int:
+    """Returns the optimizer state's index, which follows the parameters; 0 if there is none."""
+    return next((i for i in range(1, len(values)) if has_state(values[i])), 0)
+
+
+def _take_nnx(model: Any, optimizer: Any, out: Any) -> _Taken:
     def put(params: Any, opt_state: Any) -> Any:
-        update_nnx(args[0], args[1], params, opt_state)
+        update_nnx(model, optimizer, params, opt_state)
         return out
 
-    return *nnx_arrays(args[0], args[1]), put
+    return *nnx_arrays(model, optimizer), put
+
+
+def _take_split(graphdef: Any, fields: tuple[str, str] | None, out: Any) -> _Taken:
+    state, put_state = _only(out, is_nnx_state, "`nnx.State`s")
+    model, optimizer, state_of_both = merged_nnx(graphdef, state, fields)
+    params, opt_state, put = _take_nnx(model, optimizer, None)
+
+    def put_both(*pair: Any) -> Any:
+        put(*pair)
+        return put_state(state_of_both())
+
+    return params, opt_state, put_both
 
 
 def _take_pair(out: Any) -> _Taken:
-    if not isinstance(out, tuple | list) or len(out) < 2 or not has_state(out[1]):
+    place = _place_of_state(out) if isinstance(out, tuple | list) else 0
+    if not place:
         raise TypeError(
             f"The step returns {_kinds(out)}. Attach a function that returns (params, opt_state, "
             "...), in the order of its arguments."
         )
-    return out[0], out[1], lambda *pair: _like(out, [*pair, *out[2:]])
+    before, after = out[: place - 1], out[place + 1 :]
+    return out[place - 1], out[place], lambda *pair: _like(out, [*before, *pair, *after])
 
 
 def _take_train_state(fields: tuple[str, str], out: Any) -> _Taken:
-    several = not _has(out, fields)
-    values = [out] if not several else list(out) if isinstance(out, tuple | list) else []
-    places = [i for i, x in enumerate(values) if _has(x, fields)]
-    if len(places) != 1:
-        raise TypeError(
-            f"The step returns {len(places)} train states with `{'` and `'.join(fields)}` in "
-            f"{_kinds(out)}. Attach a step that returns one, alone or in a tuple."
-        )
-    state = values[places[0]]
+    noun = f"train states with `{'` and `'.join(fields)}`"
+    state, put_state = _only(out, functools.partial(_has, fields=fields), noun)
     is_dict = isinstance(state, Mapping)
     params, opt_state = (state[x] if is_dict else getattr(state, x) for x in fields)
     find_state(opt_state)  # raises with a remedy
 
     def put(*pair: Any) -> Any:
-        values[places[0]] = _replaced(state, dict(zip(fields, pair, strict=True)))
-        return _like(out, values) if several else values[0]
+        return put_state(_replaced(state, dict(zip(fields, pair, strict=True))))
 
     return params, opt_state, put
+
+
+def _only(out: Any, accepts: Callable[[Any], bool], noun: str) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns the one accepted value in a step's results, and a function that replaces it."""
+    if accepts(out):
+        return out, lambda new: new
+    values = list(out) if isinstance(out, tuple | list) else []
+    places = [i for i, x in enumerate(values) if accepts(x)]
+    if len(places) != 1:
+        raise TypeError(
+            f"The step returns {len(places)} {noun} in {_kinds(out)}. Attach a step that returns "
+            "one, alone or in a tuple."
+        )
+
+    def put(new: Any) -> Any:
+        values[places[0]] = new
+        return _like(out, values)
+
+    return values[places[0]], put
 
 
 def _replaced(state: Any, new: dict[str, Any]) -> Any:

@@ -108,50 +108,48 @@ def _is_layer(
 
 
 def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the scans in a loss stream the arrays of `stream`, in any library's model.
+    """Makes the scans of any model stream, without a change to the model.
 
-    The loss is traced, and each scan over such arrays runs as `scan_layers`. The scan may be inside
-    `jax.jit`, `jax.checkpoint` or `jax.vmap`, and casts before it move into its body.
+    The loss is traced, and each scan over arrays of `stream` runs as `scan_layers`. A scan may be
+    inside `jax.jit`, `jax.checkpoint` or `jax.vmap`; casts of the layers move into its body.
 
     Args:
-        loss_fn: Function of any arguments and any result. It may contain scans of `jax.lax`, flax,
-            haliax, haiku and Equinox.
+        loss_fn: Function of any arguments, whose model may use the scans of jax, flax, haliax,
+            haiku or Equinox.
 
     Returns:
-        A function like `loss_fn`, which also takes the arrays of `stream`. Without them, it calls
-        `loss_fn`.
+        A function like `loss_fn`, which also accepts arrays of `stream` in its arguments. Without
+        them it only calls `loss_fn`.
 
     Raises:
-        ValueError: In the call, if a stack is not scanned exactly once, or if another operation
-            reads it. The message has the leaf's key path and the line of the model.
+        ValueError: When called, if a stack is not scanned exactly once, or if any other operation
+            reads it. The message names the leaf and the line of the model.
 
     Examples:
         >>> import jax, jax.numpy as jnp, zenflow_jax
         >>> from zenflow_jax import streaming
-        >>> def loss(params, x):
-        ...     return jnp.sum(jax.lax.scan(lambda x, w: (x @ w, None), x, params["layers"])[0])
+        >>> def loss_fn(params, x):
+        ...     x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["layers"])
+        ...     return jnp.sum(x**2)
         >>> params = {"layers": jnp.ones((3, 8, 8)) / 8}
         >>> weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
-        >>> gradients = jax.grad(streaming.stream_scans(loss))(weights, jnp.ones((2, 8)))
+        >>> gradients = jax.grad(streaming.stream_scans(loss_fn))(weights, jnp.ones((2, 8)))
     """
 
     @wraps(loss_fn)
     def streaming_loss(*args: Any, **kwargs: Any) -> Any:
-        paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_streamed)
-        places = [i for i, (_, x) in enumerate(paths) if is_streamed(x)]
-        if not places:
+        leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_streamed)
+        stacks = {i: x for i, (_, x) in enumerate(leaves) if is_streamed(x)}
+        if not stacks:
             return loss_fn(*args, **kwargs)
 
-        def of_arrays(*weights: Any) -> Any:
-            leaves = [x for _, x in paths]
-            for i, x in zip(places, weights, strict=True):
-                leaves[i] = x
-            args, kwargs = jax.tree.unflatten(treedef, leaves)
+        def of_arrays(weights: dict[int, Any]) -> Any:
+            arrays = [weights.get(i, x) for i, (_, x) in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(treedef, arrays)
             return loss_fn(*args, **kwargs)
 
-        stacks = [paths[i][1] for i in places]
-        names = [plain_name(paths[i][0][2:]) for i in places]
-        return evaluate(of_arrays, [x.weights for x in stacks], names, stacks, scan_layers)
+        names = {i: plain_name(leaves[i][0][2:]) for i in stacks}  # without the argument's place
+        return evaluate(of_arrays, stacks, names, scan_layers)
 
     return streaming_loss
 

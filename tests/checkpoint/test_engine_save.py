@@ -130,6 +130,11 @@ def test_a_run_resumes_from_a_checkpoint_manager(tmp_path):
             again.t = 9
             go(again, PLAN, PLAN.steps)
             comparisons.assert_same_bits(end(again), expected)
+    # orbax's older interface restores it, too.
+    handlers = {"engine": EngineCheckpointHandler()}
+    with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as older:
+        engine_state = older.restore(9, items={"engine": None})["engine"]
+    comparisons.assert_same_bits(engine_state, restored.engine)
     # Other programs can also read the file.
     (path,) = (tmp_path / "9" / "engine").glob("*.safetensors")
     tensors = load_file(path)

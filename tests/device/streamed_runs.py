@@ -73,4 +73,5 @@ def run(dtype, *, stream, steps=14, bad=None, shardings=None, **options):
             params, opt_state = step(params, opt_state, x, y)
             params, opt_state = engine.exchange(params, opt_state)
         params, opt_state = engine.flush(params, opt_state)
-    return params, zenflow_jax.find_state(opt_state).leaves
+    state = zenflow_jax.find_state(opt_state)
+    return params, state.leaves, state.grad_norm

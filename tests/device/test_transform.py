@@ -219,6 +219,8 @@ def test_mail_equals_the_gradient_bit_for_bit_in_the_leafs_dtype(dtype, arrives,
     mail = np.asarray(state.mail[1])
     assert mail.dtype == (jnp.float32 if dtype == "float16" else dtype)
     assert mail.tobytes() == np.asarray(gradients["weight"].astype(mail.dtype)).tobytes()
+    norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in gradients.values()))
+    np.testing.assert_allclose(state.grad_norm, norm, rtol=1e-6)
 
 
 def test_a_state_counts_consecutive_skipped_steps():

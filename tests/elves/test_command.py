@@ -13,7 +13,6 @@ from tests.comparisons import assert_same_bits
 from tests.hf_models import FIXTURES, load
 from tests.processes import assert_ends, start
 from train import compress
-from train.checkpoints.checksums import find_damage
 from train.huggingface.loading import ModelError, read_folder
 
 
@@ -131,18 +130,9 @@ def test_an_unsuitable_bound_is_reported(model, tmp_path, capsys):
     assert "1 tensors of I64 keep their bits" in out
 
 
-def test_a_checkpoint_is_not_packed_and_a_packed_one_is_restored(model, tmp_path, capsys):
-    packed, back = tmp_path / "packed", tmp_path / "back"
-    assert compress.main([str(model), str(packed)]) == 0
-    # As an earlier version left it: the old checksums, and those of the packed files.
-    (packed / "unpacked.json").write_text("before")
-    (packed / "checksums.json").write_text("after")
-    assert "is packed (unpack it: python -m train.compress --restore" in find_damage(packed)
-    assert compress.main(["--restore", str(packed), str(back)]) == 0
-    assert (back / "checksums.json").read_text() == "before"
-    assert not (back / "unpacked.json").exists()
-    capsys.readouterr()
-    for arguments in ([str(back), str(tmp_path / "new")], [str(back), "--replace"]):
+def test_a_checkpoint_is_not_packed(model, tmp_path, capsys):
+    (model / "checksums.json").write_text("{}")
+    for arguments in ([str(model), str(tmp_path / "new")], [str(model), "--replace"]):
         assert compress.main(arguments) == 2
         assert "is a checkpoint, which no run could read" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

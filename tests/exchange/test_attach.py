@@ -69,11 +69,16 @@ def by_hand():
 
 def test_a_step_of_parameters_and_state_exchanges_and_flushes_as_often_as_requested(by_hand):
     plain = pair_step(make())
-    with attach(plain, engine_options=KERNEL) as step:
+
+    def with_a_key(key, *args):
+        params, opt_state, other = plain(*args)
+        return key, params, opt_state, other
+
+    with attach(with_a_key, engine_options=KERNEL) as step:
         both = start(make())
         for t in range(STEPS):
-            *both, other = step(*both, t)
-            assert other == t * 2
+            key, *both, other = step(jax.random.key(t), *both, t)
+            assert (key, other) == (jax.random.key(t), t * 2)
             assert_same_bits(both[0], by_hand[t])
         both = step.flush(*both)
         assert_same_bits(both[0], by_hand[-1])
@@ -122,14 +127,14 @@ STATES = {
 def test_a_step_with_a_train_state_exchanges(build, fields, read, result, by_hand):
     (wrap, unwrap), inner = result, pair_step(TX)
 
-    def step(state, *, t):
+    def step(key, state, *, t):
         params, opt_state, other = inner(*read(state), t)
         return wrap(build(params, opt_state), other)
 
-    state = build(*start(TX))
+    key, state = jax.random.key(0), build(*start(TX))
     with attach(step, fields=fields, engine_options=KERNEL) as attached:
         for t in range(STEPS):
-            out = attached(state, t=t)
+            out = attached(key, state, t=t)
             assert type(out) is type(wrap(state, t))
             state = unwrap(out)
         flushed = attached.flush(state)
@@ -143,24 +148,73 @@ class Model(nnx.Module):
         self.weight = nnx.Param(params["weight"])
 
 
-def test_a_step_with_nnx_objects_exchanges_in_place(by_hand):
+class Train(nnx.Module):
+    def __init__(self, model, optimizer, reference=None):
+        self.model, self.optimizer, self.reference = model, optimizer, reference
+
+
+def nnx_update(model, optimizer, t):
+    def loss(model):
+        g = gradients({key: model_of[key] for key in PARAMS}, t)
+        return sum(jnp.sum(getattr(model, key)[...] * g[key]) for key in PARAMS)
+
+    model_of = {key: getattr(model, key)[...] for key in PARAMS}
+    optimizer.update(model, nnx.grad(loss)(model))
+
+
+def nnx_pair():
     model = Model(start(make())[0])
-    optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, make(), wrt=nnx.Param)
+
+
+def test_a_step_with_nnx_objects_exchanges_in_place(by_hand):
+    model, optimizer = nnx_pair()
 
     @nnx.jit
     def step(model, optimizer, t):
-        def loss(model):
-            g = gradients({key: model_of[key] for key in PARAMS}, t)
-            return sum(jnp.sum(getattr(model, key)[...] * g[key]) for key in PARAMS)
-
-        model_of = {key: getattr(model, key)[...] for key in PARAMS}
-        optimizer.update(model, nnx.grad(loss)(model))
+        nnx_update(model, optimizer, t)
         return t * 2
 
     with attach(step, engine_options=KERNEL) as step:
         for t in range(STEPS):
             assert step(model, optimizer, t) == t * 2
         assert step.flush(model, optimizer) is None
+    assert_same_bits({key: getattr(model, key)[...] for key in PARAMS}, by_hand[-1])
+
+
+@pytest.mark.parametrize(
+    ("whole", "read", "options"),
+    [
+        (lambda *pair: Train(*pair), vars, {}),
+        (
+            lambda *pair: (*pair, nnx.metrics.Average()),
+            lambda x: dict(model=x[0], optimizer=x[1]),
+            {},
+        ),
+        (lambda *pair: Train(*pair, Model(PARAMS)), vars, {"fields": ("model", "optimizer")}),
+    ],
+    ids=["module", "tuple", "two models"],
+)
+@pytest.mark.parametrize("names_graphdef", [True, False])
+def test_a_step_with_an_nnx_state_exchanges(whole, read, options, names_graphdef, by_hand):
+    graphdef, state = nnx.split(whole(*nnx_pair()))
+    known, args = ({"graphdef": graphdef}, ()) if names_graphdef else ({}, (graphdef,))
+
+    @jax.jit
+    def inner(state, t):
+        merged = nnx.merge(graphdef, state)
+        nnx_update(read(merged)["model"], read(merged)["optimizer"], t)
+        return t * 2, nnx.state(merged)
+
+    def step(*args):
+        return inner(*args[-2:])
+
+    with attach(step, engine_options=KERNEL, **known, **options) as attached:
+        for t in range(STEPS):
+            other, state = attached(*args, state, t)
+            assert other == t * 2
+        state = attached.flush(*args, state)
+    model = read(nnx.merge(graphdef, state))["model"]
     assert_same_bits({key: getattr(model, key)[...] for key in PARAMS}, by_hand[-1])
 
 
@@ -212,7 +266,8 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
     params, state = start(tx)
     tree, plain = {"params": params, "opt_state": state}, pair_step(tx)
     whole = nnx.State({"a": params, "b": {"opt_state": jax.tree.leaves(state)}})
-    split = nnx.split((model := Model(params), nnx.Optimizer(model, tx, wrt=nnx.Param)))
+    _, alone = nnx.split(nnx_pair())
+    two_models = nnx.split((*nnx_pair(), Model(PARAMS)))
     by_position = "No zenflow state is among the arguments"
     engine = HostEngine(params, state, **KERNEL)
 
@@ -221,15 +276,17 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
         (lambda: attach(plain)(), TypeError, by_position),
         (lambda: attach(plain)(params), TypeError, by_position),
         (lambda: attach(plain)(OtherNames(params, state), 0), TypeError, by_position),
-        (lambda: attach(plain)(whole, 0), ValueError, "`nnx.merge` it with its graphdef"),
-        (lambda: attach(plain, fields=("a", "b"))(whole, 0), ValueError, "`nnx.merge` it"),
-        (lambda: attach(plain)(*split, 0), ValueError, "`nnx.merge` it with its graphdef"),
-        (lambda: attach(plain, fields=("a", "b"))(*split, 0), ValueError, "`nnx.merge` it"),
+        (lambda: attach(plain)(whole, 0), ValueError, "pass its graphdef"),
+        (lambda: attach(plain, fields=("a", "b"))(whole, 0), ValueError, "pass its graphdef"),
+        (lambda: attach(plain)(0, alone), ValueError, "pass its graphdef"),
+        (lambda: attach(plain)(*two_models), TypeError, "2 models and 1 optimizers"),
+        (lambda: attach(plain)(0, tree, tree), TypeError, "2 of the arguments"),
+        (lambda: attach(plain)(0, state, params), ValueError, "has a bare array instead"),
         (lambda: attach(plain).engine, RuntimeError, "before its first call"),
         (
             lambda: attach(plain, fields=("model", "opt_state"))(params, state, 0),
             TypeError,
-            "first argument has no `model` and `opt_state`",
+            "No argument has `model` and `opt_state`",
         ),
         (
             lambda: attach(plain)(tree | {"opt_state": optax.adam(1e-3).init(params)}),
@@ -237,9 +294,9 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
             "contains 0 ZenFlowStates",
         ),
         (
-            lambda: attach(lambda *args: (3, *args), engine_options=KERNEL)(params, state),
+            lambda: attach(lambda p, s: (p, 3), engine_options=KERNEL)(params, state),
             TypeError,
-            r"The step returns \(int, dict.* \(params, opt_state, \.\.\.\)",
+            r"The step returns \(dict, int.* \(params, opt_state, \.\.\.\)",
         ),
         (
             lambda: attach(lambda state: 3, engine_options=KERNEL)(tree),

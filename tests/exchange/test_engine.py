@@ -279,3 +279,32 @@ def test_gradients_lost_at_the_end_of_a_run_are_warned_about_once(
         run.engine.close()
     told = [r.getMessage() for r in caplog.records if "the gradients of up to" in r.getMessage()]
     assert len(told) == is_warned
+
+
+def close_in_an_exception(engine):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "warnings"),
+    [
+        (zenflow_jax.HostEngine.close, 1),
+        (lambda engine: None, 1),  # garbage collection ends it
+        (zenflow_jax.HostEngine.state, 0),
+        (close_in_an_exception, 0),
+    ],
+    ids=["close", "collected", "saved", "exception"],
+)
+def test_an_engine_that_ends_without_a_flush_warns_once_of_updates_that_are_lost(
+    caplog, end, warnings
+):
+    run = Training(FEW, CALM)
+    run.go(CALM.update_interval)
+    end(run.engine)
+    del run
+    gc.collect()
+    told = [r for r in caplog.records if "never reached the parameters" in r.getMessage()]
+    assert len(told) == warnings

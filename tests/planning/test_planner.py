@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 
 def settings_of(model, **changes):
-    task = "cola" if model == "bert" else "language"
+    task = "classification" if model == "bert" else "language"
     return of_train.Settings(
         **{"task": task, "model": str(FIXTURES / model), "data": "none", "batch_size": 2} | changes
     )

@@ -37,7 +37,7 @@ def as_csv(rows, **options):
 def examples(task):
     """Returns the tokens without padding, and the label, of all examples."""
     pairs = []
-    for source in (task.train, task.validation["validation"]):
+    for source in (task.train, task.validation):
         for i in range(len(source)):
             example = source[i]
             ids = example["tokens"][example["mask"] == 1].tolist()
@@ -79,7 +79,7 @@ def test_every_text_and_label_in_a_file_is_an_example(tmp_path, bert, name, cont
     task = make(write(tmp_path / name, content), bert)
     assert sorted(examples(task)) == expected(bert, TEXTS)
     assert len(task.train) == 2
-    assert (task.kind, task.labels, task.best) == ("encoder", ("kind", "unkind"), "accuracy")
+    assert (task.kind, task.labels) == ("encoder", ("kind", "unkind"))
     assert task.notes == ()
     assert task.overview[0] == (
         "2 classes, with example counts: 'kind' 2 (50.0%), 'unkind' 2 (50.0%)"
@@ -138,7 +138,7 @@ def test_each_class_is_on_both_sides_of_a_split_and_rare_classes_are_reported(tm
     path = write(tmp_path / "a.csv", as_csv(rows))
     for seed in range(5):
         task = make(path, bert, share=0.2, seed=seed)
-        sides = [task.train, task.validation["validation"]]
+        sides = [task.train, task.validation]
         counts = [np.bincount([s[i]["label"] for i in range(len(s))]).tolist() for s in sides]
         assert counts == [[15, 1, 1], [3, 0, 1]]
     assert task.overview[0].endswith("'once' 1 (4.8%), 'spam' 2 (9.5%), 'ham' 18 (85.7%)")
@@ -169,10 +169,11 @@ def test_the_heads_names_are_those_in_the_folder(tmp_path):
     data = write(tmp_path / "a.csv", as_csv([("a", "b"), *zip(TEXTS, LABELS, strict=True)]))
     settings = {"task": "classification", "model": str(folder), "data": str(data)}
     settings |= {"text_column": "a", "label_column": "b", "sequence_length": 20}
-    task = read(**settings).task
-    assert (len(task.train), task.labels) == (2, ("kind", "unkind"))
-    assert read(**settings, best="macro_f1").task.best == "macro_f1"
-    with pytest.raises(SettingsError, match="no metric f1. .*: loss, accuracy, macro_f1"):
+    sources = read(**settings)
+    assert (len(sources.task.train), sources.task.labels) == (2, ("kind", "unkind"))
+    assert sources.settings.metric == "accuracy"
+    assert read(**settings, best="macro_f1").settings.metric == "macro_f1"
+    with pytest.raises(SettingsError, match="a metric of classification: accuracy, macro_f1, "):
         read(**settings, best="f1")
 
 
@@ -180,19 +181,26 @@ def test_long_texts_are_accepted_and_scores_equal_their_formulas(tmp_path, bert)
     before = csv.field_size_limit()
     rows = [("text", "label"), ("good " * 40_000, "a"), ("bad", "b")]
     task = make(write(tmp_path / "a.csv", as_csv(rows)), bert)
-    sides = [task.train, task.validation["validation"]]
+    sides = [task.train, task.validation]
     assert sorted(int(side.lengths[0]) for side in sides) == [1 + 2, 20]
     assert csv.field_size_limit() == before
-    scores = task.score(np.array([0, 0, 1, 1, 2, 0]), np.array([0, 0, 0, 1, 2, 2]))
+    predictions, labels = np.array([0, 0, 1, 1, 2, 0]), np.array([0, 0, 0, 1, 2, 2])
     # The mean F1: twice a class's hits, divided by predictions plus labels.
-    assert scores == pytest.approx({"accuracy": 4 / 6, "macro_f1": (4 / 6 + 2 / 3 + 2 / 3) / 3})
+    expected = {"accuracy": 4 / 6, "macro_f1": (4 / 6 + 2 / 3 + 2 / 3) / 3, "matthews": 11 / 22}
+    scores = classification.score(predictions, labels)
+    assert scores == pytest.approx(expected)
+    zeros = np.zeros(6, np.int32)
+    scores = classification.score(zeros, labels)
+    assert scores == pytest.approx({"accuracy": 0.5, "macro_f1": 2 / 9, "matthews": 0})
+    pair = np.array([1, 1, 1, 0, 0, 0]), np.array([1, 1, 0, 1, 0, 0])
+    assert classification.score(*pair)["matthews"] == pytest.approx(np.corrcoef(*pair)[0, 1])
 
 
 def test_rows_without_text_are_left_out_and_named(tmp_path, bert):
     rows = [*ROWS, ("9", " ", "kind"), ("9", "", "kind")]
     task = make(write(tmp_path / "a.csv", as_csv(rows)), bert)
     assert task.notes == ("a.csv: left out 2 rows without text: 7, 8",)
-    assert len(task.train) + len(task.validation["validation"]) == 4
+    assert len(task.train) + len(task.validation) == 4
     task = make(write(tmp_path / "a.csv", as_csv([*rows, ("10", "good", "Kind ")])), bert)
     assert task.overview[0] == (
         "3 classes, with example counts: 'Kind' 1 (20.0%), 'kind' 2 (40.0%), 'unkind' 2 (40.0%)"
@@ -215,4 +223,4 @@ def test_unknown_labels_and_a_single_example_are_rejected(tmp_path, bert):
     with pytest.raises(DataError, match="the label 'KIND'"):
         make(tmp_path, bert)
     task = make(tmp_path, bert, known=("Kind", "Unkind"))
-    assert task.validation["validation"][0]["label"] == 0
+    assert task.validation[0]["label"] == 0

@@ -140,12 +140,9 @@ def test_a_finished_run_or_one_with_other_settings_is_not_changed(runs, capsys):
 def test_an_export_names_pending_updates(runs, tmp_path, capsys):
     folder = runs.folder
     command = [str(folder / "job.toml"), "--run", "whole", "--export"]
-    oldest, *_, last = sorted(steps_of(folder / "whole" / "checkpoints"))
-    model = folder / "whole" / "model.safetensors"
-    for step, also in ((last, f"; {model} has them"), (oldest, "")):
-        assert finetune.main([*command, str(step), str(tmp_path / str(step))]) == 0
-        said = capsys.readouterr().out
-        assert said.endswith(f"without pending updates{also}\n")
+    step = str(min(steps_of(folder / "whole" / "checkpoints")))
+    assert finetune.main([*command, step, str(tmp_path / step)]) == 0
+    assert capsys.readouterr().out.endswith("without pending updates\n")
 
 
 @pytest.mark.slow

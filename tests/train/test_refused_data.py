@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.scripts import records, write
 from train.huggingface.chat_template import read_template
-from train.tasks import answers, classification, fields, glue, language
+from train.tasks import answers, classification, fields, language
 from train.tasks.batches import DataError
 
 DOCS = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text(encoding="utf-8")
@@ -31,11 +31,10 @@ def answer(**rest):
 
 PLAIN = {"instruction": "Say {this}.", "output": "this"}
 USER, TOLD = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-FROM, CALLED = {"from": "human", "value": "a"}, {"from": "function_call", "value": "{}"}
+FROM = {"from": "human", "value": "a"}
 DOLLY = {"instruction": "Say a.", "context": "a", "response": "a", "category": "b"}
 GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
 MANY = "text,label\n" + "".join(f"a,b{i}\n" for i in range(30))
-SST2 = "sentence\tlabel\n"
 
 FILES = {
     "language": [
@@ -43,7 +42,11 @@ FILES = {
         ("a.txt", b"the\n\xe9\n", r"a\.txt, line 2: the text is not UTF-8: 0xe9"),
         ("a.txt", "a", r"the train part of .* has 1 tokens.*`validation_share`"),
         ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: the text has a NUL"),
-        ("a.jsonl", '{"text": "a"}\n{text: 1}\n', r"a\.jsonl, line 2, column 2: .* not valid JSON"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{text: 1}\n',
+            r"a\.jsonl, line 2: .* not valid JSON .*column 2",
+        ),
         ("a.jsonl", '\n{"content": "a"}\n', r"a\.jsonl, line 2: .* 'text' is missing .fields: 'c"),
         ("a.jsonl", '{"text": 3}\n', r"a\.jsonl, line 1: the field .* must be text, but is 3"),
         (
@@ -53,12 +56,12 @@ FILES = {
         ),
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: must be an object"),
         ("a.csv", "a,b", r"a\.csv is another file. Name a file \*\.txt or \*\.jsonl or "),
-        ("dev.txt", "a", r"has no training data \(train\*\), but dev\.txt"),
+        ("dev.txt", "a", r"has no training data \(train\*, .*\), but dev\.txt"),
         ("train-test.txt", "a", r"train-test\.txt could be training or other data"),
-        ("parts/a.txt", "a", r"itself has no files .*, but parts. Pass --data .*parts"),
+        ("parts/a.txt", "a", r"has no training data .*, but parts"),
     ],
     "alpaca": [
-        ("a.json", '[\n{"instruction": "a",}]', r"a\.json, line 2: the text is not valid JSON"),
+        ("a.json", '[\n{"instruction": "a",}]', r"a\.json: the text is not valid JSON .*line 2"),
         ("a.json", json.dumps([PLAIN, {"output": "b"}]), "item 2: .* 'instruction' is missing"),
         ("a.jsonl", records(PLAIN), "needs at least two examples, but has 1"),
         (
@@ -89,8 +92,8 @@ FILES = {
         ("a.jsonl", chats({"messages": ["hi"]}), r"line 2, message 1: must be \{.*\}, but is 'hi'"),
         ("a.jsonl", chats({"messages": [{"role": "user"}]}), r"the field 'content' is missing"),
         ("a.jsonl", chats({"messages": [USER]}), r"the role 'assistant', only 'user'"),
-        ("a.jsonl", chats({"prompt": "a"}), r"'messages' is .*'prompt'.. Write \[{\"role\""),
-        ("a.jsonl", chats({"conversations": []}), r"'messages' is missing .*`from` to `role`"),
+        ("a.jsonl", chats({"prompt": "a"}), r"'messages' is .*'prompt'.. Rename the field"),
+        ("a.jsonl", chats({"conversations": []}), r"to `messages`. In its .*`from` to `role`"),
         ("a.jsonl", chats({"text": "a"}), r"use --task language"),
         ("a.jsonl", chats({"messages": [USER, TOLD], "tools": "[]"}), "'tools' must be a list"),
         (
@@ -121,8 +124,8 @@ FILES = {
         ("a.jsonl", answer(function_call={"name": "a"}), r"'function_call' .* into `tool_calls`"),
         ("a.jsonl", answer(tool_calls=["a"]), r"message 2: the field 'tool_calls' must be a list"),
         ("a.jsonl", answer(tool_calls=[{"name": "a", "arguments": "{"}]), r"are not valid JSON"),
-        ("a.jsonl", answer(tool_calls=[{"name": "a"}]), r"skips `tool_calls` of message 2"),
-        ("a.jsonl", told(tools=[{"name": "a"}]), r"skips `tools`"),
+        ("a.jsonl", answer(tool_calls=[{"name": "look"}]), r"skips `tool_calls` of message 2"),
+        ("a.jsonl", told(tools=[{"name": "look"}]), r"skips `tools`"),
         ("a.jsonl", chats({"messages": [USER | {"train": True}, TOLD]}), r"'train' is True, but"),
         (
             "a.jsonl",
@@ -130,17 +133,7 @@ FILES = {
             r"'role' is missing .* Rename `from` to `role` and",
         ),
         ("a.jsonl", chats({"messages": [USER | {"role": "gpt"}]}), r"role 'gpt' to 'assistant'\."),
-        ("a.jsonl", chats(DOLLY), r"`response` to `output` and .*, and use --task alpaca"),
-        ("a.jsonl", chats(PLAIN), r"\. Use --task alpaca"),
-        ("a.jsonl", chats({"message_id": "a", "parent_id": None, "text": "b"}), r"a tree of mess"),
-        ("a.jsonl", chats({"message_tree_id": "a", "prompt": {}}), r"a tree of messages \(OASST\)"),
-        ("a.jsonl", chats({"conversations": [USER, TOLD]}), r"\. Rename it to `messages`\.$"),
-        (
-            "a.jsonl",
-            chats({"conversations": [FROM]}),
-            r"`value` to .* 'human' to 'user'\.$",
-        ),
-        ("a.jsonl", chats({"conversations": [CALLED]}), r"'function_call' .* `tool_calls`\.$"),
+        ("a.jsonl", chats(PLAIN), r"an instruction: use --task alpaca"),
     ],
     "classification": [
         ("a.csv", "", r"line 1: the header needs one column 'text', but is empty"),
@@ -152,17 +145,9 @@ FILES = {
         ("a.csv", "text,label\na,b\nc,b\n", r"has 1 classes in 2 rows: 'b'"),
         ("a.csv", MANY, r"has 30 classes in 30 rows: 'b0', 'b1', 'b10'. Name a"),
         ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: 3 columns, but .* has 2.*as CSV"),
-        ("a.csv", GOOD.replace("\n", "\r"), r"lines end with a bare carriage return"),
+        ("a.csv", GOOD.replace("\n", "\r"), r"line 1 is not valid CSV"),
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', r"line 1: column .* has no class, but .*0.5"),
         ("a.jsonl", '{"review": "a"}\n', r"'text' is missing .* Name it with --text-column"),
-    ],
-    "sst2": [
-        ("train.tsv", "sentence\tmark\na\t1\n", r"line 1: .* 'sentence\\tmark' lacks label"),
-        ("train.tsv", SST2 + "a\t1\na film\n", "line 3: needs 2 columns .* but has 1"),
-        ("train.tsv", SST2 + " \t1\n", "line 2: column 'sentence' is empty"),
-        ("train.tsv", SST2 + "a\t2\n", "line 2: .* must have a label of 0, 1, but has '2'"),
-        ("train.tsv", SST2, r"train\.tsv: the file has no examples"),
-        ("a.tsv", "", r"lack files of sst2: train\.tsv, dev\.tsv"),
     ],
 }
 
@@ -172,11 +157,8 @@ FILES = {
 )
 def test_a_file_that_no_task_accepts_is_named(tmp_path, bert, decoder, task, file, content, match):
     path = write(tmp_path / file, content)
-    if file == "train.tsv":
-        write(tmp_path / "dev.tsv", content)
-    data = path if file[0] == "a" and task != "sst2" else tmp_path
-    options = {"sequence_length": 512 if task == "alpaca" else 4}
-    shared = options | {"validation_share": 0.5, "seed": 0}
+    data = path if file[0] == "a" else tmp_path
+    shared = {"sequence_length": 512 if task == "alpaca" else 4, "validation_share": 0.5, "seed": 0}
     template = read_template(tmp_path, decoder.tokens, TEMPLATE)
     columns = classification.Columns("text", "label")
     make = {
@@ -184,7 +166,6 @@ def test_a_file_that_no_task_accepts_is_named(tmp_path, bert, decoder, task, fil
         "alpaca": lambda: answers.make_alpaca(data, decoder, **shared),
         "chat": lambda: answers.make_chat(data, decoder, template, **shared),
         "classification": lambda: classification.make(data, bert, columns, **shared),
-        "sst2": lambda: glue.make("sst2", data, bert, **options),
     }[task]
     with pytest.raises(DataError, match=match):
         make()
@@ -204,7 +185,6 @@ def test_ignored_fields_are_listed_once_with_their_counts(tmp_path, decoder, tas
     if task == "chat":
         template = read_template(tmp_path, decoder.tokens, TEMPLATE)
         notes = answers.make_chat(path, decoder, template, **options).notes
-        assert f"{TEMPLATE}: fields of messages that it does not write: 'mood' 2" in notes
         assert f"{path}: 2 of 2 conversations begin with a system message: prompt" in notes[-1]
     elif task == "alpaca":
         notes = answers.make_alpaca(path, decoder, **options).notes

@@ -115,14 +115,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert_refused(folder, config, "No such file")
 
 
-def test_files_that_are_not_models_are_rejected_with_a_remedy(tmp_path):
-    (tmp_path / "model-Q8_0.gguf").touch()
-    assert_refused(tmp_path, "GGUF file model-Q8_0.gguf", "folder of safetensors")
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    assert_refused(tmp_path, "LoRA adapter", "merge_and_unload", "base model, org/base")
-
-
-def test_a_pickle_is_rejected_with_the_class_that_converts_it(tmp_path):
+def test_other_files_in_place_of_safetensors_are_named(tmp_path):
     folder = copied("llama2", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert_refused(folder, "pytorch_model.bin", "pickle", "LlamaForCausalLM", folder)
+    assert_refused(folder, "pytorch_model.bin", "save_pretrained", folder)

@@ -83,9 +83,9 @@ def test_a_layerwise_run_resumes_exports_and_is_read_again(tmp_path, monkeypatch
     data.mkdir()
     monkeypatch.setattr(cross_entropy, "PART", 100)
     options = language(data) | BY_LAYER | {"model": str(origin), "dtype": "bfloat16", "steps": 12}
-    options |= {"keep": 9, "keep_best": True, "export_every": 5, "learning_rate": 10.0}
+    options |= {"keep": 9, "keep_best": True, "learning_rate": 10.0}
     options |= {"warmup_steps": 40}  # the rate grows, and spoils the model
-    config = write_config(tmp_path, **options | {"test_data": options["data"]})
+    config = write_config(tmp_path, **options)
     whole, cut, out = tmp_path / "whole", tmp_path / "cut", tmp_path / "exported"
     assert finetune.main([config, "--run", whole.name]) == 0
     shown = capsys.readouterr().out
@@ -94,15 +94,13 @@ def test_a_layerwise_run_resumes_exports_and_is_read_again(tmp_path, monkeypatch
     assert finetune.main([config, "--run", cut.name, "--layer-inputs", "host"]) == 0
     assert "resuming from checkpoint 5" in capsys.readouterr().out
     assert validations(whole) == validations(cut)
-    for name in ("model", "model-10"):
-        assert bits(whole / name) == bits(cut / name)
-    assert bits(whole / "model") == bits(whole / "model-5")
+    assert bits(whole / "model") == bits(cut / "model")
     assert finetune.main([config, "--run", whole.name, "--export", "5", str(out)]) == 0
     assert bits(out) == bits(whole / "model")
     command = [config, "--model", str(whole / "model"), "--steps", "0", "--run", "None"]
     assert finetune.main(command) == 0
     loss = next(float(value) for step, _, value in validations(whole) if step == "5")
-    assert f"validation/loss {loss:.4f} nats" in capsys.readouterr().out
+    assert f"loss {loss:.4f} nats" in capsys.readouterr().out
     assert generate.main(["--model", str(whole / "model"), "the cat", "--max-tokens", "3"]) == 0
 
 

@@ -18,7 +18,7 @@ from train.log.trackers import check_reporter, reporter
 
 def logged(folder, to):
     """A log of two rows and a validation."""
-    options = {"steps": 8, "console": Console(quiet=True), "progress": False}
+    options = {"steps": 8, "console": Console(quiet=True)}
     with RunLog(folder, reporter=to, **options) as log:
         log.add(Row(4, 2.5, float("nan"), 0.0, 1))
         log.add(Row(8, 2.0, 10.0, 0.25, 0))

@@ -151,7 +151,7 @@ def start_two(*command: str) -> list[subprocess.Popen]:
 def test_two_processes_train_like_one_device_and_a_signal_to_one_of_them_saves_the_run(
     tmp_path, adamw
 ):
-    mesh = {"mesh": "data=2,fsdp=2,tensor=2", "micro_batches": 2, "progress": False}
+    mesh = {"mesh": "data=2,fsdp=2,tensor=2", "micro_batches": 2}
     config = scripts.write_config(tmp_path, run="two", **mesh, **TINY_MESH)
     run = tmp_path / "runs" / "two"
     (code, first), (other_code, second) = map(output, start_two(config))

@@ -6,11 +6,7 @@ import json
 import zlib
 from pathlib import Path
 
-from train import command_of
-
 CHECKSUMS = "checksums.json"
-#: In a checkpoint that an earlier version packed: the checksums of the unpacked files.
-UNPACKED = "unpacked.json"
 
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
@@ -31,8 +27,6 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 def find_damage(folder: Path) -> str | None:
     """Describes the first damage in a checkpoint; None if it is intact."""
-    if (folder / UNPACKED).exists():
-        return f"it is packed (unpack it: {command_of('compress')} --restore {folder})"
     try:
         text = (folder / CHECKSUMS).read_text(encoding="utf-8")
         listed = {name: (int(size), int(crc)) for name, (size, crc) in json.loads(text).items()}

@@ -66,8 +66,8 @@ class SavedCheckpoints:
         self._say = say
         self._damaged: list[int] = []  # steps after the newest intact checkpoint
         self._figures: dict[int, float] = {}  # validation metric by step
-        for name in ("absl", "asyncio"):  # orbax logs to these
-            logging.getLogger(name).addFilter(_is_no_traceback)
+        for name in ("absl", "asyncio"):  # orbax logs failures to these, and raises them as well
+            logging.getLogger(name).addFilter(lambda record: record.exc_info is None)
 
     def newest(self) -> int | None:
         """Returns the step of the newest intact checkpoint; None if there are no checkpoints.
@@ -110,16 +110,13 @@ class SavedCheckpoints:
         trees = join_arrays(fresh, arrays, others)
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
 
-    def find(self, wanted: str, *, rival: float = math.nan) -> int | None:
-        """Finds a checkpoint by its step or by "best"; None if `rival` is at least as good."""
+    def find(self, wanted: str) -> int:
+        """Finds a checkpoint by its step or by "best"."""
         newest, steps = self.newest(), self.steps()
         step = int(wanted) if wanted.isdecimal() else None
         if wanted == "best" and newest is not None:
             self._read_checked(newest)
             step = self._best_of(steps)
-        if wanted == "best" and not math.isnan(rival):
-            if step is None or self._sign * self._figures[step] <= self._sign * rival:
-                return None
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
             rated = ", ".join(str(s) for s in steps if s in self._figures) or "none"
@@ -195,11 +192,6 @@ class SavedCheckpoints:
                 f"({listed}). Restore a copy, or name another --run to start again."
             )
         return None
-
-
-def _is_no_traceback(record: logging.LogRecord) -> bool:
-    """Returns whether to keep an orbax log record; orbax also raises the failures that it logs."""
-    return record.exc_info is None
 
 
 def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,36 +23,6 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from train import Failure
 
-# Option names in transformers' Trainer, torchtune, TRL and DeepSpeed, and the names here.
-_PAIRS = (
-    "adam-beta1:b1 adam-beta2:b2 adam-epsilon:eps bf16:dtype dataset-name:data dataset:data "
-    "eval-data:validation-share eval-steps:evaluate-every eval-strategy:evaluate-every "
-    "evaluation-strategy:evaluate-every fp16:dtype gradient-accumulation-steps:micro-batches "
-    "gradient-checkpointing:remat gradient-clipping:max-grad-norm "
-    "load-best-model-at-end:keep-best logging-dir:output-dir logging-steps:log-every "
-    "lr-scheduler-type:schedule lr-scheduler:schedule lr:learning-rate max-epochs:epochs "
-    "max-length:sequence-length max-new-tokens:max-tokens max-seq-len:sequence-length "
-    "max-seq-length:sequence-length max-steps:steps metric-for-best-model:keep-best "
-    "model-name-or-path:model model-name:model num-epochs:epochs num-train-epochs:epochs "
-    "optim:optimizer output:output-dir patience:early-stopping-patience "
-    "per-device-train-batch-size:batch-size per-gpu-train-batch-size:batch-size "
-    "resume-from-checkpoint:run resume:run run-name:run save-steps:save-every "
-    "save-strategy:save-every save-total-limit:keep test-file:test-data tokenizer:model "
-    "train-batch-size:batch-size train-file:data val-data:validation-share "
-    "validation-data:validation-share validation-file:validation-share "
-    "validation-split-percentage:validation-share warmup-ratio:warmup-share"
-)
-SYNONYMS = {foreign: own for foreign, own in (pair.split(":") for pair in _PAIRS.split())}
-
-
-# Options of other trainers without a counterpart: the start of their names, and the answer.
-ANSWERS = {
-    r"(use_)?q?lora|(use_)?peft|adapter": "LoRA: all weights are trained (docs/coming_from.md).",
-    r"load_in_|quantiz|bnb_": "quantized training: weights are in bfloat16 or float32 (--dtype).",
-    r"device": "option for the device of a run: JAX_PLATFORMS=cpu ahead of the command is the CPU.",
-}
-
-
 #: The keys of an option's metadata for the limits of its value.
 BOUNDS = ("above", "least")
 
@@ -143,31 +113,16 @@ def read_arguments(
 
 
 def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
-    """Returns a question that suggests similar `known` names; "" if none is similar.
-
-    Options of other trainers without a counterpart have their own answer.
-    """
+    """Returns a question that suggests similar `known` names; "" if none is similar."""
     # From an option, a key in a file, or `--name=value`.
-    name = name.lstrip("-").partition("=")[0].replace("_", "-")
-    if answer := _answer(name):
-        return answer
-    own = SYNONYMS.get(name, name)
-    if not prefix:
-        name, own = name.replace("-", "_"), own.replace("-", "_")
-    near = [own] if own in known else difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    name = name.removeprefix("--").partition("=")[0]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(f'{prefix}{x}' for x in near)}?" if near else ""
-
-
-def _answer(name: str) -> str:
-    name = name.replace("-", "_")
-    return next((f" There is no {x}" for start, x in ANSWERS.items() if re.match(start, name)), "")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
-        name = message.partition(":")[0].lstrip("-")
-        raise ArgumentError(message + _answer(name))
+        raise ArgumentError(message.removeprefix("argument "))
 
 
 def _add_options(

@@ -14,9 +14,6 @@ from typing import Annotated, Any, Literal
 from train import Failure
 from train.cli.arguments import option, out_of_bounds
 
-OwnTask = Literal["standard_library", "language", "alpaca", "chat", "classification"]
-GlueTask = Literal["cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte"]
-
 Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
 
 # Tasks that read an option.
@@ -25,6 +22,10 @@ _USERS = f"{_TEXTS} classification"
 
 # The task of a model that classifies pairs of texts from a user's own files.
 PAIRS = "classification of pairs"
+
+
+# A validation's metrics; the first decides which weights are best.
+_METRICS = {"classification": ("accuracy", "macro_f1", "matthews", "loss")}
 
 
 class SettingsError(Failure):
@@ -72,13 +73,12 @@ class ModelSettings(_Group):
 class DataSettings(_Group):
     """Data, and how to make examples from it (docs/finetuning.md)."""
 
-    task: OwnTask | GlueTask = option(
+    task: Literal["standard_library", "language", "alpaca", "chat", "classification"] = option(
         "standard_library",
         "standard_library: bytes of Python's source files. language: text. alpaca: instructions. "
-        "chat: conversations. classification: your own classes. Others: GLUE.",
+        "chat: conversations. classification: your own classes.",
     )
     data: Annotated[str, "PATH"] | None = option(None, "File or folder; none for standard_library.")
-    test_data: File | None = option(None, "File to evaluate the final weights on.", tasks=_USERS)
     length_buckets: int = option(4, "Number of lengths that batches are padded to.", above=0)
     text_column: str = option("text", "Column with the text.", tasks="language classification")
     second_text_column: str | None = option(
@@ -88,7 +88,6 @@ class DataSettings(_Group):
     chat_template: File | None = option(
         None, "Jinja template. Default: the one in the model's folder.", tasks="chat"
     )
-    token_cache: Dir | None = option(None, "Folder that caches the data's tokens.", tasks=_TEXTS)
     packing: Literal["separate", "joined"] = option(
         "separate", "Whether texts in one sequence attend to each other (joined).", tasks="language"
     )
@@ -204,14 +203,10 @@ class OutputSettings(_Group):
     report_to: Literal["none", "tensorboard", "trackio", "wandb"] = option(
         "none", "Also send the metrics to this tool; needs its package."
     )
-    progress: bool = option(True, "Show a progress bar on a terminal.")
     save_every: int = option(100, "Steps between checkpoints; 0: only at the end.", least=0)
     keep: int = option(2, "Number of newest checkpoints to keep.", above=0)
     keep_best: bool = option(False, "Keep the checkpoint that validates best; write its weights.")
     best: str | None = option(None, "Metric that decides, such as macro_f1. Default: the task's.")
-    export_every: int = option(
-        0, "Steps between exports of weights to model-STEP; 0: none.", least=0
-    )
     early_stopping_patience: int | None = option(
         None, "Stop after this many validations in a row without improvement.", above=0
     )
@@ -244,11 +239,22 @@ class StepSettings(OptimizerSettings, ModelSettings):
 class Settings(OutputSettings, StepSettings, DataSettings):
     """All settings of `train.finetune`; each can be a key of the TOML file."""
 
+    @property
+    def metric(self) -> str:
+        """Returns the metric that decides which weights are best; a smaller loss is better."""
+        return self.best or self._metrics[0]
+
+    @property
+    def _metrics(self) -> tuple[str, ...]:
+        return _METRICS.get(self.task, ("loss",))
+
     def __post_init__(self):
         # zenflow checks its own arguments, which have the same names.
         for name, expected in out_of_bounds(self):
             self._check(name, False, expected)
         self._check("seed", self.seed < 2**32, "a number below 2**32")
+        known = f"a metric of {self.task}: {', '.join(self._metrics)}"
+        self._check("best", self.metric in self._metrics, known)
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
         wanted = "a share above 0 and below 1, such as 0.001: every run validates (1 only with "
         self._check("validation_share", is_share, wanted + "--steps 0)")
@@ -274,7 +280,11 @@ class Settings(OutputSettings, StepSettings, DataSettings):
 
     def _check(self, name: str, fits: bool, expected: str) -> None:
         if not fits:
-            raise SettingsError(bad_value(name, expected, getattr(self, name)))
+            value = getattr(self, name)
+            raise SettingsError(
+                f"`{name}`: must be {expected}, but is {value if value != '' else repr(value)}. "
+                f"Change it in the config or pass {flag_of(name)}."
+            )
 
     def _check_one(self, share: str, count: str) -> None:
         values = getattr(self, share), getattr(self, count)
@@ -317,12 +327,6 @@ _OF_STREAMS: dict[str, dict[str, Any]] = {
         "transfer_dtype": None,
     },
 }
-
-
-def bad_value(name: str, expected: str, got: object) -> str:
-    got = repr(got) if got == "" else got
-    remedy = f"Change it in the config or pass {flag_of(name)}."
-    return f"`{name}`: must be {expected}, but is {got}. {remedy}"
 
 
 def flag_of(name: str) -> str:

@@ -118,6 +118,7 @@ class ChatTemplate:
         whole = self._render(messages, False, tools)
         if _PLACE in whole:
             raise ConversationError("the text has the noncharacter U+FDD2")
+        _check_written(whole, messages, tools or (), self.where)
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
         learned = [i for i in of_assistant if i not in skipped]
         if self._marks_answers:
@@ -236,6 +237,31 @@ def read_template_text(file: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path, TokenizerError) if path.is_file() else {}
+
+
+def _check_written(
+    whole: str, messages: Sequence[Message], tools: Sequence[Any], where: str
+) -> None:
+    """Raises if a rendered text lacks a tool, a call, or a text of a user or the system."""
+    remedy = "Pass another template with --chat-template, or leave it out"
+    if not all(name in whole for name in _functions(tools)):
+        raise ConversationError(f"the template in {where} skips `tools`. {remedy}")
+    for number, message in enumerate(messages, 1):
+        role, calls = message["role"], _functions(message.get("tool_calls") or ())
+        # Answers are searched later, and templates may encode a tool's result.
+        text = "" if role in (ASSISTANT, "tool") else str(message.get("content") or "").strip()
+        lost = [] if text in whole else ["content"]
+        lost += ["tool_calls" for name in calls if name not in whole]
+        if lost:
+            raise ConversationError(
+                f"the template in {where} skips `{lost[0]}` of message {number} (role {role!r}). "
+                f"{rename_roles(role) or remedy}"
+            )
+
+
+def _functions(items: Sequence[Any]) -> list[str]:
+    """Returns the names of the functions in tools or calls."""
+    return [str(item.get("function", item).get("name", "")) for item in items]
 
 
 def _start(

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train import Failure
-from train.huggingface.json_files import read_object
 from train.model.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.model.encoder import EncoderConfig
 
 CONFIG = "config.json"
-ADAPTER = "adapter_config.json"
 TASK = "zenflow_task"  # the key for the task that a run trained
 
 # The supported models: `model_type` of the config, and the class of `transformers`.
@@ -69,25 +67,6 @@ QWEN3_HEAD_WIDTH = 128
 
 class ModelError(Failure):
     """A folder does not contain the requested model."""
-
-
-def read_raw(folder: Path) -> dict[str, Any]:
-    """Reads a folder's config.json; names a remedy for other kinds of folders."""
-    if folder.is_dir() and not (folder / CONFIG).exists():
-        quantized = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == ".gguf")
-        if (folder / ADAPTER).exists():
-            base = read_object(folder / ADAPTER, ModelError).get("base_model_name_or_path")
-            raise ModelError(
-                f"`model`: {folder} has a LoRA adapter but no model. Merge it first with peft: "
-                f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
-                f".save_pretrained(DIR), and copy the tokenizer; or train its base model, {base}."
-            )
-        if quantized:
-            raise ModelError(
-                f"`model`: {folder} has the GGUF file {quantized[0]}, which is not supported. "
-                "Use the folder of safetensors that it was made from."
-            )
-    return read_object(folder / CONFIG, ModelError)
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:

@@ -15,8 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config, read_raw
+from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.huggingface.hub import model_folder
+from train.huggingface.json_files import read_object
 from train.huggingface.tensors import (
     DTYPES,
     Reader,
@@ -65,7 +66,7 @@ def read_folder(model: str | Path) -> Pretrained:
     if not folder.is_dir():
         problem = "is a file" if folder.is_file() else f"does not exist (in {Path.cwd()})"
         raise ModelError(f"{folder} {problem}. Pass a Hugging Face folder, or org/name on the Hub.")
-    raw = read_raw(folder)
+    raw = read_object(folder / CONFIG, ModelError)
     config = read_config(folder / CONFIG, raw)
     architecture = ARCHITECTURES[raw["model_type"]]
     headers = read_headers(folder, architecture)

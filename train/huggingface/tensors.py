@@ -24,7 +24,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 import elves
-from train.huggingface.config import CONFIG, ModelError
+from train.huggingface.config import ModelError
 from train.huggingface.json_files import read_object
 
 SINGLE = "model.safetensors"
@@ -79,8 +79,6 @@ HEADS = {"decoder": "lm_head.", "encoder": "classifier."}
 
 # Number of matrix rows that are compared at once.
 _ROWS = 4096
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class Tensor(NamedTuple):
@@ -227,7 +225,11 @@ def _read_header(path: Path) -> list[Tensor]:
 
 def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not index.exists():
-        raise _no_safetensors(folder)
+        others = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
+        raise ModelError(
+            f"{folder} has no {SINGLE} or {INDEX}, but {others}. Pass a folder of safetensors, "
+            "as save_pretrained of transformers writes it."
+        )
     files = read_object(index, ModelError).get("weight_map")
     if not isinstance(files, dict):
         raise ModelError(f"`weight_map` in {index}: must be an object, but is {files!r}.")
@@ -235,20 +237,6 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
     for file in sorted(set(files.values())):
         tensors += [tensor for tensor in _read_header(folder / file) if tensor.name in files]
     return tensors
-
-
-def _no_safetensors(folder: Path) -> ModelError:
-    problem = f"{folder} has no {SINGLE} or {INDEX}, but"
-    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
-    if not pickles:
-        others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
-        return ModelError(f"{problem} {others or 'nothing similar'}.")
-    # The class decides which head is kept.
-    name = (read_object(folder / CONFIG, ModelError).get("architectures") or ["AutoModel"])[0]
-    return ModelError(
-        f"{problem} {pickles[0]}: a pickle, which can run any program when read. Convert it with "
-        f"torch and transformers' {name}: from_pretrained, save_pretrained."
-    )
 
 
 def first_of(names: Iterable[str]) -> str:

@@ -20,15 +20,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn
-from rich.table import Column
 
 from elves.atomic import atomic_path
 from train.log.meter import Row
 from train.log.trackers import Reporter, finite
-
-# In wider terminals, a bar and a percentage fit next to time, steps and metrics.
-WIDE = 110
 
 
 class RunLog:
@@ -43,7 +38,6 @@ class RunLog:
         *,
         steps: int,
         console: Console,
-        progress: bool,
         reporter: Reporter | None = None,
         rows: Sequence[Row] = (),
         validations: Sequence[tuple[int, Mapping[str, float]]] = (),
@@ -51,32 +45,18 @@ class RunLog:
         self.rows = list(rows)
         done = rows[-1].step if rows else 0
         self._console = console
-        self._as_lines = not (progress and console.is_terminal)
         self._csv_file = _begin(folder / "metrics.csv", [Row._fields, *rows])
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
         self._validation_file = _begin(folder / "validation.csv", lines)
         self._reporter = reporter
-        name, *drawn, left = Progress.get_default_columns()
-        self._bar = Progress(
-            name,
-            *(drawn if console.width > WIDE else []),
-            left,
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", table_column=Column()),  # not cut
-            console=console,
-            disable=self._as_lines,
-        )
-        self._task = self._bar.add_task("train", total=steps, completed=done, figures="compiling")
         self._steps = steps
         self._made = time.monotonic()
         self._begun = (done, self._made)  # a step, and its time
 
     def __enter__(self) -> RunLog:
-        self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        self._bar.stop()
         with contextlib.ExitStack() as closing:
             if kind is not None:
                 # A full disk fails here again, which would hide the original error.
@@ -89,12 +69,8 @@ class RunLog:
     def begin(self, step: int) -> None:
         """Notes that this start's first step is compiled and finished."""
         self._begun = step, time.monotonic()
-        self.say(f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s")
-
-    def say(self, line: str) -> None:
-        """Shows a line if there is no progress bar."""
-        if self._as_lines:
-            show(self._console, line)
+        line = f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s"
+        show(self._console, line)
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -106,23 +82,19 @@ class RunLog:
             figures += f"  {row.tokens_per_s:,.0f} tokens/s  waited for host {row.wait_share:.1%}"
         if row.skipped:
             figures += f"  {row.skipped} skipped"
-        self._bar.update(self._task, completed=row.step, figures=figures)
         # Based on the steps of this start, including validations and checkpoints.
         first, since = self._begun
         if first < row.step < self._steps:
             per_step = (time.monotonic() - since) / (row.step - first)
             left = datetime.timedelta(seconds=round(per_step * (self._steps - row.step)))
             figures += f"  {left} left"
-        self.say(f"{self._counted(row.step)}  {figures}")
+        show(self._console, f"{self._counted(row.step)}  {figures}")
 
-    def validation(
-        self, step: int, figures: Mapping[str, float], label: str = "validation"
-    ) -> None:
-        if label == "validation":
-            _write(self._validation_file, _lines(step, figures))
-        self._report(label, figures, step)
+    def validation(self, step: int, figures: Mapping[str, float]) -> None:
+        _write(self._validation_file, _lines(step, figures))
+        self._report("validation", figures, step)
         values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        show(self._console, f"{label} after {step} steps: {values}")
+        show(self._console, f"validation after {step} steps: {values}")
 
     def _report(self, label: str, figures: Mapping[str, float | None], step: int) -> None:
         if self._reporter is not None and (drawn := finite(label, figures)):
@@ -137,10 +109,10 @@ class NoLog(contextlib.nullcontext):
 
     rows: Sequence[Row] = ()
 
-    def say(self, *_: Any) -> None:
+    def begin(self, *_: Any) -> None:
         pass
 
-    begin = add = validation = say
+    add = validation = begin
 
 
 def show(console: Console, line: str) -> None:

@@ -5,7 +5,7 @@ settings.toml         all settings, as a config file, with copies of the files t
 metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
 summary.json          the values of the summary table; `best_step` is the step of the saved
-                      weights, null without keep_best; `test` has the metrics of these weights
+                      weights, null without keep_best
 checkpoints/          the run's checkpoints, to resume from (`checkpoints/writing.py`)
 model.safetensors     trained weights in float32; or model/, a folder like the original
 """
@@ -26,8 +26,8 @@ from rich.table import Table
 import zenflow_jax
 from elves.atomic import write_text_atomically
 from train import command_of
+from train.cli.settings import PAIRS
 from train.log.meter import Row
-from train.tasks.classify import is_pair_task
 from zenflow_jax import planning
 
 # Minimum number of steps for advice from the timings.
@@ -83,8 +83,7 @@ def write_picture(
     from matplotlib.figure import Figure  # a third of the start-up time
     from matplotlib.ticker import MaxNLocator
 
-    # With several data sets, `matched/loss`.
-    panel_of = {name: int(not name.endswith("loss")) for name in validations[-1][1]}
+    panel_of = {name: int(name != "loss") for name in validations[-1][1]}
     count = 1 + max(panel_of.values())
     # A Figure without pyplot needs no display and no global state.
     figure = Figure(figsize=(8, 2.5 + 1.5 * count), layout="constrained")
@@ -95,9 +94,9 @@ def write_picture(
     panels[0].plot(middles, [row.loss for row in rows], ".-", label="training")
     for name, panel in panel_of.items():
         values = [figures[name] for _, figures in validations]
-        label = f"validation {name}".replace("/", " ")
         # Points, because the values between them are unknown.
-        panels[panel].plot([step for step, _ in validations], values, "o", label=label)
+        steps = [step for step, _ in validations]
+        panels[panel].plot(steps, values, "o", label=f"validation {name}")
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
@@ -121,7 +120,7 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
 
 def command_of_use(model: Path, task: str) -> str | None:
     """Returns the command that uses the model in this folder; None if there is none."""
-    if is_pair_task(task):
+    if task == PAIRS:
         return None
     prompts = {"language": "The beginning of a text", "alpaca": "An instruction"}
     prompt = {**prompts, "chat": "A question"}.get(task, "A text")
@@ -145,8 +144,6 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
     for when in ("before", "after"):
         for name, value in figures[f"validation_{when}"].items():
             table.add_row(f"validation {name} {when}", format(value, ".3f"))
-    for name, value in (figures["test"] or {}).items():
-        table.add_row(f"test {name}", format(value, ".3f"))
     return table
 
 

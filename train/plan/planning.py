@@ -26,8 +26,9 @@ from train.distributed.sharding import (
     mesh_over,
     weight_shardings,
 )
-from train.huggingface.config import ARCHITECTURES, CONFIG, read_config, read_raw
+from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.huggingface.hub import model_folder
+from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained
 from train.run import models
 from train.run.memory import host_bytes
@@ -68,7 +69,7 @@ class RunPlan(NamedTuple):
     settings: StepSettings
     of_optimizers: Mapping[str, planning.Plan]
     measured: bool  # whether the host's bandwidth was measured
-    ways: tuple[Way, ...]  # other settings that fit; if the run fits, a larger batch
+    ways: tuple[Way, ...]  # other settings, which fit, if the run does not
 
     @property
     def chosen(self) -> planning.Plan:
@@ -178,6 +179,7 @@ def plan_run(
             return None  # the config overrides the change
         return planner.plan_to_fit(other)
 
+    ways: list[Way] = []
     if not plans[settings.optimizer].fits:
         unit = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
         ways = ways_that_fit(settings, unit, plan_of)
@@ -187,21 +189,7 @@ def plan_run(
                 way._replace(changes={**_changed(settings, _BY_LAYERS), **way.changes})
                 for way in ways_that_fit(layered, unit, plan_of)
             ]
-    else:
-        ways = larger_batches(settings, plan_of)[-1:] if planner.by_compiler else []
     return RunPlan(settings, plans, planner.measured, tuple(ways))
-
-
-def larger_batches(
-    settings: StepSettings, plan_of: Callable[[StepSettings], planning.Plan | None]
-) -> list[Way]:
-    """Doubles the batch while it fits."""
-    ways: list[Way] = []
-    batch = 2 * settings.batch_size
-    while (plan := plan_of(dataclasses.replace(settings, batch_size=batch))) and plan.fits:
-        ways.append(Way({}, batch, plan))
-        batch *= 2
-    return ways
 
 
 def ways_that_fit(
@@ -287,7 +275,7 @@ class PlannedStep(NamedTuple):
 def folder_of_config(model: str) -> Pretrained:
     """Returns a model's folder after reading only its `config.json`."""
     folder = model_folder(model, [CONFIG])
-    raw = read_raw(folder)
+    raw = read_object(folder / CONFIG, ModelError)
     config = read_config(folder / CONFIG, raw)
     return Pretrained(folder, ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
 

@@ -73,7 +73,7 @@ def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
     lines = [f"{settings.optimizer}: {chosen.advice}"]
     if run_plan.ways:
         alone = ", without gradients and activations" if by_shapes else ""
-        lines.append("A larger batch fits:" if chosen.fits else f"These commands fit{alone}:")
+        lines.append(f"These commands fit{alone}:")
         for way in run_plan.ways:
             sizes = map(planning.gb, (way.plan.device_bytes, way.plan.host_bytes))
             needs = "device {}, host {}".format(*sizes)
@@ -84,8 +84,6 @@ def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
             "--scan-layers or --prefetch-bytes was found to fit. Use a smaller --topk-ratio, a "
             "smaller model, or more devices (--mesh)."
         )
-    elif by_shapes:
-        lines.append(f"The batches that fit depend on activations, which {planning.INSTALL} adds.")
     rate = "measured here" if run_plan.measured else "assumed"
     lines.append(
         f"Assumptions: {planning.EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +25,12 @@ from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job
 from train.run.training import LayerTraining, StepTraining
-from train.tasks import is_loss
 
 
 class Result(NamedTuple):
     totals: Totals
     best: int  # the step of the written weights
     written: str  # name of the model's file or folder
-    test: dict[str, float] | None  # the metrics of these weights on the test data
 
 
 class Run:
@@ -61,7 +59,7 @@ class Run:
                 folder / "checkpoints",
                 keep=job.settings.keep,
                 keep_best=job.settings.keep_best,
-                larger_is_better=not is_loss(task.best),
+                larger_is_better=job.settings.metric != "loss",
                 describe=description(job.values, task.checksum, config, task.labels),
                 say=self._say,
             )
@@ -93,7 +91,8 @@ class Run:
             check_finite(self._validated(0), self.job.causes_of_infinity)
         elif self._is_validated(self.done):
             # The last start was stopped before this validation, or ended with this step.
-            self.checkpoints.rate(self.done, self._validated(self.done)[self.job.task.best])
+            figures = self._validated(self.done)
+            self.checkpoints.rate(self.done, figures[self.job.settings.metric])
         return True
 
     def _has_ended(self) -> bool:
@@ -130,7 +129,6 @@ class Run:
                 self.folder,
                 steps=self.steps,
                 console=self.console,
-                progress=job.settings.progress,
                 reporter=reporter(job.settings.report_to, self.folder, **report),
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
@@ -158,7 +156,7 @@ class Run:
         saved = self.done
         lengths: set[int | None] = set()  # batch lengths for which the step is compiled
         if self.done < self.steps:
-            self.log.say("compiling the training step")
+            self._say("compiling the training step")
         for step in range(self.done + 1, self.steps + 1):
             self._step(step, lengths)
             number = self.stop.after(step)
@@ -177,11 +175,6 @@ class Run:
                     self._say(f"step {step} was skipped: no checkpoint is saved")
                 else:
                     self._save(saved := step)
-            if is_due(self.job.settings.export_every, step):
-                self.training.wait()
-                with self.meter.paused():
-                    folder = self.folder / f"{models.FOLDER}-{step}"
-                    self._write(folder, self.training.weights())
             if self._has_stopped_early():
                 self.steps = step
                 patience = self.job.settings.early_stopping_patience
@@ -230,9 +223,9 @@ class Run:
         if flushed and self.validations[-1][0] == steps:
             self.validations.pop()  # from an early stop: the weights have changed since
         figures = self._validated(steps)
-        self.checkpoints.rate(steps, figures[self.job.task.best])
+        self.checkpoints.rate(steps, figures[self.job.settings.metric])
         best = self.checkpoints.best(or_step=steps)
-        weights, written = self._write_model(best)
+        written = self._write_model(best)
         try:
             self.checkpoints.finish()
         except CheckpointError as error:
@@ -240,9 +233,7 @@ class Run:
                 raise  # before this, other processes show nothing
             model = f"{self.folder / written} has the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
-        if test := self.training.test(weights):
-            self.log.validation(best, test, "test")
-        return Result(totals, best, written, test)
+        return Result(totals, best, written)
 
     def report(self, ended: Result, begun_s: float) -> None:
         """Writes and shows the summary of a run that began at `begun_s`; closes all files first."""
@@ -269,21 +260,18 @@ class Run:
         if use and ended.written == models.FOLDER:
             self._say(f"Try it: {use}")
 
-    def _write_model(self, best: int) -> tuple[Any, str]:
-        """Writes the weights of the best step; returns them, and the name of file or folder."""
+    def _write_model(self, best: int) -> str:
+        """Writes the weights of the best step; returns the name of their file or folder."""
         if best != self.steps:
             # As validated, without the updates that were pending then.
             weights, values = self.training.weights_of(self.checkpoints, best), None
         else:
             weights, values = self.training.final_weights()
-        is_file = self.job.model.origin is None
-        self._write(self.folder if is_file else self.folder / models.FOLDER, weights, values)
-        return weights, models.WEIGHTS if is_file else models.FOLDER
-
-    def _write(self, folder: Path, weights: Any, values: Iterator[Any] | None = None) -> None:
-        job = self.job
+        job, origin = self.job, self.job.model.origin
+        folder = self.folder if origin is None else self.folder / models.FOLDER
         options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
-        models.write(folder, job.model.origin, *self.training.whole(weights, values), **options)
+        models.write(folder, origin, *self.training.whole(weights, values), **options)
+        return models.WEIGHTS if origin is None else models.FOLDER
 
     def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:
         job = self.job
@@ -310,7 +298,6 @@ class Run:
             "total_s": time.perf_counter() - begun_s,
             "validation_before": self.validations[0][1],
             "validation_after": self.validations[-1][1],
-            "test": ended.test,
             "windows": stats and stats.windows,
             "mean_window_length": stats and mean_window_length(stats),
             "reselections": stats and stats.reselections,
@@ -328,9 +315,9 @@ class Run:
         return self.validations[-1][1]
 
     def _has_stopped_early(self) -> bool:
-        best, patience = self.job.task.best, self.job.settings.early_stopping_patience
-        values = [figures[best] for _, figures in self.validations]
-        return has_stalled(values, patience, larger_is_better=not is_loss(best))
+        metric, patience = self.job.settings.metric, self.job.settings.early_stopping_patience
+        values = [figures[metric] for _, figures in self.validations]
+        return has_stalled(values, patience, larger_is_better=metric != "loss")
 
     def _is_validated(self, step: int) -> bool:
         """Returns whether a validation is due; the final validation follows later."""
@@ -348,7 +335,7 @@ class Run:
         self._log_rows(whole=True)
         progress = {"validations": self.validations, "meter": self.meter.state()}
         at, figures = self.validations[-1] if self.validations else (0, {})
-        figure = figures[self.job.task.best] if at == step else None
+        figure = figures[self.job.settings.metric] if at == step else None
         self.training.save(self.checkpoints, step, progress, figure)
 
     def _log_rows(self, *, whole: bool = False) -> None:

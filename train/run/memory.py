@@ -10,16 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from train.cli.settings import SettingsError, StepSettings, TrainingSettings
-from train.distributed.sharding import batch_parts
 from train.run.optimizers import weight_dtype
 from zenflow_jax.planning import gb
 
 
-def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepSettings) -> None:
-    """Rejects a run that cannot fit in any layout, based on the minimum memory that it needs.
-
-    Its batches have logits for `vocabulary` tokens, 0 for none.
-    """
+def check_memory(parameters: int, mesh: Mesh | None, run: StepSettings) -> None:
+    """Rejects a run that cannot fit in any layout, based on the minimum memory that it needs."""
     adamw, trains = run.optimizer == "adamw", run.steps != 0
     weights = np.dtype(weight_dtype(run.optimizer, run.dtype)).itemsize * parameters
     # Weights, gradients if all exist at once and, with adamw, moments. Leaves that are not matrices
@@ -33,23 +29,19 @@ def check_memory(parameters: int, vocabulary: int, mesh: Mesh | None, run: StepS
     host = 0.0 if adamw or not trains else state * deferred * parameters
     if jax.local_devices()[0].platform == "cpu":
         host += device
-    tokens = run.batch_size * run.sequence_length / run.micro_batches / batch_parts(mesh)
-    logits = 4 * vocabulary * tokens
     device /= 1 if mesh is None else mesh.size
     host /= jax.process_count()
     memory = device_bytes() or math.inf
     other = "--optimizer zenflow" if adamw else "--host-state compact"
-    for name, needed, room, use, remedy in (
-        ("model", device, memory, "weights and gradients on each device", f"{other}, more devices"),
-        ("model", host, host_bytes(), "state on the host", f"{other}, more machines"),
-        ("batch_size", logits, memory, "the logits of a micro-batch", "more --micro-batches"),
+    for needed, room, use, more in (
+        (device, memory, "weights and gradients on each device", "devices"),
+        (host, host_bytes(), "state on the host", "machines"),
     ):
         if needed > room:
             raise SettingsError(
-                f"`{name}`: not enough memory for {use}: needs {gb(needed)}, has {gb(room)}, with "
-                f"{run.batch_size} x {run.sequence_length} tokens in {run.micro_batches} "
-                f"micro-batches, {run.optimizer} and {parameters:,} parameters. Use a smaller one, "
-                f"{remedy}, or --force to start anyway."
+                f"`model`: not enough memory for {use}: needs {gb(needed)}, has {gb(room)}, with "
+                f"{run.optimizer} and {parameters:,} parameters. Use a smaller one, {other}, more "
+                f"{more}, or --force to start anyway."
             )
 
 

@@ -150,13 +150,10 @@ def config_of(
     if origin is not None:
         return origin.config
     return DecoderConfig(
+        **run.subset(("width", "layers", "heads", "ffn")),
         vocabulary=standard_library.VOCABULARY,
-        width=run.width,
-        layers=run.layers,
-        heads=run.heads,
         kv_heads=run.heads,
         head_width=run.width // run.heads,
-        ffn=run.ffn,
         positions=run.sequence_length,
     )
 

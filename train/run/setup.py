@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from train.distributed.sharding import batch_parts, batch_sharding, committed, m
 from train.huggingface.loading import Pretrained, read_folder, shapes_of
 from train.log.meter import causes_of_infinity, check_finite
 from train.log.trackers import check_reporter
-from train.model.cross_entropy import PART
 from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
 from train.run import models, optimizers
@@ -36,7 +34,7 @@ from train.run.step import (
 )
 from train.tasks import Task
 from train.tasks.batches import Batches, Sample
-from train.tasks.chosen import make_task, make_test, with_best
+from train.tasks.chosen import make_task
 from zenflow_jax import layerwise, streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
@@ -53,9 +51,7 @@ class Sources(NamedTuple):
     config: DecoderConfig | EncoderConfig
     texts: Mapping[str, str]  # files for the trained folder, read when the run begins
     task: Task
-    samples: Mapping[str, Sample]  # the batches of each validation set
-    test: Mapping[str, Sample]  # the batches of the test data, if any
-    checksum: int  # of all data
+    sample: Sample  # the batches for validation
 
 
 class Job(NamedTuple):
@@ -70,14 +66,11 @@ class Job(NamedTuple):
     learning_rate: float | optax.Schedule  # for `layered`
     train_step: Callable | None  # for all other models
     validate: Callable[[Any], dict[str, float]]  # from `make_validate`
-    test: Callable[[Any], dict[str, float]] | None  # the same for the test data
     notes: tuple[str, ...]  # shown to the user
     causes_of_infinity: str
 
 
-def read(
-    settings: Settings, *, timeline: Path | None, force: bool, say: Callable[[str], None]
-) -> Sources:
+def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     """Reads and checks everything except weights; arguments and errors are as for `train`."""
     settings.check_task()
     check_reporter(settings.report_to)
@@ -95,30 +88,19 @@ def read(
     texts = models.template_files(settings.chat_template)
     if not force:
         parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
-        # A classifier has no logits over tokens.
-        vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
-        check_memory(parameters, vocabulary, mesh, settings)
-    task = with_best(make_task(settings, origin, say), settings.best)
+        check_memory(parameters, mesh, settings)
+    task = make_task(settings, origin)
     # Validations also use micro-batches, because these fit on the device.
     parts, most = settings.micro_batches, settings.eval_batches
-    sample = partial(
-        Sample,
+    sample = Sample(
+        task.validation,
+        batches=None if most is None else most * parts,
         batch_size=settings.batch_size // parts,
         seed=settings.seed,
         mesh=mesh,
         buckets=settings.length_buckets,
     )
-    most = None if most is None else most * parts
-    samples = {name: sample(source, batches=most) for name, source in task.validation.items()}
-    tested, checksum = {}, task.checksum
-    if settings.test_data is not None:
-        test = make_test(settings, origin, task, say)
-        tested = {"test": sample(test.validation["validation"])}
-        task = task._replace(notes=(*task.notes, *test.notes))
-        checksum ^= test.checksum
-    return Sources(
-        original, settings, deepspeed, mesh, origin, config, texts, task, samples, tested, checksum
-    )
+    return Sources(original, settings, deepspeed, mesh, origin, config, texts, task, sample)
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
@@ -141,16 +123,13 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
     values = dataclasses.asdict(settings)
-    processes.check_same(to_toml(values), sources.checksum)
+    processes.check_same(to_toml(values), task.checksum)
     model, layered, judge = make_model(sources)
     opt_state = train_step = None
     if layered is None:
         tx = optimizers.make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
         opt_state = committed(tx.init(model.params), mesh)
         train_step = _make_step(model, tx, opt_state, settings, mesh, task)
-
-    def figures_on(samples: Mapping[str, Sample]) -> Callable[[Any], dict[str, float]]:
-        return make_validate(judge, task, samples, check)
 
     job = Job(
         settings=settings,
@@ -163,8 +142,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         layered=layered,
         learning_rate=optimizers.schedule_of(settings, deepspeed),
         train_step=train_step,
-        validate=figures_on(sources.samples),
-        test=figures_on(sources.test) if sources.test else None,
+        validate=make_validate(judge, task, sources.sample, check),
         notes=notes,
         causes_of_infinity=causes_of_infinity(settings),
     )
@@ -246,9 +224,8 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     """Shows a validation's metrics, which must be finite. All processes must call it."""
-    settings, task = sources.settings, sources.task
-    samples = {**sources.samples, **sources.test}
-    processes.check_same(to_toml(dataclasses.asdict(settings)), sources.checksum)
+    settings, task, sample = sources.settings, sources.task, sources.sample
+    processes.check_same(to_toml(dataclasses.asdict(settings)), task.checksum)
     for line in (*task.notes, *task.overview):
         say(line)
     model, layered, judge = make_model(sources)
@@ -259,11 +236,11 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
         if layered is not None:
             weights = stack.enter_context(layered.without_training(weights))
             model.params.clear()  # as `make_trainer` does
-        figures = make_validate(judge, task, samples)(weights)
-    counts = ", ".join(f"{sample.examples} examples of {name}" for name, sample in samples.items())
-    say(f"{settings.model or 'a model that is not trained'} on {counts}:")
+        figures = make_validate(judge, task, sample)(weights)
+    model_name = settings.model or "a model that is not trained"
+    say(f"{model_name} on {sample.examples} examples of validation:")
     for name, value in figures.items():
-        per = f" nats per {task.target}" if name.rpartition("/")[2] == "loss" else ""
+        per = f" nats per {task.target}" if name == "loss" else ""
         say(f"{name} {value:.4f}{per}")
     check_finite(figures, causes_of_infinity(settings))
     processes.leave()

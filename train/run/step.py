@@ -6,7 +6,7 @@ A loss is stored per example, as a sum and a number of terms, because the mean i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from train.distributed import processes
 from train.run.optimizers import skipped_steps
 from train.tasks import Task
 from train.tasks.batches import ROWS, Batch
+from train.tasks.classification import score
 from zenflow_jax import streaming
 
 # Number of validation batches that are dispatched before the first result is read.
@@ -159,36 +160,26 @@ def judged(result: PerExample, batch: Batch) -> tuple[jax.Array, jax.Array, jax.
 def make_validate(
     judge: Callable[[Any, Batch], Any],
     task: Task,
-    samples: Mapping[str, Iterable[Batch]],
+    sample: Iterable[Batch],
     check: Callable[[], None] = lambda: None,
 ) -> Callable[[Any], dict[str, float]]:
-    """Returns a function from the first argument of `judge` to the metrics on `samples`.
+    """Returns a function from the first argument of `judge` to the metrics on a sample."""
 
-    With several samples, each metric is prefixed with the sample's name: `matched/accuracy`.
-    """
-
-    def of_sample(params, sample: Iterable[Batch]) -> dict[str, float]:
+    def validate(params: Any) -> dict[str, float]:
         loss = targets = 0.0
         predictions, labels = [], []
         for batch, (losses, counts, predicted) in _ahead(partial(judge, params), sample):
             check()
             loss += float(losses)
             targets += float(counts)
-            if task.score is not None:
+            if task.labels:
                 rows = processes.gather(batch[ROWS]) > 0
                 predictions.append(processes.gather(predicted)[rows])
                 labels.append(processes.gather(batch["label"])[rows])
         figures = {"loss": loss / max(targets, 1)}
-        if task.score is not None:
-            figures |= task.score(np.concatenate(predictions), np.concatenate(labels))
+        if task.labels:
+            figures |= score(np.concatenate(predictions), np.concatenate(labels))
         return figures
-
-    def validate(params: Any) -> dict[str, float]:
-        return {
-            name if len(samples) == 1 else f"{data}/{name}": value
-            for data, sample in samples.items()
-            for name, value in of_sample(params, sample).items()
-        }
 
     return validate
 

@@ -94,16 +94,9 @@ class StepTraining:
         """Returns the weights of a checkpoint, in place of the current ones."""
         return checkpoints.weights(step, self.params)
 
-    def weights(self) -> Any:
-        return self.params
-
     def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
         """Returns weights and values in the model's own structure."""
         return weights, values
-
-    def test(self, weights: Any) -> Figures | None:
-        """Returns the metrics of these weights on the test data, if any."""
-        return self._job.test and self._job.test(weights)
 
 
 class LayerTraining:
@@ -158,17 +151,8 @@ class LayerTraining:
     def weights_of(self, checkpoints: Checkpoints, step: int) -> Any:
         return checkpoints.weights(step, self._layered.shapes)
 
-    def weights(self) -> Any:
-        return self.host.params()
-
     def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
         return self._layered.whole(weights, values)
-
-    def test(self, weights: Any) -> Figures | None:
-        if self._job.test is None:
-            return None
-        with self._layered.without_training(weights) as trainer:
-            return self._job.test(trainer)
 
 
 @contextlib.contextmanager

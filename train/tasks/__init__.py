@@ -1,35 +1,23 @@
-"""Tasks: training examples, validation examples, and a score.
+"""Tasks: training examples and validation examples.
 
     standard_library.py  the next byte of Python's source files; needs no download
     language.py          the next token of text
     answers.py           answers to instructions (alpaca), and in conversations (chat)
     conversations.py     the structure of messages
     fields.py            fields that no task reads
-    glue.py              the GLUE tasks: a class for a sentence or a pair of sentences
     classification.py    a class for a text or a pair of texts from a user's file
-    examples.py          the common part of the last three
+    examples.py          the common part of answers and classes
     files.py, tables.py  the contents of files
 
-All tasks but the first tokenize everything at the start, in chunks (`encoding.py`), into
-memory-mapped files on disk (`token_files.py`). The same files and seed give the same examples.
+All tasks but the first tokenize everything at the start, in chunks, into memory-mapped files on
+disk (`encoding.py`). The same files and seed give the same examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from train.tasks.batches import Source
-
-# Maps predicted and true class ids, both (n,), to metrics.
-Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
-
-
-def is_loss(metric: str) -> bool:
-    """Returns whether smaller values of a metric are better."""
-    return metric.rpartition("/")[2] == "loss"
 
 
 class Task(NamedTuple):
@@ -44,15 +32,10 @@ class Task(NamedTuple):
       `mask` (T,) uint8 (1 for tokens, 0 for padding) and `label` () int32.
     """
 
-    name: str
     train: Source
-    validation: Mapping[str, Source]  # usually one, "validation"
+    validation: Source
     checksum: int  # CRC-32 of all tokens and labels, so that a resumed run detects changed data
     labels: tuple[str, ...] = ()  # names of the classes in the order of their ids
-    score: Score | None = None  # the official metrics of classes
-    # The metric that decides which weights are best; a smaller loss is better. With several data
-    # sets, it has the set's name as a prefix: "matched/accuracy".
-    best: str = "loss"
     notes: tuple[str, ...] = ()  # sentences about omitted examples, to be shown
     overview: tuple[str, ...] = ()  # lines about the training examples, to be shown
 
@@ -60,15 +43,6 @@ class Task(NamedTuple):
     def kind(self) -> Literal["decoder", "encoder"]:
         """Returns the kind of model that the task needs."""
         return "encoder" if self.labels else "decoder"
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Returns the names of a validation's metrics."""
-        ids = np.zeros(1, np.int32)
-        names = ["loss", *(self.score(ids, ids) if self.score else ())]
-        if len(self.validation) == 1:
-            return tuple(names)
-        return tuple(f"{data}/{name}" for data in self.validation for name in names)
 
     @property
     def target(self) -> str:

@@ -26,13 +26,19 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, tables
 from train.tasks.batches import DataError
 from train.tasks.conversations import Conversations
-from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype
+from train.tasks.encoding import (
+    Encoded,
+    chunks,
+    enclose,
+    encode,
+    smallest_dtype,
+    store_tokens,
+)
 from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
 from train.tasks.files import common_place, expect_examples, find_files, records, text_field
-from train.tasks.token_files import store_tokens
 
-SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
+SUFFIXES = (".json", ".jsonl", tables.SUFFIX)
 
 # The exact wording matters: https://github.com/tatsu-lab/stanford_alpaca
 PROMPT_WITH_INPUT = (
@@ -60,7 +66,7 @@ class Answers(Examples):
 def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
     """Creates the task of answering instructions; arguments and errors as for `task_of_answers`."""
     encode_files = partial(_encode_instructions, tokenizer)
-    return task_of_answers("alpaca", data, tokenizer, encode_files, **options)
+    return task_of_answers(data, tokenizer, encode_files, **options)
 
 
 def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
@@ -80,12 +86,10 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
             )
         notes += reader.notes(common_place(paths))
 
-    form = (template.text, template.special)
-    return task_of_answers("chat", data, tokenizer, encode_files, form=form, **options)
+    return task_of_answers(data, tokenizer, encode_files, **options)
 
 
 def task_of_answers(
-    name: str,
     data: Path,
     tokenizer: Tokenizer,
     encode_files: Callable[[list[Path], list[str]], Iterator[Encoded]],
@@ -93,19 +97,16 @@ def task_of_answers(
     sequence_length: int,
     validation_share: float,
     seed: int,
-    form: tuple[object, ...] = (),
-    store: Callable[..., Encoded] = store_tokens,
 ) -> Task:
     """Creates the task of predicting the answers in the files of `data`.
 
     Examples longer than T + 1 tokens are truncated; those that lose their answer are dropped.
-    `store` is `store_tokens` with options; `form` has other facts that determine tokens.
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     sides: list[Examples] = []
     for paths in filter(None, (files.train, files.validation)):
-        encoded = store(partial(encode_files, paths), tokenizer, paths, notes, form=(name, *form))
+        encoded = store_tokens(encode_files(paths, notes), tokenizer)
         # The first token of an example is not a target.
         ends = np.minimum(encoded.starts[1:], encoded.starts[:-1] + sequence_length + 1)
         bounds = zip(encoded.starts[:-1] + 1, ends, strict=True)
@@ -125,7 +126,8 @@ def task_of_answers(
         sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
     if len(sides) == 1:
         sides = sides[0].split(data, validation_share=validation_share, seed=seed)
-    return task_of(name, sides[0], {"validation": sides[1]}, tokenizer, notes=notes)
+    train, validation = sides
+    return task_of(train, validation, tokenizer, notes=notes)
 
 
 def prompt(instruction: str, context: str = "") -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import sys
 import zlib
@@ -23,13 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from train.huggingface.tokenizer import Tokenizer
-from train.tasks import Task, glue, tables
+from train.tasks import Task, tables
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
 from train.tasks.examples import Examples, Sentences, task_of
 from train.tasks.files import find_files, first_30, lines, records, shorten, text_field
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", tables.SUFFIX)
 
 SEPARATORS = (",", ";", "\t", "|")
 
@@ -62,12 +63,20 @@ class Rows(NamedTuple):
 
 
 def score(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Returns the accuracy, and the mean F1 of the classes that occur."""
-    f1s = [glue.f1(predictions, labels, of) for of in np.union1d(predictions, labels)]
-    return {**glue.accuracy(predictions, labels), "macro_f1": float(np.mean(f1s))}
-
-
-BEST = "accuracy"
+    """Returns the accuracy, the mean F1 of the classes that occur, and Matthews correlation."""
+    classes = np.union1d(predictions, labels)
+    predicted, true = (np.sum(ids[:, None] == classes, axis=0) for ids in (predictions, labels))
+    hits = np.sum((predictions == labels)[:, None] & (labels[:, None] == classes), axis=0)
+    n = len(labels)
+    # 0 if all predictions or all labels are the same.
+    spread = math.sqrt((n**2 - np.sum(predicted**2)) * (n**2 - np.sum(true**2)))
+    matthews = (n * np.sum(hits) - np.sum(predicted * true)) / (spread or 1)
+    f1s = 2 * hits / (predicted + true)
+    return {
+        "accuracy": float(np.sum(hits) / n),
+        "macro_f1": float(np.mean(f1s)),
+        "matthews": float(matthews) if spread else 0.0,
+    }
 
 
 def make(
@@ -99,15 +108,12 @@ def make(
     if len(sides) == 1:
         sides = sides[0].split(data, validation_share=validation_share, seed=seed)
     task = task_of(
-        "classification",
         sides[0],
-        {"validation": sides[1]},
+        sides[1],
         tokenizer,
         checksum=zlib.crc32(json.dumps(classes).encode()),
         labels=classes,
         notes=notes,
-        best=BEST,
-        score=score,
     )
     return task._replace(overview=(*_balance(classes, ids[0]), *task.overview))
 
@@ -211,16 +217,8 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     if not name.endswith((".csv", ".tsv")):
         yield from records(path)
         return
-    if name.endswith(".csv"):
-        rows, remedy = _csv(path, columns), QUOTE
-    else:
-        tsv = ((n, line.removesuffix("\n").split("\t")) for n, line in lines(path) if line.strip())
-        rows, remedy = ((n, [_unquoted(cell) for cell in cells]) for n, cells in tsv), AS_CSV
-    first = next(lines(path), (1, ""))[1]
-    if "\r" in first.strip() and not first.endswith("\n"):
-        raise DataError(
-            f"{path}: lines end with a bare carriage return. Convert it: tr '\\r' '\\n' < A > B"
-        )
+    is_tsv = name.endswith(".tsv")
+    rows, remedy = _rows(path, columns, is_tsv), AS_CSV if is_tsv else QUOTE
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     _check_header(path, names, columns)
     for number, cells in rows:
@@ -231,21 +229,22 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
         yield where, dict(zip(names, cells, strict=True))
 
 
-def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
+def _rows(path: Path, columns: Columns, is_tsv: bool) -> Iterator[tuple[int, list[str]]]:
     """Yields the cells of each nonblank row, and the number of its first line."""
-    first = next(lines(path), (1, ""))[1]
-    needed = {*columns.texts, columns.label}
-    headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
-    separator = next((s for s in SEPARATORS if needed <= headers[s]), SEPARATORS[0])
+    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    if not is_tsv:
+        first, needed = next(lines(path), (1, ""))[1], {*columns.texts, columns.label}
+        headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
+        options = {"delimiter": next((s for s in SEPARATORS if needed <= headers[s]), ",")}
     longest = csv.field_size_limit(sys.maxsize)  # for texts of more than 131,072 characters
     # Does not read ahead, so that an error names the first invalid row.
-    reader = csv.reader((line for _, line in lines(path)), delimiter=separator, strict=True)
+    reader = csv.reader((line for _, line in lines(path)), strict=True, **options)
     begin = 1
     try:
         for cells in reader:
             number, begin = begin, reader.line_num + 1
             if cells:
-                yield number, cells
+                yield number, [_unquoted(cell) for cell in cells] if is_tsv else cells
     except csv.Error as error:
         raise DataError(
             f"{path}, line {begin}: the row to line {reader.line_num} is not valid CSV ({error}). "

@@ -17,7 +17,6 @@ from train.cli.settings import PAIRS, SettingsError
 from train.huggingface.config import TASK
 from train.huggingface.loading import Pretrained
 from train.huggingface.tokenizer import Tokenizer
-from train.tasks import glue
 from train.tasks.examples import Sentences
 
 # Texts in a batch, and the multiple to which lengths are padded: each length compiles once.
@@ -32,16 +31,11 @@ def check_classifier(origin: Pretrained) -> None:
             "Pass a decoder, or a trained encoder: runs/NAME/model."
         )
     task = origin.raw.get(TASK)
-    if is_pair_task(task):
+    if task == PAIRS:
         raise SettingsError(
             f"`model`: {origin.folder} was trained on pairs of texts ({task}). Pass a model that "
             "classifies single texts."
         )
-
-
-def is_pair_task(task: str | None) -> bool:
-    """Returns whether the examples of a task are pairs of texts."""
-    return task == PAIRS or (task in glue.FORMATS and len(glue.FORMATS[task].sentences) == 2)
 
 
 def classify_texts(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from train.huggingface.chat_template import ChatTemplate, Conversation, ConversationError
-from train.huggingface.template_checks import TemplateChecks
 from train.tasks import fields
 from train.tasks.batches import DataError
 from train.tasks.files import records, shorten, text_field
@@ -23,7 +22,6 @@ class Conversations:
     def __init__(self, template: ChatTemplate):
         self._template = template
         self._fields = fields.Fields(MESSAGES, TOOLS, refused=fields.OF_CHATS)
-        self._checks = TemplateChecks(template)
         self._conversations = self._with_system = 0
 
     def read(self, path: Path) -> Iterator[Conversation]:
@@ -42,7 +40,7 @@ class Conversations:
 
     def notes(self, where: Path) -> list[str]:
         """Returns sentences about fields that are not read, and about system messages."""
-        notes = self._fields.notes(where) + self._checks.notes()
+        notes = self._fields.notes(where)
         if self._with_system:
             notes.append(
                 f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
@@ -58,21 +56,20 @@ class Conversations:
             if calls := message.get("tool_calls"):  # OpenAI's arguments are JSON text
                 message["tool_calls"] = [_parsed(f"{where}, message {n}", call) for call in calls]
         try:
-            conversation = self._template.conversation(parsed, tools, skipped)
+            return self._template.conversation(parsed, tools, skipped)
         except ConversationError:
             if parsed == messages:
                 raise
             # Some templates, such as DeepSeek R1's, only accept arguments as text.
-            conversation, parsed = self._template.conversation(messages, tools, skipped), messages
-        self._checks.check(parsed, tools)
-        return conversation
+            return self._template.conversation(messages, tools, skipped)
 
 
 def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:
     """Returns the messages of a record, and the indices of those that are not learned."""
     if MESSAGES not in record:
         names = ", ".join(map(repr, record)) or "none"
-        remedy = fields.conversation_remedy(record)
+        remedies = (text for name, text in fields.REMEDIES.items() if name in record)
+        remedy = next(remedies, "Rename the field")
         raise DataError(f"{where}: the field {MESSAGES!r} is missing (fields: {names}). {remedy}.")
     messages = record[MESSAGES]
     if not isinstance(messages, list) or not messages:

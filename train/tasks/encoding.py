@@ -1,18 +1,23 @@
 """Tokenizes texts in chunks into flat arrays: all tokens, and the start of each text.
 
-A tokenizer's own results take hundreds of bytes per token. `token_files.py` stores the chunks.
+A tokenizer's own results take hundreds of bytes per token. The arrays are memory-mapped files, so
+that data may be larger than memory; the files have no names, so a killed run leaves none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from train.huggingface.tokenizer import Tokenizer
+from train.tasks.batches import DataError
 
 # A chunk ends with the text that reaches one of these limits. All cores encode it, each a text at a
 # time, so it should contain several texts; a million characters take about 150 MB.
@@ -68,6 +73,39 @@ def encode(
         ids = np.fromiter(_flat(e.ids for e in encodings), dtype, starts[-1])
         types = np.fromiter(_flat(e.type_ids for e in encodings), np.uint8, starts[-1])
         yield Encoded(ids, types, starts, whole)
+
+
+def store_tokens(chunks: Iterable[Encoded], tokenizer: Tokenizer) -> Encoded:
+    """Returns the texts of all chunks, as arrays in memory-mapped files."""
+    dtypes = [smallest_dtype(tokenizer.vocabulary), np.uint8, np.int64, np.int64]
+    checksums, total = [0] * len(dtypes), 0
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in dtypes]
+
+        def write(*arrays: np.ndarray) -> None:
+            for i, array in enumerate(arrays):
+                array = np.ascontiguousarray(array, dtypes[i])
+                checksums[i] = zlib.crc32(array, checksums[i])
+                try:
+                    files[i].write(array.data)
+                    files[i].flush()
+                except OSError as error:
+                    raise DataError(
+                        f"the tokens cannot be written to {tempfile.gettempdir()}: {error}. Free "
+                        "disk space, or set TMPDIR to another folder."
+                    ) from error
+
+        for tokens, marks, starts, whole, _ in chunks:
+            write(tokens, marks, starts[:-1] + total, whole)
+            total += len(tokens)
+        write(*np.empty((2, 0)), np.array([total]))
+        checksum = zlib.crc32(repr(checksums).encode())
+        return Encoded._make([*map(_map_file, files, dtypes), checksum])
+
+
+def _map_file(file: IO[bytes], dtype: np.dtype) -> np.ndarray:
+    is_empty = not file.seek(0, 2)  # empty files cannot be mapped
+    return np.empty(0, dtype) if is_empty else np.asarray(np.memmap(file, dtype, "r"))
 
 
 def smallest_dtype(vocabulary: int) -> np.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,11 @@ import numpy as np
 from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task
 from train.tasks.batches import DataError, Padded, Source
-from train.tasks.encoding import Encoded, Text, encode
+from train.tasks.encoding import Encoded, Text, encode, store_tokens
 from train.tasks.files import split
-from train.tasks.token_files import store_tokens
 
-#: Limits for the shown example: number of parts, learned or not, and characters per part.
-PARTS, CHARACTERS = 8, 240
+#: The maximum number of characters of each part in the shown example.
+CHARACTERS = 240
 
 
 class Examples:
@@ -87,13 +86,13 @@ class Examples:
 
 
 class Sentences(Examples):
-    """Texts or pairs of texts with class ids; reads the texts before the `labels`."""
+    """Texts or pairs of texts with class ids, the `labels`."""
 
     def __init__(
         self, texts: Iterable[Text], labels: Sequence[int], tokenizer: Tokenizer, length: int
     ):
         chunks = encode(tokenizer, texts, special=True, longest=length)
-        encoded = store_tokens(lambda _: chunks, tokenizer, [], [])
+        encoded = store_tokens(chunks, tokenizer)
         self._labels = np.array(labels, np.int32)
         rows = np.arange(len(self._labels))
         super().__init__(encoded, rows, most=length, longest=length, pad=tokenizer.pad)
@@ -123,31 +122,25 @@ class Sentences(Examples):
 
 
 def task_of(
-    name: str,
     train: Examples,
-    validation: Mapping[str, Examples],
+    validation: Examples,
     tokenizer: Tokenizer,
     *,
     checksum: int = 0,
     labels: Sequence[str] = (),
     notes: Iterable[str] = (),
-    **scoring: Any,
 ) -> Task:
     """Creates the task for these examples; `checksum` covers other facts of a resumed run."""
-    for source in (train, *validation.values()):
-        checksum = source.checksum(checksum)
-    validate = sum(len(source) for source in validation.values())
-    shown = train if len(train) else next(iter(validation.values()))
-    lengths = f"{train.describe_lengths()}; {len(train)} train, {validate} validate"
+    checksum = validation.checksum(train.checksum(checksum))
+    shown = train if len(train) else validation
+    lengths = f"{train.describe_lengths()}; {len(train)} train, {len(validation)} validate"
     return Task(
-        name=name,
         train=train,
         validation=validation,
         checksum=checksum,
         labels=tuple(labels),
         notes=tuple(dict.fromkeys(notes)),
         overview=(lengths, *describe_example(shown, tokenizer, labels=labels)),
-        **scoring,
     )
 
 
@@ -174,13 +167,12 @@ def describe_example(
 def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer) -> str:
     """Returns the text of the tokens, with marks around those that are learned."""
     borders = [0, *np.flatnonzero(np.diff(learned)) + 1, len(tokens)]
-    shown = borders[: PARTS + 1]
-    # Always decodes from the start, as a part's first token may otherwise lose its space.
-    texts = [tokenizer.tokens.decode(tokens[:i].tolist(), skip_special_tokens=False) for i in shown]
-    parts = []
-    for start, (before, text) in zip(shown[:-1], itertools.pairwise(texts), strict=True):
-        part = text[len(before) :]
+    parts, before = [], ""
+    for start, stop in itertools.pairwise(borders):
+        # Always decodes from the start, as a part's first token may otherwise lose its space.
+        text = tokenizer.tokens.decode(tokens[:stop].tolist(), skip_special_tokens=False)
+        part, before = text[len(before) :], text
         if len(part) > CHARACTERS:
             part = f"{part[: CHARACTERS // 2]} ... {part[-CHARACTERS // 2 :]}"
         parts.append(f"⟦{part}⟧" if learned[start] else part)
-    return "".join(parts) + (" ..." if len(borders) > len(shown) else "")
+    return "".join(parts)

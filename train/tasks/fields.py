@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from train.huggingface.chat_template import ASSISTANT, rename_roles
-from train.huggingface.template_checks import listed
+from train.huggingface.chat_template import ASSISTANT
 from train.tasks.batches import DataError
 from train.tasks.files import shorten
 
@@ -50,9 +49,13 @@ OF_ANSWERS = (*WEIGHTS, "training", "loss")
 RENAMED = {"response": "output", "completion": "output", "answer": "output", "context": "input"}
 RENAMED |= {"question": "instruction", "prompt": "instruction"}
 
-# Fields of ShareGPT's messages.
-_ITEMS = "`from` to `role` and `value` to `content`"
-RENAME_ITEMS = f"Rename {_ITEMS}"
+# Remedies for the fields of ShareGPT's messages, and for records without `messages`.
+RENAME_ITEMS = "Rename `from` to `role` and `value` to `content`"
+REMEDIES = {
+    "conversations": f"Rename `conversations` to `messages`. In its items: {RENAME_ITEMS}",
+    "instruction": "That is an instruction: use --task alpaca",
+    "text": "That is text: use --task language",
+}
 
 
 class Fields:
@@ -78,9 +81,12 @@ class Fields:
                 raise DataError(f"{problem} Leave out that example.")
 
     def notes(self, where: object) -> list[str]:
-        """Returns a sentence that lists the other fields with their numbers of records."""
-        others = self._others
-        return [f"{where}: fields that are not read: {listed(others)}"] if others else []
+        """Returns a sentence that lists the 12 most frequent other fields with their counts."""
+        if not self._others:
+            return []
+        common = [f"{name!r} {count}" for name, count in self._others.most_common(12)]
+        common += ["..."] * (len(self._others) > 12)
+        return [f"{where}: fields that are not read: {', '.join(common)}"]
 
 
 def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
@@ -120,45 +126,11 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
     lacking = [name for name in ("instruction", "output") if name not in record]
     for name in misnamed + lacking:
         names = ", ".join(map(repr, record)) or "none"
-        remedy = alpaca_remedy(record)
+        pairs = [f"`{old}` to `{to}`" for old, to in RENAMED.items() if old in record]
+        remedy = f"Rename {' and '.join(pairs)}" if pairs else "Rename the field"
+        if "messages" in record or "conversations" in record:
+            remedy = "That is a conversation: use --task chat"
         raise DataError(f"{where}: the field {name!r} is missing (fields: {names}). {remedy}.")
-
-
-def alpaca_remedy(record: Mapping[str, Any]) -> str:
-    """Returns the remedy for a record that is not an instruction."""
-    if "messages" in record or "conversations" in record:
-        return "That is a conversation: use --task chat"
-    pairs = {name: RENAMED[name] for name in RENAMED if name in record}
-    names = [f"`{name}` to `{to}`" for name, to in pairs.items() if to not in record]
-    return f"Rename {' and '.join(names)}" if names else "Rename the field"
-
-
-def conversation_remedy(record: Mapping[str, Any]) -> str:
-    """Returns the remedy for a record without `messages`."""
-    if "conversations" in record:
-        return _conversations_remedy(record["conversations"])
-    if "message_tree_id" in record or {"message_id", "parent_id"} <= record.keys():
-        return "That is a tree of messages (OASST): make a conversation of each path through it"
-    if "instruction" in record:
-        rename = alpaca_remedy(record).removesuffix("Rename the field")
-        return "".join([rename, ", and use" if rename else "Use", " --task alpaca"])
-    if "text" in record:
-        return "That is text: use --task language"
-    if "prompt" in record:
-        return 'Write [{"role": "user", "content": PROMPT}, {"role": "assistant", ...}] into it'
-    return "Rename the field"
-
-
-def _conversations_remedy(messages: Any) -> str:
-    messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    roles = dict.fromkeys(str(message.get("from", message.get("role"))) for message in messages)
-    steps = ["Rename it to `messages`"]
-    if not messages or any("from" in message for message in messages):
-        steps[0] += f", and in its items {_ITEMS}"
-    if "function_call" in roles:
-        del roles["function_call"]
-        steps.append("Make each 'function_call' a message of the assistant with `tool_calls`")
-    return ". ".join(filter(None, [*steps, rename_roles(*roles)]))
 
 
 def _is_empty(value: Any) -> bool:

@@ -37,9 +37,8 @@ class Files(NamedTuple):
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     """Finds a task's files in a file or folder; their names end in one of `suffixes`.
 
-    In a folder, or in `save_to_disk` output of `datasets`, names decide which files train or
-    validate (`_side_of`); test data is left out. If no name marks training data, files without a
-    side train. Folders named like sides count if no files are next to them.
+    In a folder, names decide which files train or validate (`_side_of`); test data is left out. If
+    no name marks training data, files without a side train.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
@@ -47,39 +46,14 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     if not data.is_dir():
         problem = "is another file" if data.exists() else "does not exist"
         raise DataError(f"`data`: {data} {problem}. Name a file {kinds}, or a folder of them.")
-    if ".arrow" in suffixes and (parts := tables.saved_parts(data)) is not None:
-        return Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
-    parts = {path.name: [path] for path in _fitting(data, suffixes)}
-    below = {
-        folder.name: files
-        for folder in sorted(data.iterdir())
-        if folder.is_dir() and folder.name[0] != "." and (files := _fitting(folder, suffixes))
-    }
-    if not parts and not any(map(_side_of, below)):
-        names = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "no files"
-        remedy = f" Pass --data {data / min(below)}" if below else ""
-        raise DataError(f"`data`: {data} itself has no files {kinds}, but {names}.{remedy}")
-    files = _sides(data, parts or below)
-    if parts and below:
-        files.notes.append(f"{data}: left out the folders in it: {', '.join(below)}")
-    return files
-
-
-def _fitting(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Lists the files with examples in a folder, without those added by `datasets`."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file()
-        and path.name.lower().endswith(suffixes)
-        and not path.name.startswith((".", "dataset_info"))
+    names = sorted(
+        path.name
+        for path in data.iterdir()
+        # Without files that `datasets` adds.
+        if path.name.lower().endswith(suffixes) and not path.name.startswith((".", "dataset_info"))
     )
-
-
-def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
-    """Returns the files of parts with these names; notes name parts on neither side."""
     of_side: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
-    for name in parts:
+    for name in names:
         of_side[_side_of(name)].append(name)
     notes, unnamed = [], of_side[None]
     if of_side["train"] and unnamed:
@@ -88,13 +62,9 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
         notes.append(f"{data}: left out the test data {', '.join(of_side['test'])}")
     train = of_side["train"] or unnamed
     if not train:
-        present = ", ".join(parts) or "nothing"
-        raise DataError(f"{data} has no training data (train*), but {present}.")
-    return Files(
-        [file for name in train for file in parts[name]],
-        [file for name in of_side["validation"] for file in parts[name]],
-        notes,
-    )
+        present = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "nothing"
+        raise DataError(f"{data} has no training data (train*, {kinds}), but {present}.")
+    return Files([data / x for x in train], [data / x for x in of_side["validation"]], notes)
 
 
 def _side_of(name: str) -> str | None:
@@ -140,13 +110,13 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.name.lower().endswith(".json"):
         text = "".join(line for _, line in lines(path))
         if text.lstrip().startswith("["):
-            for number, item in enumerate(_parse(f"{path}", text), 1):
+            for number, item in enumerate(_parse(str(path), text), 1):
                 yield _object(f"{path}, item {number}", item)
             return
     for number, line in lines(path):
         if line.strip():
             where = f"{path}, line {number}"
-            yield _object(where, _parse(where, line.removesuffix("\n"), line=True))
+            yield _object(where, _parse(where, line.removesuffix("\n")))
 
 
 def common_place(paths: Sequence[Path]) -> Path:
@@ -219,17 +189,12 @@ def shorten(text: str) -> str:
     return text if len(text) <= 100 else text[:100] + "..."
 
 
-def _parse(where: str, text: str, *, line: bool = False) -> Any:
+def _parse(where: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError):
-            place = f"{where}, column {error.colno}" if line else f"{where}, line {error.lineno}"
-            reason = error.msg
-        else:
-            place, reason = where, str(error)
         got = shorten(text.strip())
-        raise DataError(f"{place}: the text is not valid JSON ({reason}): {got!r}.") from error
+        raise DataError(f"{where}: the text is not valid JSON ({error}): {got!r}.") from error
 
 
 def _object(where: str, item: Any) -> tuple[str, dict[str, Any]]:

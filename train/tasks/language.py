@@ -14,8 +14,7 @@ tokenizer takes several hundred bytes of memory per token.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,16 +23,15 @@ import numpy as np
 from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, tables
 from train.tasks.batches import DataError
-from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode
+from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode, store_tokens
 from train.tasks.examples import describe_example
 from train.tasks.fields import Fields
 from train.tasks.files import common_place, find_files, lines, records, split, text_field
-from train.tasks.token_files import store_tokens
 
 # Four per chunk, for four cores. With pieces of 2**20, 20 MB of text took 430 MB of memory besides
 # the tokens instead of 150 MB, in the same time.
 PIECE_CHARACTERS = CHUNK_CHARACTERS // 4
-SUFFIXES = (".txt", ".jsonl", *tables.SUFFIXES)
+SUFFIXES = (".txt", ".jsonl", tables.SUFFIX)
 
 
 def make(
@@ -45,15 +43,13 @@ def make(
     seed: int,
     joined: bool = False,
     field: str = "text",
-    store: Callable[..., Encoded] = store_tokens,
 ) -> Task:
     """Creates the task of predicting the next token; arguments as for `task_of_answers`."""
     files = find_files(data, SUFFIXES)
     notes, checksum = list(files.notes), int(joined)
     sides: list[Documents] = []
     for paths in filter(None, (files.train, files.validation)):
-        encode_all = partial(_encode, paths, tokenizer, field)
-        encoded = store(encode_all, tokenizer, paths, notes, form=("language", field))
+        encoded = store_tokens(_encode(paths, tokenizer, field, notes), tokenizer)
         checksum = zlib.crc32(b"%d" % encoded.checksum, checksum)
         sides.append(Documents(encoded.tokens, encoded.starts[:-1], np.diff(encoded.starts)))
     if len(sides) == 1:
@@ -69,9 +65,8 @@ def make(
         checksum = zlib.crc32(lengths, zlib.crc32(begins, checksum))
     windows, validation = (Windows(side, sequence_length, joined=joined) for side in sides)
     return Task(
-        name="language",
         train=windows,
-        validation={"validation": validation},
+        validation=validation,
         checksum=checksum,
         notes=tuple(notes),
         overview=describe_example(windows if len(windows) else validation, tokenizer),

@@ -37,7 +37,7 @@ def make(
     sides = split_files(root, source_files(root), seed=seed, **options)
     train, validation = (windows(root, files, sequence_length) for files in sides)
     checksum = zlib.crc32(validation.tokens, zlib.crc32(train.tokens))
-    return Task("standard_library", train, {"validation": validation}, checksum)
+    return Task(train, validation, checksum)
 
 
 def source_files(root: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Tables from Hugging Face's `datasets`: Parquet, and Arrow files from `save_to_disk`.
+"""Parquet tables, as Hugging Face's `datasets` writes them.
 
 Needs `pyarrow`, in the extra `data`. A row is a dict by column, like a JSON object. Nested objects
 lose their nulls, because a column gives all objects the fields of any object.
@@ -8,37 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.huggingface.json_files import read_object
 from train.tasks.batches import DataError
 
-SUFFIXES = (".parquet", ".arrow")
-
-# Names in the output of `save_to_disk`: parts of a folder, and files of a part.
-PARTS, STATE = "dataset_dict.json", "state.json"
-INFO = "dataset_info.json"  # also in its cache
+SUFFIX = ".parquet"
 
 # Number of rows that are converted at once; some have long texts.
 ROWS = 256
 
 
 def is_table(path: Path) -> bool:
-    return path.name.lower().endswith(SUFFIXES)
+    return path.name.lower().endswith(SUFFIX)
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the rows of a table, each with its location: path and number, from 1."""
     number = 0
-    with _opened(path) as (_, batches):
-        for batch in batches:
-            for start in range(0, len(batch), ROWS):
-                for row in batch.slice(start, ROWS).to_pylist():
-                    number += 1
-                    where = f"{path}, row {number}"
-                    yield where, {name: _without_nulls(value) for name, value in row.items()}
+    with _opened(path) as table:
+        for batch in table.iter_batches(batch_size=ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                where = f"{path}, row {number}"
+                yield where, {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -50,8 +44,8 @@ def _without_nulls(value: Any) -> Any:
 
 def class_names(path: Path, column: str) -> list[str] | None:
     """Returns the class names that a column's schema lists, or None."""
-    with _opened(path) as (schema, _):
-        metadata = schema.metadata or {}
+    with _opened(path) as table:
+        metadata = table.schema_arrow.metadata or {}
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         names = features[column]["names"]
@@ -60,29 +54,8 @@ def class_names(path: Path, column: str) -> list[str] | None:
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
-def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
-    """Returns the files from `save_to_disk` by part (a single part is ""), or None."""
-    if (folder / PARTS).is_file():
-        names = read_object(folder / PARTS, DataError)["splits"]
-        return {name: _files_of(folder / name) for name in names}
-    if (folder / STATE).is_file() and "_data_files" in read_object(folder / STATE, DataError):
-        return {"": _files_of(folder)}
-    if (folder / INFO).is_file() and any(folder.glob("*.arrow")):
-        raise DataError(
-            f"{folder} is in the cache of `datasets`, without {STATE}. Save the data and pass that "
-            "folder: dataset.save_to_disk(DIR)."
-        )
-    return None
-
-
-def _files_of(folder: Path) -> list[Path]:
-    entries = read_object(folder / STATE, DataError)["_data_files"]
-    return [folder / entry["filename"] for entry in entries]
-
-
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Returns the schema and the batches of a table; Arrow files and streams alike."""
+def _opened(path: Path) -> Iterator[Any]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -92,19 +65,8 @@ def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
             "install pyarrow"
         ) from error
     try:
-        if path.name.lower().endswith(".parquet"):
-            with pyarrow.parquet.ParquetFile(path) as table:
-                yield table.schema_arrow, table.iter_batches(batch_size=ROWS)
-            return
-        with pyarrow.memory_map(str(path)) as file:
-            begin = file.read(6)
-            file.seek(0)
-            if begin == b"ARROW1":
-                reader = pyarrow.ipc.open_file(file)
-                yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
-            else:
-                reader = pyarrow.ipc.open_stream(file)
-                yield reader.schema, reader
+        with pyarrow.parquet.ParquetFile(path) as table:
+            yield table
     except (pyarrow.ArrowException, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise DataError(

@@ -122,6 +122,9 @@ class EngineRestore(ocp.args.CheckpointArgs):
     The result is a tree like `engine.state()`, but large arrays stay in their files until the new
     engine reads them, on any number of devices and processes. Keep the files until then.
 
+    Attributes:
+        item: Ignored. orbax's older `CheckpointManager.restore(step, items)` passes it.
+
     Raises:
         FileNotFoundError: In `restore`, if files are missing.
         ValueError: If files are incomplete.
@@ -138,6 +141,8 @@ class EngineRestore(ocp.args.CheckpointArgs):
         ...     engine = zenflow_jax.HostEngine(params, opt_state, engine_state=engine_state)
         ...     engine.close()
     """
+
+    item: Any = None
 
 
 def _local(directory: epath.PathLike) -> Path:

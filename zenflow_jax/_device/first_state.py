@@ -80,6 +80,7 @@ def _build(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
+        grad_norm=jnp.zeros((), jnp.float32),
         leaves=LeafStates.build(static, leaves),
         mail=each,  # pyright: ignore[reportArgumentType] - the caller adds what is None here
         token=(bits & 0x3FFFFFFF).astype(jnp.int32),

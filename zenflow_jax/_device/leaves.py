@@ -52,7 +52,7 @@ class Places:
         if missing:
             unknown = sorted(by_name.keys() - set(names))
             raise ValueError(
-                f"`params` lacks {first_names(missing) or 'the bare array'}, which the state was "
+                f"`params` lacks {first_names(missing)}, which the state was "
                 f"made for, among its {len(paths)} leaves"
                 f"{f', and has {first_names(unknown)} instead' if unknown else ''}. Pass the tree "
                 "that `tx.init` saw: for an nnx model `nnx.state(model)`, and no `optax.flatten`."
@@ -67,7 +67,7 @@ _STRUCTURES = 4
 def first_names(names: Sequence[str]) -> str:
     """Lists the first few names, and the number of others."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
+    return ", ".join(name or "a bare array" for name in names[:4]) + more
 
 
 def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:

@@ -126,6 +126,7 @@ class ZenFlowState(NamedTuple):
         step: int32 (). Steps taken, skipped steps included.
         skipped: int32 (). Steps skipped because a gradient was not finite.
         skipped_in_a_row: int32 (). Steps skipped since the last step that counted.
+        grad_norm: float32 (). The global norm of the last step's gradients, before clipping.
         leaves: A tuple with a state for each leaf of the parameters, in order, and with the
             settings in its treedef. It is not a tree like the parameters, because flax nnx passes
             different trees to init and update.
@@ -151,6 +152,7 @@ class ZenFlowState(NamedTuple):
     step: Int32[Array, ""]
     skipped: Int32[Array, ""]
     skipped_in_a_row: Int32[Array, ""]
+    grad_norm: Float32[Array, ""]
     leaves: LeafStates
     mail: tuple[Float[Array, "..."] | None, ...]
     token: Int32[Array, ""]
@@ -230,7 +232,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
         opt_state: The state of an optax transformation with `zenflow` anywhere in it.
 
     Returns:
-        The state, whose `step`, `skipped`, `skipped_in_a_row` and `leaves` may be read at any time.
+        The state, whose `step`, `skipped`, `skipped_in_a_row`, `grad_norm` and `leaves` may be read
+        at any time.
 
     Raises:
         ValueError: If `opt_state` has no `ZenFlowState`, or several.
@@ -246,9 +249,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
         kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
         if is_nnx_state(opt_state):
             remedy = (
-                "An `nnx.State` has only arrays: `nnx.merge` it with its graphdef, pass model and "
-                "optimizer to `engine.exchange_nnx`, and continue with `nnx.state` of the merged "
-                "module, as docs/trainers.md does for MaxText"
+                "An `nnx.State` has only arrays: pass its graphdef, `attach(step, graphdef=...)`; "
+                "or `nnx.merge` both, and pass model and optimizer to `engine.exchange_nnx`"
             )
         elif states:
             remedy = (

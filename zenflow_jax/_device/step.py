@@ -169,15 +169,20 @@ def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> j
     return _unpack_signs(jax.tree.map(shard.gather, signs), axis, size)
 
 
-def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) -> Verdict:
-    """Decides whether a step counts, and the factor that clips its gradient."""
+def judge(
+    squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None
+) -> tuple[Verdict, jax.Array]:
+    """Decides whether a step counts, and the factor that clips its gradient; returns the norm, too.
+
+    The norm covers all gradients, before clipping.
+    """
     per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
     finite = jnp.all(jnp.isfinite(per_leaf))
-    if max_grad_norm is None:
-        return Verdict(jnp.ones((), jnp.float32), finite)
     norm = jnp.sqrt(jnp.sum(per_leaf))
+    if max_grad_norm is None:
+        return Verdict(jnp.ones((), jnp.float32), finite), norm
     limit = jnp.asarray(max_grad_norm, jnp.float32)
-    return Verdict(jnp.where(norm < limit, jnp.ones_like(norm), limit / norm), finite)
+    return Verdict(jnp.where(norm < limit, jnp.ones_like(norm), limit / norm), finite), norm
 
 
 def step_selected(

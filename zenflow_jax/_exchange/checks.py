@@ -6,6 +6,7 @@ objects every time. Step tokens prove that no mail was lost.
 
 import dataclasses
 import functools
+import logging
 import math
 import operator
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.rules import SendGradients, check_one_of
 from zenflow_jax._spec.scalars import USED
 
+_logger = logging.getLogger("zenflow_jax")
+
 
 def is_compact(host_state: Any) -> bool:
     """Returns whether the host keeps moments in 8 bits; rejects an invalid `host_state`."""
@@ -39,6 +42,7 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
     _check_wrappers(opt_state, state)
+    _warn_of_later(opt_state)
     _check_arrays(jax.tree.leaves(state))
     _check_one_run(state)
     if fresh:
@@ -49,37 +53,6 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     _check_devices(weights, state)
     state, moved = put_back(state, weights)
     return state, weights, moved
-
-
-# flax is imported on first use, because that takes as long as importing this whole library.
-
-
-def is_nnx_pair(values: Sequence[Any]) -> bool:
-    from flax import nnx
-
-    return len(values) >= 2 and all(map(isinstance, values, (nnx.Module, nnx.Optimizer)))
-
-
-def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Returns a pair's parameters and optimizer state; rejects anything else."""
-    from flax import nnx
-
-    for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
-        if not isinstance(x, kind):
-            raise TypeError(
-                f"`{name}` is a {type(x).__name__}, not an `nnx.{kind.__name__}`. Pass the model "
-                "and the `nnx.Optimizer`, in this order. For trees of arrays, use the methods "
-                "without `_nnx`."
-            )
-    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
-    return params, nnx.as_pure(optimizer.opt_state)
-
-
-def update_nnx(model: Any, optimizer: Any, params: Any, opt_state: Any) -> None:
-    from flax import nnx
-
-    nnx.update(model, params)
-    nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
 
 def _check_arrays(arrays: Sequence[Any]) -> None:
@@ -144,6 +117,26 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
             "from its input. Sum micro-batches inside the step, or omit `send_gradients`; steps "
             "whose gradients are not finite are skipped anyway."
         )
+
+
+def _warn_of_later(opt_state: Any) -> None:
+    """Warns of transformations after zenflow, whose effect on a low-precision weight may round off.
+
+    A mask that follows zenflow's own mask may hold all other leaves.
+    """
+    chains = jax.tree.leaves(opt_state, is_leaf=lambda x: type(x) is tuple)
+    for chain in (x for x in chains if has_state(x) and type(x) is tuple):
+        place = [has_state(x) for x in chain].index(True)
+        of_mask = optax.MaskedState if isinstance(chain[place], optax.MaskedState) else ()
+        later = [x for x in chain[place + 1 :] if not isinstance(x, of_mask)]
+        if later:
+            _logger.warning(
+                f"{len(later)} transformations follow zenflow in its chain. They do not act on the "
+                "host's updates, and the engine can reject them only where they visibly change a "
+                "weight. Put zenflow last: set a variable rate with `learning_rate`, and freeze "
+                "leaves with `optax.partition`."
+            )
+        _warn_of_later(chain[place])
 
 
 def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:

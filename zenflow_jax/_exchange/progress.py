@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ class Progress:
         self._schedule = schedule
         self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
         # Whether only updates bring deferred gradients into the parameters.
-        self._by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
+        self.by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
         # Statistics not yet read: the last step's, if its window is open, and the last boundaries'.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
@@ -121,18 +122,42 @@ class Progress:
         self._statistics, self._measured = None, measured
         self.reselections += int(selects.sum())
 
-    def warn_of_open_windows(self) -> None:
-        """Warns of gradients that are lost if the engine closes now."""
-        if self._by_updates_alone and any(self.open_steps):
-            _logger.warning(
-                f"The parameters lack the gradients of up to {max(self.open_steps)} steps, because "
-                "the engine closes with open windows, and with `provisional_share=None` there are "
-                "no provisional steps. End the run where all windows close: with `rolling=False`, "
-                "after a multiple of `update_interval` steps."
-            )
-
     def resume(self, counts: Counts) -> None:
         self.step, self.reselections = counts.step, counts.reselections
         self.open_steps, self.shares = list(counts.open_steps), np.array(counts.shares)
         self.window_lengths = Counter(counts.window_lengths)
         self._state = counts.schedule_state
+
+
+class Ending:
+    """Warns of gradients that are lost if an engine ends now, by `close` or garbage collection."""
+
+    def __init__(self, progress: Progress, pending: Mapping[int, Any]):
+        self._progress, self._pending = progress, pending
+        self.flushed = False  # whether `flush` has followed the last step
+        self.safe = True  # whether nothing is lost: no step, or a saved state has followed it
+
+    @property
+    def lacks_updates(self) -> bool:
+        return bool(self._pending) and not self.flushed
+
+    def warn(self) -> None:
+        """Logs what is lost, once, unless an exception ends the training."""
+        # An exception that has ended the program is the last value.
+        failed = sys.exc_info()[0] or getattr(sys, "last_value", None)
+        safe, self.safe = self.safe, True
+        if safe or failed:
+            return
+        if self.lacks_updates:
+            _logger.warning(
+                "The engine's last updates never reached the parameters. Call `params, opt_state = "
+                "engine.flush(params, opt_state)` after the last step."
+            )
+        open_steps = max(self._progress.open_steps, default=0)
+        if open_steps and self._progress.by_updates_alone:
+            _logger.warning(
+                f"The parameters lack the gradients of up to {open_steps} steps, because the "
+                "engine closes with open windows, and with `provisional_share=None` there are "
+                "no provisional steps. End the run where all windows close: with `rolling=False`, "
+                "after a multiple of `update_interval` steps."
+            )
