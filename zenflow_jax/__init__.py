@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
+from zenflow_jax._device.placing import place, state_shardings
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, Timeline
@@ -37,8 +38,10 @@ __all__ = [
     "find_state",
     "iter_master_params",
     "master_params",
+    "place",
     "plot_timeline",
     "save_trace",
+    "state_shardings",
     "zenflow",
 ]
 

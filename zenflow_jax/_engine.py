@@ -5,6 +5,7 @@ The engine dispatches all device programs, in the same order in every run.
 
 import contextlib
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -139,7 +140,7 @@ class HostEngine:
         # This must come last: a failed constructor must not leak a thread.
         worker.start(peers)
         # A forgotten engine's thread ends on its own.
-        weakref.finalize(self, lambda: (worker.request_stop(), ending.warn()))
+        weakref.finalize(self, _forgotten, worker, ending)
 
     @property
     def stats(self) -> EngineStats:
@@ -377,3 +378,9 @@ class HostEngine:
         self._interrupted = True
         yield
         self._interrupted = False
+
+
+def _forgotten(worker: Worker, ending: Ending) -> None:
+    """Ends an engine that nobody has closed, at its garbage collection or at interpreter exit."""
+    worker.request_stop()
+    ending.warn(getattr(sys, "last_value", None))  # an exception that has ended the program

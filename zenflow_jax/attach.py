@@ -193,18 +193,12 @@ def _taker(
 ) -> tuple[Callable[[Any], _Taken], Any]:
     """Returns an extractor and the minimal step output."""
     # A caller with nnx objects has already imported flax.
-    if "flax.nnx" in sys.modules:
-        for i, argument in enumerate(args):
-            if fields is None and is_nnx_pair(args[i:]):
-                return functools.partial(_take_nnx, *args[i : i + 2]), None
-            if is_graphdef(argument):
-                graphdef = argument
-            if is_nnx_state(argument) and graphdef is None:
-                find_state(argument)  # raises with a remedy
-            elif is_nnx_state(argument):
-                return functools.partial(_take_split, graphdef, fields), argument
+    has_nnx = "flax.nnx" in sys.modules
+    for i in range(len(args) if has_nnx and fields is None else 0):
+        if is_nnx_pair(args[i:]):
+            return functools.partial(_take_nnx, *args[i : i + 2]), None
     names = fields or _FIELDS
-    states = [x for x in args if _has(x, names)]
+    states = [x for x in args if _has(x, names) and not is_nnx_state(x)]
     if len(states) == 1 or (states and states[0] is args[0]):
         return functools.partial(_take_train_state, names), states[0]
     if states:
@@ -212,13 +206,20 @@ def _taker(
             f"{len(states)} of the arguments {_kinds(args)} have `{'` and `'.join(names)}`. Attach "
             "a function whose first argument is the train state."
         )
+    if fields is None and (place := _place_of_state(args)):
+        return _take_pair, args[place - 1 : place + 1]
+    if has_nnx:
+        graphdef = next(filter(is_graphdef, args), graphdef)
+    nnx_states = [x for x in args if is_nnx_state(x)]
+    if len(nnx_states) == 1 and graphdef is not None:
+        return functools.partial(_take_split, graphdef, fields), nnx_states[0]
+    for state in nnx_states:
+        find_state(state)  # raises with a remedy
     if fields is not None:
         raise TypeError(
             f"No argument has `{'` and `'.join(fields)}`: {_kinds(args)}. Pass the train state by "
             "position."
         )
-    if place := _place_of_state(args):
-        return _take_pair, args[place - 1 : place + 1]
     raise TypeError(
         f"No zenflow state is among the arguments {_kinds(args)}. Pass (params, opt_state, ...), "
         "(train_state, ...) or an nnx (model, optimizer, ...) by position. If the train state has "

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -144,17 +145,39 @@ def test_init_under_jit_places_its_state_like_init_outside_of_it(kind, told):
     tx = runs.transformation(LEAVES, STALE, param_shardings=shardings if told else None)
     outside, inside = tx.init(params), jax.jit(tx.init)(params)
     assert jax.tree.structure(inside) == jax.tree.structure(outside)
-    # For trainers that know only shapes and placements.
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
-    )
-    places = jax.tree.map(lambda x: x.sharding, tx.init(shapes))
-    placed = jax.jit(tx.init, out_shardings=places)(params)
-    for x, y, z in zip(*map(jax.tree.leaves, (inside, outside, placed)), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (inside, outside)), strict=True):
         assert x.sharding == y.sharding
-        assert z.sharding.is_equivalent_to(y.sharding, y.ndim)
-        assert z.sharding.memory_kind == y.sharding.memory_kind
     zenflow_jax.HostEngine(params, inside, host_kernel="numpy").close()
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_state_shardings_and_place_agree_with_init_outside_of_jit(kind):
+    mesh = meshes.make_mesh("three", kind)
+    shardings = meshes.shardings(mesh, "both")
+    params = runs.place(runs.initial_values(LEAVES), shardings)
+    tx = runs.transformation(LEAVES, STALE, param_shardings=shardings)
+    expected = tx.init(params)
+    # Moments of another transformation follow their parameters.
+    both = zenflow_jax.state_shardings(optax.chain(optax.trace(0.9), tx), params, shardings)
+    assert both[0].trace == shardings
+    made = jax.jit(tx.init, out_shardings=both[1])(params)
+    misplaced = jax.jit(tx.init, out_shardings=NamedSharding(mesh, P()))(params)
+    placed = zenflow_jax.place(params, misplaced)
+    for x, *others in zip(*map(jax.tree.leaves, (expected, made, placed)), strict=True):
+        for y in others:
+            assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+            assert y.sharding.memory_kind == x.sharding.memory_kind
+    comparisons.assert_same_bits(jax.device_get(placed), jax.device_get(expected))
+
+
+def test_a_state_that_does_not_know_its_mesh_has_no_place_on_it():
+    shardings = meshes.shardings(meshes.make_mesh("three", AUTO), "both")
+    params = runs.place(runs.initial_values(LEAVES), shardings)
+    tx = runs.transformation(LEAVES, STALE)
+    with pytest.raises(ValueError, match="pass `param_shardings`"):
+        zenflow_jax.place(params, jax.jit(tx.init)(params))
+    with pytest.raises(ValueError, match="pass `param_shardings`"):
+        zenflow_jax.state_shardings(tx, params, shardings)
 
 
 class Model(nnx.Module):

@@ -11,26 +11,21 @@ from tests.comparisons import assert_same_bits
 from tests.device.streamed_runs import batches, loss, model, run
 from zenflow_jax import streaming
 
-# The channel axis is a layer's first axis. Each device has a copy of the other matrix.
-PLACES = {
-    "a copy": {"up": P(), "down": P(None, "fsdp")},
-    "either axis over fsdp": {"up": P(None, None, "fsdp"), "down": P(None, "fsdp")},
-}
 
-
-def shardings(name):
+def shardings():
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
-    layers = PLACES[name] | {"scale": P()}
+    # The channel axis is a layer's first axis. Each device has a copy of one matrix.
+    layers = {"up": P(), "down": P(None, "fsdp"), "scale": P()}
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), {"layers": layers, "head": P()})
 
 
 def test_streamed_layers_on_a_mesh_are_bit_identical():
-    options = {"steps": 9, "shardings": shardings("a copy"), "max_grad_norm": None}
+    options = {"steps": 9, "shardings": shardings(), "max_grad_norm": None}
     assert_same_bits(*(run("bfloat16", stream=x, **options) for x in (True, False)))
 
 
 def test_layers_do_not_stream_inside_shard_map():
-    params = jax.device_put(model("float32"), shardings("a copy"))
+    params = jax.device_put(model("float32"), shardings())
     state, mesh = zenflow_jax.zenflow(1e-2).init(params), params["head"].sharding.mesh
     specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
 

@@ -58,7 +58,7 @@ def planned(*arguments):
     return planning.plan_run(command.settings, command.planning)
 
 
-def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_compiler):
+def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_compiler, monkeypatch):
     shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
     run = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere", "--scan-layers"]
     run += ["--device", "a100", "--host-memory", "64", "--prefetch-bytes", "0"]
@@ -67,6 +67,7 @@ def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_comp
     assert plan.chosen.device["uploads"] == 0 < plan.chosen.late
     assert (plan.chosen.by, plan.chosen.host_capacity_bytes) == ("shapes", 64 * 10**9)
     assert plan.of_optimizers["adamw"].host == {}
+    monkeypatch.setattr(planning, "plan_run", lambda *_: plan)
     assert finetune.main([str(QUICKSTART), *run, "--plan"]) == 0
     out = capsys.readouterr().out
     assert plan.chosen.advice in out.replace("\n", " ")
@@ -157,7 +158,7 @@ def test_streamed_weights_are_recommended_if_nothing_else_fits(without_compiler,
 
 
 def test_a_run_with_streamed_weights_is_planned_next_to_the_other_optimizers(
-    without_compiler, capsys
+    without_compiler, capsys, monkeypatch
 ):
     run = [*RUN, "--no-scan-layers", "--optimizer", "offload", "--stream", "weights"]
     run += ["--device", "rtx4090", "--layer-updates", "during_backward"]
@@ -165,6 +166,7 @@ def test_a_run_with_streamed_weights_is_planned_next_to_the_other_optimizers(
     assert plan.chosen.fits
     assert plan.chosen.parameters == plan.of_optimizers["zenflow"].parameters
     assert plan.chosen.host["gradients, pinned"] < plan.chosen.host["weights, pinned"]
+    monkeypatch.setattr(planning, "plan_run", lambda *_: plan)
     assert finetune.main([*run, "--plan"]) == 0
     out = capsys.readouterr().out
     assert "compute, s" in out

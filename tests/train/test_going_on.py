@@ -1,17 +1,13 @@
 """Runs that are killed, stopped or damaged resume and are bit-identical; others are rejected."""
 
-import contextlib
 import gc
-import io
 import os
 import random
 import re
 import signal
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,46 +26,6 @@ STEPS = 63
 pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 
 
-class Interrupted(NamedTuple):
-    """A run that was stopped by a signal, then killed during a save, and then finished."""
-
-    folder: Path  # with `interrupted`, and with `whole`, which had no interruption
-    code: int  # of the start that got the signal
-    stopped: str  # output of that start
-    killed: int  # exit code of the second start
-    ended: str  # output of the third start
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    config = kill_test.write_config(folder, steps=STEPS)
-    seldom = "--save-every", "40"  # which is most of a run's time
-    run_here(config, "whole", *seldom)
-    first = start_run(config, "interrupted", "--timeline", str(folder / "trace.json"))
-    assert any(line.startswith("step") for line in first.stdout)
-    first.send_signal(signal.SIGTERM)
-    code, stopped = output(first)
-    second = start_run(config, "interrupted")
-    checkpoints = folder / "interrupted" / "checkpoints"
-    kill_test.kill_at("writing", second, checkpoints, random.Random(0), 0.0)
-    killed, _ = output(second)
-    ended = run_here(folder / "interrupted" / "settings.toml", "interrupted", *seldom)
-    return Interrupted(folder, code, stopped, killed, ended)
-
-
-def run_here(config: Path, run: str, *options: str) -> str:
-    """Starts a run in this process; returns the lines that it prints."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        jax.numpy_dtype_promotion("standard"),
-        contextlib.redirect_stdout(io.StringIO()) as shown,
-    ):
-        patch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
-        assert finetune.main([str(config), "--run", run, *options]) == 0
-    return shown.getvalue()
-
-
 def start_run(config: Path, run: str, *options: str) -> subprocess.Popen:
     return start("-m", "train.finetune", config, "--run", run, *options)
 
@@ -79,20 +35,66 @@ def changed_at(folder: Path) -> dict[Path, float]:
     return {p: p.stat().st_mtime for p in folder.rglob("*") if p.name != LOCK}
 
 
+# One test, so that no second worker makes the same runs.
 @pytest.mark.slow
-def test_a_stopped_and_killed_run_is_bit_identical(runs):
-    assert (runs.code, runs.killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
-    assert re.search(r"resuming from checkpoint \d+ in ", runs.ended)
-    assert differences(runs.folder / "whole", runs.folder / "interrupted") == []
+def test_a_stopped_and_killed_run_is_bit_identical_and_a_finished_run_is_not_changed(
+    tmp_path, capsys
+):
+    config = kill_test.write_config(tmp_path, steps=STEPS)
+    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
+    seldom = "--save-every", "40"  # saves are most of a run's time
+    assert finetune.main([str(config), "--run", whole.name, *seldom]) == 0
+    first = start_run(config, interrupted.name, "--timeline", str(tmp_path / "trace.json"))
+    assert any(line.startswith("step") for line in first.stdout)
+    first.send_signal(signal.SIGTERM)
+    code, stopped = output(first)
+    assert code == 128 + signal.SIGTERM
+    message, command = stopped.splitlines()[-2:]
+    step = re.fullmatch(r"stopped by SIGTERM after step (\d+), which is saved.*", message)[1]
+    assert command == f"python -m train.finetune {interrupted}/settings.toml --run interrupted"
+    assert f'"step": {step}' in (tmp_path / "trace.json").read_text(encoding="utf-8")
+
+    second = start_run(config, interrupted.name)
+    checkpoints = interrupted / "checkpoints"
+    kill_test.kill_at("writing", second, checkpoints, random.Random(0), 0.0)
+    assert output(second)[0] == -signal.SIGKILL
+    capsys.readouterr()
+    assert finetune.main([command.split()[3], "--run", interrupted.name, *seldom]) == 0
+    assert re.search(r"resuming from checkpoint \d+ in ", capsys.readouterr().out)
+    assert differences(whole, interrupted) == []
+    assert_masters(whole)
+    assert_exports(config, whole, tmp_path, capsys)
+    assert_not_changed(config, whole, capsys)
 
 
-@pytest.mark.slow
-def test_a_signal_saves_the_run_and_says_how_to_resume(runs):
-    said, command = runs.stopped.splitlines()[-2:]
-    step = int(re.fullmatch(r"stopped by SIGTERM after step (\d+), which is saved.*", said)[1])
-    run = runs.folder / "interrupted"
-    assert command == f"python -m train.finetune {run}/settings.toml --run {run.name}"
-    assert f'"step": {step}' in (runs.folder / "trace.json").read_text(encoding="utf-8")
+def assert_masters(run: Path) -> None:
+    """Checks that the model contains the masters by key path."""
+    kernel = load_file(run / "model.safetensors")["blocks.0.gate.kernel"]
+    assert (kernel.shape, kernel.dtype) == ((16, 24), np.float32)
+    # Low-precision parameters are the rounded masters, and the run is finished.
+    assert np.any(kernel != np.asarray(kernel, jnp.bfloat16).astype(np.float32))
+
+
+def assert_exports(config: Path, run: Path, folder: Path, capsys) -> None:
+    """Checks that an export names pending updates."""
+    step = str(min(steps_of(run / "checkpoints")))
+    target = str(folder / "exported")
+    assert finetune.main([str(config), "--run", run.name, "--export", step, target]) == 0
+    assert capsys.readouterr().out.endswith("without pending updates\n")
+
+
+def assert_not_changed(config: Path, run: Path, capsys) -> None:
+    """Checks that a finished run, or a run with other settings, stays as it is."""
+    before = changed_at(run)
+    for options, code, expected in (
+        ([], 0, f"has completed all {STEPS} steps"),
+        (["--fresh"], 2, "error: `--fresh`: .*whole is not new or empty"),
+        (["--topk-ratio", "0.5"], 2, "error: `topk_ratio`: is 0.5, but was 0.25 .*Pass"),
+        (["--steps", "20"], 2, f"error: `steps`: must be at least {STEPS}, .*but is 20"),
+    ):
+        assert finetune.main([str(config), "--run", run.name, *options]) == code
+        assert re.search(expected, "".join(capsys.readouterr()))
+    assert changed_at(run) == before
 
 
 @pytest.mark.slow
@@ -112,37 +114,6 @@ def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_one_before(tmp_
     assert "resuming from checkpoint 5" in text
     assert "checkpoints/10 to damaged-10" in text
     assert differences(whole, cut) == []
-
-
-@pytest.mark.slow
-def test_the_model_contains_the_masters_by_key_path(runs):
-    kernel = load_file(runs.folder / "whole" / "model.safetensors")["blocks.0.gate.kernel"]
-    assert (kernel.shape, kernel.dtype) == ((16, 24), np.float32)
-    # Low-precision parameters are the rounded masters, and the run is finished.
-    assert np.any(kernel != np.asarray(kernel, jnp.bfloat16).astype(np.float32))
-
-
-@pytest.mark.slow
-def test_a_finished_run_or_one_with_other_settings_is_not_changed(runs, capsys):
-    before = changed_at(runs.folder / "whole")
-    for options, code, expected in (
-        ([], 0, f"has completed all {STEPS} steps"),
-        (["--fresh"], 2, "error: `--fresh`: .*whole is not new or empty"),
-        (["--topk-ratio", "0.5"], 2, "error: `topk_ratio`: is 0.5, but was 0.25 .*Pass"),
-        (["--steps", "20"], 2, f"error: `steps`: must be at least {STEPS}, .*but is 20"),
-    ):
-        assert finetune.main([str(runs.folder / "job.toml"), "--run", "whole", *options]) == code
-        assert re.search(expected, "".join(capsys.readouterr()))
-    assert changed_at(runs.folder / "whole") == before
-
-
-@pytest.mark.slow
-def test_an_export_names_pending_updates(runs, tmp_path, capsys):
-    folder = runs.folder
-    command = [str(folder / "job.toml"), "--run", "whole", "--export"]
-    step = str(min(steps_of(folder / "whole" / "checkpoints")))
-    assert finetune.main([*command, step, str(tmp_path / step)]) == 0
-    assert capsys.readouterr().out.endswith("without pending updates\n")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Checks the placement of parameters, and puts misplaced arrays of a state back.
+"""Checks the placement of parameters, and computes and restores the placement of a state.
 
 Trainers may place optimizer states by their own rules. The values stay correct, but device and host
 would read the wrong parts.
@@ -13,17 +13,30 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Layout
-from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
+from zenflow_jax._device.state import (
+    LeafState,
+    ZenFlowState,
+    find_state,
+    leaf_layout,
+    replace_state,
+)
 from zenflow_jax._spec.leaf import LeafSpec, check_memory
 from zenflow_jax._spec.mesh import placement_of
 
 
-def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Raises if a parameter is not where `init` saw it: on one device, or on a mesh."""
+def check_placement(
+    weights: Sequence[Any], specs: Sequence[LeafSpec], *, abstract: bool = False
+) -> None:
+    """Raises if a parameter is not where `init` saw it: on one device, or on a mesh.
+
+    `abstract` says that `weights` are shapes with shardings. Then a mesh of one device counts as a
+    mesh, because states that are made under jit and outside jit differ on it in their treedef.
+    """
     for weight, spec in zip(weights, specs, strict=True):
-        if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
+        if not abstract and (not isinstance(weight, jax.Array) or isinstance(weight, Tracer)):
             raise TypeError(
                 f"{spec.name} in `params` is {type(weight).__name__}, not a jax array. Use "
                 "`jax.device_put`, outside jit."
@@ -37,7 +50,7 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 f"{spec.name} has the sharding {weight.sharding}. Put it on one device, or use a "
                 "NamedSharding."
             )
-        if expected is None and placed is not None and placed.mesh.size > 1:
+        if expected is None and placed is not None and (abstract or placed.mesh.size > 1):
             raise ValueError(
                 f"{spec.name} has the sharding {weight.sharding}, but its state was made for one "
                 "device. Call `tx.init` outside jit, or pass `param_shardings`."
@@ -74,30 +87,31 @@ def _is_typed_as_host(x: jax.Array) -> bool:
 
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
     """Adds a real state's shardings, as far as known, to an abstract state."""
-    meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
-    if not meshes or meshes[0].empty:
+    known = [x.sharding for x in leaves if x.sharding is not None]
+    meshes = [x for x in known if isinstance(x, NamedSharding) and not x.mesh.empty]
+    if not known or (not meshes and isinstance(known[0], NamedSharding)):
         return state
+    first = (meshes or known)[0]
 
-    def put(
-        x: Any, spec: PartitionSpec, memory_kind: str | None = None, mesh: Any = meshes[0]
-    ) -> Any:
-        sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
+    def put(x: Any, spec: PartitionSpec, memory_kind: str | None = None, like: Any = first) -> Any:
+        if not isinstance(like, NamedSharding):
+            like = first
+        if isinstance(like, NamedSharding):
+            sharding = NamedSharding(like.mesh, spec, memory_kind=memory_kind)
+        else:
+            sharding = like.with_memory_kind(memory_kind or like.memory_kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     mail_kind = HOST if state.send_gradients.in_step else None
 
-    def mesh_of(parameter: Any) -> Any:
-        placed = isinstance(parameter.sharding, NamedSharding)
-        return parameter.sharding.mesh if placed else meshes[0]
-
     def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
         layout = leaf_layout(leaf.spec)
-        return jax.tree.map(partial(put, mesh=mesh_of(parameter)), leaf, layout)
+        return jax.tree.map(partial(put, like=parameter.sharding), leaf, layout)
 
     def put_mail(mail: Any, leaf: LeafState, parameter: Any) -> Any:
         if mail is None:
             return None
-        return put(mail, Layout(leaf.spec).mail(len(mail.shape)), mail_kind, mesh_of(parameter))
+        return put(mail, Layout(leaf.spec).mail(len(mail.shape)), mail_kind, parameter.sharding)
 
     mail = tuple(map(put_mail, state.mail, state.leaves, leaves))
     alike = state._replace(leaves=None, mail=None, step_scalars=None)
@@ -141,3 +155,91 @@ def put_back(
     mail, step_scalars = jax.tree.map(partial(put, in_mail=True), *mail)
     placed = jax.tree.map(partial(put, in_mail=False), *rest)
     return placed._replace(mail=mail, step_scalars=step_scalars), moved
+
+
+def place(params: Any, opt_state: Any) -> Any:
+    """Moves an optimizer state to where `tx.init(params)` puts it outside jit.
+
+    A state that was made under jit, restored, or moved by a trainer may have its mail in device
+    memory, or its arrays on other devices.
+
+    Args:
+        params: The parameters, in place.
+        opt_state: Their optimizer state. On a mesh of several devices, `zenflow` needs
+            `param_shardings` to make it under jit.
+
+    Returns:
+        The optimizer state. Arrays in place, and the states of other transformations, are the same
+        objects. For a step's `out_shardings`: `jax.tree.map(lambda x: x.sharding, opt_state)`.
+
+    Raises:
+        ValueError: If the state was made for other parameters, or for another placement.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, zenflow_jax
+        >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
+        >>> tx = zenflow_jax.zenflow(1e-2)
+        >>> state = jax.jit(tx.init, out_shardings=params["w"].sharding)(params)
+        >>> zenflow_jax.place(params, state).mail[0].sharding.memory_kind
+        'pinned_host'
+    """
+    params, opt_state = as_pure(params), as_pure(opt_state)
+    state = find_state(opt_state)
+    leaves, _, places = match_leaves(params, state)
+    weights = [leaves[i] for i in places]
+    check_placement(weights, [leaf.spec for leaf in state.leaves])
+    return replace_state(opt_state, put_back(state, weights, memories=True)[0])
+
+
+def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
+    """Returns the shardings, with memory kinds, of the state that `tx.init` makes.
+
+    Pass them to jit (`out_shardings` of the function that makes the state, `in_shardings` and
+    `out_shardings` of the step), or to a saver as the place of restored arrays.
+
+    Args:
+        tx: A transformation with `zenflow` anywhere in it. On a mesh, `zenflow` needs
+            `param_shardings`.
+        param_shapes: The parameters, or their shapes from `jax.eval_shape`.
+        param_shardings: Tree of shardings like the parameters, or a prefix of it.
+
+    Returns:
+        A tree of shardings like the state. In other transformations, an array with a parameter's
+        path and shape has that parameter's sharding; all others are replicated.
+
+    Raises:
+        ValueError: If `zenflow` does not know the mesh.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, zenflow_jax
+        >>> params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+        >>> on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        >>> tx = zenflow_jax.zenflow(1e-2)
+        >>> shardings = zenflow_jax.state_shardings(tx, params, on_device)
+        >>> shardings.mail[0].memory_kind
+        'pinned_host'
+    """
+    params = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        param_shapes,
+        jax.tree.broadcast(param_shardings, param_shapes),
+    )
+    opt_state = jax.eval_shape(tx.init, params)
+    state = find_state(opt_state)
+    leaves, _, places = match_leaves(params, state)
+    weights = [leaves[i] for i in places]
+    check_placement(weights, [leaf.spec for leaf in state.leaves], abstract=True)
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    everywhere = paths[0][1].sharding
+    if isinstance(everywhere, NamedSharding):
+        everywhere = NamedSharding(everywhere.mesh, REPLICATED)
+
+    def sharding_of(path: Any, x: Any) -> Any:
+        for of_param, param in paths:
+            if x.shape == param.shape and path[len(path) - len(of_param) :] == of_param:
+                return param.sharding
+        return everywhere
+
+    shardings = jax.tree_util.tree_map_with_path(sharding_of, opt_state)
+    placed = jax.tree.map(lambda x: x.sharding, with_shardings(state, weights))
+    return replace_state(shardings, placed)

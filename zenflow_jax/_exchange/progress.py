@@ -141,12 +141,10 @@ class Ending:
     def lacks_updates(self) -> bool:
         return bool(self._pending) and not self.flushed
 
-    def warn(self) -> None:
-        """Logs what is lost, once, unless an exception ends the training."""
-        # An exception that has ended the program is the last value.
-        failed = sys.exc_info()[0] or getattr(sys, "last_value", None)
+    def warn(self, error: BaseException | None = None) -> None:
+        """Logs the loss, once, unless `error` or an exception in progress ends the training."""
         safe, self.safe = self.safe, True
-        if safe or failed:
+        if safe or error or sys.exc_info()[0]:
             return
         if self.lacks_updates:
             _logger.warning(

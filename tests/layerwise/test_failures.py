@@ -1,0 +1,184 @@
+"""Errors of the layerwise trainer, and steps whose gradient or loss is not finite."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenflow_jax
+from tests.layerwise.small_model import (
+    BATCHES,
+    LAYERS,
+    MODEL,
+    WIDTH,
+    check_close,
+    check_equal,
+    first,
+    last,
+    layer,
+    new_params,
+)
+from zenflow_jax import layerwise
+
+# Users' models promote dtypes by jax's default rules.
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
+
+SQUARE = jnp.ones((WIDTH, WIDTH))
+FLOAT8 = jnp.ones(2, jnp.float8_e4m3fn)
+times_square = jax.jit(lambda x: x @ SQUARE)
+
+
+def step_and_wait(trainer, batch):
+    trainer.step(batch)
+    trainer.wait()
+
+
+def test_a_state_fits_only_the_same_frozen_layers():
+    with layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=[0]) as trainer:
+        state = trainer.state()
+        for name in (-1, LAYERS):
+            with pytest.raises(ValueError, match=f"No layer is named .'{name}'.: .* 0 to 3"):
+                trainer.master_params(name)
+    for frozen in ([1], [0, 1], []):
+        with pytest.raises(zenflow_jax.planning.UnfitRunError, match="and `frozen`"):
+            layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=frozen, state=state)
+
+
+def nan_in_layer(number, when):
+    """A model whose gradient, but not its loss, is not finite in one layer and those below."""
+
+    @jax.custom_vjp
+    def break_gradient(x, broken):
+        return x
+
+    break_gradient.defvjp(
+        lambda x, broken: (x, broken), lambda broken, g: (jnp.where(broken, jnp.nan, g), None)
+    )
+
+    def make(i):
+        def broken_layer(w, x, shared):
+            new = layer(w, x, shared[:2])
+            return break_gradient(new, shared[2]) if i == number else new
+
+        return broken_layer
+
+    def broken_first(outer, batch):
+        x, shared = first(outer, batch)
+        return x, (*shared, batch[0, 0] == when)
+
+    return {"first": broken_first, "layer": [make(i) for i in range(LAYERS)], "last": last}
+
+
+def test_a_non_finite_gradient_changes_nothing_after_the_backward_pass():
+    bad = BATCHES[2].copy()
+    bad[0, 0] = -7
+    batches = [*BATCHES[:2], bad, *BATCHES[3:5]]
+    rate = optax.linear_schedule(1e-2, 0, 10)
+    with layerwise.Trainer(
+        new_params(), **nan_in_layer(1, -7), learning_rate=rate, max_grad_norm=1.0
+    ) as trainer:
+        for batch in batches:
+            trainer.step(batch)
+        got = trainer.params()
+        assert trainer.stats.skipped_steps == 1
+        assert trainer.state()["counts"]["counted"] == 4
+    with layerwise.Trainer(new_params(), **MODEL, learning_rate=rate, max_grad_norm=1.0) as trainer:
+        for batch in [*BATCHES[:2], *BATCHES[3:5]]:
+            trainer.step(batch)
+        check_close(got, trainer.params(), atol=1e-6)
+
+
+def test_a_non_finite_gradient_ends_a_run_that_has_already_updated_layers():
+    bad = BATCHES[2].copy()
+    bad[0, 0] = -7
+    options = {"learning_rate": 1e-2, "updates": "during_backward"}
+    with layerwise.Trainer(new_params(), **nan_in_layer(1, -7), **options) as trainer:
+        trainer.step(BATCHES[0])
+        with pytest.raises(FloatingPointError, match="layers.1 is not finite in step 2"):
+            step_and_wait(trainer, bad)
+        for call in (trainer.params, trainer.state, lambda: trainer.step(BATCHES[0])):
+            with pytest.raises(FloatingPointError, match="Resume from the last checkpoint"):
+                call()
+        trainer.close()
+
+
+def test_a_non_finite_loss_skips_the_step_in_both_modes():
+    for updates in ("after_backward", "during_backward"):
+        weights = new_params()
+        with layerwise.Trainer(
+            weights,
+            first=first,
+            layer=layer,
+            last=lambda outer, x, batch: last(outer, x, batch) / (batch[0, 0] != -7),
+            learning_rate=1e-2,
+            updates=updates,
+            max_skipped=2,
+        ) as trainer:
+            bad = BATCHES[0].copy()
+            bad[0, 0] = -7
+            trainer.step(bad)
+            check_equal(trainer.params(), weights)
+            trainer.step(BATCHES[0])
+            assert not np.array_equal(trainer.params()["outer"]["head"], weights["outer"]["head"])
+            trainer.step(bad)
+            with pytest.raises(FloatingPointError, match="last 2 steps"):
+                step_and_wait(trainer, bad)
+            trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"first": lambda outer, batch: batch}, TypeError, r"must return \(carry, shared\)"),
+        ({"last": lambda outer, x, batch: x}, TypeError, "must return a float scalar"),
+        ({"last": lambda o, x, b: (x.mean(), x.max())}, TypeError, r"a `layerwise.WeightedLoss`"),
+        ({"last": lambda o, x, b: (x @ SQUARE).mean()}, ValueError, "`last` uses an array"),
+        (
+            {"layer": lambda w, x, s: x @ w["up"]},
+            TypeError,
+            r"layer 1, called with .*5, 12",
+        ),
+        ({"layer": lambda w, x, s: x @ w["missing"]}, KeyError, "in layer 0"),
+        ({"layer": lambda w, x, s: x @ SQUARE}, ValueError, "not among its arg"),
+        ({"layer": lambda w, x, s: times_square(x)}, ValueError, "not among its arg"),
+        ({"layer": [layer] * 3}, ValueError, "3 functions for 4 layers"),
+        ({"frozen": [4]}, ValueError, "the layers are 0 to 3"),
+        ({"updates": "late"}, ValueError, "during_backward"),
+        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
+        ({"params": {"outer": {}, "layers": [np.arange(3)]}}, TypeError, "layers.0 is int.., but"),
+        ({"params": {"layers": []}}, TypeError, '"outer" and "layers"'),
+        ({"params": {"outer": {}, "layers": {"up": SQUARE}}}, TypeError, "is a mapping"),
+        ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
+        ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` and .* differ"),
+    ],
+)
+def test_unsuitable_arguments_are_rejected(change, error, text):
+    arguments = {"params": new_params(), **MODEL, "learning_rate": 1e-2, **change}
+    with pytest.raises(error) as caught:
+        with layerwise.Trainer(arguments.pop("params"), **arguments) as trainer:
+            trainer.step(BATCHES[0])
+    notes = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert re.search(text, notes), notes
+
+
+def test_calls_after_an_interrupted_step_are_rejected(monkeypatch):
+    with layerwise.Trainer(new_params(), **MODEL, learning_rate=1e-2) as trainer:
+        trainer.step(BATCHES[0])
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        reported = []
+        monkeypatch.setattr(trainer._peers, "report", reported.append)
+        monkeypatch.setattr(trainer._dispatcher, "_send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(BATCHES[1])
+        assert reported == ["KeyboardInterrupt()"]  # to other processes, which would wait
+        with pytest.raises(RuntimeError, match="interrupted"):
+            trainer.params()
+        trainer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        trainer.step(BATCHES[0])
