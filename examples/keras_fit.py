@@ -4,8 +4,8 @@
     exchange = Exchange()
     model.fit(x, y, callbacks=[exchange])
 
-Put `Exchange` before callbacks that save. To resume, build the optimizer, load the weights, and pass
-the engine's state: `Exchange(engine_state)`. Needs Keras 3.15.1 with `KERAS_BACKEND=jax`.
+Put `Exchange` before callbacks that save. To resume, build the optimizer, load the weights, and
+pass the saved engine state: `Exchange(engine_state)`. Needs Keras 3.15.1 with `KERAS_BACKEND=jax`.
 """
 
 from typing import Any

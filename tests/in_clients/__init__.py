@@ -1,1 +1,1 @@
-"""Tests with the installed Keras, equinox and haliax: `make test-clients`, in an environment of its own."""
+"""Tests with Keras, equinox and haliax: `make test-clients`, in an environment of their own."""

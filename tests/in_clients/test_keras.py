@@ -5,10 +5,10 @@ import keras
 import numpy as np
 import optax
 import pytest
-from examples.keras_fit import Exchange, ZenFlow
 from keras import layers
 
 import zenflow_jax
+from examples.keras_fit import Exchange, ZenFlow
 
 OPTIONS = {"learning_rate": 1e-2, "weight_decay": 1e-2, "channel_axis": lambda _, x: 0}
 EXACT = {"update_interval": 1, "staleness": 0}
