@@ -25,7 +25,7 @@ def test_the_leading_arguments_and_defaults_are_those_of_adamw():
 PUBLIC = {name: getattr(zenflow_jax, name) for name in zenflow_jax.__all__}
 PUBLIC |= {"attach": attach.attach, "AttachedStep": attach.AttachedStep}
 PUBLIC |= {"stream": streaming.stream, "scan_layers": streaming.scan_layers}
-PUBLIC |= {"check_device": streaming.check_device}
+PUBLIC |= {"check_device": streaming.check_device, "stream_scans": streaming.stream_scans}
 CALLS = [name for name, x in PUBLIC.items() if inspect.isroutine(x)]
 CLASSES = [name for name, x in PUBLIC.items() if inspect.isclass(x)]
 MADE_BY_USERS = [name for name in CLASSES if name != "AttachedStep"]  # `attach` creates it

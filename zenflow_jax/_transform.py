@@ -251,9 +251,10 @@ def _update(
         for s in scalars
     ]
 
+    rates: list[int] = [leaf.spec.rate for leaf in state.leaves]
     stepped = [
-        step_selected(p, s, leaf, scalars[leaf.spec.rate], verdict, lengths[leaf.spec.rate])
-        for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
+        step_selected(p, s, leaf, scalars[rate], verdict, lengths[rate])
+        for p, s, leaf, rate in zip(weights, seen, state.leaves, rates, strict=True)
     ]
     statistics = None
     if schedule.needs_statistics:

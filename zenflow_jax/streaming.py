@@ -2,8 +2,8 @@
 
 `jax.lax.scan` stacks the gradients of all layers, so the device holds all of them when the scan
 ends. With `scan_layers` the scan's body reads each layer's gradient and sends it to the host, and
-`jax.grad` returns only the values that the step needs. Windows, selections and arithmetic do not
-change.
+`jax.grad` returns only the values that the step needs. `stream_scans` does the same for a model's
+own scans. Windows, selections and arithmetic do not change.
 """
 
 import dataclasses
@@ -47,7 +47,8 @@ def stream(
             `scan_layers`; by default, all offloaded leaves that are stacked along a first axis do.
 
     Returns:
-        A tree like `params`, with a `Streamed` for each such leaf; only `scan_layers` can read it.
+        A tree like `params`, with a `Streamed` for each such leaf; only `scan_layers` and losses of
+        `stream_scans` can read it.
 
     Raises:
         ValueError: If the state has a different `send_gradients`; if no leaf is stacked, or `where`

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
+from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._device.streamed import Streamed
@@ -188,8 +189,10 @@ def _live(jaxpr: Any) -> list[JaxprEqn]:
 def _without_stacks(equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
     pairs = zip(equation.invars, inputs, strict=True)
     values = {variable: x for variable, x in pairs if not isinstance(variable, Literal)}
-    single = Jaxpr((), list(values), equation.outvars, [equation], equation.effects)
-    return jax.core.eval_jaxpr(single, (), *values.values())
+    names = ("",) * len(values), ("",) * len(equation.outvars)
+    info = DebugInfo("equation", str(equation.primitive), *names)
+    single = Jaxpr((), list(values), equation.outvars, [equation], equation.effects, info)
+    return eval_jaxpr(single, (), *values.values())
 
 
 def _count_scanned(outside: Sequence[Any], inside: Sequence[Any]) -> int:

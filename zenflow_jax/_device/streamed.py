@@ -80,8 +80,9 @@ class Streamed:
         """Rejects conversion to an array, which all jax functions try."""
         raise TypeError(
             f"Only `streaming.scan_layers` can read the {self.dtype} {self.shape} that "
-            "`streaming.stream` returned. Use it instead of `jax.lax.scan` or linen's `nn.scan`, "
-            "and move any operation on the stack into its body."
+            "`streaming.stream` returned. If the model has scans of its own, differentiate "
+            "`streaming.stream_scans(loss_fn)`, and pass this array as an argument. Move other "
+            "operations on it into the scan's body."
         )
 
     def __getitem__(self, _: Any) -> Any:
