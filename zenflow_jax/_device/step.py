@@ -212,13 +212,13 @@ def step_selected(
     `length` is the provisional step's length, for deferred channels.
     """
     length = None if seen.signs is None else length
-    similar = leaf._replace(static=dataclasses.replace(leaf.spec.anonymous, decay=leaf.spec.decay))
+    similar = leaf.replace(spec=dataclasses.replace(leaf.spec.anonymous, decay=leaf.spec.decay))
     # The step does not read the mail, which therefore needs no partition spec here.
     seen = seen._replace(mail=None)
     fixed = tuple(x if isinstance(x, float) else None for x in scalars)
     others = [None if isinstance(x, float) else x for x in scalars]
     change, new = _step_similar(p, seen, similar, fixed, others, verdict, length)
-    return change, new._replace(static=leaf.spec)
+    return change, new.replace(spec=leaf.spec)
 
 
 @partial(jax.jit, static_argnums=3, inline=True)
@@ -282,12 +282,12 @@ def _step(
     def if_counted(new: Any, old: Any) -> Any:
         return jnp.where(verdict.finite, new.astype(old.dtype), old)
 
-    leaf = leaf._replace(
+    leaf = leaf.replace(
         steps=if_counted(steps, leaf.steps), mu=if_counted(mu, leaf.mu), nu=if_counted(nu, leaf.nu)
     )
     if leaf.master is not None:
         master = if_counted(master + change, master)
-        leaf = leaf._replace(master=master)
+        leaf = leaf.replace(master=master)
         # The float32 difference of two low-precision numbers is exact unless they differ by a
         # factor of 2**16, so adding it gives the cast of the master.
         new = shard.gather(master.astype(spec.dtype))
@@ -303,7 +303,7 @@ def _step(
     change = _spread_out(shard, change, index, unselected)
     assert leaf.scores is not None
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
-    return change, leaf._replace(scores=if_counted(scores, leaf.scores))
+    return change, leaf.replace(scores=if_counted(scores, leaf.scores))
 
 
 def current_masters(weights: jax.Array, leaf: LeafState, spec: LeafSpec) -> jax.Array:

@@ -141,7 +141,7 @@ class Integrity:
 def _alone(leaf: LeafState) -> LeafState:
     """Returns the leaf without its name, so that similar leaves share programs."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
-    return leaf._replace(scores=None, static=spec)
+    return leaf.replace(scores=None, spec=spec)
 
 
 class _Rows(NamedTuple):
@@ -199,7 +199,7 @@ def _compare(
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(wrong)
 
-    of_leaf = leaf_layout(leaf.spec)._replace(scores=None)
+    of_leaf = leaf_layout(leaf.spec).replace(scores=None)
     takes = [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
     scalars = jnp.stack(step.adam[leaf.spec.rate])
