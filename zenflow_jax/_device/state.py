@@ -1,7 +1,7 @@
-"""The state that `zenflow()` keeps between steps: named tuples, with static facts in their treedef.
+"""The state that `zenflow()` keeps between steps: a named tuple, with static facts in its treedef.
 
 The engine needs nothing else. Trees of shapes, shardings and partition specs also use these
-classes. Savers and trainers walk the state as nested tuples, and find only arrays.
+classes. Savers and trainers that walk the state find only arrays.
 """
 
 import dataclasses
