@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions, take
-from zenflow_jax._device.leaves import as_pure, match_leaves
+from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.shards import Layout, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout
 from zenflow_jax._device.step import current_masters, rounded
 from zenflow_jax._engine import HostEngine
+from zenflow_jax._spec.leaf import as_pure
 
 
 def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:

@@ -221,9 +221,9 @@ def _taker(
             "position."
         )
     raise TypeError(
-        f"No zenflow state is among the arguments {_kinds(args)}. Pass (params, opt_state, ...), "
-        "(train_state, ...) or an nnx (model, optimizer, ...) by position. If the train state has "
-        'other fields, name them: `attach(step, fields=("model", "opt_state"))`.'
+        f"No zenflow state follows parameters in the arguments {_kinds(args)}. Pass (params, "
+        "opt_state, ...), (train_state, ...) or an nnx (model, optimizer, ...) by position. If the "
+        'train state has other fields, name them: `attach(step, fields=("model", "opt_state"))`.'
     )
 
 

@@ -26,7 +26,7 @@ from zenflow_jax._device.streamed import (
     layer_weights,
     streamed,
 )
-from zenflow_jax._spec.leaf import plain_name
+from zenflow_jax._spec.leaf import as_pure, plain_name
 from zenflow_jax._transform import zenflow
 
 
@@ -77,7 +77,7 @@ def stream(
             "send gradients in the backward pass. Use zenflow(send_gradients='during_step')."
         )
     weights, treedef, places = match_leaves(params, state)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(as_pure(params))]
     signs = state.schedule.provisional_share is not None
     rank = mail_rank([leaf.spec for leaf in state.leaves])
     for place, leaf in zip(places, state.leaves, strict=True):

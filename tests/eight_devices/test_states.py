@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -163,11 +164,29 @@ def test_state_shardings_and_place_agree_with_init_outside_of_jit(kind):
     made = jax.jit(tx.init, out_shardings=both[1])(params)
     misplaced = jax.jit(tx.init, out_shardings=NamedSharding(mesh, P()))(params)
     placed = zenflow_jax.place(params, misplaced)
-    for x, *others in zip(*map(jax.tree.leaves, (expected, made, placed)), strict=True):
+    restored = zenflow_jax.place(params, jax.device_get(expected))
+    for x, *others in zip(*map(jax.tree.leaves, (expected, made, placed, restored)), strict=True):
         for y in others:
             assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
             assert y.sharding.memory_kind == x.sharding.memory_kind
     comparisons.assert_same_bits(jax.device_get(placed), jax.device_get(expected))
+
+
+def test_state_shardings_distinguish_leaves_of_the_same_name():
+    mesh = meshes.make_mesh("three", AUTO)
+    first, second = (NamedSharding(mesh, P(name)) for name in mesh.axis_names[:2])
+    shardings = {"w": first, "z": {"w": second}}
+    shapes = jax.tree.map(lambda _: jax.ShapeDtypeStruct((8, 8), jnp.float32), shardings)
+    tx = optax.chain(optax.trace(0.9), zenflow_jax.zenflow(1e-2, param_shardings=shardings))
+    assert zenflow_jax.state_shardings(tx, shapes, shardings)[0].trace == shardings
+
+
+def test_place_moves_a_state_to_another_single_device():
+    params = {"w": jnp.ones((8, 4))}
+    state = zenflow_jax.zenflow(1e-2).init(params)
+    params = jax.device_put(params, jax.devices()[1])
+    for x in (state, jax.device_get(state)):
+        zenflow_jax.HostEngine(params, zenflow_jax.place(params, x), host_kernel="numpy").close()
 
 
 def test_a_state_that_does_not_know_its_mesh_has_no_place_on_it():

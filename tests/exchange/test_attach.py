@@ -268,7 +268,7 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
     whole = nnx.State({"a": params, "b": {"opt_state": jax.tree.leaves(state)}})
     _, alone = nnx.split(nnx_pair())
     two_models = nnx.split((*nnx_pair(), Model(PARAMS)))
-    by_position = "No zenflow state is among the arguments"
+    by_position = "No zenflow state follows parameters in the arguments"
     engine = HostEngine(params, state, **KERNEL)
 
     for call, error, words in (

@@ -60,6 +60,25 @@ def test_a_whole_nnx_model_or_only_its_parameters_give_the_same_run():
     comparisons.assert_same_bits(train(params_of, nnx.state), plain)
 
 
+def test_functions_and_trees_of_leaves_match_an_nnx_model_in_init_and_in_update():
+    model = Model(nnx.Rngs(0))
+    decayed = jax.tree.map(lambda p: p.ndim > 1, params_of(model))  # `nnx.Param`s of bools
+    tx = zenflow_jax.zenflow(
+        lambda path, _: 0.0 if path[-1].key == "kernel" else 1e-2,
+        resident=lambda path, _: path[-1].key == "kernel",
+        mask=decayed,
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = nnx.to_pure_dict(params_of(model))
+    step_nnx(model, optimizer)
+    after = nnx.to_pure_dict(params_of(model))
+    for i in range(2):
+        comparisons.assert_same_bits(after["layers"][i]["kernel"], before["layers"][i]["kernel"])
+    assert all(leaf.spec.resident for leaf in zenflow_jax.find_state(optimizer.opt_state).leaves)
+    rates = jax.tree.map(lambda p: 1e-2, params_of(model))
+    nnx.Optimizer(model, zenflow_jax.zenflow(rates), wrt=nnx.Param).update(model, params_of(model))
+
+
 class Pair(NamedTuple):
     first: jax.Array
     second: jax.Array

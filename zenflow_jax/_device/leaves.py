@@ -1,6 +1,5 @@
 """Matches the leaves of a caller's tree with the state's leaves, and checks them."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,6 @@ import jax.numpy as jnp
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._device.streamed import is_streamed
 from zenflow_jax._spec.leaf import LeafSpec, plain_name
-
-
-def as_pure(tree: Any) -> Any:
-    """Returns a flax nnx tree as a tree of arrays, and any other tree unchanged."""
-    nnx = sys.modules.get("flax.nnx")  # a caller with such a tree has imported it
-    return tree if nnx is None else nnx.as_pure(tree)
 
 
 class Places:

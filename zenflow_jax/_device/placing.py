@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zenflow_jax._device.leaves import as_pure, match_leaves
+from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.state import (
@@ -23,7 +23,7 @@ from zenflow_jax._device.state import (
     leaf_layout,
     replace_state,
 )
-from zenflow_jax._spec.leaf import LeafSpec, check_memory
+from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
 from zenflow_jax._spec.mesh import placement_of
 
 
@@ -132,11 +132,14 @@ def put_back(
     moved = 0
     on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
     default = weights[0].sharding.memory_kind if weights else None
+    devices = weights[0].sharding.device_set if weights else None
 
     def put(x: jax.Array, like: Any, in_mail: bool) -> jax.Array:
         nonlocal moved
         # On one device, every spelling of the sharding is correct.
         where = like.sharding if on_mesh else x.sharding
+        if not on_mesh and devices not in (None, where.device_set):
+            where = SingleDeviceSharding(*devices)
         kind = HOST if in_mail and state.send_gradients.in_step else default
         if not memories or kind is None:
             kind = x.sharding.memory_kind
@@ -184,7 +187,7 @@ def place(params: Any, opt_state: Any) -> Any:
         'pinned_host'
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
-    state = find_state(opt_state)
+    state = jax.tree.map(jax.numpy.asarray, find_state(opt_state))  # savers may return NumPy arrays
     leaves, _, places = match_leaves(params, state)
     weights = [leaves[i] for i in places]
     check_placement(weights, [leaf.spec for leaf in state.leaves])
@@ -234,8 +237,10 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
     if isinstance(everywhere, NamedSharding):
         everywhere = NamedSharding(everywhere.mesh, REPLICATED)
 
+    longest_first = sorted(paths, key=lambda pair: -len(pair[0]))
+
     def sharding_of(path: Any, x: Any) -> Any:
-        for of_param, param in paths:
+        for of_param, param in longest_first:
             if x.shape == param.shape and path[len(path) - len(of_param) :] == of_param:
                 return param.sharding
         return everywhere

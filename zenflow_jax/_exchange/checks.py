@@ -17,11 +17,12 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from zenflow_jax._device.leaves import Places, as_pure, check_leaves, first_names, match_leaves
+from zenflow_jax._device.leaves import Places, check_leaves, first_names, match_leaves
 from zenflow_jax._device.memory import HOST, put_everywhere, read
 from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.parts import OffloadedLeaves
+from zenflow_jax._spec.leaf import as_pure
 from zenflow_jax._spec.rules import SendGradients, check_one_of
 from zenflow_jax._spec.scalars import USED
 
@@ -131,9 +132,9 @@ def _warn_of_later(opt_state: Any) -> None:
         later = [x for x in chain[place + 1 :] if not isinstance(x, of_mask)]
         if later:
             _logger.warning(
-                f"{len(later)} transformations follow zenflow in its chain. They do not act on the "
-                "host's updates, and the engine can reject them only where they visibly change a "
-                "weight. Put zenflow last: set a variable rate with `learning_rate`, and freeze "
+                f"Transformations follow zenflow in its chain: {len(later)}. They do not act on "
+                "the host's updates, and the engine can reject them only where they visibly change "
+                "a weight. Put zenflow last: set a variable rate with `learning_rate`, and freeze "
                 "leaves with `optax.partition`."
             )
         _warn_of_later(chain[place])

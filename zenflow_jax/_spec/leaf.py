@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import jax
@@ -126,6 +127,12 @@ def check_memory(name: str, parameter: Any) -> None:
             f"Parameter {name} is in host memory (pinned_host). Put it on a device; for layers "
             "whose weights do not fit, use `zenflow_jax.layerwise`."
         )
+
+
+def as_pure(tree: Any) -> Any:
+    """Returns a flax nnx tree as a tree of arrays, and any other tree unchanged."""
+    nnx = sys.modules.get("flax.nnx")  # a caller with such a tree has imported it
+    return tree if nnx is None else nnx.as_pure(tree)
 
 
 def plain_name(path: tuple[Any, ...]) -> str:

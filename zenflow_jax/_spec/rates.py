@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from zenflow_jax._spec.arguments import check_number, takes_leaf
-from zenflow_jax._spec.leaf import LeafSpec, plain_name
+from zenflow_jax._spec.leaf import LeafSpec, as_pure, plain_name
 from zenflow_jax._spec.resolve import spread
 
 
@@ -50,7 +50,7 @@ def rates_by_number(specs: Sequence[LeafSpec], params: Any, learning_rate: Any) 
 def _rates(params: Any, learning_rate: Any) -> list[Any]:
     """Returns each leaf's rate."""
     if takes_leaf(learning_rate):
-        paths = jax.tree_util.tree_leaves_with_path(params)
+        paths = jax.tree_util.tree_leaves_with_path(as_pure(params))
         rates = [learning_rate(path, leaf) for path, leaf in paths]
         for (path, _), rate in zip(paths, rates, strict=True):
             check_number("learning_rate", rate, f" for {plain_name(path)}")

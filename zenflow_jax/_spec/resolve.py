@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._spec.leaf import DTYPES, LeafSpec, check_memory, plain_name
+from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, check_memory, plain_name
 from zenflow_jax._spec.mesh import Placement, divide_blocks, placement_of
 from zenflow_jax._spec.rules import round_up
 
@@ -106,7 +106,7 @@ def resolve_specs(
     params: Any, rules: LeafRules, param_shardings: Any, mask: Any
 ) -> tuple[LeafSpec, ...]:
     """Returns a `LeafSpec` for each leaf of `params`, in order."""
-    paths = jax.tree_util.tree_leaves_with_path(params)
+    paths = jax.tree_util.tree_leaves_with_path(as_pure(params))
     if not paths:
         return ()
     return tuple(
@@ -146,7 +146,10 @@ def spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
     """Returns for each leaf of `params` the value in a prefix tree, an argument's."""
     values: list[Any] = []
     try:
-        jax.tree.map(lambda x, part: values.extend([x] * len(jax.tree.leaves(part))), tree, params)
+        jax.tree.map(
+            lambda x, part: values.extend([x] * len(jax.tree.leaves(part))),
+            *map(as_pure, (tree, params)),
+        )
     except ValueError as error:
         raise ValueError(
             f"`{name}` has the structure {jax.tree.structure(tree)}, which is neither that of the "
