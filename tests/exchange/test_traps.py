@@ -39,8 +39,8 @@ def test_every_donated_array_is_deleted():
     # An array with a NumPy view is copied instead, silently on a CPU.
     with Training(FEW, OPTIONS, donate=True) as training:
         for t in range(1, 9):
-            # Mail is not an input of the program, so it is dropped rather than donated.
-            donated = training.state._replace(step_scalars=None, mail=None)
+            # Mail and norm are not inputs of the program, so they are dropped rather than donated.
+            donated = training.state._replace(step_scalars=None, mail=None, grad_norm=None)
             paths = jax.tree_util.tree_leaves_with_path((training.params, donated))
             training.step()
             kept = [jax.tree_util.keystr(path) for path, x in paths if not x.is_deleted()]
