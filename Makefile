@@ -34,7 +34,7 @@ ours = { test -z "$$(ls -A "$$folder" 2> /dev/null)" || test -e "$$folder/.zenfl
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # an environment allows one install at a time
-.PHONY: help quickstart test test-fast test-compiled test-tunix test-slurm docs test-docs dist lint clean same-python
+.PHONY: help quickstart test test-fast test-compiled test-tunix test-clients test-slurm docs test-docs dist lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
@@ -47,6 +47,7 @@ help:
 	@echo "                 minutes, and a download of 230 MB"
 	@echo "make test-tunix  run the tests that need google-tunix, in a separate environment: two minutes,"
 	@echo "                 plus one to install 1.6 GB"
+	@echo "make test-clients  run the tests that need Keras, equinox and haliax, in a separate environment"
 	@echo "make test-slurm  run the batch script under SLURM with two nodes on this machine: four minutes; needs"
 	@echo "                 Debian's packages slurm-wlm and munge"
 	@echo "make docs        build the documentation into build/site; two minutes, runs its examples"
@@ -94,6 +95,10 @@ test-tunix:
 	@folder=$(VENV)-tunix; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax
 	@PYTHON=$(PYTHON) .ci/tunix $(VENV)-tunix
 
+test-clients:
+	@folder=$(VENV)-clients; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax
+	@PYTHON=$(PYTHON) .ci/clients $(VENV)-clients
+
 # Strict: fails on a broken link, a public name without an entry, or a failing example.
 site := build/site
 docs: $(installed) $(sphinx)
@@ -116,7 +121,7 @@ lint: $(installed) $(tools)
 	  || { cat $(VENV)/pyright.log; exit 1; }
 
 clean:
-	@for folder in $(VENV) $(VENV)-compiler $(VENV)-tunix; do $(ours) && rm -rf "$$folder" || exit 1; done
+	@for folder in $(VENV) $(VENV)-compiler $(VENV)-tunix $(VENV)-clients; do $(ours) && rm -rf "$$folder" || exit 1; done
 	rm -rf build
 
 $(made): | same-python

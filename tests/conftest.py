@@ -39,6 +39,9 @@ collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_d
 # `make test-tunix` runs them, in an environment with Tunix.
 if importlib.util.find_spec("tunix") is None:
     collect_ignore.append("in_tunix")
+# `make test-clients` runs these, in an environment with Keras, equinox and haliax.
+if importlib.util.find_spec("haliax") is None:
+    collect_ignore.append("in_clients")
 
 # XLA reads these flags when jax starts its first backend. The GPU backend makes only optimized
 # code, so they are not set where one of jax's plugins is installed.

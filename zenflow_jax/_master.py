@@ -104,7 +104,7 @@ def iter_master_params(
                 continue
             leaf, number = leaf_at[place]
             host = None if number is None else of_host(number)
-            yield path, _master(weight, leaf._replace(static=leaf.spec.anonymous), host)
+            yield path, _master(weight, leaf.replace(spec=leaf.spec.anonymous), host)
 
     return pairs()
 

@@ -98,7 +98,7 @@ def test_a_norm_of_streamed_gradients_raises():
 def test_gradients_for_different_selected_channels_end_the_run():
     def other_channels(state):
         leaves = [
-            leaf if leaf.channels is None else leaf._replace(channels=leaf.channels + 1)
+            leaf if leaf.channels is None else leaf.replace(channels=leaf.channels + 1)
             for leaf in state.leaves
         ]
         return state._replace(leaves=state.leaves.replace(leaves))

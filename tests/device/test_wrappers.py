@@ -64,8 +64,6 @@ def test_optax_gets_and_sets_values_in_a_chain_by_name():
     assert optax.tree.get(state, "step") is state[1].step
     assert optax.tree.get(state, "ZenFlowState") is state[1]
     assert optax.tree.get(state, "no such name") is None
-    reached = {id(x) for _, x in optax.tree.get_all_with_path(state, "mu")}
-    assert reached >= {id(leaf.mu) for leaf in state[1].leaves}
     new = optax.tree.set(state, skipped=jnp.int32(3))
     assert int(optax.tree.get(new, "skipped")) == 3
     assert jax.tree.structure(new) == jax.tree.structure(state)

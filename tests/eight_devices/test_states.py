@@ -113,7 +113,7 @@ def test_a_moved_state_is_put_back_once_and_then_rejected(kind, again, name):
         if name == "mail":
             return jax.device_put(state, place)
         (leaf,) = state.leaves
-        moved = leaf._replace(mu=jax.device_put(leaf.mu, place))
+        moved = leaf.replace(mu=jax.device_put(leaf.mu, place))
         return state._replace(leaves=state.leaves.replace([moved]))
 
     with run() as ours, run() as expected:

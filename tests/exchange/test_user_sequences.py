@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import zenflow_jax
@@ -226,7 +226,8 @@ class User:
     def _start(self, seed: int) -> None:
         self._close()
         leaves, options, donate = self._world
-        self._run = Training(leaves, options, seed=seed, donate=donate)
+        # By default, samples may miss a single load.
+        self._run = Training(leaves, options, seed=seed, donate=donate, check="all")
         self._reference, self._misuse, self._unmailed = self._model(seed), "", False
         self._loaded_at, self._flushed = -1, False
 
@@ -295,9 +296,11 @@ ACTIONS = [*RIGHT, *(name for name in vars(User) if name[0] != "_" and name not 
     max_examples=SEQUENCES or 25,
     derandomize=not SEQUENCES,
     # Shrinking a failing sequence takes minutes.
-    phases=[Phase.generate],
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+# The step after the load is skipped.
+@example(4, [("train", 6), ("load_other_weights", 15), ("train", 19), ("flush", 5)])
 @given(
     st.sampled_from(WORLDS),
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 29)), min_size=10, max_size=20),

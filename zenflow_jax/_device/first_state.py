@@ -81,7 +81,7 @@ def _build(
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         grad_norm=jnp.zeros((), jnp.float32),
-        leaves=LeafStates.build(static, leaves),
+        leaves=LeafStates(tuple(leaves), static),
         mail=each,  # pyright: ignore[reportArgumentType] - the caller adds what is None here
         token=(bits & 0x3FFFFFFF).astype(jnp.int32),
         step_scalars=step_scalars,  # pyright: ignore[reportArgumentType]
@@ -99,7 +99,7 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
             mu=jnp.zeros(part.shape, jnp.float32),
             nu=jnp.zeros(part.shape, jnp.float32),
             scores=None,
-            static=spec,
+            spec=spec,
         )
     # The first k channels are selected until the first selection.
     first = jnp.broadcast_to(jnp.arange(part.k, dtype=jnp.int32), (*part.stack, part.k))
@@ -110,7 +110,7 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
         mu=jnp.zeros(part.selected_shape, jnp.float32),
         nu=jnp.zeros(part.selected_shape, jnp.float32),
         scores=jnp.zeros((*part.stack, part.n), jnp.float32),
-        static=spec,
+        spec=spec,
     )
 
 

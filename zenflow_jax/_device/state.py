@@ -6,12 +6,13 @@ classes. Savers and trainers walk the state as nested tuples, and find only arra
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.tree_util import GetAttrKey, SequenceKey
+from jax.tree_util import SequenceKey
 from jaxtyping import Array, Float, Float32, Int32
 
 from zenflow_jax._device.shards import REPLICATED, Layout
@@ -20,59 +21,13 @@ from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._spec.schedule import Schedule
 
-
-class _WithStatic(tuple):
-    """A tuple with static data, which is in the treedef but not among the elements.
-
-    jax knows each subclass as its own kind of node, with the key paths of a plain or a named tuple.
-    Other code that builds a node from its elements alone makes a node without the data.
-    """
-
-    static: Any = None
-
-    @classmethod
-    def build(cls, static: Any, elements: Iterable[Any]) -> Any:
-        node = tuple.__new__(cls, elements)
-        node.static = static
-        return node
-
-    def __init_subclass__(cls) -> None:
-        names = getattr(cls, "_fields", None)
-
-        def keys(node: Any) -> Any:
-            if names is None:
-                return map(SequenceKey, range(len(node)))
-            return map(GetAttrKey, names)
-
-        jax.tree_util.register_pytree_with_keys(
-            cls,
-            lambda node: (tuple(zip(keys(node), node, strict=True)), node.static),
-            cls.build,
-            lambda node: (node, node.static),
-        )
-
-    @property
-    def facts(self) -> Any:
-        """Returns the static data; raises if the node has none."""
-        if self.static is None:
-            raise ValueError(
-                f"A {type(self).__name__} was built from its elements alone, so it lacks the "
-                "static data in its treedef. Use `jax.tree.map`, `jax.tree.unflatten` or "
-                "`_replace`."
-            )
-        return self.static
+_ARRAYS = ("channels", "steps", "master", "mu", "nu", "scores")
 
 
-class _LeafFields(NamedTuple):
-    channels: Int32[Array, "*stack k"] | None  # ascending
-    steps: Int32[Array, "*stack k"]  # () if resident
-    master: Float32[Array, "*stack k tail"] | None  # a float32 leaf is its own master
-    mu: Float32[Array, "*stack k tail"]
-    nu: Float32[Array, "*stack k tail"]
-    scores: Float32[Array, "*stack n"] | None  # sums of squares since the last selection
-
-
-class LeafState(_WithStatic, _LeafFields):
+# Not a named tuple: savers and trainers build those again from their fields, without the spec.
+@partial(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=("spec",))
+@dataclasses.dataclass(frozen=True, repr=False)
+class LeafState:
     """Adam state of one leaf on the device.
 
     Selected arrays have the leaf's shape with `k` channels instead of `n`; if the channel axis is a
@@ -80,22 +35,20 @@ class LeafState(_WithStatic, _LeafFields):
     its arrays have the leaf's shape, and it has one step count, no channels and no scores.
     """
 
-    static: LeafSpec
+    # Any, because trees of shapes and shardings have other leaves.
+    channels: Int32[Array, "*stack k"] | Any  # ascending; None if resident
+    steps: Int32[Array, "*stack k"] | Any  # () if resident
+    master: Float32[Array, "*stack k tail"] | Any  # None: a float32 leaf is its own master
+    mu: Float32[Array, "*stack k tail"] | Any
+    nu: Float32[Array, "*stack k tail"] | Any
+    # Sums of squares since the last selection; None if resident.
+    scores: Float32[Array, "*stack n"] | Any
+    spec: LeafSpec  # static
 
-    def __new__(cls, *fields: Any, static: Any = None, **named: Any) -> Any:
-        return cls.build(static, _LeafFields(*fields, **named))
-
-    # The named tuple's own would lose the static data.
-    def _replace(self, **changes: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return LeafState(**{"static": self.static} | self._asdict() | changes)
-
-    @property
-    def spec(self) -> LeafSpec:
-        return self.facts
+    def replace(self, **changes: Any) -> "LeafState":
+        return dataclasses.replace(self, **changes)
 
     def __repr__(self) -> str:
-        if self.static is None:
-            return super().__repr__()
         spec = self.spec
         shape = ",".join(map(str, spec.shape))
         kind = "resident" if spec.resident else f"{spec.k} of {spec.n} channels of axis {spec.axis}"
@@ -110,13 +63,29 @@ class Static:
     send_gradients: SendGradients  # when gradients leave the device
 
 
-class LeafStates(_WithStatic):
+@dataclasses.dataclass(frozen=True)
+class LeafStates(Sequence[LeafState]):
     """The states of all leaves, in order, with the settings in the treedef."""
 
+    leaves: tuple[LeafState, ...]
     static: Static
 
+    def __getitem__(self, i: Any) -> Any:
+        return self.leaves[i]
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
     def replace(self, leaves: Iterable[LeafState]) -> "LeafStates":
-        return self.build(self.static, leaves)
+        return LeafStates(tuple(leaves), self.static)
+
+
+jax.tree_util.register_pytree_with_keys(
+    LeafStates,
+    lambda x: ([(SequenceKey(i), leaf) for i, leaf in enumerate(x.leaves)], x.static),
+    lambda static, leaves: LeafStates(tuple(leaves), static),
+    lambda x: (x.leaves, x.static),
+)
 
 
 class ZenFlowState(NamedTuple):
@@ -127,7 +96,7 @@ class ZenFlowState(NamedTuple):
         skipped: int32 (). Steps skipped because a gradient was not finite.
         skipped_in_a_row: int32 (). Steps skipped since the last step that counted.
         grad_norm: float32 (). The global norm of the last step's gradients, before clipping.
-        leaves: A tuple with a state for each leaf of the parameters, in order, and with the
+        leaves: A sequence with a state for each leaf of the parameters, in order, and with the
             settings in its treedef. It is not a tree like the parameters, because flax nnx passes
             different trees to init and update.
         mail: A tuple of each leaf's gradient, or its sum, depending on `send_gradients`; None for a
@@ -161,11 +130,11 @@ class ZenFlowState(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        return self.leaves.facts.schedule
+        return self.leaves.static.schedule
 
     @property
     def send_gradients(self) -> SendGradients:
-        return self.leaves.facts.send_gradients
+        return self.leaves.static.send_gradients
 
     def __repr__(self) -> str:
         # Code that walks optimizer states may put a placeholder here.
@@ -187,7 +156,7 @@ def leaf_layout(spec: LeafSpec) -> LeafState:
         mu=lay.part,
         nu=lay.part,
         scores=each,
-        static=spec,
+        spec=spec,
     )
 
 
@@ -213,7 +182,7 @@ def put(whole: Any, part: Any, spec: LeafSpec) -> Any:
 def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
     if spec.start is None:
         return leaf
-    return jax.tree.map(lambda x: cut(x, spec), leaf)._replace(static=spec)
+    return jax.tree.map(lambda x: cut(x, spec), leaf).replace(spec=spec)
 
 
 def put_state(whole: LeafState, part: LeafState) -> LeafState:
@@ -221,7 +190,7 @@ def put_state(whole: LeafState, part: LeafState) -> LeafState:
     spec = part.spec
     if spec.start is None:
         return part
-    part = part._replace(static=whole.spec)
+    part = part.replace(spec=whole.spec)
     return jax.tree.map(lambda x, y: put(x, y, spec), whole, part)
 
 
@@ -270,26 +239,34 @@ def register_flax_serialization() -> None:
     # Not at import, because importing flax takes as long as importing this whole library.
     from flax import serialization
 
-    def read(target: LeafStates, saved: Any) -> LeafStates:
-        # flax builds named tuples from their fields alone.
-        leaves: Any = serialization.from_state_dict(tuple(target), saved)
-        leaves = [x._replace(static=y.static) for x, y in zip(leaves, target, strict=True)]
-        for new, leaf in zip(leaves, target, strict=True):
-            shapes, expected = _shapes(new), _shapes(leaf)
-            if shapes != expected:
-                raise ValueError(
-                    f"The saved state of {leaf.spec.name} has the shapes {shapes}, but the target "
-                    f"has {expected}. Restore into `tx.init(params)` with the saved run's options."
-                )
+    def read_leaves(target: LeafStates, saved: Any) -> LeafStates:
+        leaves: Any = serialization.from_state_dict(target.leaves, saved)
         return target.replace(leaves)
 
-    serialization.register_serialization_state(
-        LeafStates, lambda leaves: serialization.to_state_dict(tuple(leaves)), read
-    )
+    def read_leaf(leaf: LeafState, saved: Any) -> LeafState:
+        arrays = _arrays(leaf).items()
+        new = leaf.replace(**{x: serialization.from_state_dict(y, saved[x]) for x, y in arrays})
+        if (shapes := _shapes(new)) != (expected := _shapes(leaf)):
+            raise ValueError(
+                f"The saved state of {leaf.spec.name} has the shapes {shapes}, but the target "
+                f"has {expected}. Restore into `tx.init(params)` with the saved run's options."
+            )
+        return new
+
+    def write_leaf(leaf: LeafState) -> dict[str, Any]:
+        return {name: serialization.to_state_dict(x) for name, x in _arrays(leaf).items()}
+
+    register = serialization.register_serialization_state
+    register(LeafStates, lambda x: serialization.to_state_dict(x.leaves), read_leaves)
+    register(LeafState, write_leaf, read_leaf)
+
+
+def _arrays(leaf: LeafState) -> dict[str, Any]:
+    return {name: getattr(leaf, name) for name in _ARRAYS}
 
 
 def _shapes(leaf: LeafState) -> dict[str, Any]:
-    return {name: None if x is None else np.shape(x) for name, x in leaf._asdict().items()}
+    return {name: None if x is None else np.shape(x) for name, x in _arrays(leaf).items()}
 
 
 def is_nnx_state(tree: Any) -> bool:

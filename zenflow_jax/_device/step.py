@@ -4,6 +4,7 @@ The functions process a leaf at a time; on a mesh, each device works on its own 
 The deferred channels' gradient becomes mail.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,7 +60,6 @@ def split_gradient(
     `rank` is the rank of mail in host memory. `signs` requests signs, for a provisional step;
     `packing` is the dtype to pack them in.
     """
-    layout = Layout(spec)
     crosses = not spec.resident and sending.in_step
     if not crosses:
         rank = len(spec.shape)
@@ -67,14 +67,28 @@ def split_gradient(
     # A stack's whole gradient exists when its scan ends, so packing its signs saves nothing.
     if packing is None and crosses and not spec.stack:
         packing = jnp.uint8
+    seen = _see(as_its_parameter(g, spec), channels, spec.anonymous, rank, signs, packing)
+    return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
+
+
+# Inlined, so a jitted step has the same program; but jax traces all similar leaves only once.
+@partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)
+def _see(
+    g: jax.Array,
+    channels: jax.Array | None,
+    spec: LeafSpec,
+    rank: int,
+    signs: bool,
+    packing: type | None,
+) -> GradientParts:
+    layout = Layout(spec)
     see = on_each_device(
         partial(_split, rank=rank, signs=signs, packing=packing),
         spec,
         [layout.part, layout.channels],
         GradientParts(layout.channels, layout.part, layout.part, layout.mail(rank)),
     )
-    seen = see(as_its_parameter(g, spec), channels)
-    return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
+    return see(g, channels)
 
 
 def _split(
@@ -197,6 +211,27 @@ def step_selected(
 
     `length` is the provisional step's length, for deferred channels.
     """
+    length = None if seen.signs is None else length
+    similar = leaf.replace(spec=dataclasses.replace(leaf.spec.anonymous, decay=leaf.spec.decay))
+    # The step does not read the mail, which therefore needs no partition spec here.
+    seen = seen._replace(mail=None)
+    fixed = tuple(x if isinstance(x, float) else None for x in scalars)
+    others = [None if isinstance(x, float) else x for x in scalars]
+    change, new = _step_similar(p, seen, similar, fixed, others, verdict, length)
+    return change, new.replace(spec=leaf.spec)
+
+
+@partial(jax.jit, static_argnums=3, inline=True)
+def _step_similar(
+    p: jax.Array,
+    seen: GradientParts,
+    leaf: LeafState,
+    fixed: Sequence[float | None],
+    others: Sequence[jax.Array | None],
+    verdict: Verdict,
+    length: jax.Array | None,
+) -> tuple[jax.Array, LeafState]:
+    scalars = AdamScalars(*(y if x is None else x for x, y in zip(fixed, others, strict=True)))
     lay, state = Layout(leaf.spec), leaf_layout(leaf.spec)
     parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
     step = on_each_device(
@@ -205,9 +240,7 @@ def step_selected(
         [lay.block, parts, state, REPLICATED, REPLICATED, REPLICATED],
         (lay.block, state),
     )
-    length = None if seen.signs is None else length
-    # The step does not read the mail, which therefore needs no partition spec here.
-    return step(p, seen._replace(mail=None), leaf, scalars, verdict, length)
+    return step(p, seen, leaf, scalars, verdict, length)
 
 
 def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Verdict) -> jax.Array:
@@ -249,12 +282,12 @@ def _step(
     def if_counted(new: Any, old: Any) -> Any:
         return jnp.where(verdict.finite, new.astype(old.dtype), old)
 
-    leaf = leaf._replace(
+    leaf = leaf.replace(
         steps=if_counted(steps, leaf.steps), mu=if_counted(mu, leaf.mu), nu=if_counted(nu, leaf.nu)
     )
     if leaf.master is not None:
         master = if_counted(master + change, master)
-        leaf = leaf._replace(master=master)
+        leaf = leaf.replace(master=master)
         # The float32 difference of two low-precision numbers is exact unless they differ by a
         # factor of 2**16, so adding it gives the cast of the master.
         new = shard.gather(master.astype(spec.dtype))
@@ -270,7 +303,7 @@ def _step(
     change = _spread_out(shard, change, index, unselected)
     assert leaf.scores is not None
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
-    return change, leaf._replace(scores=if_counted(scores, leaf.scores))
+    return change, leaf.replace(scores=if_counted(scores, leaf.scores))
 
 
 def current_masters(weights: jax.Array, leaf: LeafState, spec: LeafSpec) -> jax.Array:

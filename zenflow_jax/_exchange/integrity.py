@@ -141,7 +141,7 @@ class Integrity:
 def _alone(leaf: LeafState) -> LeafState:
     """Returns the leaf without its name, so that similar leaves share programs."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
-    return leaf._replace(scores=None, static=spec)
+    return leaf.replace(scores=None, spec=spec)
 
 
 class _Rows(NamedTuple):
@@ -180,25 +180,26 @@ def _compare(
     layout = Layout(leaf.spec)
 
     def count(shard, weight, rows, leaf, scalars, step, finite):
-        of_step = AdamScalars(*scalars)
+        of_step, counts = AdamScalars(*scalars), finite > 0  # a skipped step changes nothing
         after = _rows_of(shard, weight, leaf.channels, extent=extent)
         wrong = jnp.zeros((), jnp.int32)
         if rows.selected is not None:
             assert after.selected is not None
-            wrong += _count_selected(shard, rows.selected, after.selected, leaf, of_step, extent)
+            wrong += _count_selected(
+                shard, rows.selected, after.selected, leaf, of_step, counts, extent
+            )
         if rows.samples is not None:
             assert after.samples is not None
             length = jnp.zeros((), jnp.float32)
             if extent.schedule.provisional_share is not None:
-                rate, counts = of_step.learning_rate, jnp.ones((), bool)
-                length = extent.schedule.provisional_step(step, rate, counts)
+                length = extent.schedule.provisional_step(step, of_step.learning_rate, counts)
             deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
             deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
             stray = _strays(rows.samples, after.samples, length) & extent.sample(deferred)
             wrong += jnp.sum(stray, dtype=jnp.int32)
-        return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
+        return shard.sum_everywhere(wrong)
 
-    of_leaf = leaf_layout(leaf.spec)._replace(scores=None)
+    of_leaf = leaf_layout(leaf.spec).replace(scores=None)
     takes = [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
     scalars = jnp.stack(step.adam[leaf.spec.rate])
@@ -220,6 +221,7 @@ def _count_selected(
     after: Array,
     leaf: LeafState,
     of_step: AdamScalars,
+    counts: Array,
     extent: _Extent,
 ) -> Array:
     """Counts values in selected channels or a resident leaf that do not match the step."""
@@ -248,4 +250,5 @@ def _count_selected(
         decay = jnp.abs(of_step.learning_rate * of_step.weight_decay * old)
         expected, slack = old + change, _OF_STEP * (jnp.abs(change) + 2 * decay)
     slack = slack + _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new))
+    expected = jnp.where(counts, expected, old)
     return jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)

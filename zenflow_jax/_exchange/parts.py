@@ -296,7 +296,7 @@ def replace_selection(
     """Returns a leaf's state with newly selected channels and their masters."""
     assert leaf.channels is not None
     assert leaf.scores is not None
-    leaf = leaf._replace(
+    leaf = leaf.replace(
         channels=keep_sharding(chosen, leaf.channels), scores=keep_sharding(scores, leaf.scores)
     )
     if leaf.spec.k == 0:
@@ -310,4 +310,4 @@ def replace_selection(
         )
     )
     kept = None if leaf.master is None else master
-    return leaf._replace(master=kept, mu=mu, nu=nu, steps=steps), master
+    return leaf.replace(master=kept, mu=mu, nu=nu, steps=steps), master

@@ -133,9 +133,9 @@ def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
     )
     whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
     specs, schedule = in_groups(whole, schedule)
-    leaves = map(lambda leaf, spec: leaf._replace(static=spec), state.leaves, specs)
+    leaves = map(lambda leaf, spec: leaf.replace(spec=spec), state.leaves, specs)
     static = dataclasses.replace(state.leaves.static, schedule=schedule)
-    return state._replace(leaves=LeafStates.build(static, leaves))
+    return state._replace(leaves=LeafStates(tuple(leaves), static))
 
 
 @dataclasses.dataclass(frozen=True)
