@@ -22,6 +22,7 @@ from tests.layerwise.small_model import (
     new_params,
 )
 from zenflow_jax import layerwise
+from zenflow_jax.layerwise._dispatch import Dispatcher
 
 # Users' models promote dtypes by jax's default rules.
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
@@ -103,6 +104,21 @@ def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
     for exact, projected in zip(*(x["layers"] for x in moves.values()), strict=True):
         ratio = float(optax.tree.norm(projected) / optax.tree.norm(exact))
         check_close(projected, jax.tree.map(lambda x, r=ratio: x * r, exact), atol=1e-3)
+
+
+@pytest.mark.parametrize(("inputs", "memory"), [("device", "device"), ("host", "pinned_host")])
+def test_layer_inputs_wait_in_the_memory_that_inputs_names(inputs, memory, monkeypatch):
+    keep, kinds = Dispatcher._keep, set()
+
+    def kept(*args):
+        result = keep(*args)
+        kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(result))
+        return result
+
+    monkeypatch.setattr(Dispatcher, "_keep", kept)
+    with layerwise.Trainer(new_params(), **MODEL, learning_rate=1e-2, inputs=inputs) as trainer:
+        trainer.step(BATCHES[0])
+    assert kinds == {memory}
 
 
 def test_micro_batches_are_weighted():
