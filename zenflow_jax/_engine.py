@@ -320,8 +320,8 @@ class HostEngine:
 
         `logging` warns if pending updates never reached the parameters, nor a saved state.
         """
-        self._ending.warn()
         self._worker.stop()
+        self._ending.warn()
         self._mailbox.close()
         self._updates.forget()
 
