@@ -101,7 +101,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     origin = None if settings.model is None else read_folder(settings.model)
     checkpoints = SavedCheckpoints(
         folder / "checkpoints",
-        larger_is_better=settings.metric != "loss",
+        larger_is_better=settings.larger_is_better,
         describe=description_of_model(settings.subset(OF_THE_MODEL), origin and origin.config),
         say=say,
     )

@@ -241,8 +241,12 @@ class Settings(OutputSettings, StepSettings, DataSettings):
 
     @property
     def metric(self) -> str:
-        """Returns the metric that decides which weights are best; a smaller loss is better."""
+        """Returns the metric that decides which weights are best."""
         return self.best or self._metrics[0]
+
+    @property
+    def larger_is_better(self) -> bool:
+        return self.metric != "loss"
 
     @property
     def _metrics(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class Run:
                 folder / "checkpoints",
                 keep=job.settings.keep,
                 keep_best=job.settings.keep_best,
-                larger_is_better=job.settings.metric != "loss",
+                larger_is_better=job.settings.larger_is_better,
                 describe=description(job.values, task.checksum, config, task.labels),
                 say=self._say,
             )
@@ -315,9 +315,10 @@ class Run:
         return self.validations[-1][1]
 
     def _has_stopped_early(self) -> bool:
-        metric, patience = self.job.settings.metric, self.job.settings.early_stopping_patience
-        values = [figures[metric] for _, figures in self.validations]
-        return has_stalled(values, patience, larger_is_better=metric != "loss")
+        settings = self.job.settings
+        values = [figures[settings.metric] for _, figures in self.validations]
+        patience = settings.early_stopping_patience
+        return has_stalled(values, patience, larger_is_better=settings.larger_is_better)
 
     def _is_validated(self, step: int) -> bool:
         """Returns whether a validation is due; the final validation follows later."""

@@ -188,9 +188,7 @@ def place(params: Any, opt_state: Any) -> Any:
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = jax.tree.map(jax.numpy.asarray, find_state(opt_state))  # savers may return NumPy arrays
-    leaves, _, places = match_leaves(params, state)
-    weights = [leaves[i] for i in places]
-    check_placement(weights, [leaf.spec for leaf in state.leaves])
+    weights = weights_in_place(params, state)
     return replace_state(opt_state, put_back(state, weights, memories=True)[0])
 
 
@@ -229,9 +227,7 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
     )
     opt_state = jax.eval_shape(tx.init, params)
     state = find_state(opt_state)
-    leaves, _, places = match_leaves(params, state)
-    weights = [leaves[i] for i in places]
-    check_placement(weights, [leaf.spec for leaf in state.leaves], abstract=True)
+    weights = weights_in_place(params, state, abstract=True)
     paths = jax.tree_util.tree_leaves_with_path(params)
     everywhere = paths[0][1].sharding
     if isinstance(everywhere, NamedSharding):
@@ -248,3 +244,11 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
     shardings = jax.tree_util.tree_map_with_path(sharding_of, opt_state)
     placed = jax.tree.map(lambda x: x.sharding, with_shardings(state, weights))
     return replace_state(shardings, placed)
+
+
+def weights_in_place(params: Any, state: ZenFlowState, *, abstract: bool = False) -> list[Any]:
+    """Returns the parameters of the state's leaves, whose placement `check_placement` accepts."""
+    leaves, _, places = match_leaves(params, state)
+    weights = [leaves[i] for i in places]
+    check_placement(weights, [leaf.spec for leaf in state.leaves], abstract=abstract)
+    return weights

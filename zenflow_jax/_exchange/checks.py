@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from zenflow_jax._device.leaves import Places, check_leaves, first_names, match_leaves
+from zenflow_jax._device.leaves import Places, check_leaves, first_names
 from zenflow_jax._device.memory import HOST, put_everywhere, read
-from zenflow_jax._device.placing import check_placement, put_back
+from zenflow_jax._device.placing import check_placement, put_back, weights_in_place
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.leaf import as_pure
@@ -48,9 +48,7 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     _check_one_run(state)
     if fresh:
         _check_fresh(state)
-    leaves, _, places = match_leaves(params, state)
-    weights = [leaves[i] for i in places]
-    check_placement(weights, [leaf.spec for leaf in state.leaves])
+    weights = weights_in_place(params, state)
     _check_devices(weights, state)
     state, moved = put_back(state, weights)
     return state, weights, moved
