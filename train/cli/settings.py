@@ -200,7 +200,7 @@ class OutputSettings(_Group):
     log_every: int = option(10, "Steps between rows of metrics.csv.", above=0)
     evaluate_every: int = option(0, "Steps between validations; 0: only before and after.", least=0)
     eval_batches: int | None = option(None, "Batches per validation. Default: all.", above=0)
-    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = option(
+    report_to: Literal["none", "trackio", "wandb"] = option(
         "none", "Also send the metrics to this tool; needs its package."
     )
     save_every: int = option(100, "Steps between checkpoints; 0: only at the end.", least=0)

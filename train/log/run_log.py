@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from rich.console import Console
 
 from elves.atomic import atomic_path
 from train.log.meter import Row
-from train.log.trackers import Reporter, finite
+from train.log.trackers import Reporter
 
 
 class RunLog:
@@ -97,8 +98,11 @@ class RunLog:
         show(self._console, f"validation after {step} steps: {values}")
 
     def _report(self, label: str, figures: Mapping[str, float | None], step: int) -> None:
-        if self._reporter is not None and (drawn := finite(label, figures)):
-            self._reporter.log(drawn, step=step)
+        if self._reporter is None:
+            return
+        finite = {name: x for name, x in figures.items() if x is not None and math.isfinite(x)}
+        finite.pop("step", None)
+        self._reporter.log({f"{label}/{name}": x for name, x in finite.items()}, step=step)
 
     def _counted(self, step: int) -> str:
         return f"step {step:>{len(str(self._steps))}}/{self._steps}"

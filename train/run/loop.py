@@ -124,12 +124,11 @@ class Run:
         if processes.is_first():
             write_settings(self.folder, job.values, job.texts)
             in_rows = done - len(metered["unread"]) if metered else 0
-            report = {"done": in_rows, "config": job.values}
             self.log = RunLog(
                 self.folder,
                 steps=self.steps,
                 console=self.console,
-                reporter=reporter(job.settings.report_to, self.folder, **report),
+                reporter=reporter(job.settings.report_to, self.folder, config=job.values),
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
             )
