@@ -33,7 +33,7 @@ from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
 from train.cli.settings import Settings, SettingsError, task_name
 from train.distributed import processes
 from train.distributed.peers import Peers
-from train.distributed.sharding import BATCH_AXES, mesh_axes
+from train.distributed.sharding import mesh_axes
 from train.distributed.stopping import Stopped, StopRequest
 from train.huggingface.chat_template import TEMPLATE
 from train.huggingface.loading import read_folder
@@ -42,7 +42,6 @@ from train.run import models
 from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
 from train.run.memory import describe_oom, find_oom
-from train.run.optimizers import with_deepspeed
 from train.run.setup import evaluate, prepare, read
 
 # File system errors that the user can fix.
@@ -135,13 +134,11 @@ def show_plan(
     with contextlib.suppress(RuntimeError):  # if jax has already initialized its devices
         # The model is only laid out on these devices; nothing is computed there.
         jax.config.update("jax_num_cpu_devices", max(math.prod(axes.values()), 1))
-    parts = math.prod(axes.get(name, 1) for name in BATCH_AXES)
-    settings, deepspeed = with_deepspeed(settings, parts)
     if has_compiler():
         console.print(
             "Compiling: minutes if the model is large. XLA's lines about memory are not errors."
         )
-    report.show(plan_run(settings, planning, deepspeed), arguments, console)
+    report.show(plan_run(settings, planning), arguments, console)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -173,25 +173,6 @@ def test_a_run_with_streamed_weights_is_planned_next_to_the_other_optimizers(
     assert plan.chosen.on_time[0] in out.replace("\n", " ")
 
 
-def test_values_from_a_deepspeed_config_are_not_changed_by_recommendations(
-    with_compiler, monkeypatch, tmp_path, capsys
-):
-    tried = []
-
-    def fits_nowhere(_, run):
-        tried.append(run.batch_size)
-        return OfShapes(False, by="compiler")
-
-    monkeypatch.setattr(planning._Planner, "plan_to_fit", fits_nowhere)
-    room = room_for(8, peak=(8 + LAYERS) * 10**6)
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps({"train_batch_size": 32}))
-    run = [*RUN, "--batch-size=32", "--deepspeed", str(config), "--plan"]
-    assert finetune.main([*run, *room]) == 0
-    assert "No smaller batch and no other --host-state" in capsys.readouterr().out
-    assert set(tried) == {32}
-
-
 def test_a_run_that_exceeds_host_memory_is_rejected_before_data_is_read(monkeypatch, capsys):
     run = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
     run += ["--data", "nowhere"]

@@ -165,7 +165,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
 def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
     for changed in (
         {"output_dir": 'a "b" \\ c', "select_interval": 8, "learning_rate": 1e-9},
-        {"update_interval": "auto", "select_interval": "epoch", "full_warm_up_share": 0.05},
+        {"update_interval": "auto", "select_interval": "auto", "full_warm_up_share": 0.05},
         {"window_scaling": "none", "staleness": 2, "rolling": False},
         {"window_scaling": 0.5, "provisional_share": 0.25},
         {"text_column": "é 名 🙂 𠮷", "data": "".join(map(chr, range(256))) + "\u2028\U0010ffff"},
@@ -179,12 +179,11 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
     [
         ({"update_interval": 3, "select_interval": 12}, 3, 12),
         ({"update_interval": "auto", "select_interval": "auto"}, AutoWindow(), AutoSelect()),
-        ({"update_interval": 3, "select_interval": "epoch"}, 3, 6),
     ],
     ids=str,
 )
 def test_words_for_intervals_become_the_librarys_rules(words, window, select):
-    tx = make_optimizer(Settings(steps=9, **words), steps_per_epoch=6)
+    tx = make_optimizer(Settings(steps=9, **words))
     schedule = find_state(tx.init({"kernel": jnp.ones((4, 4))})).schedule
     assert (schedule.window, schedule.select) == (window, select)
 
@@ -193,7 +192,8 @@ def test_words_for_intervals_become_the_librarys_rules(words, window, select):
     ("schedule", "last"), [("cosine", 0.1), ("linear", 1 / 90), ("constant", 1.0)]
 )
 def test_a_schedule_rises_to_the_peak_and_ends_as_its_name_says(schedule, last):
-    rate = learning_rate(2.0, 10, 100, schedule)
+    settings = Settings(learning_rate=2.0, warmup_steps=10, steps=100, schedule=schedule)
+    rate = learning_rate(settings)
     np.testing.assert_allclose(rate(0), 2 / 11, rtol=1e-6)
     np.testing.assert_allclose(rate(10), 2.0, rtol=1e-6)
     np.testing.assert_allclose(rate(99), 2 * last, rtol=0.005)

@@ -113,7 +113,6 @@ class TrainingSettings(_Group):
         "zenflow",
         "adamw: optax.adamw on the device. offload: Adam on the host; each step waits for it.",
     )
-    deepspeed: File | None = option(None, "DeepSpeed config, which overrides settings.")
     max_skipped: int = option(10, "Stop after this many non-finite gradients in a row.", above=0)
     mesh: str | None = option(None, "Several devices, such as data=2,fsdp=4 (docs/multi_host.md).")
 
@@ -143,7 +142,7 @@ class ZenFlowSettings(_Group):
     update_interval: int | Literal["auto"] = option(
         4, "Steps per window; at its end the host updates the deferred channels. auto: adaptive."
     )
-    select_interval: int | Literal["auto", "epoch"] | None = option(
+    select_interval: int | Literal["auto"] | None = option(
         None, "Steps between selections of channels. auto: adaptive. Default: 16 windows."
     )
     full_warm_up_rounds: int = option(0, "Initial steps that update all channels.")

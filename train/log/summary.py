@@ -1,7 +1,6 @@
 """A run's results, in its folder and on the screen.
 
-settings.toml         all settings, as a config file, with copies of the files that it names
-                      (deepspeed.json, chat_template.jinja)
+settings.toml         all settings, as a config file, with a copy of a chat template that it names
 metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
 summary.json          the values of the summary table; `best_step` is the step of the saved

@@ -32,11 +32,10 @@ from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained
 from train.run import models
 from train.run.memory import host_bytes
-from train.run.optimizers import make_optimizer, with_deepspeed_values
+from train.run.optimizers import make_optimizer
 from train.run.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
 from zenflow_jax import find_state, planning
-from zenflow_jax.deepspeed import DeepSpeedOptions
 
 OPTIMIZERS = ("adamw", "offload", "zenflow")
 #: The maximum number of suggested settings, and of steps that are compiled to find them.
@@ -157,10 +156,8 @@ class _Planner:
             return None
 
 
-def plan_run(
-    settings: Settings, options: Planning, deepspeed: DeepSpeedOptions | None = None
-) -> RunPlan:
-    """Plans a run, which has its DeepSpeed config's values, for the machine in `options`."""
+def plan_run(settings: Settings, options: Planning) -> RunPlan:
+    """Plans a run for the machine in `options`."""
     settings.check_task(["model"])
     planner = _Planner(settings, options)
     if planner.origin is not None:
@@ -173,21 +170,15 @@ def plan_run(
         )
         for name in OPTIMIZERS
     }
-
-    def plan_of(other: StepSettings) -> planning.Plan | None:
-        if deepspeed is not None and with_deepspeed_values(deepspeed, other) != other:
-            return None  # the config overrides the change
-        return planner.plan_to_fit(other)
-
     ways: list[Way] = []
     if not plans[settings.optimizer].fits:
         unit = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
-        ways = ways_that_fit(settings, unit, plan_of)
+        ways = ways_that_fit(settings, unit, planner.plan_to_fit)
         if not ways and settings.stream != "weights":
             layered = dataclasses.replace(settings, **_BY_LAYERS)
             ways = [
                 way._replace(changes={**_changed(settings, _BY_LAYERS), **way.changes})
-                for way in ways_that_fit(layered, unit, plan_of)
+                for way in ways_that_fit(layered, unit, planner.plan_to_fit)
             ]
     return RunPlan(settings, plans, planner.measured, tuple(ways))
 
@@ -292,7 +283,7 @@ def planned_step(
     if not settings.steps:
         settings = dataclasses.replace(settings, steps=STEPS)
     graphdef, params = jax.eval_shape(lambda: models.split(build()))
-    tx = make_optimizer(settings, steps_per_epoch=settings.steps)
+    tx = make_optimizer(settings)
     sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
     if divided is None:
         opt_state = jax.eval_shape(tx.init, params)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from elves.atomic import write_text_atomically
-from train.checkpoints.compatibility import DEEPSPEED
 from train.cli.command_line import to_toml
 from train.cli.settings import Settings, SettingsError
 from train.distributed import processes
@@ -22,7 +21,7 @@ from train.run import models
 LOCK = "lock"
 
 # The files that a run overwrites.
-WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
+WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, "loss.png"}
 WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
@@ -77,12 +76,8 @@ def new_run_folder(parent: Path, label: str) -> Path:
 
 
 def write_settings(folder: Path, values: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Writes `settings.toml`, and copies of a DeepSpeed config and of the `texts`."""
+    """Writes `settings.toml`, and copies of the `texts`."""
     copies: dict[str, str] = {}
-    if values["deepspeed"] is not None:
-        copies["deepspeed"] = str(folder / DEEPSPEED)
-        text = Path(values["deepspeed"]).read_text(encoding="utf-8")
-        write_text_atomically(folder / DEEPSPEED, text)
     for name, text in texts.items():
         write_text_atomically(folder / name, text)
         copies["chat_template"] = str(folder / name)

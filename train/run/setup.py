@@ -14,9 +14,9 @@ import optax
 from jax.sharding import Mesh
 
 from train.cli.command_line import to_toml
-from train.cli.settings import Settings, SettingsError, StepSettings, steps_of
+from train.cli.settings import Settings, SettingsError, steps_of
 from train.distributed import processes
-from train.distributed.sharding import batch_parts, batch_sharding, committed, make_mesh
+from train.distributed.sharding import batch_sharding, committed, make_mesh
 from train.huggingface.loading import Pretrained, read_folder, shapes_of
 from train.log.meter import causes_of_infinity, check_finite
 from train.log.trackers import check_reporter
@@ -36,16 +36,13 @@ from train.tasks import Task
 from train.tasks.batches import Batches, Sample
 from train.tasks.chosen import make_task
 from zenflow_jax import layerwise, streaming
-from zenflow_jax.deepspeed import DeepSpeedOptions
 
 # With fewer steps, a model learns little.
 FEW_STEPS = 50
 
 
 class Sources(NamedTuple):
-    original: StepSettings  # without the values of a DeepSpeed config
     settings: Settings
-    deepspeed: DeepSpeedOptions | None
     mesh: Mesh | None
     origin: Pretrained | None  # the model's folder
     config: DecoderConfig | EncoderConfig
@@ -75,7 +72,6 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
-    settings, deepspeed = optimizers.with_deepspeed(original := settings, batch_parts(mesh))
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
             "`--timeline`: needs steps with host work (zenflow or offload), but the run has "
@@ -100,7 +96,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
         mesh=mesh,
         buckets=settings.length_buckets,
     )
-    return Sources(original, settings, deepspeed, mesh, origin, config, texts, task, sample)
+    return Sources(settings, mesh, origin, config, texts, task, sample)
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
@@ -114,11 +110,6 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         buckets=settings.length_buckets,
     )
     settings, few = _with_steps(settings, batches.per_epoch)
-    settings, deepspeed = optimizers.finalize_settings(
-        settings, sources.deepspeed, batches.per_epoch
-    )
-    notes = optimizers.describe_deepspeed_changes(sources.original, settings, deepspeed)
-    notes = (*notes, *task.notes, *task.overview, *few)
     # A resumed run with more steps must have the same number of rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
@@ -127,7 +118,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     model, layered, judge = make_model(sources)
     opt_state = train_step = None
     if layered is None:
-        tx = optimizers.make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
+        tx = optimizers.make_optimizer(settings)
         opt_state = committed(tx.init(model.params), mesh)
         train_step = _make_step(model, tx, opt_state, settings, mesh, task)
 
@@ -140,10 +131,10 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         batches=batches,
         model=model,
         layered=layered,
-        learning_rate=optimizers.schedule_of(settings, deepspeed),
+        learning_rate=optimizers.learning_rate(settings),
         train_step=train_step,
         validate=make_validate(judge, task, sources.sample, check),
-        notes=notes,
+        notes=(*task.notes, *task.overview, *few),
         causes_of_infinity=causes_of_infinity(settings),
     )
     return job, opt_state
