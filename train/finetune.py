@@ -30,7 +30,7 @@ from train import Failure
 from train.checkpoints.compatibility import OF_THE_MODEL, description_of_model
 from train.checkpoints.reading import SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
-from train.cli.settings import Settings, SettingsError, task_name
+from train.cli.settings import Settings, SettingsError, TrainingSettings, task_name
 from train.distributed import processes
 from train.distributed.peers import Peers
 from train.distributed.sharding import mesh_axes
@@ -41,7 +41,6 @@ from train.log.run_log import show
 from train.run import models
 from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
-from train.run.memory import describe_oom, find_oom
 from train.run.setup import evaluate, prepare, read
 
 # File system errors that the user can fix.
@@ -61,7 +60,7 @@ def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -
     timeline = Path(start.timeline) if start.timeline else None
     if settings.steps != 0:
         check_path(Path(settings.output_dir, settings.run or ""))
-    sources = read(settings, timeline=timeline, force=command.planning.force)
+    sources = read(settings, timeline=timeline)
     if settings.steps == 0:
         evaluate(sources, say)
         return
@@ -139,6 +138,28 @@ def show_plan(
             "Compiling: minutes if the model is large. XLA's lines about memory are not errors."
         )
     report.show(plan_run(settings, planning), arguments, console)
+
+
+def find_oom(error: BaseException) -> BaseException | None:
+    """Returns the out-of-memory error in the chain of causes, if any."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, MemoryError):
+        text = str(cause).lower()
+        lacks = "resource_exhausted" in text or "out of memory" in text
+        if lacks and isinstance(cause, jax.errors.JaxRuntimeError):
+            break
+        cause = cause.__cause__
+    return cause
+
+
+def describe_oom(error: BaseException, run: TrainingSettings) -> str:
+    other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
+    reason = str(error).partition("\n")[0]
+    return (
+        f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
+        f"{run.micro_batches} micro-batches and {run.optimizer}: {reason} Use a --batch-size below "
+        f"{run.batch_size}, more --micro-batches, --remat, or {other}."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from train import finetune
 from train.cli.command_line import read_command_line
 from train.plan import planning, report
 from train.plan.planning import folder_of_config, planned_step
-from train.run import memory
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, HOST_RESERVE
 
@@ -171,13 +170,3 @@ def test_a_run_with_streamed_weights_is_planned_next_to_the_other_optimizers(
     out = capsys.readouterr().out
     assert "compute, s" in out
     assert plan.chosen.on_time[0] in out.replace("\n", " ")
-
-
-def test_a_run_that_exceeds_host_memory_is_rejected_before_data_is_read(monkeypatch, capsys):
-    run = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
-    run += ["--data", "nowhere"]
-    monkeypatch.setattr(memory, "host_bytes", lambda: 20_000)
-    assert finetune.main(run) == 2
-    assert "`model`: not enough memory" in capsys.readouterr().err
-    assert finetune.main([*run, "--force"]) == 2
-    assert "tokenizer.json" in capsys.readouterr().err  # the first that is read

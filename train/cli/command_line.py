@@ -87,7 +87,6 @@ class Planning:
     host_bandwidth: float | Literal["here"] | None = option(
         None, "Speed of host memory in GB/s; here: measured. Default: usual for --device.", above=0
     )
-    force: bool = option(False, "Start a run even if it cannot fit in memory.")
 
 
 @dataclass(frozen=True, kw_only=True)

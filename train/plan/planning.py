@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ from train.huggingface.hub import model_folder
 from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained
 from train.run import models
-from train.run.memory import host_bytes
 from train.run.optimizers import make_optimizer
 from train.run.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
@@ -87,7 +87,7 @@ class _Planner:
         is_local = local is planning.GPUS[self.device]
         self.by_compiler = planning.has_compiler()
         self.mesh = mesh_of(settings.mesh, self.device, described=self.by_compiler)
-        self.host = host_bytes() if is_local else None
+        self.host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if is_local else None
         if options.host_memory is not None:
             self.host = int(options.host_memory * 1e9)
         bandwidth = options.host_bandwidth or ("here" if is_local else None)

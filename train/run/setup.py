@@ -17,14 +17,13 @@ from train.cli.command_line import to_toml
 from train.cli.settings import Settings, SettingsError, steps_of
 from train.distributed import processes
 from train.distributed.sharding import batch_sharding, committed, make_mesh
-from train.huggingface.loading import Pretrained, read_folder, shapes_of
+from train.huggingface.loading import Pretrained, read_folder
 from train.log.meter import causes_of_infinity, check_finite
 from train.log.trackers import check_reporter
 from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
 from train.run import models, optimizers
 from train.run.by_layer import LayeredModel
-from train.run.memory import check_memory
 from train.run.step import (
     DETERMINISTIC,
     PER_EXAMPLE,
@@ -67,7 +66,7 @@ class Job(NamedTuple):
     causes_of_infinity: str
 
 
-def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
+def read(settings: Settings, *, timeline: Path | None) -> Sources:
     """Reads and checks everything except weights; arguments and errors are as for `train`."""
     settings.check_task()
     check_reporter(settings.report_to)
@@ -82,9 +81,6 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     origin = None if settings.model is None else read_folder(settings.model)
     config = models.config_of(origin, settings)
     texts = models.template_files(settings.chat_template)
-    if not force:
-        parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
-        check_memory(parameters, mesh, settings)
     task = make_task(settings, origin)
     # Validations also use micro-batches, because these fit on the device.
     parts, most = settings.micro_batches, settings.eval_batches
