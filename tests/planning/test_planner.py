@@ -216,7 +216,6 @@ def test_an_unknown_device_or_host_state_and_a_step_without_jit_are_rejected():
     for call in (
         lambda: library.plan(same, params, opt_state, host_state="Compact"),
         lambda: library.hiding(opt_state, stats, 1.0, host_state="Compact"),
-        lambda: library.host_bandwidth(host_state="Compact", seconds=0.0),
     ):
         with pytest.raises(ValueError, match="must be one of 'float32', 'compact', got 'Compact'"):
             call()

@@ -84,8 +84,8 @@ class Planning:
         None, "GPU to plan for. Default: this machine's, or h100."
     )
     host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).", above=0)
-    host_bandwidth: float | Literal["here"] | None = option(
-        None, "Speed of host memory in GB/s; here: measured. Default: usual for --device.", above=0
+    host_bandwidth: float | None = option(
+        None, "Speed of host memory in GB/s. Default: usual for --device.", above=0
     )
 
 

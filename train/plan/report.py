@@ -80,25 +80,20 @@ def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
             lines.append(f"  {command_line(run_plan, way, arguments)}  # {needs}")
     elif not chosen.fits:
         lines.append(
-            "No smaller batch and no other --host-state, --update-interval, --remat, "
-            "--scan-layers or --prefetch-bytes was found to fit. Use a smaller --topk-ratio, a "
-            "smaller model, or more devices (--mesh)."
+            "No smaller batch, --remat, --host-state compact or --stream weights was found to fit. "
+            "Use a smaller model, or more devices (--mesh)."
         )
-    rate = "measured here" if run_plan.measured else "assumed"
     lines.append(
         f"Assumptions: {planning.EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "
         f"{chosen.gpu.bus / 1e9:.0f} GB/s of bus each way, {chosen.host_bandwidth / 1e9:.0f} GB/s "
-        f"of host memory ({rate})."
+        "of host memory."
     )
     return lines
 
 
 def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
     """Returns the command for these settings, based on the planned command."""
-    changes = dict(way.changes)
-    if way.batch_size != run_plan.settings.batch_size:
-        changes = {"batch_size": way.batch_size} | changes
-    dropped = {field.name for field in dataclasses.fields(Planning)} | changes.keys()
+    dropped = {field.name for field in dataclasses.fields(Planning)} | way.changes.keys()
     words, keep = PROGRAM.split(), True
     if way.plan.device_bytes > planning.DEFAULT_FRACTION * run_plan.chosen.gpu.memory:
         words.insert(0, f"XLA_PYTHON_CLIENT_MEM_FRACTION={planning.MAX_FRACTION}")
@@ -108,7 +103,7 @@ def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
             keep = name.removeprefix("no_") not in dropped
         if keep:
             words.append(word)
-    for name, value in changes.items():
+    for name, value in way.changes.items():
         words += option_words(name, value)
     return shlex.join(words)
 

@@ -3,29 +3,24 @@
 States may consist of shapes. Host memory limits updates, so work is counted in bytes.
 """
 
-import contextlib
 import dataclasses
 import math
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import LeafState, LeafStates, ZenFlowState, find_state
+from zenflow_jax._device.state import LeafStates, ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.parts import within
 from zenflow_jax._exchange.pinned import buffers, most_kept
-from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import bytes_of_moments, new_moments
+from zenflow_jax._host.moments import bytes_of_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._spec.groups import in_groups
-from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 #: The window lengths that are compared, in steps.
 INTERVALS = (1, 2, 4, 8, 16)
@@ -235,56 +230,3 @@ def hiding(
         for of, steps in ((with_interval(state, 1), warm), (state, stats.steps - warm))
     )
     return hiding_of(state, moved / max(stats.work_s, 1e-9), step_s, host_state=host_state)
-
-
-def host_bandwidth(
-    leaves: Sequence[LeafState] = (),
-    *,
-    threads: int | None = None,
-    host_state: str = "float32",
-    seconds: float = 2.0,
-) -> float:
-    """Measures the bytes per second that updates get from this machine's memory.
-
-    Args:
-        leaves: A state's leaves; measures with the largest one's dtypes and shape.
-        threads: As for `HostEngine`.
-        host_state: As for `HostEngine`.
-        seconds: Approximate measuring time, without compilation.
-
-    Returns:
-        Bytes per second of state read and written, and of gradients read.
-
-    Raises:
-        ValueError: If `threads` or `host_state` is out of range.
-
-    Examples:
-        >>> host_bandwidth(seconds=0.0) > 0
-        True
-    """
-    compact = is_compact(host_state)
-    dtype, mail, rows = np.dtype(np.float32), np.dtype(np.float32), 4096
-    shape = (1, 1, rows, rows)
-    if specs := [leaf.spec for leaf in leaves if not leaf.spec.resident]:
-        largest = max(specs, key=lambda x: math.prod(x.shape))
-        dtype, mail = largest.dtype, largest.mail_dtype
-        if largest.view4(1)[3] == 1:
-            shape = (1, rows, rows, 1)
-    masters = Masters.zeros(shape, dtype)
-    mu, nu = new_moments(shape, compact=compact)
-    arrays = (*masters.arrays, *mu.arrays, *nu.arrays)
-    for x in arrays:
-        x[...] = 0  # pages take no memory until they are written
-    steps, active = np.zeros((1, rows), np.int32), np.ones((1, rows), bool)
-    gradients = [(np.ones(shape, mail), 1.0) for _ in range(GRADIENTS_PER_PASS)]
-    step = window_step(AdamScalars(*[0.5] * len(AdamScalars._fields)), 4, None)
-    moved = 2 * sum(x.nbytes for x in arrays) + sum(g.nbytes for g, _ in gradients)
-    took = []
-    with contextlib.closing(HostAdam("numba", threads)) as adam:
-        # The first call compiles.
-        while len(took) < 2 or sum(took[1:]) < seconds:
-            start = time.perf_counter()
-            for _ in adam.adamw(masters, mu, nu, steps, gradients, 0.25, active, step):
-                pass
-            took.append(time.perf_counter() - start)
-    return moved / statistics.median(took[1:])

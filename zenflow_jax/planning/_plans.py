@@ -184,8 +184,7 @@ def plan(
         arguments: The step's other arguments, such as a batch.
         device: A key of `GPUS`, or another `Gpu`.
         host_memory_bytes: Memory of the machine with these devices. None: a typical amount.
-        bandwidth: Bytes per second of host updates, as `host_bandwidth()` measures. None: a
-            typical rate.
+        bandwidth: Bytes per second of host memory. None: a typical rate.
         host_state: As for `HostEngine`.
         prefetch_bytes: As for `HostEngine`. The loop waits for the remaining copies.
         compiled: The step compiled for such devices, as for `described_mesh`. None: without
