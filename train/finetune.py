@@ -51,13 +51,11 @@ def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -
     """Trains a run, or the rest of it, and leaves the results in the run's folder.
 
     With `steps` 0, it shows a validation's metrics and writes nothing. A `run` is resumed from its
-    newest intact checkpoint, unless the start must be `fresh`. Raises `Stopped` if a signal ends
-    the run.
+    newest intact checkpoint. Raises `Stopped` if a signal ends the run.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
-    settings, start = command.settings, command.start
-    timeline = Path(start.timeline) if start.timeline else None
+    settings, timeline = command.settings, command.start.timeline and Path(command.start.timeline)
     if settings.steps != 0:
         check_path(Path(settings.output_dir, settings.run or ""))
     sources = read(settings, timeline=timeline)
@@ -65,7 +63,7 @@ def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -
         evaluate(sources, say)
         return
     job, opt_state = prepare(sources, stop.check)
-    folder = make_run_folder(job.settings, fresh=start.fresh)
+    folder = make_run_folder(job.settings)
     peers.restart = (
         f"Restart all processes with --run {folder.name}: the run resumes from its last "
         "checkpoint, if any."

@@ -56,7 +56,6 @@ class Launch:
 class Start:
     """Start: options that are not keys of the TOML file."""
 
-    fresh: bool = option(False, "Fail instead of resuming a run.")
     timeline: File | None = option(None, "Draw the last steps: .png, .svg, .pdf or .json.")
     export: tuple[str, str] | None = option(
         None,

@@ -25,10 +25,10 @@ WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, "loss.png"}
 WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
-def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
+def make_run_folder(settings: Settings) -> Path:
     """Returns the folder of the run, the same for every process.
 
-    A named run may have an earlier start unless `fresh`; without a name, the folder is new.
+    A named run may have an earlier start; without a name, the folder is new.
     """
     output_dir, run = settings.output_dir, settings.run
     if not processes.is_first():
@@ -47,10 +47,6 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
     if not is_run and names & WRITTEN:
         raise SettingsError(
             f"`run`: {folder} has a {min(names & WRITTEN)}, but is not a run folder. Name another."
-        )
-    if fresh and names:
-        raise SettingsError(
-            f"`--fresh`: {folder} is not new or empty: it has {min(names)}. Name another --run."
         )
     written = names & {models.WEIGHTS, models.FOLDER}
     if written and "checkpoints" not in names:
