@@ -81,10 +81,6 @@ class ChatTemplate:
         environment.globals["strftime_now"] = DATE.strftime
         try:
             self._template = environment.from_string(text)
-            blocks = environment.parse(text).find_all(jinja2.nodes.CallBlock)
-            self._marks_answers = any(
-                isinstance(block.call.node, jinja2.nodes.ExtensionAttribute) for block in blocks
-            )
         except jinja2.TemplateError as error:
             raise TokenizerError(
                 f"Jinja cannot parse the chat template in {where}: {error}."
@@ -115,18 +111,17 @@ class ChatTemplate:
                 f"no message has the role {ASSISTANT!r}, only {got}"
                 + (f". {remedy}" if remedy else "")
             )
+        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        if any(x in text for x in (_BEGIN, _END, _PLACE)):
+            raise ConversationError("the text has a noncharacter from U+FDD0 to U+FDD2")
         whole = self._render(messages, False, tools)
-        if _PLACE in whole:
-            raise ConversationError("the text has the noncharacter U+FDD2")
         _check_written(whole, messages, tools or (), self.where)
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
         learned = [i for i in of_assistant if i not in skipped]
-        if self._marks_answers:
+        if _BEGIN in whole:
             parts = re.split(f"[{_BEGIN}{_END}]", whole)  # every second part is marked
             ends = [*itertools.accumulate(map(len, parts))]
             text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
-            if not any(start < stop for start, stop in spans):
-                raise ConversationError(f"`{{% generation %}}` of {self.where} renders no text")
             if learned != of_assistant:
                 if len(spans) != len(of_assistant):
                     raise ConversationError(
@@ -181,9 +176,6 @@ class ChatTemplate:
         return len(whole) - len(rest) + max(marks) if marks else None
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
-        text = json.dumps(messages, ensure_ascii=False, default=str) if self._marks_answers else ""
-        if _BEGIN in text or _END in text:
-            raise ConversationError("the text has the noncharacter U+FDD0 or U+FDD1")
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
             return self._template.render(**self.special, messages=list(messages), **options)
