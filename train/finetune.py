@@ -108,7 +108,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     layered = models.abstract_layered(build)[1] if settings.stream == "weights" else None
     shapes = layered.shapes if layered else jax.eval_shape(lambda: models.split(build()))[1]
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
-    weights, values = layered.whole(weights, None) if layered else (weights, None)
+    weights, values = layered.whole(weights) if layered else (weights, None)
     # The run's own template, even if the settings have changed.
     copy = folder / TEMPLATE
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)

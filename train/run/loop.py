@@ -263,13 +263,13 @@ class Run:
         """Writes the weights of the best step; returns the name of their file or folder."""
         if best != self.steps:
             # As validated, without the updates that were pending then.
-            weights, values = self.training.weights_of(self.checkpoints, best), None
+            weights = self.training.weights_of(self.checkpoints, best)
         else:
-            weights, values = self.training.final_weights()
+            weights = self.training.final_weights()
         job, origin = self.job, self.job.model.origin
         folder = self.folder if origin is None else self.folder / models.FOLDER
         options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
-        models.write(folder, origin, *self.training.whole(weights, values), **options)
+        models.write(folder, origin, *weights, **options)
         return models.WEIGHTS if origin is None else models.FOLDER
 
     def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:

@@ -90,13 +90,9 @@ class StepTraining:
         masters = zenflow_jax.iter_master_params(self.params, self.opt_state, self.host)
         return self.params, (x for _, x in masters)
 
-    def weights_of(self, checkpoints: Checkpoints, step: int) -> Any:
+    def weights_of(self, checkpoints: Checkpoints, step: int) -> tuple[Any, None]:
         """Returns the weights of a checkpoint, in place of the current ones."""
-        return checkpoints.weights(step, self.params)
-
-    def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
-        """Returns weights and values in the model's own structure."""
-        return weights, values
+        return checkpoints.weights(step, self.params), None
 
 
 class LayerTraining:
@@ -146,13 +142,10 @@ class LayerTraining:
         checkpoints.save(step, self.host.params(), None, self.host, progress, figure=figure)
 
     def final_weights(self) -> tuple[Any, Iterator[Any]]:
-        return self.host.params(), self._layered.leaves(self.host.master_params)
+        return self._layered.model, self._layered.leaves(self.host.master_params)
 
-    def weights_of(self, checkpoints: Checkpoints, step: int) -> Any:
-        return checkpoints.weights(step, self._layered.shapes)
-
-    def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
-        return self._layered.whole(weights, values)
+    def weights_of(self, checkpoints: Checkpoints, step: int) -> tuple[Any, Iterator[Any]]:
+        return self._layered.whole(checkpoints.weights(step, self._layered.shapes))
 
 
 @contextlib.contextmanager
