@@ -67,12 +67,12 @@ FILES = {
         (
             "a.jsonl",
             records(DOLLY),
-            r"'output' is missing .* to `output` and `context` to `input`\.",
+            r"'output' is missing\. Rename 'response' to 'output'\.",
         ),
         (
             "a.jsonl",
             records(PLAIN | {"context": "b"}),
-            r"'input' is missing .* `context` to `input`\.",
+            r"'input' is missing\. Rename 'context' to 'input'\.",
         ),
         (
             "a.jsonl",
@@ -85,7 +85,7 @@ FILES = {
             records(PLAIN | {"images": ["a.jpg"]}),
             r"'images' .* supported.* only text",
         ),
-        ("a.jsonl", told(), r"the field 'instruction' is missing .* use --task chat"),
+        ("a.jsonl", told(), r"is a conversation\. Use --task chat"),
     ],
     "chat": [
         ("a.jsonl", chats({"messages": []}), r"line 2: .* must be a list of messages, but is \[\]"),

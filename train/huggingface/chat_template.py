@@ -33,19 +33,6 @@ DATE = datetime.datetime(2024, 7, 26)
 
 ASSISTANT = "assistant"
 
-#: Roles of other formats, and their names in templates.
-ROLES = {
-    "human": "user",
-    "prompter": "user",
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bot": ASSISTANT,
-    "model": ASSISTANT,
-    "observation": "tool",
-    "function": "tool",
-    "developer": "system",
-}
-
 # Placed around the assistant's text while a template is rendered. They are Unicode noncharacters,
 # so no text contains them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -106,10 +93,9 @@ class ChatTemplate:
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
             got = ", ".join(map(repr, dict.fromkeys(roles)))
-            remedy = rename_roles(*roles)
             raise ConversationError(
-                f"no message has the role {ASSISTANT!r}, only {got}"
-                + (f". {remedy}" if remedy else "")
+                f"no message has the role {ASSISTANT!r}, only {got}. Rename the roles to system, "
+                "user, assistant and tool"
             )
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if any(x in text for x in (_BEGIN, _END, _PLACE)):
@@ -213,13 +199,6 @@ def read_template(
     )
 
 
-def rename_roles(*roles: str) -> str | None:
-    """Returns the sentence that renames other formats' roles; None if there are none."""
-    names = {role: ROLES.get(role.lower(), role.lower()) for role in roles}
-    pairs = [f"{role!r} to {name!r}" for role, name in names.items() if role != name]
-    return f"Rename the role {', '.join(pairs)}" if pairs else None
-
-
 def read_template_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -247,7 +226,7 @@ def _check_written(
         if lost:
             raise ConversationError(
                 f"the template in {where} skips `{lost[0]}` of message {number} (role {role!r}). "
-                f"{rename_roles(role) or remedy}"
+                f"Rename the role if it is not system, user, assistant or tool. {remedy}"
             )
 
 
