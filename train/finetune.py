@@ -32,7 +32,6 @@ from train.checkpoints.reading import SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
 from train.cli.settings import Settings, SettingsError, TrainingSettings, task_name
 from train.distributed import processes
-from train.distributed.peers import Peers
 from train.distributed.sharding import mesh_axes
 from train.distributed.stopping import Stopped, StopRequest
 from train.huggingface.chat_template import TEMPLATE
@@ -47,7 +46,7 @@ from train.run.setup import evaluate, prepare, read
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
-def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -> None:
+def train(command: Command, console: Console, stop: StopRequest) -> None:
     """Trains a run, or the rest of it, and leaves the results in the run's folder.
 
     With `steps` 0, it shows a validation's metrics and writes nothing. A `run` is resumed from its
@@ -64,10 +63,6 @@ def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -
         return
     job, opt_state = prepare(sources, stop.check)
     folder = make_run_folder(job.settings)
-    peers.restart = (
-        f"Restart all processes with --run {folder.name}: the run resumes from its last "
-        "checkpoint, if any."
-    )
     for line in job.notes:
         say(line)
     with contextlib.ExitStack() as stack:
@@ -210,11 +205,8 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
             export(command.settings, checkpoint, Path(target), say)
         processes.leave()
         return 0
-    host = (command.launch.coordinator or "").rpartition(":")[0] or None
-    # Before reading data, which may take minutes.
-    peers = Peers(host, restart="Start all of them again.", say=say)
-    with StopRequest(say) as stop, peers:
-        train(command, console, stop, peers)
+    with StopRequest(say) as stop:
+        train(command, console, stop)
     return 0
 
 
