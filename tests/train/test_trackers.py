@@ -9,8 +9,7 @@ from rich.console import Console
 
 from train.cli.settings import SettingsError
 from train.log.meter import Row
-from train.log.run_log import RunLog
-from train.log.trackers import check_reporter, reporter
+from train.log.run_log import RunLog, check_reporter, reporter
 
 
 def logged(folder, to):
@@ -56,5 +55,5 @@ def test_trackio_and_wandb_get_results_by_step_and_resume_the_same_run(tmp_path,
 def test_a_missing_package_is_named_before_the_run(monkeypatch):
     check_reporter("none")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SettingsError, match='for wandb is not installed .*pip install "wandb"'):
+    with pytest.raises(SettingsError, match="for wandb is not installed.*pip install wandb"):
         check_reporter("wandb")

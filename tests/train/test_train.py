@@ -221,7 +221,7 @@ def test_a_folder_with_files_that_are_not_runs_is_not_written_to(tmp_path, capsy
         folder.mkdir(parents=True)
         (folder / name).write_text("precious")
         assert finetune.main([*tiny_command(tmp_path), "--run", folder.name]) == 2
-        expected = f"`run`: {folder} has a {name}, but is not a run folder"
+        expected = f"`run`: {folder} has a {name}, but no checkpoints to resume from"
         assert re.search(expected, capsys.readouterr().err)
         assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "precious")]
 

@@ -263,8 +263,9 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         self._check("validation_share", is_share, wanted + "--steps 0)")
         for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
-        self._check_one("full_warm_up_share", "full_warm_up_rounds")
-        self._check_one("warmup_share", "warmup_steps")
+        for share, count in _SHARES.items():
+            both = getattr(self, share) is not None and getattr(self, count)
+            self._check(share, not both, f"left out, as {count} is set")
         is_name = self.run is None or (self.run.strip(".") and re.fullmatch(r"[\w.-]+", self.run))
         folder = "the name of a folder in output_dir (letters, digits, . _ -)"
         self._check("run", bool(is_name), folder)
@@ -289,13 +290,6 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 f"Change it in the config or pass {flag_of(name)}."
             )
 
-    def _check_one(self, share: str, count: str) -> None:
-        values = getattr(self, share), getattr(self, count)
-        if values[0] is not None and values[1]:
-            raise SettingsError(
-                f"`{share}`: excludes `{count}`, but they are {values[0]} and {values[1]}."
-            )
-
     def check_task(self, paths: Iterable[str] = ("model", "data")) -> None:
         """Checks that the task has the paths that it needs, and no options that it does not read.
 
@@ -312,6 +306,8 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
+# Shares of all steps, and the number of steps that each replaces.
+_SHARES = {"full_warm_up_share": "full_warm_up_rounds", "warmup_share": "warmup_steps"}
 _NOT_BY_LAYER = {"layer_updates": "after_backward", "layer_inputs": "device"}
 # Required values for each kind of stream.
 _OF_STREAMS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@
                           such as adamw's windows, are blank
     validation.csv        the metrics of every validation
 
-Both also go to `--report-to`.
+Both also go to Trackio or Weights & Biases (`--report-to`).
 
 A resumed run drops the rows after its checkpoint, and writes them again.
 """
@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import importlib.util
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,8 +25,11 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from elves.atomic import atomic_path
+from train.cli.settings import SettingsError
 from train.log.meter import Row
-from train.log.trackers import Reporter
+
+# A tracker with `log(figures, step)`, for finite values by name (`train/loss`), and `finish()`.
+Reporter = Any
 
 
 class RunLog:
@@ -117,6 +122,26 @@ class NoLog(contextlib.nullcontext):
         pass
 
     add = validation = begin
+
+
+def check_reporter(kind: str) -> None:
+    """Raises if the tracker's package is not installed, before the run starts."""
+    if kind != "none" and importlib.util.find_spec(kind) is None:
+        raise SettingsError(
+            f"`report_to`: the package for {kind} is not installed. Install it: pip install {kind}"
+        )
+
+
+def reporter(kind: str, folder: Path, *, config: Mapping[str, Any]) -> Reporter | None:
+    """Returns the tracker for the run in `folder`, new or resumed."""
+    if kind == "none":
+        return None
+    options: dict[str, Any] = {"name": folder.name, "config": dict(config), "resume": "allow"}
+    if kind == "wandb":
+        # A run with the same name in another folder is a different run.
+        number = zlib.crc32(str(folder.absolute()).encode())
+        options |= {"dir": str(folder), "id": f"{folder.name}-{number:08x}"}
+    return importlib.import_module(kind).init(project="zenflow_jax", **options)
 
 
 def show(console: Console, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Plans a run's memory and speed for three optimizers, and other settings that fit.
+"""Plans a run's memory and speed, and other settings that fit.
 
 This reads no weights and needs no device. `zenflow_jax.planning` has the arithmetic.
 """
@@ -36,7 +36,6 @@ from train.run.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
 from zenflow_jax import planning
 
-OPTIMIZERS = ("adamw", "offload", "zenflow")
 # The maximum number of suggested settings.
 WAYS = 3
 # For a run whose steps and classes depend on its data; sizes do not depend on these.
@@ -50,14 +49,13 @@ _SAVING_BY_LAYERS = {
     "layer_updates": "during_backward",
     "layer_inputs": "host",
 }
-# Settings for a run that fits when no other does, and for one that streams nothing.
+# Settings for a run that fits when no other does.
 _BY_LAYERS = {
     "optimizer": "offload",
     "stream": "weights",
     "scan_layers": False,
     "layer_updates": "during_backward",
 }
-_AT_ONCE = {"stream": "none", "layer_updates": "after_backward", "layer_inputs": "device"}
 
 
 class Way(NamedTuple):
@@ -68,15 +66,9 @@ class Way(NamedTuple):
 
 
 class RunPlan(NamedTuple):
-    """The plan of a run, and of the same run with the other optimizers."""
-
     settings: StepSettings
-    of_optimizers: Mapping[str, planning.Plan]
+    plan: planning.Plan
     ways: tuple[Way, ...]  # other settings, which fit, if the run does not
-
-    @property
-    def chosen(self) -> planning.Plan:
-        return self.of_optimizers[self.settings.optimizer]
 
 
 class _Planner:
@@ -126,17 +118,9 @@ def plan_run(settings: Settings, options: Planning) -> RunPlan:
     planner = _Planner(settings, options)
     if planner.origin is not None:
         check_length(settings.sequence_length, planner.origin)
-    plans = {
-        name: planner.plan(
-            settings
-            if name == settings.optimizer
-            else dataclasses.replace(settings, optimizer=name, **_AT_ONCE),
-            compiles=planner.by_compiler,
-        )
-        for name in OPTIMIZERS
-    }
+    own = planner.plan(settings, compiles=planner.by_compiler)
     ways: list[Way] = []
-    if not plans[settings.optimizer].fits:
+    if not own.fits:
         smallest = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
         for changes in _changes(settings, smallest):
             plan = planner.plan_that_fits(dataclasses.replace(settings, **changes))
@@ -144,7 +128,7 @@ def plan_run(settings: Settings, options: Planning) -> RunPlan:
                 ways.append(Way(changes, plan))
             if len(ways) == WAYS:
                 break
-    return RunPlan(settings, plans, tuple(ways))
+    return RunPlan(settings, own, tuple(ways))
 
 
 def _changes(settings: StepSettings, smallest: int) -> Iterator[dict[str, Any]]:

@@ -41,17 +41,11 @@ def make_run_folder(settings: Settings) -> Path:
     except OSError as error:
         problem = f"cannot write to {output_dir} ({error.strerror})"
         raise SettingsError(f"`output_dir`: {problem}. Name another --output-dir.") from error
-    # Every start makes a lock file, but a copied run may lack it.
-    is_run = bool(names & {LOCK, "checkpoints"})
-    names.discard(LOCK)
-    if not is_run and names & WRITTEN:
-        raise SettingsError(
-            f"`run`: {folder} has a {min(names & WRITTEN)}, but is not a run folder. Name another."
-        )
-    written = names & {models.WEIGHTS, models.FOLDER}
+    # A start that ended before its first checkpoint has left the lock file, and may start over.
+    written = names & ({models.WEIGHTS, models.FOLDER} if LOCK in names else WRITTEN)
     if written and "checkpoints" not in names:
         raise SettingsError(
-            f"`run`: {folder} has a {written.pop()}, but no checkpoints to resume from. Name a new "
+            f"`run`: {folder} has a {min(written)}, but no checkpoints to resume from. Name a new "
             "--run."
         )
     processes.from_first(str(folder))

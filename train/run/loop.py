@@ -19,8 +19,7 @@ from train.distributed import processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
 from train.log import summary
 from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
-from train.log.run_log import NoLog, RunLog, read_rows, show
-from train.log.trackers import reporter
+from train.log.run_log import NoLog, RunLog, read_rows, reporter, show
 from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job

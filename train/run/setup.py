@@ -19,7 +19,7 @@ from train.distributed import processes
 from train.distributed.sharding import batch_sharding, committed, make_mesh
 from train.huggingface.loading import Pretrained, read_folder
 from train.log.meter import causes_of_infinity, check_finite
-from train.log.trackers import check_reporter
+from train.log.run_log import check_reporter
 from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
 from train.run import models, optimizers

@@ -28,7 +28,7 @@ from train.tasks import Task, tables
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
 from train.tasks.examples import Examples, Sentences, task_of
-from train.tasks.files import find_files, first_30, lines, records, shorten, text_field
+from train.tasks.files import find_files, lines, records, shorten, text_field
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", tables.SUFFIX)
 
@@ -181,7 +181,8 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
         if len(rows.labels) == before:
             raise DataError(f"{path}: the file has no examples.")
         if blank:
-            notes.append(f"{path.name}: left out {len(blank)} rows without text: {first_30(blank)}")
+            listed = shorten(", ".join(blank))
+            notes.append(f"{path.name}: left out {len(blank)} rows without text: {listed}")
     return rows
 
 
