@@ -178,21 +178,6 @@ def test_a_plan_names_every_shortage_and_nothing_else():
     assert re.fullmatch(both.format(""), plan.with_peak(2000).advice)
 
 
-def test_a_finished_run_reports_how_busy_its_host_was():
-    with Training(FEW, Settings(update_interval=4)) as training:
-        training.go(8)
-        stats = training.engine.stats
-    at = {"steps": 8, "wait_s": 2.0}
-    half = dataclasses.replace(stats, work_s=4.0, **at)
-    hiding = library.hiding(training.state, half, 10.0)
-    work = needs_of(training.state)
-    # The device took eight of the ten seconds, the host four.
-    assert hiding.busy == pytest.approx(0.5 * work.busiest / work.mean)
-    assert hiding.of_intervals[4] == hiding.busy
-    assert hiding.of_intervals[1] > hiding.busy
-    assert library.hiding(training.state, dataclasses.replace(half, steps=7), 10.0) is None
-
-
 def test_gpus_are_recognized_by_driver_names_and_host_memory_grows_with_their_number(monkeypatch):
     assert GPUS["h100"].host_beside(8) == (4 * 100e9, 8 * 256 * 10**9)
     assert GPUS["rtx4090"].host_beside(8) == (50e9, 128 * 10**9)
@@ -212,13 +197,8 @@ def test_an_unknown_device_or_host_state_and_a_step_without_jit_are_rejected():
     params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     opt_state = zenflow_jax.zenflow(1e-3).init(params)
     same = jax.jit(lambda p, s: (p, s))
-    stats = zenflow_jax.EngineStats(steps=99)
-    for call in (
-        lambda: library.plan(same, params, opt_state, host_state="Compact"),
-        lambda: library.hiding(opt_state, stats, 1.0, host_state="Compact"),
-    ):
-        with pytest.raises(ValueError, match="must be one of 'float32', 'compact', got 'Compact'"):
-            call()
+    with pytest.raises(ValueError, match="must be one of 'float32', 'compact', got 'Compact'"):
+        library.plan(same, params, opt_state, host_state="Compact")
     with pytest.raises(ValueError, match=r"`prefetch_bytes` must be .*got -1"):
         library.plan(same, params, opt_state, prefetch_bytes=-1)
     with pytest.raises(ValueError, match="must be one of h100, .*got 'v100'"):

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -27,10 +26,6 @@ from elves.atomic import write_text_atomically
 from train import command_of
 from train.cli.settings import PAIRS
 from train.log.meter import Row
-from zenflow_jax import planning
-
-# Minimum number of steps for advice from the timings.
-LEAST_STEPS = 100
 
 # The summary values that show how a run ended.
 ENDS = {"steps", "best_step", "validation_after"}
@@ -144,13 +139,3 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
         for name, value in figures[f"validation_{when}"].items():
             table.add_row(f"validation {name} {when}", format(value, ".3f"))
     return table
-
-
-def host_load(
-    opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
-) -> planning.Hiding | None:
-    """Returns the host's load; None after few steps, or on a CPU, which shares its cores."""
-    if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
-        return None
-    of_all = seconds * stats.steps / (stats.steps - 1)
-    return planning.hiding(opt_state, stats, of_all, host_state=host_state)

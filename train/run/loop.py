@@ -245,11 +245,6 @@ class Run:
         )
         summary.write_summary(self.folder, figures)
         self.console.print(summary.summary_table(figures))
-        if isinstance(self.training, StepTraining) and self.training.host:
-            timed = self.training.host.stats, ended.totals.seconds
-            state, kind = self.training.opt_state, self.job.settings.host_state
-            if hiding := summary.host_load(state, *timed, kind):
-                self._say(hiding.advice)
         if self.job.settings.keep_best:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} has {weights}")

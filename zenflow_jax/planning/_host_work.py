@@ -6,13 +6,11 @@ States may consist of shapes. Host memory limits updates, so work is counted in 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import LeafStates, ZenFlowState, find_state
-from zenflow_jax._diagnostics.stats import EngineStats
+from zenflow_jax._device.state import LeafStates, ZenFlowState
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.parts import within
 from zenflow_jax._exchange.pinned import buffers, most_kept
@@ -187,46 +185,3 @@ def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, host_state: st
     interval = window if isinstance(window, int) else None
     of_intervals = {} if interval is None else {s: busy(with_interval(state, s)) for s in INTERVALS}
     return Hiding(interval, busy(state), of_intervals)
-
-
-def hiding(
-    opt_state: Any, stats: EngineStats, seconds: float, *, host_state: str = "float32"
-) -> Hiding | None:
-    """Returns how busy the host was in a run, and which windows would have hidden its work.
-
-    Work for other windows follows from the measured work, by the bytes that each moves.
-
-    Args:
-        opt_state: The run's last state.
-        stats: `engine.stats` after it.
-        seconds: Total time of all steps in `stats`.
-        host_state: As for `HostEngine`.
-
-    Returns:
-        None before two windows, if windows adapt, or if every step waits for its update.
-
-    Raises:
-        ValueError: If there is not exactly one `ZenFlowState`, or `host_state` is unknown.
-
-    Examples:
-        >>> import jax.numpy as jnp, zenflow_jax
-        >>> opt_state = zenflow_jax.zenflow(1e-3).init({"w": jnp.ones((8, 4))})
-        >>> stats = zenflow_jax.EngineStats(steps=100, work_s=2.0)
-        >>> hiding(opt_state, stats, seconds=10.0).interval
-        4
-    """
-    is_compact(host_state)
-    state = find_state(opt_state)
-    window = state.schedule.window
-    if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
-        return None
-    # The device's own time, as it did not compute while the loop waited.
-    step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
-    before = int(read(state.step)) - stats.steps
-    # During the warm-up, each step updated all channels.
-    warm = min(max(state.schedule.full_warm_up_rounds - before, 0), stats.steps)
-    moved = sum(
-        steps * needs_of(of, host_state=host_state).mean
-        for of, steps in ((with_interval(state, 1), warm), (state, stats.steps - warm))
-    )
-    return hiding_of(state, moved / max(stats.work_s, 1e-9), step_s, host_state=host_state)
