@@ -1,16 +1,14 @@
-"""An engine's needs on host and device, and how well its host work is hidden.
+"""An engine's needs on host and device, and how busy the host is.
 
 States may consist of shapes. Host memory limits updates, so work is counted in bytes.
 """
 
-import dataclasses
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from zenflow_jax._device.state import LeafStates, ZenFlowState
+from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.parts import within
 from zenflow_jax._exchange.pinned import buffers, most_kept
@@ -18,12 +16,7 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
-from zenflow_jax._spec.groups import in_groups
 
-#: The window lengths that are compared, in steps.
-INTERVALS = (1, 2, 4, 8, 16)
-#: The share of the available time that host work may take; a fifth is a reserve.
-BUSY = 0.8
 _FLOAT32 = 4
 
 
@@ -108,80 +101,11 @@ def needs_of(
     )
 
 
-def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
-    """Returns the same run's state, of arrays or shapes, with another window length.
+def busy_share(state: ZenFlowState, rate: float, step_s: float, *, host_state: str) -> float:
+    """Returns the share of the available time that the host needs, in the worst case.
 
-    Select intervals are the defaults. Leaves take turns if the state has several groups.
+    Steps take `step_s` seconds; updates read and write `rate` bytes of host memory per second.
     """
-    schedule = state.schedule
-    in_turn, staleness = schedule.groups > 1 or schedule.window == 1, schedule.staleness
-    if staleness is None or (staleness == schedule.window and not in_turn):
-        staleness = interval  # an update may take until the next window ends
-    schedule = dataclasses.replace(
-        schedule,
-        window=interval,
-        select=16 * interval,
-        groups=interval if in_turn else 1,
-        staleness=min(staleness, interval),
-    )
-    whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
-    specs, schedule = in_groups(whole, schedule)
-    leaves = map(lambda leaf, spec: leaf.replace(spec=spec), state.leaves, specs)
-    static = dataclasses.replace(state.leaves.static, schedule=schedule)
-    return state._replace(leaves=LeafStates(tuple(leaves), static))
-
-
-@dataclasses.dataclass(frozen=True)
-class Hiding:
-    """How well the host work is hidden, in a plan or in a run.
-
-    Attributes:
-        interval: Steps per window; None if windows adapt.
-        busy: The share of the available time that the host needs, in the worst case.
-        of_intervals: `busy` for other window lengths; empty if windows adapt.
-    """
-
-    interval: int | None
-    busy: float
-    of_intervals: Mapping[int, float]
-
-    @property
-    def smallest_interval(self) -> int | None:
-        """Returns the shortest window, in steps, that hides with a fifth in reserve, or None."""
-        hidden = [s for s, busy in self.of_intervals.items() if busy <= BUSY]
-        return min(hidden, default=None)
-
-    @property
-    def advice(self) -> str:
-        """Describes how busy the host is, and which longer windows would suffice."""
-        smallest = self.smallest_interval
-        text = (
-            f"The host needs {self.busy:.0%} of the available time with "
-            f"update_interval={self.interval}"
-        )
-        if smallest is None:
-            return (
-                f"{text}, and more than {BUSY:.0%} with any other up to {INTERVALS[-1]}. Use a "
-                "larger batch, more threads or faster memory."
-            )
-        if self.interval is None or smallest <= self.interval:
-            return f"{text}."
-        waits = ", so steps wait for it" if self.busy > 1 else ""
-        return f"{text}{waits}: update_interval={smallest} needs at most {BUSY:.0%}."
-
-
-def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, host_state: str) -> Hiding:
-    """Returns how well steps of `step_s` seconds hide an engine's work.
-
-    Updates read and write `rate` bytes of host memory per second.
-    """
-
-    def busy(of: ZenFlowState) -> float:
-        work = needs_of(of, host_state=host_state)
-        # Without offloaded leaves, there is neither work nor a rate.
-        return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0
-
-    window = state.schedule.window
-    interval = window if isinstance(window, int) else None
-    of_intervals = {} if interval is None else {s: busy(with_interval(state, s)) for s in INTERVALS}
-    return Hiding(interval, busy(state), of_intervals)
+    work = needs_of(state, host_state=host_state)
+    # Without offloaded leaves, there is neither work nor a rate.
+    return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0
