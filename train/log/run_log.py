@@ -1,7 +1,7 @@
 """Shows and writes the metrics of a run in progress.
 
-    metrics.csv           one row per `log_every` steps, written immediately; unknown values,
-                          such as adamw's windows, are blank
+    metrics.csv           one row per `log_every` steps, written immediately; unknown values
+                          are blank
     validation.csv        the metrics of every validation
 
 Both also go to Trackio or Weights & Biases (`--report-to`).
@@ -170,7 +170,7 @@ def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[R
 
 
 def _read(line: Mapping[str, str]) -> Row:
-    counts = ("step", "skipped", "reselections")
+    counts = ("step", "skipped")
     values = {n: (int if n in counts else float)(line[n]) if line[n] else None for n in Row._fields}
     return Row(**values)
 

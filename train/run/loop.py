@@ -18,7 +18,7 @@ from train.cli.settings import SettingsError, task_name
 from train.distributed import processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
 from train.log import summary
-from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
+from train.log.meter import Meter, Totals, check_finite, has_stalled
 from train.log.run_log import NoLog, RunLog, read_rows, reporter, show
 from train.run import models
 from train.run.folder import write_settings
@@ -134,7 +134,6 @@ class Run:
         self.stack.enter_context(self.log)
         self.meter = Meter(
             log_every=job.settings.log_every,
-            steps=self.steps,
             stats=(lambda: host.stats) if host else None,
             max_skipped=job.settings.max_skipped,
             remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
@@ -292,7 +291,7 @@ class Run:
             "validation_before": self.validations[0][1],
             "validation_after": self.validations[-1][1],
             "windows": stats and stats.windows,
-            "mean_window_length": stats and mean_window_length(stats),
+            "mean_window_length": stats and _mean_length(stats.window_lengths),
             "reselections": stats and stats.reselections,
             "kept_share": stats and stats.kept_share,
         }
@@ -338,6 +337,12 @@ class Run:
 
     def _say(self, line: str) -> None:
         show(self.console, line)
+
+
+def _mean_length(counts: Mapping[int, int]) -> float | None:
+    """Returns the mean length of closed windows in steps; warm-up windows have one step."""
+    steps = sum(length * count for length, count in counts.items())
+    return steps / sum(counts.values()) if counts else None
 
 
 def is_due(every: int, step: int) -> bool:
