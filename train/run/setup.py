@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 from train.cli.command_line import to_toml
@@ -59,7 +58,6 @@ class Job(NamedTuple):
     batches: Batches
     model: models.Model
     layered: LayeredModel | None  # if weights stream
-    learning_rate: float | optax.Schedule  # for `layered`
     train_step: Callable | None  # for all other models
     validate: Callable[[Any], dict[str, float]]  # from `make_validate`
     notes: tuple[str, ...]  # shown to the user
@@ -116,7 +114,19 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     if layered is None:
         tx = optimizers.make_optimizer(settings)
         opt_state = committed(tx.init(model.params), mesh)
-        train_step = _make_step(model, tx, opt_state, settings, mesh, task)
+        if settings.stream == "gradients" and jax.default_backend() != "cpu":
+            try:
+                streaming.check_device()
+            except NotImplementedError as error:  # this version of jax is too old
+                raise SettingsError(str(error)) from error
+        train_step = make_train_step(
+            model.graphdef,
+            tx,
+            PER_EXAMPLE[task.kind],
+            micro_batches=settings.micro_batches,
+            stream=settings.stream == "gradients",
+            placement=mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state)),
+        )
 
     job = Job(
         settings=settings,
@@ -127,7 +137,6 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         batches=batches,
         model=model,
         layered=layered,
-        learning_rate=optimizers.learning_rate(settings),
         train_step=train_step,
         validate=make_validate(judge, task, sources.sample, check),
         notes=(*task.notes, *task.overview, *few),
@@ -146,31 +155,6 @@ def _with_steps(settings: Settings, per_epoch: int) -> tuple[Settings, list[str]
     epochs = math.ceil(2 * FEW_STEPS / per_epoch)
     remedy = f"pass --epochs {epochs} for {epochs * per_epoch}, or a smaller --batch-size"
     return settings, [f"only {settings.steps} steps: {remedy}"]
-
-
-def _make_step(
-    model: models.Model,
-    tx: optax.GradientTransformation,
-    opt_state: Any,
-    settings: Settings,
-    mesh: Mesh | None,
-    task: Task,
-) -> Callable:
-    placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
-    streams = settings.stream == "gradients"
-    if streams and jax.default_backend() != "cpu":
-        try:
-            streaming.check_device()
-        except NotImplementedError as error:  # this version of jax is too old
-            raise SettingsError(str(error)) from error
-    return make_train_step(
-        model.graphdef,
-        tx,
-        PER_EXAMPLE[task.kind],
-        micro_batches=settings.micro_batches,
-        stream=streams,
-        placement=placement,
-    )
 
 
 def make_model(sources: Sources) -> tuple[models.Model, LayeredModel | None, Callable]:
@@ -195,7 +179,7 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
         first=layered.first,
         layer=layered.layers,
         last=layered.last,
-        learning_rate=job.learning_rate,
+        learning_rate=optimizers.learning_rate(settings),
         mask=optimizers.decayed,
         updates=settings.layer_updates,
         inputs=settings.layer_inputs,

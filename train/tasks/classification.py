@@ -221,7 +221,10 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     is_tsv = name.endswith(".tsv")
     rows, remedy = _rows(path, columns, is_tsv), AS_CSV if is_tsv else QUOTE
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
-    _check_header(path, names, columns)
+    # `_text` and `_label` report missing columns.
+    for column in (*columns.texts, columns.label):
+        if names.count(column) > 1:
+            raise DataError(f"{path}, line 1: column {column!r} is repeated. Rename all but one.")
     for number, cells in rows:
         where = f"{path}, line {number}"
         if len(cells) != len(names):
@@ -262,17 +265,3 @@ def _unquoted(cell: str) -> str:
     if is_quoted and '"' not in inner.replace('""', ""):
         return inner.replace('""', '"')
     return cell
-
-
-def _check_header(path: Path, names: list[str], columns: Columns) -> None:
-    flags = {"--text-column": columns.text, "--label-column": columns.label}
-    if columns.second is not None:
-        flags["--second-text-column"] = columns.second
-    for flag, column in flags.items():
-        if names.count(column) != 1:
-            header = ", ".join(map(repr, names)) or "empty"
-            remedy = "Rename all but one." if column in names else f"Name it with {flag}."
-            raise DataError(
-                f"{path}, line 1: the header needs one column {column!r}, but is "
-                f"{shorten(header)}. {remedy}"
-            )
