@@ -27,9 +27,6 @@ from train import command_of
 from train.cli.settings import PAIRS
 from train.log.meter import Row
 
-# The summary values that show how a run ended.
-ENDS = {"steps", "best_step", "validation_after"}
-
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
 
@@ -58,12 +55,11 @@ def write_summary(folder: Path, figures: Mapping[str, Any]) -> None:
     write_text_atomically(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Reads `summary.json`; None if it is missing or damaged."""
+def completed_steps(folder: Path) -> int | None:
+    """Returns the steps of a completed run; None if `summary.json` is missing or damaged."""
     try:
-        figures = dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
-        return figures if ENDS <= figures.keys() else None
-    except (FileNotFoundError, ValueError, TypeError):  # not UTF-8, JSON or an object
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["steps"]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):  # not UTF-8, JSON or an object
         return None
 
 

@@ -99,8 +99,7 @@ class Run:
         if self._has_stopped_early():
             self.steps = self.done
         done, steps = self.done, self.steps
-        last = summary.read_summary(self.folder)
-        if done == steps and last and last["steps"] == done:
+        if done == steps == summary.completed_steps(self.folder):
             larger = "--steps" if steps == self.job.settings.steps else "--early-stopping-patience"
             self._say(
                 f"{self.folder} has completed all {done} steps. Pass a larger {larger} to "
