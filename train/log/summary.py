@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 import zenflow_jax
-from elves.atomic import write_text_atomically
 from train import command_of
 from train.cli.settings import PAIRS
 from train.log.meter import Row
@@ -48,11 +47,6 @@ SHOWN = (
     ("train_s", "training seconds", ".1f"),
     ("total_s", "seconds in all", ".1f"),
 )
-
-
-def write_summary(folder: Path, figures: Mapping[str, Any]) -> None:
-    """Writes `summary.json` last, because its existence means that all files are written."""
-    write_text_atomically(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
 
 
 def completed_steps(folder: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
+from elves.atomic import write_text_atomically
 from train.checkpoints.compatibility import description
 from train.checkpoints.reading import CheckpointError
 from train.checkpoints.writing import Checkpoints
@@ -24,6 +26,7 @@ from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job
 from train.run.training import LayerTraining, StepTraining
+from zenflow_jax.planning import UnfitRunError
 
 
 class Result(NamedTuple):
@@ -78,7 +81,10 @@ class Run:
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
-        self.training.open(self.stack)
+        try:
+            self.training.open(self.stack)
+        except UnfitRunError as error:
+            raise SettingsError(str(error)) from error
         if timeline and (host := self.training.host) and processes.is_first():
             # Closed whether or not the run succeeds.
             self.stack.callback(
@@ -241,7 +247,9 @@ class Run:
         summary.write_picture(
             self.folder, self.log.rows, self.validations, title=title, target=target
         )
-        summary.write_summary(self.folder, figures)
+        # Last, because its existence means that all files are written.
+        text = json.dumps(figures, indent=2) + "\n"
+        write_text_atomically(self.folder / "summary.json", text)
         self.console.print(summary.summary_table(figures))
         if self.job.settings.keep_best:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"

@@ -23,7 +23,6 @@ from train.huggingface.tensors import leaf_name
 from train.model.decoder import DecoderConfig, parts_that_stream
 from train.model.encoder import EncoderConfig
 from train.run.by_layer import LayeredModel, layered
-from train.run.optimizers import weight_dtype
 from train.tasks import standard_library
 
 # The trained weights in a run's folder.
@@ -175,7 +174,8 @@ def builder(
     return lambda: loading.make_model(
         config,
         labels=labels,
-        weight_dtype=weight_dtype(run.optimizer, run.dtype),
+        # Unlike the others, adamw has no masters.
+        weight_dtype=jnp.dtype("float32" if run.optimizer == "adamw" else run.dtype),
         compute_dtype=jnp.dtype(run.dtype),
         scan_layers=run.scan_layers,
         remat=run.remat,

@@ -8,15 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 import zenflow_jax
 from train.cli.settings import OptimizerSettings, SettingsError
-
-
-def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
-    """Returns the dtype of matrices on the device: adamw needs float32, as it has no masters."""
-    return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:

@@ -10,10 +10,9 @@ import jax
 
 import zenflow_jax
 from train.checkpoints.writing import Checkpoints
-from train.cli.settings import SettingsError
 from train.run.by_layer import LayeredModel, micro_batches
 from train.run.setup import Job, make_trainer
-from zenflow_jax import layerwise, planning
+from zenflow_jax import layerwise
 
 Figures = dict[str, float]
 
@@ -43,15 +42,14 @@ class StepTraining:
         if self._job.settings.optimizer == "adamw":
             return
         names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
-        with _refusals():
-            engine = zenflow_jax.HostEngine(
-                self.params,
-                self.opt_state,
-                **self._job.settings.subset(names),
-                engine_state=self._engine_state,
-                # The process runs only this job and can be restarted, so it may end itself.
-                exit_if_stuck=True,
-            )
+        engine = zenflow_jax.HostEngine(
+            self.params,
+            self.opt_state,
+            **self._job.settings.subset(names),
+            engine_state=self._engine_state,
+            # The process runs only this job and can be restarted, so it may end itself.
+            exit_if_stuck=True,
+        )
         self.host = stack.enter_context(engine)
         self._engine_state = None
 
@@ -119,8 +117,7 @@ class LayerTraining:
         return restored.progress
 
     def open(self, stack: contextlib.ExitStack) -> None:
-        with _refusals():
-            trainer = make_trainer(self._job, self._state)
+        trainer = make_trainer(self._job, self._state)
         self._trainer, self._state = stack.enter_context(trainer), None
 
     def step(self, batch: Any) -> tuple[jax.Array, int]:
@@ -146,11 +143,3 @@ class LayerTraining:
 
     def weights_of(self, checkpoints: Checkpoints, step: int) -> tuple[Any, Iterator[Any]]:
         return self._layered.whole(checkpoints.weights(step, self._layered.shapes))
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except planning.UnfitRunError as error:
-        raise SettingsError(str(error)) from error
