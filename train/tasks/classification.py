@@ -37,9 +37,6 @@ SEPARATORS = (",", ";", "\t", "|")
 QUOTE = "Put a text with a separator in it between quotation marks"
 AS_CSV = "Save texts with tabs or line breaks in them as CSV"
 
-# If one class has at least this share, accuracy is not informative.
-UNBALANCED = 0.75
-
 # With more labels than this, the number of examples shows whether they are classes.
 MANY_CLASSES = 20
 
@@ -115,22 +112,17 @@ def make(
         labels=classes,
         notes=notes,
     )
-    return task._replace(overview=(*_balance(classes, ids[0]), *task.overview))
+    return task._replace(overview=(_balance(classes, ids[0]), *task.overview))
 
 
-def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
-    """Yields lines about the classes' shares, and about accuracy if one class dominates."""
+def _balance(classes: Sequence[str], ids: list[int]) -> str:
+    """Returns a line about the classes' shares."""
     counts = np.bincount(ids, minlength=len(classes))
     shares = counts / len(ids)
     # The rarest first, because misspelled labels are among them.
     order = np.argsort(counts, kind="stable")
     counted = ", ".join(f"{classes[i]!r} {counts[i]} ({shares[i]:.1%})" for i in order)
-    yield f"{len(classes)} classes, with example counts: {shorten(counted)}"
-    if shares.max() >= UNBALANCED:
-        yield (
-            f"accuracy is {shares.max():.3f} if every text counts as {classes[order[-1]]!r}; with "
-            "--best macro_f1, --keep-best weighs all classes alike"
-        )
+    return f"{len(classes)} classes, with example counts: {shorten(counted)}"
 
 
 def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -> list[str]:
