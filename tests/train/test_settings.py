@@ -204,4 +204,6 @@ def test_a_schedule_rises_to_the_peak_and_ends_as_its_name_says(schedule, last):
 def test_a_warm_up_share_is_a_share_of_the_steps_rounded_up():
     for share, steps, rounds in ((0.0, 400, 0), (0.05, 401, 21), (0.07, 100, 7), (1e-3, 10, 1)):
         assert Settings(full_warm_up_share=share, steps=steps).warm_up_rounds == rounds
-        assert Settings(warmup_share=share, steps=steps).learning_rate_warm_up == rounds
+        options = {"learning_rate": 1.0, "schedule": "constant", "warmup_share": share}
+        rates = learning_rate(Settings(steps=steps, **options))(np.arange(steps))
+        assert np.sum(rates < 1) == rounds

@@ -218,15 +218,8 @@ class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSet
     @property
     def warm_up_rounds(self) -> int:
         """Returns the steps of the full warm-up; `steps` must be known."""
-        return self._steps(self.full_warm_up_share, self.full_warm_up_rounds)
-
-    @property
-    def learning_rate_warm_up(self) -> int:
-        """Returns the steps of the learning rate's warm-up; `steps` must be known."""
-        return self._steps(self.warmup_share, self.warmup_steps)
-
-    def _steps(self, share: float | None, count: int) -> int:
-        return count if share is None else steps_of(share, self.steps)
+        share = self.full_warm_up_share
+        return self.full_warm_up_rounds if share is None else steps_of(share, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import optax
 
 import zenflow_jax
-from train.cli.settings import OptimizerSettings, SettingsError
+from train.cli.settings import OptimizerSettings, SettingsError, steps_of
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
     """Warms up linearly to the peak, then decays: cosine to a tenth, linear to zero, or not."""
-    peak, warm_up = settings.learning_rate, settings.learning_rate_warm_up
+    peak, share = settings.learning_rate, settings.warmup_share
+    warm_up = settings.warmup_steps if share is None else steps_of(share, settings.steps)
     rest = max(settings.steps - warm_up, 1)
     after = {
         "cosine": optax.cosine_decay_schedule(peak, rest, alpha=0.1),
