@@ -4,9 +4,9 @@ Devices are simulated CPU devices, each set in its own process; processes commun
 127.0.0.1.
 """
 
+import itertools
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import jax
@@ -139,12 +139,18 @@ def adamw(tmp_path_factory):
     return losses(folder / "runs" / "a")
 
 
-def start_two(*command: str) -> list[subprocess.Popen]:
-    """Starts the script in two processes with four devices each."""
-    with reserved_port() as port:
-        meeting = ("--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process")
-        command = ("-m", "train.finetune", *command, *meeting)
-        return [start(*command, str(process), devices=4) for process in range(2)]
+# After a run, and a line of input in process 0, the run is resumed in the same processes.
+TWICE = """
+import sys
+import jax
+from train import finetune
+from train.log import summary
+summary.write_picture = lambda *_, **__: None
+print("code", finetune.main(sys.argv[1:]), flush=True)
+jax.distributed.initialize = lambda *_, **__: None
+jax.process_index() or sys.stdin.readline()
+sys.exit(finetune.main([*sys.argv[1:], "--steps", "5000"]))
+"""
 
 
 @pytest.mark.slow
@@ -154,17 +160,20 @@ def test_two_processes_train_like_one_device_and_a_signal_to_one_of_them_saves_t
     mesh = {"mesh": "data=2,fsdp=2,tensor=2", "micro_batches": 2}
     config = scripts.write_config(tmp_path, run="two", **mesh, **TINY_MESH)
     run = tmp_path / "runs" / "two"
-    (code, first), (other_code, second) = map(output, start_two(config))
-    assert (code, other_code) == (0, 0), first + second
-    np.testing.assert_allclose(losses(run), adamw, rtol=0, atol=SAME_TRAINING_ATOL)
-    assert "2 processes" in first
-    assert not re.search("loss|tokens|metrics", second)
+    with reserved_port() as port:
+        command = "-c", TWICE, config, "--coordinator", f"127.0.0.1:{port}", "--processes", "2"
+        first, second = (start(*command, "--process", str(i), devices=4) for i in range(2))
+    trained = "".join(itertools.takewhile(lambda line: line != "code 0\n", first.stdout))
+    assert "2 processes" in trained
+    np.testing.assert_allclose(losses(run), adamw, rtol=0, atol=SAME_TRAINING_ATOL, err_msg=trained)
 
-    first, second = start_two(config, "--steps", "5000")
+    first.stdin.write("\n")
+    first.stdin.flush()
     assert any(line.startswith("step") for line in first.stdout)
     first.send_signal(signal.SIGUSR1)
     codes, shown = zip(output(first), output(second), strict=True)
     assert codes == (128 + signal.SIGTERM,) * 2, shown
+    assert not re.search("loss|tokens|metrics", shown[1])
     message = "SIGUSR1: stopping after this step, saving; again to abort"
     assert [text.count(message) for text in shown] == [1, 0]
     (step,) = re.findall(r"stopped by SIGTERM after step (\d+), which is saved", "".join(shown))
