@@ -65,6 +65,7 @@ class StopRequest:
         for number, handler in self._before.items():
             if handler is not None:  # None: not set from Python
                 signal.signal(number, handler)
+        _swapped_handler(signal.SIGTERM, self._of_sigterm)  # jax's, for the process's next run
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._end)  # ends the thread
 
