@@ -2,7 +2,7 @@
 
 Needs torch, transformers and DeepSpeed, but nothing from this project; `deepspeed_zenflow.py` says
 how to install them, and starts this file with that environment's Python. It reads the folder that
-`deepspeed_zenflow.py` prepared, and prints losses as JSON in its last line.
+`deepspeed_zenflow.py` prepared; its last line is the result as JSON.
 
 DeepSpeed 0.19.8 runs as released, or with these repairs, which exist only in this process:
 
@@ -14,21 +14,17 @@ DeepSpeed 0.19.8 runs as released, or with these repairs, which exist only in th
   repaired call gets the gradients without vectors.
 """
 
+# pyright: reportMissingImports=false
 import argparse
 import json
-import os
 from pathlib import Path
 
-PORT = 20000 + os.getpid() % 20000
-os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-
-import deepspeed  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM
 
 
 def repair_layout() -> None:
@@ -97,20 +93,16 @@ def make_engine(model: torch.nn.Module, job: dict):
         return AdamW(model, job["adamw"], job["clip"])
     for name in job["repairs"]:
         REPAIRS[name]()
+    offload = {"offload_optimizer": {"device": "cpu"}}
     config = {
         "train_micro_batch_size_per_gpu": job["batch"],
         "gradient_clipping": job["clip"],
         "optimizer": {"type": "AdamW", "params": job["adamw"]},
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu"},
-            "zenflow": job["zenflow"],
-        },
+        "zero_optimization": {"stage": 2, "zenflow": job["zenflow"]} | offload,
     }
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    return deepspeed.initialize(
-        model=model, config=config, model_parameters=list(model.parameters())
-    )[0]
+    params = list(model.parameters())
+    return deepspeed.initialize(model=model, config=config, model_parameters=params)[0]
 
 
 def main() -> None:
@@ -123,7 +115,6 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = LlamaForCausalLM.from_pretrained(args.data / "model", dtype=torch.float32)
-    drawn = validate(model, tokens["validation"])
     engine = make_engine(model, job)
     if job["resume"]:
         engine.load_checkpoint(args.checkpoint, tag=str(job["resume"]))
@@ -135,10 +126,10 @@ def main() -> None:
         engine.backward(loss)
         engine.step()
         losses.append(float(loss))
-        if step + 1 in job["save"]:
+        if step + 1 in job["saves"]:
             engine.save_checkpoint(args.checkpoint, tag=str(step + 1))
     after = validate(engine.module, tokens["validation"])
-    print(json.dumps({"losses": losses, "drawn": drawn, "before": before, "after": after}))
+    print(json.dumps({"losses": losses, "before": before, "after": after}))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -60,11 +61,11 @@ SAVED, RESUMED_STEPS = (40, 42), 40
 
 class Method(NamedTuple):
     kind: str  # "optax", "zenflow_jax", "torch" or "deepspeed"
-    options: dict[str, Any] | None = None  # of ZenFlow
-    repairs: tuple[str, ...] = ()  # of DeepSpeed
+    options: dict[str, Any] | None = None  # for ZenFlow
+    repairs: tuple[str, ...] = ()  # for DeepSpeed
 
 
-def _theirs(interval: int, overlap: bool, *repairs: str) -> Method:
+def _deepspeed(interval: int, overlap: bool, *repairs: str) -> Method:
     options = {"topk_ratio": RATIO, "update_interval": interval, "overlap_step": overlap}
     selection = {"select_strategy": "step", "select_interval": 16 * interval}
     return Method("deepspeed", options | selection, repairs)
@@ -82,32 +83,40 @@ METHODS = {
     "zenflow_jax, S = 8": _jax(8),
     "zenflow_jax as in the paper, S = 4": _jax(4, **_PAPER),
     "zenflow_jax as in the paper, no overlap, S = 4": _jax(4, **_PAPER, staleness=0),
-    "DeepSpeed as released, S = 4": _theirs(4, False),
-    "DeepSpeed as released, overlap, S = 4": _theirs(4, True),
-    "DeepSpeed, layout repaired, S = 4": _theirs(4, False, "layout"),
-    "DeepSpeed, layout repaired, overlap, S = 4": _theirs(4, True, "layout"),
-    "DeepSpeed, both repaired, S = 4": _theirs(4, False, "layout", "selection"),
-    "DeepSpeed, both repaired, overlap, S = 4": _theirs(4, True, "layout", "selection"),
-    "DeepSpeed, layout repaired, S = 8": _theirs(8, False, "layout"),
-    "DeepSpeed, layout repaired, overlap, S = 8": _theirs(8, True, "layout"),
+    "DeepSpeed as released, S = 4": _deepspeed(4, False),
+    "DeepSpeed as released, overlap, S = 4": _deepspeed(4, True),
+    "DeepSpeed, layout repaired, S = 4": _deepspeed(4, False, "layout"),
+    "DeepSpeed, layout repaired, overlap, S = 4": _deepspeed(4, True, "layout"),
+    "DeepSpeed, both repaired, S = 4": _deepspeed(4, False, "layout", "selection"),
+    "DeepSpeed, both repaired, overlap, S = 4": _deepspeed(4, True, "layout", "selection"),
+    "DeepSpeed, layout repaired, S = 8": _deepspeed(8, False, "layout"),
+    "DeepSpeed, layout repaired, overlap, S = 8": _deepspeed(8, True, "layout"),
 }
-RESUMED = [
-    name
-    for name in METHODS
-    if re.fullmatch("zenflow_jax, S = 4|Deep.*(released|layout).*= 4", name)
-]
+_RESUMED = re.compile(r"(zenflow_jax|DeepSpeed as released.*|DeepSpeed, layout.*), S = 4")
 
 
 class Run(NamedTuple):
     losses: list[float]
-    drawn: float  # validation loss of the drawn weights
-    before: float  # and of the weights with which training starts
+    before: float  # validation loss after set-up, before the first step
     after: float
     flushed: float | None = None
 
 
+class Job(NamedTuple):
+    data: Path  # weights and batches
+    method: Method
+    steps: int
+    checkpoint: Path
+    resume: int  # the step of the checkpoint to start from; 0 for none
+
+    @property
+    def saves(self) -> tuple[int, ...]:
+        is_zenflow = self.method.options is not None
+        return SAVED if is_zenflow and not self.resume else ()
+
+
 def prepare(folder: Path, steps: int, seed: int) -> None:
-    """Draws weights and batches into `folder`, for both sides."""
+    """Draws weights and batches into `folder`."""
     random = np.random.default_rng(seed)
     width, ffn = LLAMA["hidden_size"], LLAMA["intermediate_size"]
     vocabulary = (LLAMA["vocab_size"], width)
@@ -123,6 +132,10 @@ def prepare(folder: Path, steps: int, seed: int) -> None:
         values = random.normal(0, 0.02, shape) if len(shape) > 1 else np.ones(shape)
         return values.astype(np.float32)
 
+    def batches(source: Any, random: np.random.Generator, count: int) -> np.ndarray:
+        examples = random.integers(len(source), size=(count, BATCH)).tolist()
+        return np.array([[source[i]["tokens"] for i in batch] for batch in examples])
+
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
     weights = {f"{name}.weight": draw(shape) for name, shape in shapes.items()}
@@ -130,37 +143,33 @@ def prepare(folder: Path, steps: int, seed: int) -> None:
     (model / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     text = {"corpus_megabytes": 20.0, "validation_share": 0.05}
     task = standard_library.make(seed=0, sequence_length=LENGTH, **text)
-
-    def batches(source: Any, random: np.random.Generator, count: int) -> np.ndarray:
-        examples = random.integers(len(source), size=(count, BATCH)).tolist()
-        return np.array([[source[i]["tokens"] for i in batch] for batch in examples])
-
     validation = batches(task.validation, np.random.default_rng(99), VALIDATION_BATCHES)
     train = batches(task.train, random, steps)
     np.savez(folder / "batches.npz", train=train, validation=validation)
 
 
-def schedule(step: jax.typing.ArrayLike) -> jax.Array:
-    return LEARNING_RATE * jnp.minimum(1.0, (step + 1) / WARM_UP)
+def read_model(folder: Path) -> models.Model:
+    origin = loading.read_folder(folder)
+    dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}
+    build = functools.partial(loading.make_model, origin.config, labels=0, **dtypes)
+    return models.make(lambda: build(rngs=nnx.Rngs(0)), None, origin, seed=0)
 
 
 def make_optimizer(method: Method) -> Any:
-    if method.kind == "optax":
-        adamw = optax.adamw(schedule, b1=0.9, b2=0.999, **ADAMW)
-        return optax.chain(optax.clip_by_global_norm(CLIP), adamw)
-    options = {"max_grad_norm": CLIP, **ADAMW, **(method.options or {})}
-    return zenflow_jax.zenflow(schedule, b1=0.9, b2=0.999, **options)
+    def schedule(step: jax.typing.ArrayLike) -> jax.Array:
+        return LEARNING_RATE * jnp.minimum(1.0, (step + 1) / WARM_UP)
+
+    if method.options is None:
+        return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(schedule, **ADAMW))
+    return zenflow_jax.zenflow(schedule, max_grad_norm=CLIP, **ADAMW, **method.options)
 
 
-def train(data: Path, method: Method, steps: int, checkpoint: Path, resume: int) -> Run:
-    """Trains with jax until `steps`; from the drawn weights if `resume` is 0."""
-    tokens = np.load(data / "batches.npz")
-    origin = loading.read_folder(data / "model")
-    dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}
-    build = functools.partial(loading.make_model, origin.config, labels=0, **dtypes)
-    model = models.make(lambda: build(rngs=nnx.Rngs(0)), None, origin, seed=0)
-    tx = make_optimizer(method)
+def train(job: Job) -> Run:
+    """Trains with jax."""
+    tokens, model = np.load(job.data / "batches.npz"), read_model(job.data / "model")
+    tx = make_optimizer(job.method)
 
+    @jax.jit
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
         return mean_loss(of_tokens(nnx.merge(model.graphdef, params), {"tokens": tokens}))[0]
 
@@ -170,83 +179,95 @@ def train(data: Path, method: Method, steps: int, checkpoint: Path, resume: int)
         updates, opt_state = tx.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    jitted = jax.jit(loss_of)
-
     def validate() -> float:
-        return statistics.fmean(float(jitted(params, x)) for x in tokens["validation"])
+        return statistics.fmean(float(loss_of(params, x)) for x in tokens["validation"])
 
     params, opt_state, saved = model.params, tx.init(model.params), None
-    drawn = validate()
-    if resume:
-        target = (params, opt_state, zenflow_jax.abstract_engine_state(opt_state))
-        values = np.load(checkpoint / f"{resume}.npz").values()
-        *restored, saved = jax.tree.unflatten(jax.tree.structure(target), values)
-        put = lambda x, like: jax.device_put(x, like.sharding)  # noqa: E731
-        params, opt_state = jax.tree.map(put, tuple(restored), target[:2])
+    if job.resume:
+        params, opt_state, saved = load(job, params, opt_state)
     before, losses, flushed = validate(), [], None
     with contextlib.ExitStack() as stack:
         engine = None
-        if method.kind == "zenflow_jax":
+        if job.method.options is not None:
             engine = zenflow_jax.HostEngine(params, opt_state, engine_state=saved)
             stack.enter_context(engine)
-        for i in range(resume, steps):
+        for i in range(job.resume, job.steps):
             params, opt_state, loss = step(params, opt_state, tokens["train"][i])
             if engine:
                 params, opt_state = engine.exchange(params, opt_state)
             losses.append(float(loss))
-            if engine and i + 1 in SAVED and not resume:
-                checkpoint.mkdir(exist_ok=True)
+            if engine and i + 1 in job.saves:
+                job.checkpoint.mkdir(exist_ok=True)
                 leaves = jax.tree.leaves((params, opt_state, engine.state()))
-                np.savez(checkpoint / f"{i + 1}.npz", *leaves)
+                np.savez(job.checkpoint / f"{i + 1}.npz", *leaves)
         after = validate()
         if engine:
             params, opt_state = engine.flush(params, opt_state)
             flushed = validate()
-    return Run(losses, drawn, before, after, flushed)
+    return Run(losses, before, after, flushed)
 
 
-def train_peer(
-    python: str, data: Path, method: Method, steps: int, checkpoint: Path, resume: int
-) -> Run:
-    """Runs `deepspeed_peer.py`."""
-    adamw = {"lr": LEARNING_RATE, "betas": [0.9, 0.999], **ADAMW}
-    job = {"zenflow": method.options, "repairs": method.repairs, "adamw": adamw, "clip": CLIP}
-    job |= {"steps": steps, "batch": BATCH, "warm_up": WARM_UP, "resume": resume}
-    job |= {"save": () if resume or method.options is None else SAVED}
+def load(job: Job, params: Any, opt_state: Any) -> tuple[Any, Any, Any]:
+    """Reads a checkpoint; `params` and `opt_state` are those of a new run."""
+    target = (params, opt_state, zenflow_jax.abstract_engine_state(opt_state))
+    values = np.load(job.checkpoint / f"{job.resume}.npz").values()
+    *restored, engine_state = jax.tree.unflatten(jax.tree.structure(target), values)
+    shardings = jax.tree.map(lambda x: x.sharding, target[:2])
+    return *jax.device_put(tuple(restored), shardings), engine_state
+
+
+def train_peer(python: str, job: Job) -> Run:
+    """Trains with torch, in a process of the other environment."""
+    settings = {
+        "zenflow": job.method.options,
+        "repairs": job.method.repairs,
+        "adamw": {"lr": LEARNING_RATE, "betas": [0.9, 0.999], **ADAMW},
+        "clip": CLIP,
+        "warm_up": WARM_UP,
+        "batch": BATCH,
+        "steps": job.steps,
+        "saves": job.saves,
+        "resume": job.resume,
+    }
+    # DeepSpeed forms a group with itself, at an address on this machine.
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"} | address | ranks
     script = Path(__file__).with_name("deepspeed_peer.py")
-    command = [python, str(script), str(data), json.dumps(job), str(checkpoint)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [python, str(script), str(job.data), json.dumps(settings), str(job.checkpoint)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=environment, check=False, **output)
     if done.returncode:
-        raise RuntimeError(f"{checkpoint} failed:\n{done.stdout[-3000:]}")
+        raise RuntimeError(f"{job.checkpoint} failed:\n{done.stdout[-3000:]}")
     return Run(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def run(args: argparse.Namespace, name: str, seed: int, resume: int = 0) -> Run:
     """Returns a run, from its file if that exists."""
-    method, data = METHODS[name], args.folder / f"seed-{seed}-{args.steps}"
+    data = args.folder / f"seed-{seed}-{args.steps}"
     if not (data / "batches.npz").exists():
         prepare(data, args.steps, seed)
     checkpoint = data / re.sub(r"[^a-z0-9]+", "-", name.lower())
     file = checkpoint.with_suffix(f".{resume}.json" if resume else ".json")
     if not file.exists():
         steps = resume + RESUMED_STEPS if resume else args.steps
-        job = (data, method, steps, checkpoint, resume)
-        is_peer = method.kind in ("torch", "deepspeed")
-        result = train_peer(args.python, *job) if is_peer else train(*job)
+        job = Job(data, METHODS[name], steps, checkpoint, resume)
+        is_peer = job.method.kind in ("torch", "deepspeed")
+        result = train_peer(args.python, job) if is_peer else train(job)
         file.write_text(json.dumps(result._asdict()), encoding="utf-8")
     return Run(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def row(name: str, runs: list[Run]) -> str:
-    """Formats a method's validation losses, one for each seed, flushed in parentheses."""
-    each = [f"{x.after:.3f}" + (f" ({x.flushed:.3f})" if x.flushed else "") for x in runs]
-    last = statistics.fmean(statistics.fmean(x.losses[-50:]) for x in runs)
-    start = f"{runs[0].drawn:.3f} → {runs[0].before:.3f}"
-    return f"| {name} | {' / '.join(each)} | {last:.3f} | {start} |"
+    """Formats a method's validation losses, one for each seed, with flushed ones in parentheses."""
+    after = [f"{x.after:.3f}" + (f" ({x.flushed:.3f})" if x.flushed else "") for x in runs]
+    before = [f"{x.before:.3f}" for x in runs]
+    last = [f"{statistics.fmean(x.losses[-50:]):.3f}" for x in runs]
+    return f"| {name} | {' | '.join(' / '.join(each) for each in (before, after, last))} |"
 
 
 def resumed_row(name: str, step: int, whole: Run, resumed: Run) -> str:
-    """Formats differences between the losses of a resumed and an uninterrupted run."""
+    """Formats the differences between a resumed and an uninterrupted run's losses."""
     part = whole.losses[step : step + len(resumed.losses)]
     apart = [abs(x - y) for x, y in zip(resumed.losses, part, strict=True)]
     return (
@@ -267,16 +288,16 @@ def main() -> None:
         for name in args.methods:
             runs[name].append(run(args, name, seed))
             print(f"seed {seed}: {row(name, runs[name][-1:])}", flush=True)
-    print("\n| method | validation | last 50 steps | before the first step |\n" + "|---" * 4 + "|")
+    print("\n| method | validation before | after | last 50 steps |\n|---|---|---|---|")
     for name in args.methods:
         print(row(name, runs[name]))
     print(
-        "\n| method | saved after step | first loss differs by | most | mean |\n" + "|---" * 5 + "|"
+        "\n| method | resumed at | first loss differs by | largest | mean |\n|---|---|---|---|---|"
     )
-    for name in [name for name in RESUMED if name in args.methods]:
+    for name in filter(_RESUMED.fullmatch, args.methods):
         for step in SAVED:
-            pair = runs[name][0], run(args, name, args.seeds[0], resume=step)
-            print(resumed_row(name, step, *pair), flush=True)
+            resumed = run(args, name, args.seeds[0], resume=step)
+            print(resumed_row(name, step, runs[name][0], resumed), flush=True)
 
 
 if __name__ == "__main__":
