@@ -18,6 +18,7 @@ DeepSpeed 0.19.8 runs as released, or with these repairs, which exist only in th
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -88,7 +89,7 @@ class AdamW:
         self.optimizer.zero_grad()
 
 
-def make_engine(model: torch.nn.Module, job: dict):
+def make_engine(model: torch.nn.Module, job: dict) -> Any:
     if job["zenflow"] is None:
         return AdamW(model, job["adamw"], job["clip"])
     for name in job["repairs"]:

@@ -60,25 +60,25 @@ SAVED, RESUMED_STEPS = (40, 42), 40
 
 
 class Method(NamedTuple):
-    kind: str  # "optax", "zenflow_jax", "torch" or "deepspeed"
-    options: dict[str, Any] | None = None  # for ZenFlow
+    library: str  # "jax" or "torch"
+    options: dict[str, Any] | None = None  # for ZenFlow; None for AdamW
     repairs: tuple[str, ...] = ()  # for DeepSpeed
 
 
 def _deepspeed(interval: int, overlap: bool, *repairs: str) -> Method:
     options = {"topk_ratio": RATIO, "update_interval": interval, "overlap_step": overlap}
     selection = {"select_strategy": "step", "select_interval": 16 * interval}
-    return Method("deepspeed", options | selection, repairs)
+    return Method("torch", options | selection, repairs)
 
 
 def _jax(interval: int, **options: Any) -> Method:
-    return Method("zenflow_jax", {"topk_ratio": RATIO, "update_interval": interval, **options})
+    return Method("jax", {"topk_ratio": RATIO, "update_interval": interval, **options})
 
 
 _PAPER = {"rolling": False, "window_scaling": None, "provisional_share": None}
 METHODS = {
     "torch AdamW": Method("torch"),
-    "optax AdamW": Method("optax"),
+    "optax AdamW": Method("jax"),
     "zenflow_jax, S = 4": _jax(4),
     "zenflow_jax, S = 8": _jax(8),
     "zenflow_jax as in the paper, S = 4": _jax(4, **_PAPER),
@@ -108,11 +108,6 @@ class Job(NamedTuple):
     steps: int
     checkpoint: Path
     resume: int  # the step of the checkpoint to start from; 0 for none
-
-    @property
-    def saves(self) -> tuple[int, ...]:
-        is_zenflow = self.method.options is not None
-        return SAVED if is_zenflow and not self.resume else ()
 
 
 def prepare(folder: Path, steps: int, seed: int) -> None:
@@ -196,7 +191,7 @@ def train(job: Job) -> Run:
             if engine:
                 params, opt_state = engine.exchange(params, opt_state)
             losses.append(float(loss))
-            if engine and i + 1 in job.saves:
+            if engine and i + 1 in SAVED and not job.resume:
                 job.checkpoint.mkdir(exist_ok=True)
                 leaves = jax.tree.leaves((params, opt_state, engine.state()))
                 np.savez(job.checkpoint / f"{i + 1}.npz", *leaves)
@@ -226,7 +221,7 @@ def train_peer(python: str, job: Job) -> Run:
         "warm_up": WARM_UP,
         "batch": BATCH,
         "steps": job.steps,
-        "saves": job.saves,
+        "saves": SAVED if job.method.options and not job.resume else (),
         "resume": job.resume,
     }
     # DeepSpeed forms a group with itself, at an address on this machine.
@@ -252,8 +247,8 @@ def run(args: argparse.Namespace, name: str, seed: int, resume: int = 0) -> Run:
     if not file.exists():
         steps = resume + RESUMED_STEPS if resume else args.steps
         job = Job(data, METHODS[name], steps, checkpoint, resume)
-        is_peer = job.method.kind in ("torch", "deepspeed")
-        result = train_peer(args.python, job) if is_peer else train(job)
+        is_jax = job.method.library == "jax"
+        result = train(job) if is_jax else train_peer(args.python, job)
         file.write_text(json.dumps(result._asdict()), encoding="utf-8")
     return Run(**json.loads(file.read_text(encoding="utf-8")))
 
@@ -270,9 +265,8 @@ def resumed_row(name: str, step: int, whole: Run, resumed: Run) -> str:
     """Formats the differences between a resumed and an uninterrupted run's losses."""
     part = whole.losses[step : step + len(resumed.losses)]
     apart = [abs(x - y) for x, y in zip(resumed.losses, part, strict=True)]
-    return (
-        f"| {name} | {step} | {apart[0]:.1e} | {max(apart):.1e} | {statistics.fmean(apart):.1e} |"
-    )
+    figures = (apart[0], max(apart), statistics.fmean(apart))
+    return f"| {name} | {step} | {' | '.join(f'{x:.1e}' for x in figures)} |"
 
 
 def main() -> None:
@@ -292,10 +286,10 @@ def main() -> None:
     for name in args.methods:
         print(row(name, runs[name]))
     print(
-        "\n| method | resumed at | first loss differs by | largest | mean |\n|---|---|---|---|---|"
+        "\n| method | saved after step | first loss apart | largest | mean |\n" + "|---" * 5 + "|"
     )
     for name in filter(_RESUMED.fullmatch, args.methods):
-        for step in SAVED:
+        for step in (x for x in SAVED if x + RESUMED_STEPS <= args.steps):
             resumed = run(args, name, args.seeds[0], resume=step)
             print(resumed_row(name, step, runs[name][0], resumed), flush=True)
 
