@@ -19,36 +19,15 @@ from tests.layerwise.small_model import (
     first,
     last,
     layer,
+    loss_of,
     new_params,
+    reference,
 )
 from zenflow_jax import layerwise
 from zenflow_jax.layerwise._dispatch import Dispatcher
 
 # Users' models promote dtypes by jax's default rules.
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
-
-
-def loss_of(params, batch, functions=(layer,) * LAYERS, ends=(first, last)):
-    carry, shared = ends[0](params["outer"], batch)
-    for function, w in zip(functions, params["layers"], strict=True):
-        carry = function(w, carry, shared)
-    return ends[1](params["outer"], carry, batch)
-
-
-def reference(tx, params, batches, loss=loss_of):
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, batch):
-        value, g = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(g, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    losses = []
-    for batch in batches:
-        params, state, value = step(params, state, batch)
-        losses.append(float(value))
-    return params, losses
 
 
 def masters_of(trainer):

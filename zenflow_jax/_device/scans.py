@@ -83,13 +83,8 @@ class Evaluation:
         """Returns the results of a loss; raises unless it scans each stack exactly once."""
         results = self.run(jaxpr, inputs)
         for x in filter(is_stack, inputs):
-            if len(lines := self.lines[x.index]) != 1:
-                places = f"scanned {len(lines)} times, at {' and '.join(dict.fromkeys(lines))}"
-                raise ValueError(
-                    f"{x.name} is {places if lines else 'not read'}, but its layers must be "
-                    "scanned exactly once. Scan them once for all inputs, as one batch, or leave "
-                    f"this leaf out with `{self.chooser}(where=...)`."
-                )
+            if not self.lines[x.index]:
+                raise self._miscounted(x)
         for x in filter(is_stack, results):
             raise ValueError(f"The loss returns {x.name}, a stack. Return no stacked layers.")
         return results
@@ -140,6 +135,8 @@ class Evaluation:
         line, layers = self._line(equation), inputs[last:]
         for x in filter(is_stack, layers):
             self.lines[x.index].append(line)
+            if len(self.lines[x.index]) > 1:
+                raise self._miscounted(x)
         options = params["reverse"], params["unroll"], line
         return self.scan(Scan(body, inputs[:first], inputs[first:last], layers, *options))
 
@@ -150,6 +147,15 @@ class Evaluation:
         lines = [x for x in lines if not x.startswith(str(Path(__file__).parents[1]))]
         users = [x for x in lines if "site-packages" not in x]
         return users[-1] if users else self.caller or "".join(lines[-1:]) or "an unknown line"
+
+    def _miscounted(self, stack: Stack) -> ValueError:
+        lines = self.lines[stack.index]
+        places = f"scanned {len(lines)} times, at {' and '.join(dict.fromkeys(lines))}"
+        return ValueError(
+            f"{stack.name} is {places if lines else 'not read'}, but its layers must be scanned "
+            "exactly once. Scan them once for all inputs, as one batch, or leave this leaf out "
+            f"with `{self.chooser}(where=...)`."
+        )
 
     def _misread(self, equation: JaxprEqn, inputs: Sequence[Any]) -> ValueError:
         name = next(x.name for x in inputs if is_stack(x))
