@@ -18,7 +18,6 @@ from tests.layerwise.small_model import (
     check_equal,
     first,
     last,
-    layer,
     loss_of,
     new_params,
     reference,

@@ -343,8 +343,8 @@ def _check_closure(closed: Any, name: str) -> None:
         if isinstance(x, jax.Array) and _is_float(x) and x.ndim > 0:
             raise ValueError(
                 f"{name} uses an array {_text(x)} that is not among its arguments, so it would not "
-                "be trained. Pass weights as arguments; return constants from `first` in `shared`, "
-                "or make them NumPy arrays."
+                "be trained. Pass weights as arguments; pass constants in the batch, return them "
+                "from `first` in `shared`, or make them NumPy arrays."
             )
 
 

@@ -255,7 +255,9 @@ def _layer(weights: Any, carry: Any, shared: _Shared) -> Any:
 
 
 class _Finding(Evaluation):
-    """Finds the stacks that scans read, without values."""
+    """Finds the leaves that scans read layer by layer, without values."""
+
+    checks = False  # a scan's body may also read outer weights
 
     def scan(self, scan: Scan) -> Sequence[Any]:
         return [None] * len(scan.body.out_avals)
