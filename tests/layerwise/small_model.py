@@ -44,6 +44,10 @@ def last(outer, x, batch):
 MODEL = {"first": first, "layer": layer, "last": last}
 
 
+def decayed(tree):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "bias" not in str(path), tree)
+
+
 def loss_of(params, batch, functions=(layer,) * LAYERS, ends=(first, last)):
     carry, shared = ends[0](params["outer"], batch)
     for function, w in zip(functions, params["layers"], strict=True):

@@ -16,6 +16,7 @@ from tests.layerwise.small_model import (
     WORDS,
     check_close,
     check_equal,
+    decayed,
     first,
     last,
     loss_of,
@@ -32,10 +33,6 @@ pytestmark = pytest.mark.usefixtures("as_scripts_run")
 def masters_of(trainer):
     layers = [trainer.master_params(i) for i in range(LAYERS)]
     return {"outer": trainer.master_params("outer"), "layers": layers}
-
-
-def decayed(tree):
-    return jax.tree_util.tree_map_with_path(lambda path, _: "bias" not in str(path), tree)
 
 
 @pytest.mark.parametrize("updates", ["after_backward", "during_backward"])

@@ -27,20 +27,20 @@ _CHOOSER = "layerwise.ScannedModel"
 class ScannedModel:
     """The model of a `Trainer`, from a loss that scans over its layers.
 
-    The scan may be that of jax, flax, haliax, haiku or Equinox, inside `jax.jit`, `jax.vmap` or
-    `jax.checkpoint` (which a trainer does not need, and drops). Layers may read random keys and
-    other inputs of the scan, and return outputs.
+    The scan may come from jax, flax, haliax, haiku or Equinox. It may be inside `jax.jit`,
+    `jax.vmap` or `jax.checkpoint`, which is dropped because a trainer recomputes every layer. Its
+    other inputs, such as random keys, and its outputs may differ from layer to layer.
 
-    Layer 0 is the first that the scan runs; with `reverse=True`, the last of the stacks.
+    Layers are numbered in the scan's order: with `reverse=True`, layer 0 is the last in the stacks.
 
     Args:
-        loss_fn: Function of (params, batch) that returns the loss, as a `Trainer`'s `last` does.
-            Random keys are part of the batch.
-        params: A tree of arrays or `ShapeDtypeStruct`s; only their shapes are used. The leaves that
-            the scan reads are stacks, with the layers along the first axis.
-        batch: A batch for `loss_fn`, or its shapes. Other shapes can follow.
+        loss_fn: Function of (params, batch) that returns a loss, as `Trainer`'s `last` does. Random
+            keys, and arrays that are not trained, belong in the batch.
+        params: A tree of arrays or `ShapeDtypeStruct`s; only their shapes are used. Leaves that the
+            scan reads are stacks, with the layers along the first axis.
+        batch: A batch or its shapes. Later batches may have other shapes.
         where: Function of (key path, leaf) that returns whether a leaf is a stack. By default, all
-            leaves that a scan reads are.
+            leaves that a scan reads along the first axis are stacks.
 
     Attributes:
         functions: The arguments `first`, `layer` and `last` of `Trainer` and
@@ -88,19 +88,15 @@ class ScannedModel:
         if not stacks:
             raise ValueError(
                 "No scan reads a leaf of `params` along its first axis. Stack the layers along "
-                "this axis, and scan them outside loops and branches; an error names the line "
-                "that reads a leaf of `where`. Or pass `Trainer` three functions."
+                "this axis, and scan them outside loops and branches. If `where` names the stacks, "
+                "an error shows the line that reads them in another way."
             )
         self._stacks, self._length = tuple(stacks), self._shapes[stacks[0]].shape[0]
         cut = self._cut(batch, *traced)
         if where is None:
             self._check_outer(cut)
         self._cuts, self._reverse = {key_of(batch): cut}, cut.scan.reverse
-        self.functions: dict[str, Callable[..., Any]] = {
-            "first": self._first,
-            "layer": _layer,
-            "last": self._last,
-        }
+        self.functions = {"first": self._first, "layer": _layer, "last": self._last}
 
     def split(self, params: Any) -> dict[str, Any]:
         """Returns parameters in the form that `Trainer` takes; copies nothing to a device.
@@ -110,12 +106,12 @@ class ScannedModel:
                 `ShapeDtypeStruct`s with shardings.
 
         Returns:
-            {"outer": tree, "layers": iterator of trees}. Each tree is like `params`, with None for
-            the leaves of the others.
+            {"outer": tree, "layers": iterator of trees}. Each tree has the structure of `params`,
+            with None in the place of other leaves.
 
         Raises:
-            ValueError: If shapes or dtypes differ from those of the constructor's, or if a mesh
-                divides the layers.
+            ValueError: If shapes or dtypes differ from the constructor's, or if a mesh divides the
+                layer axis.
         """
         leaves, treedef = jax.tree.flatten(params)
         for name, shape, x in zip(self._names, self._shapes, shapes_of(leaves), strict=True):
@@ -135,7 +131,10 @@ class ScannedModel:
         return {"outer": treedef.unflatten(outer), "layers": layers}
 
     def join(self, params: Mapping[str, Any]) -> Any:
-        """Returns the result of `Trainer.params` as a tree like the constructor's, in NumPy."""
+        """Returns the result of `Trainer.params` as a tree like the constructor's.
+
+        The arrays are copies in NumPy, which take no device memory.
+        """
         layers = [*params["layers"]][:: -1 if self._reverse else 1]
         stacks = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *layers)
         return jax.tree.map(
@@ -170,7 +169,7 @@ class ScannedModel:
         return jax.make_jaxpr(self._loss_fn, return_shape=True)(params, batch)
 
     def _check_outer(self, cut: "_Cut") -> None:
-        """Rejects layers that were changed before the scan: they would be whole on the device."""
+        """Rejects stacks that change before the scan, which would be whole on the device."""
         outer = [i for i in range(len(self._names)) if i not in self._stacks]
         for i in cut.scanned & set(range(len(outer))):
             if self._shapes[outer[i]].shape[:1] == (self._length,):
