@@ -25,7 +25,7 @@ def refused(training, tree, words):
 
 
 def of(name):
-    return rf"values of \['{name}'\] in `params` changed .*together, and change none"
+    return rf"values of \['{name}'\] in `params` changed .*together, and do not change"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,6 +1,6 @@
 """An engine's needs on host and device, and how well its host work is hidden.
 
-States may consist of shapes. Host memory limits updates, so work is counted in bytes.
+States may consist of shapes. Host memory limits the speed of updates, so work is counted in bytes.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 #: The window lengths that are compared, in steps.
 INTERVALS = (1, 2, 4, 8, 16)
-#: The share of the available time that host work may take; a fifth is a reserve.
+#: The share of the available time that host work may take; a fifth stays in reserve.
 BUSY = 0.8
 _FLOAT32 = 4
 
 
 class Needs(NamedTuple):
-    """Bytes; on a mesh each process and each device has its share.
+    """Bytes in total; on a mesh, each process and each device has its share.
 
-    Host memory that may be in use at once. Pages take no memory until they are written, which for
-    moments happens in the first update.
+    Counts host memory that may be in use at once. Pages take no memory until they are written, and
+    moments are first written by the first update.
     """
 
     state: int  # masters, casts for uploads, moments, counts and channel indices: NumPy
@@ -46,15 +46,15 @@ class Needs(NamedTuple):
     mail: int  # pinned: kept, unread, in flight, and placeholders
     hand_over: int  # a group's selected channels: pinned on the way in, NumPy on the way out
     saving: int  # copies that `EngineSave` makes by default while writing
-    # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
-    # the memory of its uploads, and again in that of a leaf that is cut into ranges.)
+    # Device memory while a step runs, besides the step's own. (A merge runs between two steps. It
+    # reuses its uploads' memory, but needs a copy of each leaf that is cut into ranges.)
     uploads: int  # updates that wait to be merged; limited by `prefetch_bytes`
-    late: int  # the rest, uploaded at a boundary, for the largest group; not during a step
+    late: int  # the largest group's other updates, uploaded at a boundary, not during a step
     under_way: int  # gradients of the previous step, or a group's sums, until they are on the host
     # Bytes that the host reads and writes. The device writes mail, and the update reads it; an
-    # update also reads and writes masters and moments; an upload reads again.
-    busiest: float  # for the largest group's update, and the mail that arrives meanwhile
-    steps: int  # the number of steps in which that must be done
+    # update also reads and writes masters and moments; an upload reads the new weights.
+    busiest: float  # for the largest group's update, and for mail that arrives during the update
+    steps: int  # the number of steps that this work may take
     mean: float  # per step, on average
     late_mean: float  # bytes that boundaries wait for, per step, on average
 
@@ -62,7 +62,7 @@ class Needs(NamedTuple):
 def needs_of(
     state: ZenFlowState, *, host_state: str = "float32", prefetch_bytes: int | None = None
 ) -> Needs:
-    """Returns the needs of this state's engine."""
+    """Returns the needs of an engine for this state."""
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
@@ -100,7 +100,7 @@ def needs_of(
     under_way = mail.max() if on_device else mail.sum()
     return Needs(
         state=int(kept.sum() + counts.sum()),
-        # A leaf's open window may have a sum, and the window being updated may have another.
+        # A leaf's open window may have a sum, and so may the window that is being updated.
         sums=int(2 * _FLOAT32 * size.sum()) if added_up else 0,
         mail=round(buffers(state) * sent.sum()),
         hand_over=int(selected.max()),
@@ -116,7 +116,7 @@ def needs_of(
 
 
 def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
-    """Returns the same run's state, of arrays or shapes, with another window length.
+    """Returns the same run's state (arrays or shapes) with another window length.
 
     Select intervals are the defaults. Leaves take turns if the state has several groups.
     """
@@ -154,7 +154,7 @@ class Hiding:
 
     @property
     def smallest_interval(self) -> int | None:
-        """Returns the shortest window, in steps, that hides with a fifth in reserve, or None."""
+        """Returns the shortest window, in steps, that hides the work with a fifth in reserve."""
         hidden = [s for s, busy in self.of_intervals.items() if busy <= BUSY]
         return min(hidden, default=None)
 
@@ -168,8 +168,8 @@ class Hiding:
         )
         if smallest is None:
             return (
-                f"{text}, and more than {BUSY:.0%} with any other up to {INTERVALS[-1]}. Use a "
-                "larger batch, more threads or faster memory."
+                f"{text}, and more than {BUSY:.0%} with any other interval up to {INTERVALS[-1]}. "
+                "Use a larger batch, more threads or faster memory."
             )
         if self.interval is None or smallest <= self.interval:
             return f"{text}."
@@ -199,16 +199,16 @@ def hiding(
 ) -> Hiding | None:
     """Returns how busy the host was in a run, and which windows would have hidden its work.
 
-    Work for other windows follows from the measured work, by the bytes that each moves.
+    The work for other windows is the measured work, scaled by the bytes that they move.
 
     Args:
         opt_state: The run's last state.
-        stats: `engine.stats` after it.
+        stats: `engine.stats` after the run.
         seconds: Total time of all steps in `stats`.
         host_state: As for `HostEngine`.
 
     Returns:
-        None before two windows, if windows adapt, or if every step waits for its update.
+        None before the second window, if windows adapt, or if every step waits for its update.
 
     Raises:
         ValueError: If there is not exactly one `ZenFlowState`, or `host_state` is unknown.
@@ -225,7 +225,7 @@ def hiding(
     window = state.schedule.window
     if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
         return None
-    # The device's own time, as it did not compute while the loop waited.
+    # The device's own time, because it did not compute while the loop waited.
     step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
     before = int(read(state.step)) - stats.steps
     # During the warm-up, each step updated all channels.
@@ -247,7 +247,7 @@ def host_bandwidth(
     """Measures the bytes per second that updates get from this machine's memory.
 
     Args:
-        leaves: A state's leaves; measures with the largest one's dtypes and shape.
+        leaves: A state's leaves; the measurement uses the largest leaf's dtypes and shape.
         threads: As for `HostEngine`.
         host_state: As for `HostEngine`.
         seconds: Approximate measuring time, without compilation.
