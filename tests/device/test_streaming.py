@@ -198,5 +198,5 @@ def test_streamed_weights_are_not_parameters():
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
     state = tx.init(params)
     weights = streaming.stream(params, state)
-    with pytest.raises(ValueError, match=r"as `streaming.stream` returns it. Pass the parameters"):
+    with pytest.raises(ValueError, match=r"from `streaming.stream`. Pass the parameters"):
         tx.update(params, state, weights)

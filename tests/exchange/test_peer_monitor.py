@@ -208,7 +208,7 @@ def test_a_process_is_stuck_unless_all_have_left_at_one_point(store, capfd, left
         engine.raised(7)
     join_watches()
     said = capfd.readouterr().err.split("zenflow_jax: ")[1:]
-    words = ["left waiting", "most recent call first"] if other != "point 7" else []
+    words = ["keep waiting", "most recent call first"] if other != "point 7" else []
     for text, word in zip(said, words, strict=True):
         assert text.startswith("process 0 failed: the moments ran away")
         assert "`exit_if_stuck=False`" in text

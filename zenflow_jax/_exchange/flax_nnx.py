@@ -22,7 +22,7 @@ def is_graphdef(x: Any) -> bool:
 def merged_nnx(
     graphdef: Any, state: Any, fields: tuple[str, str] | None
 ) -> tuple[Any, Any, Callable[[], Any]]:
-    """Merges an `nnx.State`; returns its model, its optimizer, and a function for their state."""
+    """Merges an `nnx.State`; returns model, optimizer, and a function that returns their state."""
     from flax import nnx
 
     both = nnx.merge(graphdef, state)
