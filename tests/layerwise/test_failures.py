@@ -40,7 +40,7 @@ def test_a_state_fits_only_the_same_frozen_layers():
     with layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=[0]) as trainer:
         state = trainer.state()
         for name in (-1, LAYERS):
-            with pytest.raises(ValueError, match=f"No layer is named .'{name}'.: .* 0 to 3"):
+            with pytest.raises(ValueError, match=f"There is no layer .'{name}'.: .* 0 to 3"):
                 trainer.master_params(name)
     for frozen in ([1], [0, 1], []):
         with pytest.raises(zenflow_jax.planning.UnfitRunError, match="and `frozen`"):
