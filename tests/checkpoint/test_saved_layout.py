@@ -20,7 +20,7 @@ NEWER = "layout_7_of_zenflow_jax_0_9"
 
 @pytest.fixture(scope="module")
 def checkpoint():
-    """A run in an open window, and its three trees."""
+    """Returns a run with an open window, and its three trees."""
     with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 6)
         yield training, saved(training)
@@ -54,7 +54,7 @@ def test_an_engine_state_with_another_layout_is_rejected_with_both_names(checkpo
 
 @pytest.fixture(scope="module")
 def of_0_2(tmp_path_factory):
-    """Files of `FIRST` that 0.2.0 wrote: the optimizer state with orbax, the rest `EngineSave`."""
+    """Unpacks files from 0.2.0 for `FIRST`: optimizer state by orbax, the rest by `EngineSave`."""
     folder = tmp_path_factory.mktemp("saved")
     with zipfile.ZipFile(Path(__file__).parents[1] / "fixtures" / "saved" / "0.2.0.zip") as file:
         file.extractall(folder)

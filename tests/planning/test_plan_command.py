@@ -25,7 +25,7 @@ QUICKSTART = FIXTURES.parent.parent / "configs" / "quickstart.toml"
 LAYERS = json.loads((FIXTURES / "llama3" / "config.json").read_text())["num_hidden_layers"]
 RUN = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
 RUN += ["--data", "a b", "--sequence-length", "64", "--remat", "--scan-layers"]
-# The same with fewer settings to change, each of which is traced.
+# The same run, with fewer settings to change, because each change is traced.
 FIXED = [*RUN, "--update-interval=1", "--prefetch-bytes=0"]
 
 
@@ -36,7 +36,7 @@ def without_compiler(monkeypatch):
 
 @pytest.fixture
 def with_compiler(monkeypatch):
-    """A compiler for which each example takes 1 MB, or 2 without remat; scanned 10 MB more.
+    """Replaces the compiler: each example takes 1 MB, or 2 without remat; scans take 10 MB more.
 
     Returns the list of compiled steps.
     """
@@ -53,7 +53,7 @@ def with_compiler(monkeypatch):
 
 
 def planned(*arguments):
-    """The plan for a command."""
+    """Returns the plan for a command."""
     command = read_command_line(arguments, program="p")
     return planning.plan_run(command.settings, command.planning)
 
@@ -81,7 +81,8 @@ def gpus(monkeypatch):
 
 
 def room_for(batch_size, peak):
-    """Makes a GPU with just enough memory for a compact run without scan; returns the arguments."""
+    """Makes a GPU with just enough memory for a compact run without scans; returns the
+    arguments."""
     settings = read_command_line([*FIXED, "--no-scan-layers"], program="p").settings
     settings = dataclasses.replace(settings, batch_size=batch_size, host_state="compact")
     step = planned_step(settings, folder_of_config(settings.model), None)
@@ -117,7 +118,7 @@ def test_a_plan_that_does_not_fit_lists_commands_that_do(with_compiler, monkeypa
         again = planned(*arguments, *room)
         assert again.chosen == way.plan
         assert again.chosen.fits
-    # It takes nearly all of the memory.
+    # The plan takes nearly all of the memory.
     program, _, rest = commands[0].partition(" -m train.finetune ")
     assert program == "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python"
     settings = read_command_line(shlex.split(rest), program="p").settings
@@ -199,4 +200,4 @@ def test_a_run_that_exceeds_host_memory_is_rejected_before_data_is_read(monkeypa
     assert finetune.main(run) == 2
     assert "`model`: not enough memory" in capsys.readouterr().err
     assert finetune.main([*run, "--force"]) == 2
-    assert "tokenizer.json" in capsys.readouterr().err  # the first that is read
+    assert "tokenizer.json" in capsys.readouterr().err  # the first file that is read
