@@ -78,8 +78,8 @@ def zenflow(
 
     Selected channels take an AdamW step at every step. The gradients of all other channels go to
     pinned host memory, where a `HostEngine` takes one AdamW step with the mean gradient over
-    `update_interval` steps, scaled to be equivalent to these steps. Leaves take turns: at every
-    step some windows close, and their updates reach the parameters one step later.
+    `update_interval` steps, scaled to match them. Leaves take turns: at every step some windows
+    close, and their updates reach the parameters one step later.
 
     With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with float32
     master weights. Steps whose gradient is not finite are skipped; do not let

@@ -321,8 +321,7 @@ def _like(out: Any, values: list[Any]) -> Any:
 
 
 def _accumulated(opt_state: Any) -> int | None:
-    """Returns how many updates a chain's `optax.MultiSteps` has passed to zenflow, if it has
-    one."""
+    """Returns how many updates `optax.MultiSteps`, if present, has passed to zenflow."""
     around = accumulations(opt_state)
     return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
 

@@ -2,8 +2,8 @@
 
 `jax.lax.scan` stacks the gradients of all layers, so the device holds all of them when the scan
 ends. With `scan_layers` the scan's body reads each layer's gradient and sends it to the host, and
-`jax.grad` returns only the values that the step needs. `stream_scans` does the same for a model's
-own scans. Windows, selections and arithmetic do not change.
+`jax.grad` returns only the values that the step needs. `stream_scans` does this for a model's own
+scans. Windows, selections and arithmetic do not change.
 """
 
 import dataclasses
@@ -96,8 +96,7 @@ def stream(
 def _is_layer(
     leaf: LeafState, path: Any, weight: Any, where: Callable[[Any, Any], bool] | None
 ) -> bool:
-    """Returns whether to stream a leaf: by default whenever possible, otherwise if `where` is
-    True."""
+    """Returns whether to stream a leaf: if `where` is true, or by default if possible."""
     stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
     if where is None:
         return stacked

@@ -81,8 +81,7 @@ def step(
     scale: float = 1.0,
     of_window: WindowStep = STEP,
 ) -> int:
-    """Takes a step with a gradient, or a list of (gradient, factor); returns the number of
-    chunks."""
+    """Takes a step with a gradient, or with (gradient, factor) pairs; returns the chunk count."""
     gradients = total if isinstance(total, list) else [(total, 1.0)]
     return sum(1 for _ in adam.adamw(*state, gradients, scale, active, of_window))
 

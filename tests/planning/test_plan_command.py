@@ -81,8 +81,7 @@ def gpus(monkeypatch):
 
 
 def room_for(batch_size, peak):
-    """Makes a GPU with just enough memory for a compact run without scans; returns the
-    arguments."""
+    """Makes a GPU with just enough memory for a compact run, unscanned; returns the arguments."""
     settings = read_command_line([*FIXED, "--no-scan-layers"], program="p").settings
     settings = dataclasses.replace(settings, batch_size=batch_size, host_state="compact")
     step = planned_step(settings, folder_of_config(settings.model), None)

@@ -1,6 +1,4 @@
-"""Leaves are identified by their paths: any call of a run accepts the trained part, all parameters,
-or a model's whole state, and other leaves are rejected by name.
-"""
+"""Leaves are identified by their paths; a call may pass some parameters or a whole model's state."""
 
 from typing import NamedTuple
 

@@ -65,7 +65,7 @@ def join_run(
     if engine_state is None:
         return agree(None, step, token, devices)
     specs = [leaf.spec for leaf in state.leaves]
-    sums = fingerprints(weights, specs)  # in all processes, even after an error in one
+    sums = fingerprints(weights, specs)  # in all processes, even after an error in one of them
     try:
         counts = counts_from_tree(engine_state["counts"])
         _check_selection(offloaded, state)

@@ -135,7 +135,7 @@ class Saver:
 
 
 class Snapshot:
-    """The host's leaves at one moment, in the order of saving; each has `nbytes` and can `copy`.
+    """The host's leaves at one moment, in the order of saving; each has `nbytes` and `copy()`.
 
     A leaf that is overwritten before it is saved is copied, if there is room for copies; otherwise
     its writer waits for the saver, which saves that leaf next.

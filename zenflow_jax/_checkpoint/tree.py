@@ -29,7 +29,7 @@ _NUMBERS = "step windows token skipped reselections open_steps counted pending".
 
 
 def options_of(state: ZenFlowState) -> dict[str, Any]:
-    """Returns the options that a resumed run must share with the saved one, as numbers."""
+    """Returns the options that a resumed run must share with the saved run, as numbers."""
     schedule = state.schedule
     specs = [leaf.spec for leaf in state.leaves]
     rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups)) for s in specs]

@@ -1,7 +1,7 @@
 """Device programs that the engine runs between steps: merge, choose, enter and measure.
 
-Each is one program for all leaves. Parameters are always whole leaves; if `specs` describe ranges,
-all other arrays are ranges, too.
+Each program handles all leaves. Parameters are always whole leaves; if `specs` describe ranges, all
+other arrays are ranges, too.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Checksums and samples of parameters, to detect changes by other code.
 
-Subnormal numbers and both zeros count as equal, because adding zero may turn one into another.
+Subnormal numbers and both zeros count as equal, because adding zero may convert between them.
 """
 
 import dataclasses

@@ -18,8 +18,8 @@ class EngineStats:
 
     Attributes:
         steps: Number of exchanges.
-        window_lengths: Number of windows by length in steps, skipped steps included. If leaves take
-            turns, each group has separate windows.
+        window_lengths: Number of windows by length in steps, including skipped steps. If leaves
+            take turns, each group has separate windows.
         reselections: Number of channel selections in all groups, including the first.
         kept_share: The selected channels' share of the best k channels' score, averaged over the
             groups' second-to-last boundaries. None before the first share is read, or if

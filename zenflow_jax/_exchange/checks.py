@@ -1,7 +1,7 @@
 """Checks the arguments that users pass to `HostEngine` and to its methods.
 
-Each call compares shardings with the last correct ones, because a compiled step returns the same
-objects every time. Step tokens prove that no mail was lost.
+Each call compares shardings with the last correct shardings, because a compiled step returns the
+same objects every time. Step tokens prove that no mail was lost.
 """
 
 import dataclasses
@@ -119,8 +119,7 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
 
 
 def _warn_of_later(opt_state: Any) -> None:
-    """Warns of transformations after zenflow; rounding may hide how they change low-precision
-    weights.
+    """Warns of transformations after zenflow, whose effect may be hidden by rounding.
 
     A mask after zenflow's own mask may contain all other leaves.
     """

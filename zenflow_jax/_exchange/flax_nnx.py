@@ -43,7 +43,7 @@ def merged_nnx(
 
 
 def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Returns a pair's parameters and optimizer state; rejects anything else."""
+    """Returns a pair's parameters and optimizer state; rejects other objects."""
     from flax import nnx
 
     for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):

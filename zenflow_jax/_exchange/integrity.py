@@ -51,8 +51,7 @@ class _Extent:
 
     @property
     def channels(self) -> int | None:
-        """Returns the number of selected channels to compare in each stack entry, or None for
-        all."""
+        """Returns how many selected channels to compare in each stack entry, or None for all."""
         return None if self.everything else _CHANNELS
 
     def sample(self, x: Array) -> Array:
@@ -129,8 +128,7 @@ class Integrity:
     def note_parameters(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], *, if_due: bool
     ) -> None:
-        """Notes values before a step: all or, with `if_due`, a few leaves' when a comparison is
-        due."""
+        """Notes values before a step; with `if_due`, only when a comparison is due."""
         due = self._extent.everything or (if_due and self._since >= _INTERVAL)
         if self._batches and due:
             self._since = 0

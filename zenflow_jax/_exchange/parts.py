@@ -72,8 +72,7 @@ class OffloadedLeaves:
 
     @classmethod
     def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
-        """Finds a state's offloaded leaves; prefetches up to `prefetch_bytes` per device, or
-        all."""
+        """Finds a state's offloaded leaves, of which `prefetch_bytes` per device are prefetched."""
         places = [i for i, leaf in enumerate(state.leaves) if not leaf.spec.resident]
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))

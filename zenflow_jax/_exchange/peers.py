@@ -169,8 +169,7 @@ class PeerMonitor:
                 return  # the others are slow, and JAX's exit has its own timeout
 
     def _all_left(self) -> bool:
-        """Returns whether all processes have left at the same point, and this one has announced
-        it."""
+        """Returns whether all processes left at the same point, and this process announced it."""
         points = set(self._left.values())
         return (
             "left" in self._published and self._left.keys() == self._processes and len(points) == 1

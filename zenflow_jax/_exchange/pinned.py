@@ -151,6 +151,5 @@ def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
 
 
 def _senders(state: ZenFlowState, part: Part) -> Sequence[Any]:
-    """Returns the devices that send a part: all holders within the step, only the first after
-    it."""
+    """Returns the devices that send a part: all holders within a step, the first afterwards."""
     return part.devices if state.send_gradients.in_step else part.devices[:1]

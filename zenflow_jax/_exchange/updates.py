@@ -65,7 +65,8 @@ class Updates:
         self.loads = 0
         #: Each group's selected channels, in the form of `channel_rows`.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
-        #: Donated uploads. The worker frees these, which takes half as long as dispatching a merge.
+        #: Donated uploads. The worker frees them, because this takes half as long as dispatching a
+        #: merge.
         self._merged_uploads: list[Any] = []
         #: Updates that have not reached the parameters, by group, in the order of their windows.
         self.pending: dict[int, _Pending] = {}

@@ -160,7 +160,7 @@ class HostAdam:
     def _move(
         self, x: HostArray, of_channels: HostArray, channels: np.ndarray, *, inward: bool
     ) -> None:
-        """Copies `channels` from `x` to `of_channels`, or the other way if `inward`."""
+        """Copies `channels` from `x` to `of_channels`, or in the other direction if `inward`."""
         entries, rows, n, tail = x.shape
         k, together = channels.shape[1], max(_LEAST_TILE // max(rows * tail, 1), 1)
         assert channels.dtype == np.int32
@@ -211,7 +211,7 @@ class HostAdam:
 def _move(
     x: np.ndarray, of_channels: np.ndarray, channels: np.ndarray, inward: bool, tile: Tile
 ) -> None:
-    """Moves a tile: a range of one entry's `channels`."""
+    """Copies a tile: a range of one entry's `channels`."""
     entry, _, left, right = tile
     index, moved = channels[entry, left:right], of_channels[entry][:, left:right]
     if inward:

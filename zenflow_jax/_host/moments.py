@@ -28,8 +28,8 @@ import numpy as np
 from zenflow_jax._host.arrays import BUCKET, HostArray, Tile, aligned_zeros
 
 # A first moment's code is `c (|c| + 2 h)` steps. In float32, the largest, 127 (127 + 2 h), times
-# its reciprocal must be exactly 1. That holds for this `h` (not for every one near 30), and also
-# for 255.
+# its reciprocal must be exactly 1. That holds for this `h` (not for every number near 30), and for
+# 255.
 BEND = np.float32(30)
 TOP_FIRST, TOP_SECOND = np.float32(127 * (127 + 60)), np.float32(255)
 PER_FIRST, PER_SECOND = 1 / TOP_FIRST, 1 / TOP_SECOND

@@ -313,8 +313,7 @@ class HostState:
     def update(
         self, window: ClosedWindow, finished: Callable[[int, HostLeaf], None]
     ) -> Iterator[str]:
-        """Makes a window's update in pieces of a few milliseconds; yields the leaf's name before
-        each.
+        """Makes a window's update in pieces of a few milliseconds; first yields the leaf's name.
 
         Calls `finished` for each leaf that is done. The group's hand-overs must not run in between.
         """

@@ -133,7 +133,7 @@ def check_memory(name: str, parameter: Any) -> None:
 
 def as_pure(tree: Any) -> Any:
     """Returns a flax nnx tree as a tree of arrays, and any other tree unchanged."""
-    nnx = sys.modules.get("flax.nnx")  # a caller with such a tree has imported it
+    nnx = sys.modules.get("flax.nnx")  # the caller imported flax to make such a tree
     return tree if nnx is None else nnx.as_pure(tree)
 
 

@@ -93,9 +93,9 @@ def warn_of_a_part(params: Any) -> None:
     if masked:
         _logger.warning(
             "`max_grad_norm` clips by the norm of this `zenflow`'s leaves "
-            f"({len(nodes) - masked}). `optax.partition` or `optax.masked` hides others ({masked})."
-            " If those are trained too, use `optax.clip_by_global_norm` in front of the partition "
-            "instead."
+            f"({len(nodes) - masked}). `optax.partition` or `optax.masked` hides other leaves "
+            f"({masked}). If they are trained, too, use `optax.clip_by_global_norm` in front of the "
+            "partition instead."
         )
 
 

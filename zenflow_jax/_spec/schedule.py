@@ -103,8 +103,7 @@ class Schedule:
     provisional_share: float | None = None
 
     def provisional_step(self, step: jax.Array, learning_rate: Any, counts: Any) -> jax.Array:
-        """Returns the float32 length of the provisional step, which is zero unless the step
-        `counts`.
+        """Returns the float32 length of the provisional step; zero unless the step `counts`.
 
         A run's first step moves nothing, because weights may be loaded before it.
         """

@@ -108,7 +108,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         if self._engine is None:
             raise RuntimeError(
                 "The trainer has not started, so there is no engine yet. Call `train` first. If it "
-                "is running, other hooks have replaced these: pass them to "
+                "is running, other hooks have replaced these hooks. Pass the others to "
                 "`ZenFlowHooks(trainer, hooks=...)` instead of `with_training_hooks`."
             )
         return self._engine
@@ -158,7 +158,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._call_user_hooks("on_train_step_end", train_ctx, train_step, train_loss)
 
     def on_eval_step_start(self, train_ctx: Any) -> None:
-        """Flushes before each evaluation's first step, if `evaluate` says so."""
+        """Flushes before each evaluation's first step, if `evaluate` is "flush"."""
         if not self._evaluating:
             self._evaluating = True
             self._start(train_ctx)  # the first evaluation precedes `on_train_start`
@@ -306,7 +306,7 @@ def _check_new(trainer: Any) -> None:
         raise TypeError(f"`trainer` is a {type(trainer).__name__}. Pass Tunix's `PeftTrainer`.")
     manager = trainer.checkpoint_manager
     if isinstance(manager, CheckpointManager):
-        raise ValueError("The trainer already has `ZenFlowHooks`. Use those.")
+        raise ValueError("The trainer already has `ZenFlowHooks`. Use the existing hooks.")
     if type(manager) is not tunix_checkpoints.CheckpointManager:
         raise ValueError(
             f"The trainer's checkpoint manager, a {type(manager).__name__}, would not save the "

@@ -37,7 +37,7 @@ class WeightedLoss(NamedTuple):
 class LayerProgram:
     """The programs of one kind of layer, for one shape of its arguments.
 
-    `forward(weights, carry, shared)` returns the new carry's leaves, except those that the layer
+    `forward(weights, carry, shared)` returns the new carry's leaves, except leaves that the layer
     passes on unchanged. `backward` needs only the leaves of the input that are in `kept`.
     """
 

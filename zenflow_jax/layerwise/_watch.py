@@ -12,8 +12,7 @@ from zenflow_jax._diagnostics.timeline import Recorder, Row
 
 
 class Watch:
-    """Adds spans to a recorder. It keeps no arrays alive, and misses arrays that are freed
-    early."""
+    """Adds spans to a recorder. Does not keep arrays alive; misses arrays that are freed early."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder

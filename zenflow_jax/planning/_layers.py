@@ -45,8 +45,8 @@ class LayerPlan(Plan):
     Attributes:
         seconds: The work of a step for each resource: "compute", the bus "to device" and "to
             host", and "host".
-        compute_from: Compute takes 95% of a step once the batch is this many times as large as
-            planned; None if no batch is large enough.
+        compute_from: The factor by which the batch must grow for compute to take 95% of a step;
+            None if no batch suffices.
     """
 
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -99,8 +99,8 @@ def plan_layerwise(
         micro_batches: The number of micro-batches in a step.
         updates, inputs, host_state: As for the trainer.
         device, host_memory_bytes, bandwidth: As for `plan`.
-        compiles: Whether to compile all programs, for the devices in the shardings, such as those
-            of `described_mesh`. Otherwise temporaries are left out.
+        compiles: Whether to compile all programs, for the devices in the shardings, for example of
+            a `described_mesh`. Otherwise temporaries are left out.
         compiler_options: As in `jax.jit`.
 
     Raises:
@@ -334,7 +334,7 @@ def _device_bytes(step: _Step) -> dict[str, int]:
 
 
 def _period(step: _Step, bus: float, host: list[float], at_once: bool, scale: float) -> float:
-    """Returns the seconds from a step's end to the next one's, for batches `scale` times as large.
+    """Returns the seconds between the ends of two steps, for batches `scale` times as large.
 
     A copy waits for the programs that Python dispatched earlier, because it may reuse their memory.
     Copies in one direction take turns.
