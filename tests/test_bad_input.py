@@ -226,7 +226,7 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
         (
             optax.masked(make(max_grad_norm=1.0), {"weight": True, "bias": False}),
             PARAMS,
-            "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` hides others",
+            "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` hides other",
         ),
         (make(topk_ratio=0.05), SECOND_AXIS, "selects 1 of 4 channels along axis 1 of ['second']"),
         (make(topk_ratio=0.05, channel_axis=-1), SECOND_AXIS, None),

@@ -1,4 +1,4 @@
-"""Leaves are identified by their paths; a call may pass some parameters or a whole model's state."""
+"""Leaves are identified by their paths; a call may pass a part or all of a model's state."""
 
 from typing import NamedTuple
 

@@ -94,7 +94,7 @@ def warn_of_a_part(params: Any) -> None:
         _logger.warning(
             "`max_grad_norm` clips by the norm of this `zenflow`'s leaves "
             f"({len(nodes) - masked}). `optax.partition` or `optax.masked` hides other leaves "
-            f"({masked}). If they are trained, too, use `optax.clip_by_global_norm` in front of the "
+            f"({masked}). If these are trained, use `optax.clip_by_global_norm` in front of the "
             "partition instead."
         )
 
