@@ -90,7 +90,7 @@ def test_a_selected_count_that_fewer_devices_would_not_have_raises_a_warning(
 
     even = selected(ratio, 8) == selected(ratio, 1)
     said = "".join(r.getMessage() for r in caplog.records)
-    assert even == (advised is None) == ("only on a mesh that gives the same" not in said)
+    assert even == (advised is None) == ("only on a mesh that leads to the same" not in said)
     if advised:
         assert f"start the run with topk_ratio={advised} or with" in said
         assert selected(advised, 8) == selected(advised, 4) == selected(advised, 1)
