@@ -59,8 +59,8 @@ class HostEngine:
             `opt_state`. The engine copies this state and resumes the run, bit-identically.
         exit_if_stuck: When one of several processes fails, the others raise its error at their next
             call. A process that is blocked in a collective cannot raise errors: 30 s after the
-            failure, the engine ends it through `os._exit(1)`, with the reason on stderr. False: it
-            keeps waiting.
+            failure, the engine ends it through `os._exit(1)`, with the reason on stderr. With
+            False, it keeps waiting.
         check: How to detect other code that changes parameters. "samples" periodically compares
             some values of each leaf. "all", for debugging, compares all values at each step from
             the second, which takes time and a second copy of the parameters. Neither detects
@@ -158,7 +158,7 @@ class HostEngine:
 
     @property
     def timeline(self) -> Timeline:
-        """Returns the always recorded timeline of this process's last few hundred steps."""
+        """Returns the timeline of this process's last few hundred steps, recorded in every run."""
         return self._worker.recorder.timeline()
 
     @recorded("exchange")
@@ -291,7 +291,7 @@ class HostEngine:
 
     @recorded("state")
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
-        """x
+        """Returns the state as a stream that `EngineSave` writes while the run continues.
 
         Write or close it, otherwise the run waits forever. `copy_bytes` is as in `EngineSave`.
         """

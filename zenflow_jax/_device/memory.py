@@ -58,7 +58,7 @@ def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.
 
 
 def copy_to_host(pieces: Any) -> Any:
-    """Starts copying arrays that are each on one device to pinned host memory next to this device.
+    """Starts copying a tree of single-device arrays to pinned host memory next to each device.
 
     Plain copies run at any time; a device program would wait for its turn.
     """
@@ -112,8 +112,7 @@ def read(x: jax.Array) -> np.ndarray:
 def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
     """Copies a tree of NumPy arrays to the device; the result never shares memory with them.
 
-    The copies may still be running at the return: do not change an array before the result is
-    ready.
+    The copies may still be running on return: do not change an array until the result is ready.
     """
     if device.platform == "cpu":
         # The CPU backend aliases aligned NumPy memory even with `may_alias=False` (jax 0.10.0 to

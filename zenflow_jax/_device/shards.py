@@ -135,8 +135,8 @@ def on_each_device(
 ) -> Callable[..., Any]:
     """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
-    `takes` contains a partition spec, or a prefix tree of specs, for each argument; None may have
-    any spec. `gives` is the spec, or tree of specs, for the result.
+    `takes` contains a partition spec, or a prefix tree of specs, for each argument; None allows any
+    value. `gives` is the spec, or tree of specs, for the result.
     """
     shard = Shard(spec)
     place = spec.placement

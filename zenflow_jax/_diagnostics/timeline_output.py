@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 12  # number of steps in a picture by default
-# In the legend's order. Pale colours mark spans without work: unknown, or waiting.
+# In the order of the legend. Pale colours mark spans without work: unknown, or waiting.
 _COLOURS = {
     "step": "#3b75af",
     "dispatch": "#c3d7ea",

@@ -35,7 +35,7 @@ def merged_nnx(
     )
     if (len(models), len(optimizers)) != (1, 1):
         raise TypeError(
-            f"The `nnx.State` is that of a {type(both).__name__} with {len(models)} models and "
+            f"The `nnx.State` belongs to a {type(both).__name__} with {len(models)} models and "
             f'{len(optimizers)} optimizers. Name one of each: `attach(step, fields=("model", '
             '"optimizer"))`.'
         )

@@ -32,7 +32,7 @@ from zenflow_jax._spec.schedule import Schedule
 
 # The number of leaves in one comparison. Each leaf costs the dispatch of two small programs.
 _LEAVES_PER_COMPARISON = 8
-# The minimum steps between comparisons: a prime, so that all steps in a window are covered.
+# The minimum number of steps between comparisons. A prime covers all steps in a window.
 _INTERVAL = 7
 # The number of channels compared in each stack entry.
 _CHANNELS = 4

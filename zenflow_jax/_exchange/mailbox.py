@@ -56,15 +56,15 @@ class Mailbox:
         self._unread: deque[Mail | Sums] = deque()
         # With "per_window", two windows' step scalars and two sums.
         self._most = IN_FLIGHT.get(state.send_gradients, 2 * state.schedule.longest_window + 2)
-        self._running: deque[StepScalars] = deque()  # of steps that may still be running
+        self._running: deque[StepScalars] = deque()  # scalars of steps that may be running
         self._last: Mail | None = None
 
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker; waits while too many mails are unread."""
         while len(self._unread) >= self._most:
             self._take_back()
-        # Call this before handing over the mail: it releases the GIL, and after the hand-off the
-        # caller would get the GIL back only when the worker's threads have visited every leaf.
+        # Call this before posting the mail: it releases the GIL, and after posting, the caller
+        # would get the GIL back only when the worker's threads have visited every leaf.
         token = self._tokens.advance(step, state.token)
         if self._sending.sums_on_device:
             gradients = []

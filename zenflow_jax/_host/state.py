@@ -313,9 +313,10 @@ class HostState:
     def update(
         self, window: ClosedWindow, finished: Callable[[int, HostLeaf], None]
     ) -> Iterator[str]:
-        """Makes a window's update in pieces of a few milliseconds; first yields the leaf's name.
+        """Makes a window's update in pieces of a few milliseconds; yields before each piece.
 
-        Calls `finished` for each leaf that is done. The group's hand-overs must not run in between.
+        Yields the leaf's name, and calls `finished` for each leaf that is done. The group's
+        hand-overs must not run in between.
         """
         for i, gradients in window.gradients.items():
             leaf = self.leaves[i]

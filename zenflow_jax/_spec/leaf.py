@@ -27,7 +27,7 @@ class LeafSpec:
     k: int  # selected channels in each stack entry; 0 for a resident leaf
     decay: bool  # whether weight decay applies
     placement: Placement | None = None  # None on one device
-    transfer_dtype: np.dtype | None = None  # dtype of its mail; None for the leaf's own
+    transfer_dtype: np.dtype | None = None  # dtype of its mail; None for the leaf's own dtype
     # The group of each range on its first stack axis; usually there is only one range.
     groups: tuple[int, ...] = (0,)
     start: int | None = None  # for a range of a stacked leaf: its first entry
@@ -103,8 +103,8 @@ class LeafSpec:
     def view4(self, channels: int) -> tuple[int, int, int, int]:
         """Returns the shape as `(entries, rows, channels, tail)`, for the host.
 
-        `entries` covers the stack axes. `rows` is 1 unless the channel axis is last; otherwise
-        `tail` is 1.
+        `entries` covers the stack axes. If the channel axis is last, `tail` is 1; otherwise `rows`
+        is 1.
         """
         assert self.axis is not None
         return (

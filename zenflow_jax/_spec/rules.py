@@ -52,9 +52,9 @@ class AutoWindow:
 class AutoSelect:
     """Selects again when the selected channels no longer hold most of the score.
 
-    Each boundary compares the selected channels' score with the best k channels' score: the share
-    is a mean over leaves, weighted by size. If it is below `keep`, the next boundary selects again,
-    as does the `max_windows`-th window since the last selection. Scores are summed from that
+    Each boundary measures the selected channels' share of the best k channels' score, averaged over
+    leaves and weighted by their size. If the share is below `keep`, the next boundary selects
+    again, as does the `max_windows`-th window since the last selection. Scores are summed from that
     selection on: if the best channels change w windows after it, the next selection follows about w
     / keep + 1 windows later.
 

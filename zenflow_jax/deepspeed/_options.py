@@ -18,7 +18,7 @@ from zenflow_jax._transform import zenflow
 from zenflow_jax.deepspeed._config import Config, Kind, get, number, one_of, pair
 from zenflow_jax.deepspeed._schedule import SCHEDULES, Scheduler, Selection
 
-_LEARNING_RATE = 1e-3  # DeepSpeed's
+_LEARNING_RATE = 1e-3  # DeepSpeed's default
 _ACCUMULATION = "gradient_accumulation_steps"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", _ACCUMULATION)
 _RULES = "zero_optimization.zenflow"
@@ -297,7 +297,7 @@ def _kind(config: Config, zero: dict[str, Any]) -> str:
     if stage == 0 and (offloads or has_rules):
         raise config.error(f"{name}.stage", "1, 2 or 3 with an offloaded optimizer")
     if has_rules and not offloads:
-        expected = 'an object whose device is "cpu" with a `zenflow` section'
+        expected = 'an object with the device "cpu", which `zenflow` requires'
         raise config.error(f"{name}.offload_optimizer", expected)
     kind = "zenflow" if has_rules else "offload" if offloads else "adamw"
     not_applied = {

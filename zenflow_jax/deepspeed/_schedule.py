@@ -123,7 +123,7 @@ class Selection(NamedTuple):
     strategy: str  # "step", "epoch", or "auto": by epochs, or `AutoSelect` if unknown
     interval: int  # steps or epochs between two selections; 0 for a single selection
     window: int | AutoWindow
-    steps_per_epoch: int | None  # the config's
+    steps_per_epoch: int | None  # the config's number
 
     def rule(self, steps_per_epoch: int | None) -> AutoSelect | int:
         """Returns `zenflow`'s `select_interval`; the argument takes precedence over the config."""

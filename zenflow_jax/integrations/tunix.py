@@ -52,9 +52,9 @@ Evaluate = Literal["as_is", "flush"]
 class ZenFlowHooks(tunix_hooks.TrainingHooks):
     """Trains with `zenflow` in a Tunix trainer. Create the hooks after the trainer, before `train`.
 
-    The object adds itself to the trainer's hooks, and replaces the checkpoint manager by a manager
-    that also saves the engine's state. It exchanges every update and flushes after the last one. It
-    supports `PeftTrainer` and trainers that inherit its `train`. Accumulate gradients with
+    The object adds itself to the trainer's hooks, and replaces the checkpoint manager with a
+    manager that also saves the engine's state. It exchanges every update and flushes after the last
+    one. It supports `PeftTrainer` and trainers that inherit its `train`. Accumulate gradients with
     `gradient_accumulation_steps` or your own `optax.MultiSteps`. If `train` is called repeatedly
     (`is_managed_externally`, as in Tunix's reinforcement learning), call `flush` and `close`
     yourself.

@@ -42,7 +42,7 @@ class Needs(NamedTuple):
     """
 
     state: int  # masters, casts for uploads, moments, counts and channel indices: NumPy
-    sums: int  # of mail beyond the limit: NumPy
+    sums: int  # sums of mail beyond the limit: NumPy
     mail: int  # pinned: kept, unread, in flight, and placeholders
     hand_over: int  # a group's selected channels: pinned on the way in, NumPy on the way out
     saving: int  # copies that `EngineSave` makes by default while writing
@@ -199,7 +199,7 @@ def hiding(
 ) -> Hiding | None:
     """Returns how busy the host was in a run, and which windows would have hidden its work.
 
-    The work for other windows is the measured work, scaled by the bytes that they move.
+    The work for other windows is the measured work, scaled by the bytes that these windows move.
 
     Args:
         opt_state: The run's last state.

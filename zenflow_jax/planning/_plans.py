@@ -26,7 +26,7 @@ DEFAULT_FRACTION = 0.75
 HOST_RESERVE = 8 * 10**9
 #: The use of device memory that only a compiler can determine.
 TEMPORARIES = "gradients, activations"
-#: Uploads at a boundary, as far as they exceed that memory, which is free by then.
+#: The part of a boundary's uploads that exceeds this memory, which is free by then.
 LATE = "late uploads"
 _WITHOUT = " without gradients and activations"
 
@@ -44,7 +44,7 @@ class Plan:
         checkpoint: Bytes of a checkpoint on disk: parameters and both states.
         parameters: Number of parameters.
         flops: Operations of one device's matrix products in a step.
-        step_s: Seconds of a step at the assumed efficiency, with waits for late uploads.
+        step_s: Seconds of a step at the assumed efficiency, including waits for late uploads.
         host_capacity_bytes: Bytes of the host's memory, assumed or given.
         host_bandwidth: Bytes per second of the host's memory, assumed or given.
         host: Peak bytes on the host, by use, for all devices. jax pins "mail" and "hand-over,

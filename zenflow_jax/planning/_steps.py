@@ -74,7 +74,7 @@ def placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def peak_bytes(compiled: Any) -> int:
-    """Returns a device's peak memory in a compiled step, its arguments included.
+    """Returns a device's peak memory in a compiled step, including its arguments.
 
     Examples:
         >>> import jax, jax.numpy as jnp
