@@ -1,4 +1,4 @@
-"""A run with streamed weights on a mesh: it has the losses of one device, and resumes."""
+"""A run with streamed weights on a mesh has the losses of a one-device run, and resumes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from train.model import cross_entropy
 from train.run import setup
 from zenflow_jax import layerwise
 
-# Nats, float32: sums over devices have a different order.
+# In nats, float32; the order of sums over devices differs.
 ATOL = 1e-5
 
 
@@ -41,7 +41,7 @@ def test_a_layerwise_run_on_a_mesh_has_the_losses_of_one_device_and_resumes(monk
 
 
 def losses_of(mesh):
-    """Returns the losses of a small model, whose weights a mesh divides."""
+    """Returns the losses of a small model whose weights are divided by a mesh."""
     whole, split, rows = (NamedSharding(mesh, x) for x in (P(), P(None, "fsdp"), P("data")))
     rng = np.random.default_rng(0)
     weights = [rng.normal(size=(8, 8)).astype(np.float32) / 4 for _ in range(3)]
@@ -70,5 +70,5 @@ def test_weights_on_explicit_axes_train_as_on_auto_axes():
         mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
         with jax.set_mesh(mesh):
             of_kinds.append(losses_of(mesh))
-    np.testing.assert_allclose(*of_kinds, rtol=1e-5)  # sums in another order
+    np.testing.assert_allclose(*of_kinds, rtol=1e-5)  # sums have a different order
     assert of_kinds[0][2] < of_kinds[0][0]
