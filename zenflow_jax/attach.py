@@ -238,7 +238,7 @@ def _place_of_state(values: Sequence[Any]) -> int:
 
 
 def _check_one_candidate(args: Sequence[Any]) -> None:
-    """Rejects two arguments like the parameters before the optimizer state, such as an average."""
+    """Rejects a second tree like the parameters, such as an average, before the optimizer state."""
 
     def shapes(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
@@ -248,7 +248,7 @@ def _check_one_candidate(args: Sequence[Any]) -> None:
     if any(shapes(x) == shapes(params) for x in others):
         raise TypeError(
             f"Two of the arguments {_kinds(args)} before the optimizer state look like its "
-            "parameters. Pass (params, opt_state, ...), with the others after them."
+            "parameters. Pass (params, opt_state, ...) first, and all other arguments after them."
         )
 
 

@@ -32,7 +32,7 @@ def without_compiler(monkeypatch):
 
 @pytest.fixture
 def with_compiler(monkeypatch):
-    """A compiler for which each example takes 1 MB. Returns the list of compiled steps."""
+    """Replaces the compiler: each example takes 1 MB. Returns the list of compiled steps."""
     compiled = []
 
     def compiled_peak(run, origin, mesh):

@@ -22,7 +22,7 @@ OF_BANDWIDTH = 0.7
 #: The largest share of GPU memory that jax may be allowed to use, and jax's default.
 MAX_FRACTION = 0.95
 DEFAULT_FRACTION = 0.75
-#: The share of the available time that host or bus may take; a fifth is a reserve.
+#: The share of the available time that host or bus may take; a fifth stays in reserve.
 BUSY = 0.8
 #: Bytes of host memory for the system, Python, CUDA and XLA.
 HOST_RESERVE = 8 * 10**9
