@@ -116,8 +116,8 @@ CHECKED = (
 def outside_of_functions(typechecker: Any) -> Callable[[Any], Any]:
     """Returns jaxtyping's decorator for functions that modules and classes define.
 
-    The decorator compiles a check for each function, and for a local function at every call of the
-    outer function, which takes a sixth of a test's time.
+    It compiles a check for each function, for a local function at every call of the outer function:
+    a sixth of a test's time.
     """
     decorate = jaxtyped(typechecker=typechecker)
     return lambda x: x if "<locals>" in x.__qualname__ else decorate(x)
@@ -146,8 +146,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the slowest tests; each worker starts with a part of them."""
-    # The slowest tests have their own timeout.
+    """Starts with the slowest tests, on each worker with a part of them."""
+    # The slowest have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
     items.sort(key=is_checked)  # checks are switched on once
     # Each worker starts with an equal part of the list. A file's tests share compiled programs.

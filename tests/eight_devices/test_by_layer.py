@@ -41,7 +41,7 @@ def test_a_layerwise_run_on_a_mesh_has_the_losses_of_one_device_and_resumes(monk
 
 
 def losses_of(mesh):
-    """Returns the losses of a small model whose weights are divided by a mesh."""
+    """Returns the losses of a small model, whose weights a mesh divides."""
     whole, split, rows = (NamedSharding(mesh, x) for x in (P(), P(None, "fsdp"), P("data")))
     rng = np.random.default_rng(0)
     weights = [rng.normal(size=(8, 8)).astype(np.float32) / 4 for _ in range(3)]
@@ -70,5 +70,5 @@ def test_weights_on_explicit_axes_train_as_on_auto_axes():
         mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
         with jax.set_mesh(mesh):
             of_kinds.append(losses_of(mesh))
-    np.testing.assert_allclose(*of_kinds, rtol=1e-5)  # sums have a different order
+    np.testing.assert_allclose(*of_kinds, rtol=1e-5)  # sums in another order
     assert of_kinds[0][2] < of_kinds[0][0]

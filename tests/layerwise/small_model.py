@@ -1,4 +1,4 @@
-"""A small model as functions, for the layerwise trainer."""
+"""A small model in functions, for the layerwise trainer."""
 
 import jax
 import jax.numpy as jnp
