@@ -57,7 +57,7 @@ def test_with_copies_a_step_also_exchanges_the_selected_rows(name):
 
 
 def divided():
-    """Returns a run whose leaves are divided over four devices, and copied to four others."""
+    """Runs leaves on four devices, twice."""
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
     shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
     options = runs.Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
