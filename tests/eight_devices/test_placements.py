@@ -90,7 +90,7 @@ def test_adaptive_schedules_decide_like_the_reference():
         assert len(set(np.diff(slow.turns[0].boundaries))) > 1
 
 
-# The tests above compare placements with the reference; this test compares with optax.
+# The tests above compare placements with the reference, this one with optax.
 def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh():
     with started(("three", "both", AUTO), EVERY) as training:
         ours = [values for _, values in training.follow(Plan(8))]
