@@ -1,15 +1,15 @@
 """Settings for every test.
 
-Nothing here chooses a platform. A test with another set-up starts a separate process.
+These settings do not choose a platform. A test with a different set-up starts a separate process.
 
 Compiling takes most of these tests' time. So the compiler for CPUs does not optimize, here or in
-the processes that tests start, except where `test_equality.py` compares with optax, or bits: its
-steps are compiled as for users. `XLA_FLAGS=--xla_backend_optimization_level=3 make test` optimizes
-everything, and takes three times as long.
+the processes that tests start, except where `test_equality.py` compares with optax or compares
+bits: its steps are compiled as for users. `XLA_FLAGS=--xla_backend_optimization_level=3 make test`
+optimizes everything, and takes three times as long.
 
-Workers of pytest-xdist and the processes that tests start compile the same programs. So all share
-jax's compilation cache, in a temporary folder. It returns the compiler's machine code, and jax
-traces, lowers and counts compilations as without it.
+Workers of pytest-xdist and the processes that tests start compile the same programs. So all
+processes share jax's compilation cache, in a temporary folder. It returns the compiler's machine
+code, and jax traces, lowers and counts compilations as without it.
 """
 
 import atexit
@@ -46,7 +46,7 @@ if importlib.util.find_spec("haliax") is None:
     collect_ignore.append("in_clients")
 
 # XLA reads these flags when jax starts its first backend. The GPU backend makes only optimized
-# code, so they are not set where one of jax's plugins is installed.
+# code, so the flags are not set where one of jax's plugins is installed.
 if "optimization_level" not in os.environ.get("XLA_FLAGS", "") and not entry_points(
     group="jax_plugins"
 ):
@@ -66,8 +66,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # otherwise a parent process 
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
 
-# XLA gets only the innermost line of Python for each instruction: to write and read all frames took
-# a fifth of the suite's time. Neither programs nor the compilation cache depend on them.
+# XLA gets only the innermost line of Python for each instruction: writing and reading all frames
+# took a fifth of the suite's time. Neither programs nor the compilation cache depend on them.
 jax.config.update("jax_include_full_tracebacks_in_locations", False)
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
@@ -101,8 +101,8 @@ def no_picture(monkeypatch):
     monkeypatch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
 
 
-# The annotations of the library are checked in its examples and in these tests alone: checks take a
-# third of a test's time.
+# The library's annotations are checked only in its examples and in these tests, because checks take
+# a third of a test's time.
 CHECKED = (
     "test_engine.py",
     "test_engine_save.py",
