@@ -200,7 +200,7 @@ class Coder:
         return min(candidates, key=len)
 
     def _in_stretches(self, plane: np.ndarray) -> bytes:
-        """Returns the number of parts, their sizes, and each part as a frame or, if smaller, raw."""
+        """Returns the number of parts, their sizes, and each part as a frame, or raw if smaller."""
         pieces = [plane[i : i + _STRETCH] for i in range(0, plane.size, _STRETCH)]
         frames = [self._huffman.compress(piece) for piece in pieces]
         if len(frames) == 1:
