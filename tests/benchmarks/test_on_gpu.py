@@ -30,7 +30,7 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu_and_reports_them(tmp_path):
     layers, facts, headline = data["stages"]
 
     first, *variants = layers["ways"]
-    assert [verdict for *_, verdict in variants[-2:]] == ["the same bits"] * 2
+    assert [verdict for *_, verdict in variants[-2:]] == ["bit-identical"] * 2
     assert first[0] == "adamw"
     assert variants[0][2].startswith("losses differ by")
     assert [row[1] for row in layers["times"]] == ["during_backward", "after_backward"]
@@ -133,7 +133,7 @@ def test_a_failing_stage_loses_only_its_own_unfinished_results(tmp_path, monkeyp
     assert [o.ended.splitlines()[0] for o in outcomes] == [
         "failed: ValueError: expected luck, got none",
         "died of SIGABRT",
-        "killed: it had not ended in time",
+        "killed: it had not finished in time",
         f"not run: {outcomes[3].ended[9:].split()[0]} s of the budget were left and it needs "
         "1000000",
         "done",
