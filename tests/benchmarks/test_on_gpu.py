@@ -132,9 +132,9 @@ def test_a_failing_stage_loses_only_its_own_unfinished_results(tmp_path, monkeyp
     saved = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["stages"]
     assert [o.ended.splitlines()[0] for o in outcomes] == [
         "failed: ValueError: expected luck, got none",
-        "died of SIGABRT",
+        "killed by SIGABRT",
         "killed: it had not finished in time",
-        f"not run: {outcomes[3].ended[9:].split()[0]} s of the budget were left and it needs "
+        f"not run: {outcomes[3].ended[9:].split()[0]} s of the budget were left, but it needs "
         "1000000",
         "done",
     ]

@@ -1,8 +1,8 @@
-"""Chat templates: render the messages of a conversation, and find the answers in the text.
+"""Renders conversations with chat templates, and finds the answers in the text.
 
-A template is a Jinja program, run here in a sandbox as in `transformers`, except that the date is
-always `DATE`, so that examples stay the same. Some templates mark the assistant's part with `{%
-generation %}`. In others, it is found by rendering the conversation only up to an answer.
+A template is a Jinja program. It runs in a sandbox as in `transformers`, except that the date is
+always `DATE`, so that examples stay the same. Some templates mark the assistant's text with `{%
+generation %}`. In others, this text is found by rendering the conversation only up to an answer.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ROLES = {
     "developer": "system",
 }
 
-# Placed around the assistant's text while a template is rendered. They are Unicode noncharacters,
-# so no text contains them.
+# Placed around the assistant's text while a template is rendered. Both are Unicode noncharacters,
+# which texts do not contain.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 # Replaces an answer to find its position, because the answer's text may also occur elsewhere.
 _PLACE = "\ufdd2"
@@ -56,7 +56,7 @@ Message = Mapping[str, Any]  # "role", usually "content", and other fields that 
 
 
 class ConversationError(ValueError):
-    """A template cannot render a conversation; the message is appended to its location."""
+    """A template cannot render a conversation. The caller adds the conversation's location."""
 
 
 class Conversation(NamedTuple):
@@ -65,7 +65,7 @@ class Conversation(NamedTuple):
 
 
 class ChatTemplate:
-    """A template; `special` has the special tokens' texts by name, `marks` all such texts."""
+    """A template. `special` maps names of special tokens to texts; `marks` contains all texts."""
 
     def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
         self.text = text
@@ -75,7 +75,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        # Jinja's own filter is for HTML.
+        # Jinja's own filter escapes HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = DATE.strftime
@@ -105,7 +105,7 @@ class ChatTemplate:
     ) -> Conversation:
         """Renders the messages, and returns the ranges of the assistant's answers in the text.
 
-        Messages whose index is in `skipped` do not count as answers.
+        Messages whose index is in `skipped` are not treated as answers.
         """
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
@@ -117,7 +117,7 @@ class ChatTemplate:
             )
         whole = self._render(messages, False, tools)
         if _PLACE in whole:
-            raise ConversationError("the text has the noncharacter U+FDD2")
+            raise ConversationError("the text contains the noncharacter U+FDD2")
         _check_written(whole, messages, tools or (), self.where)
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
         learned = [i for i in of_assistant if i not in skipped]
@@ -126,12 +126,12 @@ class ChatTemplate:
             ends = [*itertools.accumulate(map(len, parts))]
             text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
             if not any(start < stop for start, stop in spans):
-                raise ConversationError(f"`{{% generation %}}` of {self.where} renders no text")
+                raise ConversationError(f"`{{% generation %}}` in {self.where} renders no text")
             if learned != of_assistant:
                 if len(spans) != len(of_assistant):
                     raise ConversationError(
-                        f"some answers are not learned, but {self.where} has {len(spans)} "
-                        f"`{{% generation %}}` for {len(of_assistant)} answers"
+                        f"some answers are excluded from training, but {self.where} has "
+                        f"{len(spans)} `{{% generation %}}` for {len(of_assistant)} answers"
                     )
                 spans = [spans[of_assistant.index(i)] for i in learned]
             return Conversation(text, [(start, stop) for start, stop in spans if start < stop])
@@ -170,8 +170,9 @@ class ChatTemplate:
     def _stop(self, whole: str, ended: str, placed: str) -> int | None:
         """Returns the end of an answer, found with a placeholder in its place.
 
-        The last message can be rendered differently: with a thought before it, or with an end of
-        text after the end of the answer. The common part after the answer is its end.
+        The last message may be rendered differently: with a thought before it, or with an
+        end-of-text token after the answer's ending. So the ending is whatever both texts share
+        after the answer.
         """
         behind, rest = (text.rpartition(_PLACE)[2] for text in (ended, placed))
         if _PLACE not in ended or _PLACE not in placed or not whole.endswith(rest):
@@ -183,11 +184,11 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         text = json.dumps(messages, ensure_ascii=False, default=str) if self._marks_answers else ""
         if _BEGIN in text or _END in text:
-            raise ConversationError("the text has the noncharacter U+FDD0 or U+FDD1")
+            raise ConversationError("the text contains the noncharacter U+FDD0 or U+FDD1")
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
             return self._template.render(**self.special, messages=list(messages), **options)
-        # A template can fail like any program.
+        # A template may fail like any other program.
         except Exception as error:
             raise ConversationError(
                 f"the template in {self.where} rejects the messages: {error}"
@@ -217,12 +218,12 @@ def read_template(
             return ChatTemplate(text, special, marks, str(path))
     raise TokenizerError(
         f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in "
-        f"{CONFIG}. Put one there as {TEMPLATE}, or train with --chat-template FILE."
+        f"{CONFIG}. Add one as {TEMPLATE}, or train with --chat-template FILE."
     )
 
 
 def rename_roles(*roles: str) -> str | None:
-    """Returns the sentence that renames other formats' roles; None if there are none."""
+    """Returns a sentence on how to rename roles from other formats; None if there are none."""
     names = {role: ROLES.get(role.lower(), role.lower()) for role in roles}
     pairs = [f"{role!r} to {name!r}" for role, name in names.items() if role != name]
     return f"Rename the role {', '.join(pairs)}" if pairs else None
@@ -242,13 +243,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_written(
     whole: str, messages: Sequence[Message], tools: Sequence[Any], where: str
 ) -> None:
-    """Raises if a rendered text lacks a tool, a call, or a text of a user or the system."""
-    remedy = "Pass another template with --chat-template, or leave it out"
+    """Raises an error if the text lacks a tool, a call, or a user or system message's text."""
+    remedy = "Pass another template with --chat-template, or leave this part out"
     if not all(name in whole for name in _functions(tools)):
         raise ConversationError(f"the template in {where} skips `tools`. {remedy}")
     for number, message in enumerate(messages, 1):
         role, calls = message["role"], _functions(message.get("tool_calls") or ())
-        # Answers are searched later, and templates may encode a tool's result.
+        # Answers are located later, and templates may encode a tool's result.
         text = "" if role in (ASSISTANT, "tool") else str(message.get("content") or "").strip()
         lost = [] if text in whole else ["content"]
         lost += ["tool_calls" for name in calls if name not in whole]
@@ -272,7 +273,7 @@ def _start(
     messages: int,
 ) -> int | None:
     """Returns the start of the answer in message `i`."""
-    if i == 0:  # many templates need a message
+    if i == 0:  # many templates need at least one message
         placed = with_place(messages)
         return len(os.path.commonprefix([placed, whole])) if _PLACE in placed else None
     prompt = rendered(i, ask=True)
