@@ -254,7 +254,7 @@ def test_an_evaluation_before_and_after_a_run_has_the_runs_results(tmp_path, cap
     assert everything(tmp_path) == before
     untrained = shown(text)
     assert "on 3 examples of validation" in text
-    assert "an example, with learned text in ⟦⟧" in text
+    assert "an example; the model is trained on the text in ⟦⟧" in text
     assert finetune.main([config, "--steps", "0", "--validation-share", "1"]) == 0
     assert "on 24 examples of validation" in capsys.readouterr().out
 

@@ -1,6 +1,7 @@
 """Classifies texts with an encoder in a Hugging Face folder that has a classification head.
 
-`generate.py` is the command. It prints a line per text: the class, a tab, and its probability.
+`generate.py` is the command. It prints a line per text: the class, a tab, and the probability of
+the class.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from train.huggingface.loading import Pretrained
 from train.huggingface.tokenizer import Tokenizer
 from train.tasks.examples import Sentences
 
-# Texts in a batch, and the multiple to which lengths are padded: each length compiles once.
+# The texts in a batch, and the multiple that lengths are padded to, because each length compiles a
+# program.
 BATCH, PART = 32, 64
 
 
@@ -45,7 +47,7 @@ def classify_texts(
     tokenizer: Tokenizer,
     texts: Sequence[str],
 ) -> Iterator[tuple[str, float]]:
-    """Yields the class of each text and its probability; texts that are too long are cut."""
+    """Yields each text's class and its probability; texts that are too long are cut."""
     source = Sentences(texts, [0] * len(texts), tokenizer, origin.config.positions)
     shares_of = jax.jit(lambda params, *of: jax.nn.softmax(nnx.merge(graphdef, params)(*of)))
     for first in range(0, len(texts), BATCH):
