@@ -50,11 +50,10 @@ CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ERO
 
 
 def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -> None:
-    """Trains a run, or the rest of it, and leaves the results in the run's folder.
+    """Trains a run, or finishes a stopped run, and leaves the results in the run's folder.
 
     With `steps` 0, it shows a validation's metrics and writes nothing. A `run` is resumed from its
-    newest intact checkpoint, unless the start must be `fresh`. Raises `Stopped` if a signal ends
-    the run.
+    newest intact checkpoint, unless `fresh` is set. Raises `Stopped` if a signal ends the run.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
@@ -90,12 +89,12 @@ def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -
 def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str], None]) -> None:
     """Writes the weights of a `checkpoint`, a step or "best", to a new or empty folder.
 
-    These are the validated weights, without the updates that were pending then.
+    These are the validated weights, without the updates that were pending at that step.
     """
     if settings.run is None:
         raise SettingsError("`--export`: needs the name of a run. Pass --run.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"`--export`: {target} is not new or empty. Name another folder.")
+        raise SettingsError(f"`--export`: {target} is not new or empty. Pass another folder.")
     target = target.absolute()  # because "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
@@ -119,14 +118,14 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     task = task_name(vars(settings))
     models.write(target, origin, weights, values, labels=labels, texts=texts, task=task)
     pending = settings.optimizer != "adamw" and not layered
-    line = f"{target} has the weights of checkpoint {step} in {folder}"
+    line = f"{target} contains the weights of checkpoint {step} in {folder}"
     say(line + ", without pending updates" * pending)
 
 
 def show_plan(
     settings: Settings, planning: Planning, arguments: Sequence[str], console: Console
 ) -> None:
-    """Shows the run's needs without training."""
+    """Shows what the run would need, without training."""
     from train.plan import report
     from train.plan.planning import plan_run
     from zenflow_jax.planning import has_compiler
@@ -139,7 +138,7 @@ def show_plan(
     settings, deepspeed = with_deepspeed(settings, parts)
     if has_compiler():
         console.print(
-            "Compiling: minutes if the model is large. XLA's lines about memory are not errors."
+            "Compiling takes minutes if the model is large. XLA's lines about memory are no errors."
         )
     report.show(plan_run(settings, planning, deepspeed), arguments, console)
 
@@ -195,7 +194,7 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
         processes.leave()
         return 0
     host = (command.launch.coordinator or "").rpartition(":")[0] or None
-    # Before reading data, which may take minutes.
+    # Connects before reading data, which may take minutes.
     peers = Peers(host, restart="Start all of them again.", say=say)
     with StopRequest(say) as stop, peers:
         train(command, console, stop, peers)

@@ -1,4 +1,4 @@
-"""Writes a model's output for a prompt: its continuation, or the class of a text.
+"""Writes a model's continuation of a prompt, or the class of a text.
 
     python -m train.generate --model runs/NAME/model "The cat"
     python -m train.generate --model runs/NAME/model "The cat" --temperature 0.8 --top-p 0.95
@@ -55,15 +55,15 @@ class Options:
     )
     model: Dir = option(help="Model folder, such as runs/NAME/model, or org/name on the Hub.")
     format: Literal["auto", "text", "alpaca", "chat"] = option(
-        "auto", "The prompt as it is, as an instruction, as a user's message; auto: as trained."
+        "auto", "Use of the prompt: text, an instruction or a user's message; auto: as in training."
     )
-    system: str | None = option(None, "chat: system message ahead of the prompt.")
+    system: str | None = option(None, "chat: system message before the prompt.")
     max_tokens: int = option(256, "Maximum number of tokens to write.", least=1)
     temperature: float | None = option(
         None, "Divides the logits; 0: greedy. Default: 0, or 1 with --top-k or --top-p.", least=0
     )
-    top_k: int | None = option(None, "Sample from this many most likely tokens.", least=1)
-    top_p: float | None = option(None, "Total probability of tokens to sample from.", above=0)
+    top_k: int | None = option(None, "Sample from this number of the most likely tokens.", least=1)
+    top_p: float | None = option(None, "Total probability of the tokens to sample from.", above=0)
     seed: int = option(0, "Seed for sampling.", least=0)
     dtype: Literal["bfloat16", "float32"] | None = option(
         None, "Dtype of weights and products. Default: the folder's."
@@ -83,7 +83,7 @@ class Options:
 
 class Prompt(NamedTuple):
     tokens: list[int]
-    ends: frozenset[int]  # end the continuation
+    ends: frozenset[int]  # tokens that end the continuation
     description: str  # how the prompt was made
 
 
@@ -104,8 +104,8 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     room = origin.config.positions - len(prompt.tokens)
     if room < 1 or not prompt.tokens:
         raise SettingsError(
-            f"`prompt`: must have 1 to {origin.config.positions - 1} tokens, for the positions of "
-            f"the model in {folder}, but has {len(prompt.tokens)}."
+            f"`prompt`: must have 1 to {origin.config.positions - 1} tokens, to fit the model in "
+            f"{folder}, but has {len(prompt.tokens)}."
         )
     say(f"{len(prompt.tokens)} tokens of prompt, {prompt.description}")
     graphdef, params = _load(origin, options.dtype)
@@ -137,7 +137,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
 
 
 def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
-    """Returns the prompt as tokens, in the format of the options or of the folder's run."""
+    """Returns the prompt as tokens, in the format of the options or else of the folder's run."""
     folder = Path(options.model)
     form, because = options.format, ""
     if form == "auto":

@@ -77,7 +77,7 @@ def test_when_one_process_fails_the_others_can_report_their_own_errors_and_end(p
     code, text = ended(peers[0])
     assert code == 1
     assert re.match(
-        "error: process [12] has failed; its own output has the error. This process", text
+        "error: process [12] has failed; its own output contains the error. This process", text
     )
 
 

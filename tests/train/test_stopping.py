@@ -40,7 +40,7 @@ with StopRequest(lambda line: print(line, flush=True)) as stop:
 @pytest.mark.parametrize(
     ("number", "phase", "expected"),
     [
-        (signal.SIGINT, "start", "no step of this start was done"),
+        (signal.SIGINT, "start", "no step has been done since the start"),
         (signal.SIGTERM, "end", "all is saved"),
     ],
 )
@@ -101,9 +101,7 @@ def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch
     said = how_to_resume(signal.SIGTERM, 7, Path("runs/my first"))
     assert said.endswith(" 'runs/my first/settings.toml' --run 'my first'")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    said = (
-        "stopped by SIGTERM after step 7, which is saved. Resume with the same sbatch or srun and"
-    )
+    said = "stopped by SIGTERM after step 7, which is saved. Resume with the same sbatch or srun command and"
     assert how_to_resume(signal.SIGTERM, 7, Path("runs/job-17")) == f"{said} --run job-17"
 
 

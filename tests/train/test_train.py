@@ -155,7 +155,7 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
         assert finetune.main([*command, "--export", name, str(tmp_path / name)]) == 0
         assert_weights_of_checkpoint(folder, step, tmp_path / name)
     for name, target, options, expected in (
-        ("7", "new", [], r"`--export`: 7 is no checkpoint .* 6, 12, 13 \(val"),
+        ("7", "new", [], r"`--export`: 7 is not a checkpoint .* 6, 12, 13 \(val"),
         ("best", "best", [], "is not new or empty"),
         ("best", "new", ["--width", "32"], "`width`: is 32, but was 16 .*Pass --width 16, or"),
     ):

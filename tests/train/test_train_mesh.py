@@ -165,7 +165,7 @@ def test_two_processes_train_like_one_device_and_a_signal_to_one_of_them_saves_t
     first.send_signal(signal.SIGUSR1)
     codes, shown = zip(output(first), output(second), strict=True)
     assert codes == (128 + signal.SIGTERM,) * 2, shown
-    message = "SIGUSR1: stopping after this step, saving; again to abort"
+    message = "SIGUSR1: stopping after this step and saving"
     assert [text.count(message) for text in shown] == [1, 0]
     (step,) = re.findall(r"stopped by SIGTERM after step (\d+), which is saved", "".join(shown))
     assert int(step) > TINY_MESH["steps"]

@@ -1,8 +1,9 @@
-"""Ends all processes of a run when one is killed or fails.
+"""Ends all processes of a run when one of them is killed or fails.
 
 The library's own monitor propagates an engine's failures through jax's service, which detects a
-killed process only at its timeout, and never in adamw runs. Only the kernel knows at once: it
-closes the connection that each process here has to process 0. Missing connections are reported.
+killed process only at its timeout, and never in adamw runs. Only the operating system notices at
+once: it closes the connection that each process keeps to process 0. Missing connections are
+reported.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ import jax
 from train.distributed import processes
 from train.distributed.stopping import Stopped
 
-# How long process 0 waits for connections, and other processes for theirs.
+# How long process 0 waits for connections, and each other process for its own.
 MEET_S = 10.0
-# How long a process may take to end by itself after another has failed, to show its own error.
+# How long a process may take to exit on its own after another has failed, to show its own error.
 GRACE_S = 5.0
 
 BYE, FAILED = b".", b"!"
 
 
 class Peers:
-    """Ends this process when another process of the run is gone. Use it in a `with` block in each.
+    """Ends this process when another process of the run is gone. Use it in a `with` block in all.
 
-    `host` is the address of process 0; `restart` says how to restart, and may be changed.
+    `host` is the address of process 0; `restart` tells the user how to restart, and may be changed.
     """
 
     def __init__(self, host: str | None, *, restart: str, say: Callable[[str], None]):
@@ -96,7 +97,7 @@ class Peers:
             for key, _ in selector.select():
                 connection = key.data
                 try:
-                    # Two messages may arrive at once; the first counts.
+                    # Two messages may arrive at once; only the first counts.
                     news = connection.recv(64).partition(b"\n")[0]
                 except OSError:
                     news = b""
@@ -106,12 +107,12 @@ class Peers:
                 if news.startswith(FAILED):
                     index = int(news[1:] or index)
                     self._forward(FAILED + str(index).encode())
-                    why = f"process {index} has failed; its own output has the error"
+                    why = f"process {index} has failed; its own output contains the error"
                     timer = threading.Timer(GRACE_S, self._exit, [why])
                     timer.daemon = True
                     timer.start()
                 elif not news.startswith(BYE):
-                    # Process 0 learns this from the kernel, and sends the number to the others.
+                    # Process 0 learns this from its system, and sends the number to the others.
                     index = int(news) if news.isdigit() else index
                     self._forward(str(index).encode())
                     self._exit(f"process {index} is gone: it was killed, or its machine failed")
