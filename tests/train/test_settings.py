@@ -51,8 +51,8 @@ def config_file(folder: Path, text: str) -> Path:
             "full_warm_up_share = 0.05\nfull_warm_up_rounds = 20",
             "`full_warm_up_share`: excludes `full_warm_up_rounds`, but they are 0.05 and 20",
         ),
-        ('stream = "gradients"', "`scan_layers`: must be .* as stream is 'gradients'"),
-        ("early_stopping_patience = 3", "`keep_best`: must be True, as early_stopping_patience"),
+        ('stream = "gradients"', "`scan_layers`: must be .* because stream is 'gradients'"),
+        ("early_stopping_patience = 3", "`keep_best`: must be True, because early_stopping"),
         ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: excludes `warmup_steps`"),
     ],
 )

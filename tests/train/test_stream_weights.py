@@ -116,5 +116,5 @@ def test_a_layerwise_run_resumes_exports_and_is_read_again(tmp_path, monkeypatch
     ],
 )
 def test_options_that_do_not_suit_a_layerwise_run_are_rejected_by_name(options, name, stream):
-    with pytest.raises(SettingsError, match=f"`{name}`: must be .* as stream is '{stream}'"):
+    with pytest.raises(SettingsError, match=f"`{name}`: must be .* because stream is '{stream}'"):
         Settings(**options)

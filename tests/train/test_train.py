@@ -184,7 +184,7 @@ def test_a_run_that_stops_early_has_its_best_weights_and_resumes_as_if_uninterru
     figures = summary(folder)
     assert (figures["steps"], figures["best_step"]) == (12, 6)
     assert figures["validation_after"] == {"loss": 3.5}
-    assert "stopping after step 12: no better validation in 2" in capsys.readouterr().out
+    assert "stopping after step 12: no improvement in 2 validations" in capsys.readouterr().out
     assert_weights_of_checkpoint(folder, 6, folder)
     assert start("early", [], *options) == 0
     assert "Pass a larger --early-stopping-patience" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Reads a run's settings and a start's options from a file and a command line.
 
 A TOML file without tables overrides the defaults of `Settings`, and options override the file;
-options of `Launch`, `Start` and `Planning` are never in a file. A mistake is a `SettingsError`.
+options of `Launch`, `Start` and `Planning` are never in a file. A mistake raises a `SettingsError`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Launch:
         host, _, port = self.coordinator.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise SettingsError(
-                f"`--coordinator`: must be HOST:PORT, but is {self.coordinator}. Name the machine "
+                f"`--coordinator`: must be HOST:PORT, but is {self.coordinator}. Pass the machine "
                 "of process 0 and a free port, such as 10.0.0.1:29500."
             )
         if not 0 <= self.process < self.processes:
@@ -54,7 +54,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Start: options that are not keys of the TOML file."""
+    """Start: options that are not keys in the TOML file."""
 
     fresh: bool = option(False, "Fail instead of resuming a run.")
     timeline: File | None = option(None, "Draw the last steps: .png, .svg, .pdf or .json.")
@@ -79,7 +79,7 @@ class Start:
 class Planning:
     """Planning: memory and speed of a run, without starting it (docs/planning.md)."""
 
-    plan: bool = option(False, "Show the run's needs, and settings that fit.")
+    plan: bool = option(False, "Show the run's memory and time, and settings that fit.")
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = option(
         None, "GPU to plan for. Default: this machine's, or h100."
     )
@@ -110,7 +110,7 @@ def shipped() -> list[str]:
 
 
 def load_settings(path: str | Path) -> Settings:
-    """Reads a TOML file of `Settings` fields, or a shipped file by its name.
+    """Reads a TOML file of `Settings` fields, or a built-in file by its name.
 
     Whole numbers are accepted for floats.
     """
@@ -162,15 +162,15 @@ def to_toml(values: Mapping[str, Any]) -> str:
 
 
 def _check_place(config: Path, output_dir: str, run: str | None) -> None:
-    """Raises if a resumable run's settings would start it again in another folder."""
+    """Raises an error if a resumable run's settings would start it again in another folder."""
     folder = config.absolute().parent
     if config.name != "settings.toml" or folder.name != run:
         return
     if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
         raise SettingsError(
             f"`--run`: the folder of {config} is not in {Path(output_dir).absolute()}. Paths in "
-            "a run's settings are relative to the folder where it was started: start it there "
-            "again."
+            "a run's settings are relative to the folder where it was started: start it there, "
+            "too."
         )
 
 

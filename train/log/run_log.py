@@ -67,7 +67,7 @@ class RunLog:
                 closing.callback(self._reporter.finish)
 
     def begin(self, step: int) -> None:
-        """Notes that this start's first step is compiled and finished."""
+        """Records that this start's first step is compiled and finished."""
         self._begun = step, time.monotonic()
         line = f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s"
         show(self._console, line)
@@ -136,7 +136,7 @@ def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[R
         return []
     except (ValueError, KeyError, csv.Error):
         last = rows[-1].step if rows else 0
-        say(f"{path} is damaged: its rows of the steps from {last + 1} to {until} are lost")
+        say(f"{path} is damaged: its rows for the steps from {last + 1} to {until} are lost")
     return rows
 
 

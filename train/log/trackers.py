@@ -15,7 +15,7 @@ from train.cli.settings import SettingsError
 
 PROJECT = "zenflow_jax"
 PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
-BOARD_EVERY_S = 30.0  # the interval of TensorBoard's readers
+BOARD_EVERY_S = 30.0  # how often TensorBoard reads the file
 
 
 # An object with `log(figures, step)`, for finite values by name (`train/loss`), and `finish()`.
@@ -23,7 +23,7 @@ Reporter = Any
 
 
 def check_reporter(kind: str) -> None:
-    """Raises if the tracker's package is not installed, before the run starts."""
+    """Raises an error before the run starts if the tracker's package is not installed."""
     try:
         if kind != "none":
             importlib.import_module(PACKAGES[kind])

@@ -1,6 +1,6 @@
 """Plans a run's memory and speed for three optimizers, and finds settings that fit.
 
-This reads no weights and needs no device. `zenflow_jax.planning` has the arithmetic.
+Planning reads no weights and needs no device. `zenflow_jax.planning` contains the arithmetic.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zenflow_jax.deepspeed import DeepSpeedOptions
 OPTIMIZERS = ("adamw", "offload", "zenflow")
 #: The maximum number of suggested settings, and of steps that are compiled to find them.
 WAYS, COMPILATIONS = 3, 12
-# For a run whose steps and classes depend on its data; sizes do not depend on these.
+# Values for a run whose steps and classes depend on its data; sizes do not depend on them.
 STEPS, LABELS = 1000, 2
 # Without a device, jax 0.11.2 cannot select a deterministic matrix product.
 _OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": False}
@@ -56,7 +56,7 @@ _AT_ONCE = {"stream": "none", "layer_updates": "after_backward", "layer_inputs":
 
 
 class Way(NamedTuple):
-    """Other settings with which a run fits."""
+    """Other settings that make a run fit."""
 
     changes: Mapping[str, Any]  # values by name, apart from the batch
     batch_size: int
@@ -69,7 +69,7 @@ class RunPlan(NamedTuple):
     settings: StepSettings
     of_optimizers: Mapping[str, planning.Plan]
     measured: bool  # whether the host's bandwidth was measured
-    ways: tuple[Way, ...]  # other settings, which fit, if the run does not
+    ways: tuple[Way, ...]  # other settings that fit, if the run does not
 
     @property
     def chosen(self) -> planning.Plan:
@@ -138,7 +138,7 @@ class _Planner:
         plan = self.by_shapes(run)
         if not self.by_compiler:
             return plan
-        # Gradients and activations of steps do not depend on these.
+        # The gradients and activations of a step do not depend on these settings.
         same = {name: getattr(self.settings, name) for name in ("update_interval", "staleness")}
         run = dataclasses.replace(run, **same, host_state="float32", prefetch_bytes=None)
         return plan.with_peak(self._peak(run))
@@ -195,10 +195,10 @@ def plan_run(
 def ways_that_fit(
     settings: StepSettings, unit: int, plan_of: Callable[[StepSettings], planning.Plan | None]
 ) -> list[Way]:
-    """Returns at most `WAYS` ways to make a run fit, those with large batches first.
+    """Returns at most `WAYS` ways to make a run fit, large batches first.
 
-    Each has few changes, and the first batch that fits, halved in multiples of `unit`. `plan_of`
-    returns None for settings that cannot be planned.
+    Each has few changes, and the first batch that fits when batches are halved in multiples of
+    `unit`. `plan_of` returns None for settings that cannot be planned.
     """
     ways: list[Way] = []
     for changes in _changes(settings):
@@ -222,7 +222,7 @@ def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Yields changes other than the batch, alone and combined, fewest changes first."""
     offloads, interval = settings.optimizer != "adamw", settings.update_interval
     choices: dict[str, Any] = {"remat": True}
-    if settings.stream == "weights":  # each layer is recomputed
+    if settings.stream == "weights":  # each layer is recomputed anyway
         choices = {"layer_inputs": "host", "layer_updates": "during_backward"}
     if offloads:
         choices["host_state"] = "compact"
@@ -242,7 +242,7 @@ def _changed(settings: StepSettings, values: Mapping[str, Any]) -> dict[str, Any
 
 
 def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | None) -> int:
-    """Returns a device's bytes at the peak of a step, according to the compiler."""
+    """Returns the bytes on a device at a step's peak, according to the compiler."""
     return planning.peak_bytes(compiled_step(planned_step(run, origin, mesh, placed=True)))
 
 
@@ -256,7 +256,7 @@ def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
 
 
 def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
-    """Returns the mesh in the setting, of described GPUs or of this machine's CPU devices."""
+    """Returns the setting's mesh, of described GPUs or of this machine's CPU devices."""
     sizes = mesh_axes(text) if text else {"data": 1}
     if described:
         return planning.described_mesh(device, sizes)
@@ -325,7 +325,7 @@ def plan_layers(
     compiles: bool,
     **machine: Any,
 ) -> planning.LayerPlan:
-    """Plans a run whose weights stream; `machine` has the rest of `plan_layerwise`'s arguments."""
+    """Plans a run whose weights stream; `machine` is passed to `plan_layerwise`."""
     kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
     graphdef, shapes = jax.eval_shape(lambda: models.split(build()))
     if divided is not None:

@@ -1,4 +1,4 @@
-"""A run's folder: its name, its lock and its settings."""
+"""Manages a run's folder: its name, its lock and its settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.distributed import processes
 from train.huggingface.chat_template import TEMPLATE
 from train.run import models
 
-# Names the process that holds the lock. The file stays when the run ends.
+# A file that names the process which holds the lock. It is kept when the run ends.
 LOCK = "lock"
 
 # The files that a run overwrites.
@@ -27,7 +27,7 @@ WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
 def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
-    """Returns the folder of the run, the same for every process.
+    """Returns the run's folder, which is the same in every process.
 
     A named run may have an earlier start unless `fresh`; without a name, the folder is new.
     """
@@ -41,22 +41,22 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
         names = {p.name for p in folder.iterdir()}
     except OSError as error:
         problem = f"cannot write to {output_dir} ({error.strerror})"
-        raise SettingsError(f"`output_dir`: {problem}. Name another --output-dir.") from error
+        raise SettingsError(f"`output_dir`: {problem}. Pass another --output-dir.") from error
     # Every start makes a lock file, but a copied run may lack it.
     is_run = bool(names & {LOCK, "checkpoints"})
     names.discard(LOCK)
     if not is_run and names & WRITTEN:
         raise SettingsError(
-            f"`run`: {folder} has a {min(names & WRITTEN)}, but is not a run folder. Name another."
+            f"`run`: {folder} has a {min(names & WRITTEN)}, but is not a run folder. Pass another."
         )
     if fresh and names:
         raise SettingsError(
-            f"`--fresh`: {folder} is not new or empty: it has {min(names)}. Name another --run."
+            f"`--fresh`: {folder} is not new or empty: it has {min(names)}. Pass another --run."
         )
     written = names & {models.WEIGHTS, models.FOLDER}
     if written and "checkpoints" not in names:
         raise SettingsError(
-            f"`run`: {folder} has a {written.pop()}, but no checkpoints to resume from. Name a new "
+            f"`run`: {folder} has a {written.pop()}, but no checkpoints to resume from. Pass a new "
             "--run."
         )
     processes.from_first(str(folder))
@@ -102,7 +102,7 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             file.seek(0)
             raise SettingsError(
                 f"`run`: {folder} is in use by another process: "
-                f"{file.read().strip() or 'unknown'}. Stop it (on SIGTERM it saves), or name "
+                f"{file.read().strip() or 'unknown'}. Stop it (it saves on SIGTERM), or pass "
                 "another --run."
             ) from None
         except OSError:  # some file systems have no locks

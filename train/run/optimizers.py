@@ -1,4 +1,4 @@
-"""Optimizers from the settings, or from a DeepSpeed config named in the settings."""
+"""Makes optimizers from the settings, or from a DeepSpeed config named in the settings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ S = TypeVar("S", bound=OptimizerSettings)
 
 
 def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
-    """Returns the dtype of matrices on the device: adamw needs float32, as it has no masters."""
+    """Returns the dtype of matrices on the device: float32 with adamw, which has no masters."""
     return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 
 
 def learning_rate(peak: float, warm_up: int, steps: int, schedule: str) -> optax.Schedule:
-    """Warms up linearly to the peak, then decays: cosine to a tenth, linear to zero, or not."""
+    """Warms up linearly, then decays in a cosine to a tenth, linearly to zero, or not at all."""
     rest = max(steps - warm_up, 1)
     after = {
         "cosine": optax.cosine_decay_schedule(peak, rest, alpha=0.1),
@@ -219,5 +219,5 @@ def decayed(params):
 
 
 def _is_no_matrix(path: tuple[Any, ...], _: Any) -> bool:
-    # By name, because a bias of stacked blocks also has two axes.
+    # Selects by name, because a bias of stacked blocks also has two axes.
     return jax.tree_util.keystr(path[-1:], simple=True) in ("bias", "scale")
