@@ -68,7 +68,7 @@ class UnreadStep(NamedTuple):
 
 
 class Meter:
-    """Turns the losses of all steps into a `Row` for the first step and for each `log_every` steps.
+    """Turns the losses of all steps into a `Row` for the first step and every `log_every` steps.
 
     Call `start` when the first steps are compiled and finished, `step` after every step and its
     exchange, `drain` and `finish` after the last step. A resumed run passes its `steps_done` and

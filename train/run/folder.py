@@ -18,7 +18,7 @@ from train.distributed import processes
 from train.huggingface.chat_template import TEMPLATE
 from train.run import models
 
-# A file that names the process which holds the lock. It is kept when the run ends.
+# A file that names the process that holds the lock. It is kept when the run ends.
 LOCK = "lock"
 
 # The files that a run overwrites.

@@ -112,7 +112,7 @@ class Run:
         self._say(f"resuming from checkpoint {done} in {self.folder}")
         if done > steps:
             raise SettingsError(
-                f"`steps`: must be at least {done}, as in {self.folder}, but is {steps}."
+                f"`steps`: must be at least {done}, already done in {self.folder}, but is {steps}."
             )
         return False
 

@@ -71,7 +71,7 @@ class Job(NamedTuple):
 
 
 def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
-    """Reads and checks everything except weights; with the arguments and errors of `train`."""
+    """Reads and checks everything except weights, with the arguments and errors of `train`."""
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)

@@ -100,7 +100,7 @@ class StepTraining:
 
 
 class LayerTraining:
-    """Runs one program per layer, with weights in host memory, and `StepTraining`'s methods."""
+    """Runs one program per layer, with weights in host memory; has `StepTraining`'s methods."""
 
     def __init__(self, job: Job, layered: LayeredModel):
         self._job, self._layered = job, layered
