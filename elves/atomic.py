@@ -73,7 +73,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Returns whether a path is a temporary path of `atomic_path`, or inside one."""
+    """Returns whether a path is a temporary path of `atomic_path`, or is inside such a path."""
     return any(map(_NAME.fullmatch, path.parts))
 
 

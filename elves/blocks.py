@@ -106,8 +106,8 @@ class Coder:
 
         Args:
             data: Complete words as uint8, at least one and at most `BLOCK` bytes.
-            base: For "delta": the same number of words, as uint8. Their width is the same, or they
-                are float32 and are cast to bfloat16 for words of width 2.
+            base: For "delta": the same number of the base's words, also as uint8. They have the
+                same width, or are float32 and are cast to bfloat16 for words of width 2.
         """
         x = data.view(_UNSIGNED[words.width])
         candidates: list[tuple[int, Any]] = [(STORED, data.data)]

@@ -41,7 +41,7 @@ class Command:
     bound: str | None = option(
         None, "Maximum error of a float32 weight, such as 2^-24. Default: lossless."
     )
-    base: Path | None = option(None, "Model from which to store only the differences.")
+    base: Path | None = option(None, "Base model; only the differences from it are stored.")
     threads: int | None = option(None, "Number of threads. Default: all cores.", above=0)
     replace: bool = option(False, "Replace each file with its packed form; takes no TARGET.")
     restore: bool = option(False, "Restore a packed file or folder.")

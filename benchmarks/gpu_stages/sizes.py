@@ -105,7 +105,7 @@ SHAPES = (
     Shape("Llama 2 70B", {"width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}, 80),
 )
 _TINY = (Shape("tiny", {"width": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocabulary": 256}, 1),)
-#: A rehearsal's machine, for which `_TINY` is chosen like other shapes for real machines.
+#: A rehearsal's machine; `_TINY` is chosen for it as other shapes are for real machines.
 _REHEARSED = Machine(device_bytes=int(3.4e5), host_bytes=int(HOST_RESERVE + 6e5))
 
 

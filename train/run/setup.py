@@ -56,7 +56,7 @@ class Sources(NamedTuple):
 
 class Job(NamedTuple):
     settings: Settings  # final
-    values: Mapping[str, Any]  # the same, for the records
+    values: Mapping[str, Any]  # the same settings, to be recorded
     mesh: Mesh | None
     task: Task
     texts: Mapping[str, str]

@@ -91,7 +91,7 @@ class StepTraining:
         return self.params, (x for _, x in masters)
 
     def weights_of(self, checkpoints: Checkpoints, step: int) -> Any:
-        """Returns the weights of a checkpoint, in place of the current ones."""
+        """Returns the weights of a checkpoint, in place of the current weights."""
         return checkpoints.weights(step, self.params)
 
     def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
