@@ -138,7 +138,7 @@ def show_plan(
     settings, deepspeed = with_deepspeed(settings, parts)
     if has_compiler():
         console.print(
-            "Compiling takes minutes if the model is large. XLA's lines about memory are no errors."
+            "Compiling a large model takes minutes. XLA's lines about memory are not errors."
         )
     report.show(plan_run(settings, planning, deepspeed), arguments, console)
 

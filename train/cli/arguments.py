@@ -1,8 +1,8 @@
 """Reads command lines into dataclasses with argparse, and explains a mistake in one line.
 
-A field that is an `option` has its name, type, default, help and limits in one place. The class
-that declares it is its group in the help; a field that is a dataclass stands for all options of
-that class. A type such as `Annotated[str, "DIR"]` sets the value's name in the help.
+A field that is an `option` has its name, type, default, help and limits in one place. In the help,
+options are grouped by the class that declares them; a field that is a dataclass stands for all
+options of that class. A type such as `Annotated[str, "DIR"]` sets the value's name in the help.
 """
 
 from __future__ import annotations

@@ -217,9 +217,9 @@ def _read_header(path: Path) -> list[Tensor]:
     except elves.ElvesError as error:
         raise ModelError(str(error)) from error
     except (OSError, SafetensorError) as error:
-        known = f"({path.stat().st_size} bytes) is damaged" if path.exists() else "is missing"
+        problem = f"({path.stat().st_size} bytes) is damaged" if path.exists() else "is missing"
         raise ModelError(
-            f"the safetensors file {path} {known} ({error}). Copy the file again."
+            f"the safetensors file {path} {problem} ({error}). Copy the file again."
         ) from error
 
 
