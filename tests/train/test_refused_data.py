@@ -58,7 +58,7 @@ FILES = {
         ("a.csv", "a,b", r"a\.csv is not such a file. Pass a \*\.txt or \*\.jsonl or "),
         ("dev.txt", "a", r"has no training data \(train\*, .*\)\. .* dev\.txt"),
         ("train-test.txt", "a", r"train-test\.txt could be training or other data"),
-        ("parts/a.txt", "a", r"has no training data .*, but parts"),
+        ("parts/a.txt", "a", r"has no training data .* contains parts"),
     ],
     "alpaca": [
         ("a.json", '[\n{"instruction": "a",}]', r"a\.json: the text is not valid JSON .*line 2"),

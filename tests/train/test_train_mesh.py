@@ -47,7 +47,7 @@ def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
         (lambda: mesh("data=1,data=1"), "^`mesh`: needs every axis once, but has `data` twice"),
         (lambda: mesh("data=64,fsdp=3"), r"needs .* of devices, here \d+ .* the product 192"),
         (lambda: placed("a/up/kernel", 4, 4), "a size of `fsdp` that divides .*but has fsdp=3"),
-        (lambda: placed("bias", 4), r"`bias`.* needs a rule in .*, has none"),
+        (lambda: placed("bias", 4), r"`bias`.* needs a rule in .*, but has none"),
         (lambda: placed("norm/scale", 4, 4), r"`norm/scale`.* needs a rule .* has \(None,\)"),
         (lambda: Launch(processes=2), "--processes is not enough. Pass .* together"),
         (lambda: Launch(coordinator="a", processes=2, process=0), "must be HOST:PORT, but is a"),
@@ -61,7 +61,7 @@ def test_the_batch_is_split_over_data_and_fsdp():
     both = abstract_mesh(data=2, fsdp=2, tensor=2)
     assert sharding.batch_sharding(both, 4).spec == PartitionSpec(("data", "fsdp"))
     assert sharding.batch_sharding(abstract_mesh(tensor=8), 4).spec == PartitionSpec(())
-    expected = "`batch_size`: must be a multiple of 6, .*data and fsdp .*is 8.*--batch-size 12"
+    expected = "`batch_size`: must be a multiple of 6, .*data and fsdp, but is 8.*--batch-size 12"
     with pytest.raises(SettingsError, match=expected):
         sharding.batch_sharding(abstract_mesh(data=2, fsdp=3, tensor=2), 8)
 
