@@ -93,6 +93,6 @@ def check_same_run(
             )
     if saved["data"] != wanted.get("data", saved["data"]):
         raise SettingsError(
-            f"the data differs from the data of the run that wrote {folder}: in its files (for "
-            "standard_library: in the Python version), its tokenizer, or its chat template."
+            f"the data differs from that of the run that wrote {folder}: the files (for "
+            "standard_library: the Python version), the tokenizer or the chat template."
         )

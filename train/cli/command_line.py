@@ -180,8 +180,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         near = did_you_mean(path.stem, [file.stem for file in path.parent.glob("*.toml")])
         raise SettingsError(
-            f"{path}: the config file cannot be read: {error.strerror}.{near} (Configs in "
-            f"zenflow_jax have names: {', '.join(shipped())}.)"
+            f"{path}: the config file cannot be read: {error.strerror}.{near} (Built-in "
+            f"configs: {', '.join(shipped())}.)"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         data = "" if path.suffix == ".toml" else " Pass data with --data, after a config's name."
