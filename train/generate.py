@@ -107,7 +107,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
             f"`prompt`: must have 1 to {origin.config.positions - 1} tokens, to fit the model in "
             f"{folder}, but has {len(prompt.tokens)}."
         )
-    say(f"{len(prompt.tokens)} tokens of prompt, {prompt.description}")
+    say(f"{len(prompt.tokens)} prompt tokens, {prompt.description}")
     graphdef, params = _load(origin, options.dtype)
     most = min(options.max_tokens, room)
     begin = time.perf_counter()
@@ -144,7 +144,7 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
         task = read_object(folder / CONFIG, ModelError).get(TASK)
         form, because = "text", "" if task else "; --format chat puts it into the chat template"
         if task in ("alpaca", "chat"):
-            form, because = task, f", as the run was trained ({task})"
+            form, because = task, f", as in training ({task})"
     if form == "chat":
         return _chat_prompt(options, tokenizer, because)
     if options.system is not None:

@@ -146,7 +146,7 @@ def mesh_axes(text: str) -> dict[str, int]:
             form = "`axis=size` pairs, separated by commas, such as data=2,fsdp=4"
             raise _mesh_error(form, repr(text))
         if name not in MESH_AXES:
-            raise _mesh_error(f"axes among {', '.join(MESH_AXES)}", f"`{name}`")
+            raise _mesh_error(f"only the axes {', '.join(MESH_AXES)}", f"`{name}`")
         if name in axes:
             raise _mesh_error("every axis once", f"`{name}` twice")
         axes[name] = int(size)
@@ -170,8 +170,7 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         elif size % mesh.shape[axis]:
             if not re.search(UNEVEN, name):
                 raise _mesh_error(
-                    f"a size of `{axis}` that divides dimension {dimension} of the leaf `{name}`, "
-                    f"which is {size}",
+                    f"a size of `{axis}` that divides {size}, dimension {dimension} of the leaf `{name}`",
                     f"{axis}={mesh.shape[axis]}",
                 )
             axis = None
