@@ -170,7 +170,7 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         elif size % mesh.shape[axis]:
             if not re.search(UNEVEN, name):
                 raise _mesh_error(
-                    f"a size of `{axis}` that divides {size}, dimension {dimension} of the leaf `{name}`",
+                    f"a size of `{axis}` that divides {size}, dimension {dimension} of `{name}`",
                     f"{axis}={mesh.shape[axis]}",
                 )
             axis = None
