@@ -147,7 +147,7 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
     assert figures["best_step"] == 6
     assert [figures[name] for name in SCHEDULE] == [None] * 4  # adamw has none
     assert {row["window_length"] for row in rows(folder / "metrics.csv")} == {""}
-    assert "model.safetensors has the weights of step 6, the best" in capsys.readouterr().out
+    assert "model.safetensors contains the weights of step 6, the best" in capsys.readouterr().out
     assert_weights_of_checkpoint(folder, 6, folder)
 
     # The others' also, by themselves.
