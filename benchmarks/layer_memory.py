@@ -3,8 +3,8 @@
     python -m benchmarks.layer_memory
 
 Memory: each trainer runs 12 steps of a decoder in a separate process; the result is that process's
-    peak (`getrusage`) minus the peak with the model `tiny`. Another process compiles first. Time:
-    all trainers take turns in one process, two steps at a time. Answers: `benchmarks/LOG.md`.
+peak (`getrusage`) minus the peak with the model `tiny`. Another process compiles first.
+Time: all trainers take turns in one process, two steps at a time. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse

@@ -39,7 +39,7 @@ OF_MESSAGES = REFUSED | {
 }
 OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
     ("system", "history"),
-    "Alpaca's format has no such field. Write conversations, and use --task chat",
+    "Alpaca has no such field. Write conversations, and use --task chat",
 )
 
 # 1 or true to train on an example or message, 0 or false not to.
@@ -120,18 +120,12 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
 
 
 def check_instruction(where: str, record: Mapping[str, Any]) -> None:
-    """Raises a `DataError` if a record lacks a field, or uses another format's name for it."""
-    misnamed = [
-        to for name, to in RENAMED.items() if to not in record and not _is_empty(record.get(name))
-    ]
-    lacking = [name for name in ("instruction", "output") if name not in record]
-    for name in misnamed + lacking:
-        names = ", ".join(map(repr, record)) or "none"
-        pairs = [f"`{old}` to `{to}`" for old, to in RENAMED.items() if old in record]
-        remedy = f"Rename {' and '.join(pairs)}" if pairs else "Rename the field"
-        if "messages" in record or "conversations" in record:
-            remedy = "This is a conversation: use --task chat"
-        raise DataError(f"{where}: the field {name!r} is missing (fields: {names}). {remedy}.")
+    """Raises a `DataError` if a record has a field under another format's name."""
+    if "instruction" not in record and ("messages" in record or "conversations" in record):
+        raise DataError(f"{where}: the record is a conversation. Use --task chat.")
+    for old, new in RENAMED.items():
+        if new not in record and not _is_empty(record.get(old)):
+            raise DataError(f"{where}: the field {new!r} is missing. Rename {old!r} to {new!r}.")
 
 
 def _is_empty(value: Any) -> bool:
