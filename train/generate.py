@@ -45,7 +45,8 @@ from train.tasks.examples import Sentences
 
 PROGRAM = command_of("generate")
 
-# Texts in a batch, and the multiple to which lengths are padded: each length compiles once.
+# The texts in a batch, and the multiple that lengths are padded to, because each length compiles a
+# program.
 BATCH, PART = 32, 64
 
 
@@ -205,7 +206,7 @@ def _classify(
     tokenizer: Tokenizer,
     texts: Sequence[str],
 ) -> Iterator[tuple[str, float]]:
-    """Yields the class of each text and its probability; texts that are too long are cut."""
+    """Yields each text's class and its probability; texts that are too long are cut."""
     source = Sentences(texts, [0] * len(texts), tokenizer, origin.config.positions)
     shares_of = jax.jit(lambda params, *of: jax.nn.softmax(nnx.merge(graphdef, params)(*of)))
     for first in range(0, len(texts), BATCH):

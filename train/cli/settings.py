@@ -259,7 +259,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
         for share, count in _SHARES.items():
             both = getattr(self, share) is not None and getattr(self, count)
-            self._check(share, not both, f"left out, as {count} is set")
+            self._check(share, not both, f"left out, because {count} is set")
         is_name = self.run is None or (self.run.strip(".") and re.fullmatch(r"[\w.-]+", self.run))
         folder = "the name of a folder in output_dir (letters, digits, . _ -)"
         self._check("run", bool(is_name), folder)
@@ -300,7 +300,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
-# Shares of all steps, and the number of steps that each replaces.
+# Shares of all steps, each with the number of steps that it replaces.
 _SHARES = {"full_warm_up_share": "full_warm_up_rounds", "warmup_share": "warmup_steps"}
 _NOT_BY_LAYER = {"layer_updates": "after_backward", "layer_inputs": "device"}
 # Required values for each kind of stream.

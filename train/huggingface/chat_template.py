@@ -99,7 +99,7 @@ class ChatTemplate:
             )
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if any(x in text for x in (_BEGIN, _END, _PLACE)):
-            raise ConversationError("the text has a noncharacter from U+FDD0 to U+FDD2")
+            raise ConversationError("the text contains a noncharacter from U+FDD0 to U+FDD2")
         whole = self._render(messages, False, tools)
         _check_written(whole, messages, tools or (), self.where)
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]

@@ -125,7 +125,7 @@ class NoLog(contextlib.nullcontext):
 
 
 def check_reporter(kind: str) -> None:
-    """Raises if the tracker's package is not installed, before the run starts."""
+    """Raises an error before the run starts if the tracker's package is not installed."""
     if kind != "none" and importlib.util.find_spec(kind) is None:
         raise SettingsError(
             f"`report_to`: the package for {kind} is not installed. Install it: pip install {kind}"

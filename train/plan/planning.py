@@ -42,7 +42,7 @@ WAYS = 3
 STEPS, LABELS = 1000, 2
 # Without a device, jax 0.11.2 cannot select a deterministic matrix product.
 _OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": False}
-# Settings that save memory, in the order in which they are tried.
+# Settings that save memory, in the order that they are tried in.
 _SAVING = {"host_state": "compact", "remat": True}
 _SAVING_BY_LAYERS = {
     "host_state": "compact",
@@ -92,7 +92,7 @@ class _Planner:
         self._peak = functools.cache(lambda run: compiled_peak(run, self.origin, self.mesh))
 
     def plan(self, run: StepSettings, *, compiles: bool) -> planning.Plan:
-        """Plans a run; without the compiler, without gradients and activations."""
+        """Plans a run, without gradients and activations unless it `compiles`."""
         if run.stream == "weights":
             return plan_layers(run, self.origin, self.mesh, compiles=compiles, **self._machine)
         # The step does not depend on these settings.
@@ -107,7 +107,7 @@ class _Planner:
             plan = self.plan(run, compiles=False)
             if plan.fits and self.by_compiler:
                 plan = self.plan(run, compiles=True)
-        except SettingsError:  # such as a batch that the mesh does not divide
+        except SettingsError:  # such as a batch size that the mesh does not divide
             return None
         return plan if plan.fits else None
 
@@ -132,7 +132,7 @@ def plan_run(settings: Settings, options: Planning) -> RunPlan:
 
 
 def _changes(settings: StepSettings, smallest: int) -> Iterator[dict[str, Any]]:
-    """Yields other settings: each that saves memory, all with smaller batches, then by layers."""
+    """Yields other settings: each one that saves memory, all with smaller batches, then by layers."""
     by_layers = settings.stream == "weights"
     saving = _changed(settings, _SAVING_BY_LAYERS if by_layers else _SAVING)
     if settings.optimizer == "adamw":

@@ -28,7 +28,7 @@ WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 def make_run_folder(settings: Settings) -> Path:
     """Returns the run's folder, which is the same in every process.
 
-    A named run may have an earlier start; without a name, the folder is new.
+    A named run may have been started before; without a name, the folder is new.
     """
     output_dir, run = settings.output_dir, settings.run
     if not processes.is_first():
@@ -41,7 +41,7 @@ def make_run_folder(settings: Settings) -> Path:
     except OSError as error:
         problem = f"cannot write to {output_dir} ({error.strerror})"
         raise SettingsError(f"`output_dir`: {problem}. Pass another --output-dir.") from error
-    # A start that ended before its first checkpoint has left the lock file, and may start over.
+    # A run that ended before its first checkpoint has left the lock file, and may start over.
     written = names & ({models.WEIGHTS, models.FOLDER} if LOCK in names else WRITTEN)
     if written and "checkpoints" not in names:
         raise SettingsError(

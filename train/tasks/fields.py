@@ -120,7 +120,7 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
 
 
 def check_instruction(where: str, record: Mapping[str, Any]) -> None:
-    """Raises a `DataError` if a record has a field under another format's name."""
+    """Raises a `DataError` if a record uses another format's name for a field."""
     if "instruction" not in record and ("messages" in record or "conversations" in record):
         raise DataError(f"{where}: the record is a conversation. Use --task chat.")
     for old, new in RENAMED.items():
