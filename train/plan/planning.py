@@ -132,7 +132,7 @@ def plan_run(settings: Settings, options: Planning) -> RunPlan:
 
 
 def _changes(settings: StepSettings, smallest: int) -> Iterator[dict[str, Any]]:
-    """Yields other settings: each that saves memory, then all with smaller batches, then by layers."""
+    """Yields settings to try: each that saves memory, all with smaller batches, then by layers."""
     by_layers = settings.stream == "weights"
     saving = _changed(settings, _SAVING_BY_LAYERS if by_layers else _SAVING)
     if settings.optimizer == "adamw":
