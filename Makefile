@@ -61,7 +61,7 @@ quickstart: $(installed)
 	@$(VENV)/bin/python -m train.finetune configs/quickstart.toml $(ARGS)
 
 # -rs shows why a test is skipped. Processes share a GPU, so none may reserve all of it. Tests start
-# about 60 processes; without bytecode files, each would compile all Python code again.
+# some 60 processes, each of which would compile all Python code again without bytecode files.
 pytest := env -u PYTHONDONTWRITEBYTECODE XLA_PYTHON_CLIENT_PREALLOCATE=false \
   $(VENV)/bin/python -m pytest -q -rs
 test: $(installed) $(tools)
