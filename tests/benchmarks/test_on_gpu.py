@@ -35,7 +35,7 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu(tmp_path, monkeypatch):
         monkeypatch.delitem(table, "during_backward")  # the other rows run the same code
     layers = rehearsed("layerwise", tmp_path).data
     first, *variants = layers["ways"]
-    assert variants[-1][2] == "the same bits"
+    assert variants[-1][2] == "bit-identical"
     assert first[0] == "adamw"
     assert variants[0][2].startswith("losses differ by")
     assert [row[1] for row in layers["times"]] == ["after_backward"]
@@ -141,9 +141,9 @@ def test_a_failing_stage_loses_only_its_own_unfinished_results(tmp_path, monkeyp
     assert "A rehearsal on a CPU" in text
     assert [o.ended.splitlines()[0] for o in outcomes] == [
         "failed: ValueError: expected luck, got none",
-        "died of SIGABRT",
-        "killed: it had not ended in time",
-        f"not run: {outcomes[3].ended[9:].split()[0]} s of the budget were left and it needs "
+        "killed by SIGABRT",
+        "killed: it had not finished in time",
+        f"not run: {outcomes[3].ended[9:].split()[0]} s of the budget were left, but it needs "
         "1000000",
         "done",
     ]

@@ -86,7 +86,7 @@ def test_a_layerwise_run_resumes_exports_and_is_read_again(tmp_path, monkeypatch
     whole, cut, out = tmp_path / "whole", tmp_path / "cut", tmp_path / "exported"
     assert finetune.main([config, "--run", whole.name]) == 0
     shown = capsys.readouterr().out
-    assert "model has the weights of step 5, the best validated checkpoint" in shown
+    assert "model contains the weights of step 5, the best validated checkpoint" in shown
     cut_short(whole, cut, after=5)
     assert finetune.main([config, "--run", cut.name, "--layer-inputs", "host"]) == 0
     assert "resuming from checkpoint 5" in capsys.readouterr().out
@@ -113,5 +113,5 @@ def test_a_layerwise_run_resumes_exports_and_is_read_again(tmp_path, monkeypatch
     ],
 )
 def test_options_that_do_not_suit_a_layerwise_run_are_rejected_by_name(options, name, stream):
-    with pytest.raises(SettingsError, match=f"`{name}`: must be .* as stream is '{stream}'"):
+    with pytest.raises(SettingsError, match=f"`{name}`: must be .* because stream is '{stream}'"):
         Settings(**options)
