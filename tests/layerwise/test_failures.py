@@ -27,6 +27,7 @@ from zenflow_jax import layerwise
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 SQUARE = jnp.ones((WIDTH, WIDTH))
+KEY = jax.random.key(0)
 FLOAT8 = jnp.ones(2, jnp.float8_e4m3fn)
 times_square = jax.jit(lambda x: x @ SQUARE)
 
@@ -144,7 +145,9 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
         ({"layer": lambda w, x, s: x @ w["missing"]}, KeyError, "in layer 0"),
         ({"layer": lambda w, x, s: x @ SQUARE}, ValueError, "not among its arg"),
         ({"layer": lambda w, x, s: times_square(x)}, ValueError, "not among its arg"),
+        ({"last": lambda o, x, b: jax.random.normal(KEY)}, ValueError, "`last` uses a random key"),
         ({"layer": [layer] * 3}, ValueError, "3 functions for 4 layers"),
+        ({"params": {"outer": {}, "layers": iter([])}}, ValueError, "has no layers"),
         ({"frozen": [4]}, ValueError, "the layers are 0 to 3"),
         ({"updates": "late"}, ValueError, "during_backward"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),

@@ -247,5 +247,9 @@ def test_other_losses_are_errors_with_leaf_and_line(loss, where, text):
 def test_parameters_of_another_model_are_rejected():
     params = stacked(new_params())
     model = layerwise.ScannedModel(loss_fn, params, BATCHES[0])
+    split = model.split(params)
+    assert len([*split["layers"]]) == len([*split["layers"]]) == LAYERS
+    with pytest.raises(ValueError, match="4 functions for 3 layers"):
+        layerwise.Trainer(split | {"layers": [*split["layers"]][1:]}, **model.functions, **ADAMW)
     with pytest.raises(ValueError, match=r"bias'\] is float32\[2, 8\], but was float32\[4, 8\]"):
         model.split(params | {"layers": jax.tree.map(lambda x: x[:2], params["layers"])})

@@ -85,7 +85,7 @@ class Dispatcher:
         rate = self._rate(np.int32(self._host.counted))
         layers, outer = program.layers, self._fetch(0)
         carries, shared = map(list, zip(*(program.first(outer, x) for x in batches), strict=True))
-        inputs, weights = [], self._fetch(1) if layers else None
+        inputs, weights = [], self._fetch(1)
         for i, layer in enumerate(layers):
             # Dispatched before the program that hides it, because dispatching allocates memory.
             following = self._fetch(i + 2) if i + 1 < len(layers) else weights
@@ -184,7 +184,7 @@ class Dispatcher:
     def evaluate(self, program: ModelProgram, batch: Any, last: Callable | None) -> Any:
         outer = self._fetch(0)
         carry, shared = program.first(outer, batch)
-        weights = self._fetch(1) if program.layers else None
+        weights = self._fetch(1)
         for i, layer in enumerate(program.layers):
             following = self._fetch(i + 2) if i + 1 < len(program.layers) else None
             carry = layer.run(weights, carry, shared)

@@ -338,8 +338,13 @@ def _split_at(tree: Any, places: tuple[int, ...]) -> tuple[list[Any], Callable[[
 
 
 def _check_closure(closed: Any, name: str) -> None:
-    """Rejects weights that a function closes over, which would not be trained."""
+    """Rejects weights that a function closes over, which would not be trained, and random keys."""
     for x in _constants(closed):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"{name} uses a random key that is not among its arguments, so all steps would "
+                "draw the same numbers. Pass keys in the batch."
+            )
         if isinstance(x, jax.Array) and _is_float(x) and x.ndim > 0:
             raise ValueError(
                 f"{name} uses an array {_text(x)} that is not among its arguments, so it would not "

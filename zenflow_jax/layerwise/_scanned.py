@@ -7,7 +7,7 @@ chooses its inputs other than weights, such as random keys, and the scan's outpu
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,7 +96,8 @@ class ScannedModel:
         if where is None:
             self._check_outer(cut)
         self._cuts, self._reverse = {key_of(batch): cut}, cut.scan.reverse
-        self.functions = {"first": self._first, "layer": _layer, "last": self._last}
+        layers = [_layer] * self._length  # a trainer with fewer layers is an error
+        self.functions = {"first": self._first, "layer": layers, "last": self._last}
 
     def split(self, params: Any) -> dict[str, Any]:
         """Returns parameters in the form that `Trainer` takes; copies nothing to a device.
@@ -106,7 +107,7 @@ class ScannedModel:
                 `ShapeDtypeStruct`s with shardings.
 
         Returns:
-            {"outer": tree, "layers": iterator of trees}. Each tree has the structure of `params`,
+            {"outer": tree, "layers": iterable of trees}. Each tree has the structure of `params`,
             with None in the place of other leaves.
 
         Raises:
@@ -126,9 +127,8 @@ class ScannedModel:
             )
 
         outer = (None if i in stacks else x for i, x in enumerate(leaves))
-        numbers = range(self._length)
-        layers = map(layer, reversed(numbers) if self._reverse else numbers)
-        return {"outer": treedef.unflatten(outer), "layers": layers}
+        numbers = range(self._length)[:: -1 if self._reverse else 1]
+        return {"outer": treedef.unflatten(outer), "layers": _Layers(numbers, layer)}
 
     def join(self, params: Mapping[str, Any]) -> Any:
         """Returns the result of `Trainer.params` as a tree like the constructor's.
@@ -138,7 +138,7 @@ class ScannedModel:
         layers = [*params["layers"]][:: -1 if self._reverse else 1]
         stacks = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *layers)
         return jax.tree.map(
-            lambda x, stack: stack if x is None else np.asarray(x),
+            lambda x, stack: stack if x is None else np.array(x),
             params["outer"],
             stacks,
             is_leaf=lambda x: x is None,
@@ -214,6 +214,17 @@ class ScannedModel:
         begin = len(jax.tree.leaves((outer, batch, carry)))
         read = {i - begin for i in live_inputs(jaxpr, range(len(jaxpr.outvars)))}
         return _Cut(run_front, run_behind, shared.scan, scanned, outputs, read)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layers:
+    """Makes one layer at a time, in each iteration again."""
+
+    numbers: range
+    layer: Callable[[int], Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.layer, self.numbers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

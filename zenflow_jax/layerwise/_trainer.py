@@ -75,7 +75,7 @@ class Trainer:
 
     Raises:
         ValueError: If an argument is out of range, or `state` belongs to another model; in `step`,
-            if a function uses an array that is not among its arguments.
+            if a function uses a float array or a random key that is not among its arguments.
         TypeError: If `params` have a different structure, or are not floats; in `step`, if the
             functions do not fit together.
 
@@ -339,6 +339,10 @@ def _make_blocks(
         made.append(make_block(f"layers.{i}", tree, trains=i not in frozen, **options))
         # Checked after every layer, so that this error is raised before jax's own error.
         _check_pinned([block for block, _ in made], at_once=at_once)
+    if len(made) == 1:
+        raise ValueError(
+            '`params["layers"]` has no layers. Pass at least one; an iterator works only once.'
+        )
     blocks, weights = zip(*made, strict=True)
     _check_names(frozen, len(blocks) - 1)
     if saved is not None and state is not None:
