@@ -37,7 +37,7 @@ def step_and_wait(trainer, batch):
     trainer.wait()
 
 
-def test_a_state_fits_only_the_same_frozen_layers():
+def test_a_state_fits_only_the_same_weights_and_frozen_layers():
     with layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=[0]) as trainer:
         state = trainer.state()
         for name in (-1, LAYERS):
@@ -46,6 +46,10 @@ def test_a_state_fits_only_the_same_frozen_layers():
     for frozen in ([1], [0, 1], []):
         with pytest.raises(zenflow_jax.planning.UnfitRunError, match="and `frozen`"):
             layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=frozen, state=state)
+    params = new_params()
+    params["layers"] = [{f"new_{name}": x for name, x in w.items()} for w in params["layers"]]
+    with pytest.raises(zenflow_jax.planning.UnfitRunError, match="different weights, by name"):
+        layerwise.Trainer(params, **MODEL, learning_rate=0.1, frozen=[0], state=state)
 
 
 def nan_in_layer(number, when):

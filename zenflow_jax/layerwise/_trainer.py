@@ -3,6 +3,7 @@
 import itertools
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -287,6 +288,7 @@ class Trainer:
             "counted": np.array(self._host.counted, np.int32),
             "shares": self._host.shares.copy(),
             "trains": np.array([block.trains for block in self._blocks], np.int32),
+            "names": _checksum_of_names(self._blocks),
         }
         trained = [block for block in self._blocks if block.trains]
         return BlockStream(trained, self._host.snapshot(copy_bytes or 0), counts, self._processes)
@@ -347,12 +349,22 @@ def _make_blocks(
     _check_names(frozen, len(blocks) - 1)
     if saved is not None and state is not None:
         trained = np.asarray(state["counts"]["trains"]).tolist()
-        if next(saved, None) is not None or trained != [block.trains for block in blocks]:
+        same = trained == [block.trains for block in blocks]
+        same = same and state["counts"]["names"] == _checksum_of_names(blocks)
+        if next(saved, None) is not None or not same:
             raise UnfitRunError(
-                "`state` has different layers, or different frozen layers. Resume with the saved "
-                "run's model and `frozen`."
+                "`state` has different weights, by name, or different frozen layers. Resume with "
+                "the saved run's model and `frozen`."
             )
     return blocks, weights
+
+
+def _checksum_of_names(blocks: Sequence[Block]) -> np.ndarray:
+    """Returns a checksum of the trained weights' names; equal shapes prove too little."""
+    leaves = (leaf for block in blocks if block.trains for leaf in block.leaves)
+    # flax nnx adds the suffix, or not, to the same parameter.
+    names = "\n".join(leaf.path.removesuffix(".value") for leaf in leaves)
+    return np.array(zlib.crc32(names.encode()), np.uint32)
 
 
 def _check_names(names: Collection[int | str], layers: int) -> None:
