@@ -231,10 +231,10 @@ def final_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def losses(run: Path) -> list[tuple[str, ...]]:
-    """Returns step, loss and schedule of every row, without speeds."""
+    """Returns step and loss of every row, without speeds."""
     with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    return [(row["step"], row["loss"], row["window_length"], row["reselections"]) for row in rows]
+    return [(row["step"], row["loss"]) for row in rows]
 
 
 def main() -> int:

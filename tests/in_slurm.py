@@ -6,7 +6,6 @@ and write only to a folder of the tests.
 
 import contextlib
 import getpass
-import json
 import os
 import re
 import secrets
@@ -137,11 +136,8 @@ class Job:
 
     def write_config(self, steps: int) -> str:
         # A constant rate: by default it would depend on the number of steps.
-        constant = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 2}}
-        path = self._folder / "constant.json"
-        path.write_text(json.dumps({"scheduler": constant}))
         options = {"mesh": "data=2", "update_interval": 4, "log_every": 10}
-        options |= {"steps": steps, "deepspeed": str(path)}
+        options |= {"steps": steps, "schedule": "constant"}
         return write_config(self._folder, **TINY_MESH | options)
 
     def output(self) -> str:

@@ -30,10 +30,9 @@ from train import Failure
 from train.checkpoints.compatibility import OF_THE_MODEL, description_of_model
 from train.checkpoints.reading import SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
-from train.cli.settings import Settings, SettingsError, task_name
+from train.cli.settings import Settings, SettingsError, TrainingSettings, task_name
 from train.distributed import processes
-from train.distributed.peers import Peers
-from train.distributed.sharding import BATCH_AXES, mesh_axes
+from train.distributed.sharding import mesh_axes
 from train.distributed.stopping import Stopped, StopRequest
 from train.huggingface.chat_template import TEMPLATE
 from train.huggingface.loading import read_folder
@@ -41,37 +40,29 @@ from train.log.run_log import show
 from train.run import models
 from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
-from train.run.memory import describe_oom, find_oom
-from train.run.optimizers import with_deepspeed
 from train.run.setup import evaluate, prepare, read
 
 # File system errors that the user can fix.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
-def train(command: Command, console: Console, stop: StopRequest, peers: Peers) -> None:
+def train(command: Command, console: Console, stop: StopRequest) -> None:
     """Trains a run, or the rest of it, and leaves the results in the run's folder.
 
     With `steps` 0, it shows a validation's metrics and writes nothing. A `run` is resumed from its
-    newest intact checkpoint, unless the start must be `fresh`. Raises `Stopped` if a signal ends
-    the run.
+    newest intact checkpoint. Raises `Stopped` if a signal ends the run.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
-    settings, start = command.settings, command.start
-    timeline = Path(start.timeline) if start.timeline else None
+    settings, timeline = command.settings, command.start.timeline and Path(command.start.timeline)
     if settings.steps != 0:
         check_path(Path(settings.output_dir, settings.run or ""))
-    sources = read(settings, timeline=timeline, force=command.planning.force)
+    sources = read(settings, timeline=timeline)
     if settings.steps == 0:
         evaluate(sources, say)
         return
     job, opt_state = prepare(sources, stop.check)
-    folder = make_run_folder(job.settings, fresh=start.fresh)
-    peers.restart = (
-        f"Restart all processes with --run {folder.name}: the run resumes from its last "
-        "checkpoint, if any."
-    )
+    folder = make_run_folder(job.settings)
     for line in job.notes:
         say(line)
     with contextlib.ExitStack() as stack:
@@ -112,7 +103,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     layered = models.abstract_layered(build)[1] if settings.stream == "weights" else None
     shapes = layered.shapes if layered else jax.eval_shape(lambda: models.split(build()))[1]
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
-    weights, values = layered.whole(weights, None) if layered else (weights, None)
+    weights, values = layered.whole(weights) if layered else (weights, None)
     # The run's own template, even if the settings have changed.
     copy = folder / TEMPLATE
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
@@ -135,13 +126,33 @@ def show_plan(
     with contextlib.suppress(RuntimeError):  # if jax has already initialized its devices
         # The model is only laid out on these devices; nothing is computed there.
         jax.config.update("jax_num_cpu_devices", max(math.prod(axes.values()), 1))
-    parts = math.prod(axes.get(name, 1) for name in BATCH_AXES)
-    settings, deepspeed = with_deepspeed(settings, parts)
     if has_compiler():
         console.print(
             "Compiling: minutes if the model is large. XLA's lines about memory are not errors."
         )
-    report.show(plan_run(settings, planning, deepspeed), arguments, console)
+    report.show(plan_run(settings, planning), arguments, console)
+
+
+def find_oom(error: BaseException) -> BaseException | None:
+    """Returns the out-of-memory error in the chain of causes, if any."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, MemoryError):
+        text = str(cause).lower()
+        lacks = "resource_exhausted" in text or "out of memory" in text
+        if lacks and isinstance(cause, jax.errors.JaxRuntimeError):
+            break
+        cause = cause.__cause__
+    return cause
+
+
+def describe_oom(error: BaseException, run: TrainingSettings) -> str:
+    other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
+    reason = str(error).partition("\n")[0]
+    return (
+        f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
+        f"{run.micro_batches} micro-batches and {run.optimizer}: {reason} Use a --batch-size below "
+        f"{run.batch_size}, more --micro-batches, --remat, or {other}."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,11 +205,8 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
             export(command.settings, checkpoint, Path(target), say)
         processes.leave()
         return 0
-    host = (command.launch.coordinator or "").rpartition(":")[0] or None
-    # Before reading data, which may take minutes.
-    peers = Peers(host, restart="Start all of them again.", say=say)
-    with StopRequest(say) as stop, peers:
-        train(command, console, stop, peers)
+    with StopRequest(say) as stop:
+        train(command, console, stop)
     return 0
 
 

@@ -11,13 +11,14 @@ chooses the tokens.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from tokenizers.decoders import DecodeStream
 
 from train import Failure, command_of
 from train.cli.arguments import option, read_arguments
-from train.cli.settings import Dir, SettingsError
+from train.cli.settings import PAIRS, Dir, SettingsError
 from train.huggingface import loading
 from train.huggingface.chat_template import ConversationError, read_template
 from train.huggingface.config import CONFIG, TASK, ModelError
@@ -40,9 +41,12 @@ from train.huggingface.tokenizer import Tokenizer, all_end_tokens, read_tokenize
 from train.model.sampling import Sampling, continue_tokens
 from train.run import models
 from train.tasks import answers
-from train.tasks.classify import check_classifier, classify_texts
+from train.tasks.examples import Sentences
 
 PROGRAM = command_of("generate")
+
+# Texts in a batch, and the multiple to which lengths are padded: each length compiles once.
+BATCH, PART = 32, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +98,10 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     origin = read_folder(folder)
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
     if origin.architecture == "encoder":
-        check_classifier(origin)
+        _check_classifier(origin)
         lines = sys.stdin if options.prompt == "-" else [options.prompt]
         texts = [line.rstrip("\n") for line in lines]  # str.splitlines also ends a line at U+2028
-        for name, share in classify_texts(origin, *_load(origin, options.dtype), tokenizer, texts):
+        for name, share in _classify(origin, *_load(origin, options.dtype), tokenizer, texts):
             write(f"{name}\t{share:.4f}\n")
         return
     prompt = read_prompt(options, tokenizer)
@@ -177,6 +181,41 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
         all_end_tokens(folder, tokenizer) | ends,
         f"in the chat template of {folder}{because}",
     )
+
+
+def _check_classifier(origin: Pretrained) -> None:
+    """Rejects a folder whose model cannot classify a single text."""
+    if origin.labels is None:
+        raise SettingsError(
+            f"`model`: {origin.folder} ({origin.raw['model_type']}) has no classification head. "
+            "Pass a decoder, or a trained encoder: runs/NAME/model."
+        )
+    task = origin.raw.get(TASK)
+    if task == PAIRS:
+        raise SettingsError(
+            f"`model`: {origin.folder} was trained on pairs of texts ({task}). Pass a model that "
+            "classifies single texts."
+        )
+
+
+def _classify(
+    origin: Pretrained,
+    graphdef: nnx.GraphDef,
+    params: Any,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+) -> Iterator[tuple[str, float]]:
+    """Yields the class of each text and its probability; texts that are too long are cut."""
+    source = Sentences(texts, [0] * len(texts), tokenizer, origin.config.positions)
+    shares_of = jax.jit(lambda params, *of: jax.nn.softmax(nnx.merge(graphdef, params)(*of)))
+    for first in range(0, len(texts), BATCH):
+        rows = range(first, min(first + BATCH, len(texts)))
+        longest = math.ceil(int(source.lengths[list(rows)].max()) / PART) * PART
+        examples = [source[i] for i in rows]
+        inputs = [np.stack([e[n][:longest] for e in examples]) for n in ("tokens", "types", "mask")]
+        for shares in np.asarray(shares_of(params, *inputs)):
+            best = int(shares.argmax())
+            yield origin.class_names[best], float(shares[best])
 
 
 def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:

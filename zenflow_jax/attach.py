@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state, is_nnx_state
 from zenflow_jax._engine import HostEngine
@@ -169,6 +171,8 @@ class AttachedStep:
             )
         take, least = _taker(args, self._fields, self._graphdef)
         if not self._started:
+            if take is _take_pair:
+                _check_one_candidate(args)
             params, opt_state, _ = take(least)
             if self._engine is None:
                 self._engine = HostEngine(params, opt_state, **self._engine_options)
@@ -230,6 +234,21 @@ def _taker(
 def _place_of_state(values: Sequence[Any]) -> int:
     """Returns the optimizer state's index, which follows the parameters; 0 if there is none."""
     return next((i for i in range(1, len(values)) if has_state(values[i])), 0)
+
+
+def _check_one_candidate(args: Sequence[Any]) -> None:
+    """Rejects two arguments like the parameters before the optimizer state, such as an average."""
+
+    def shapes(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [getattr(x, "shape", None) for x in leaves]
+
+    *others, params = args[: _place_of_state(args)]
+    if any(shapes(x) == shapes(params) for x in others):
+        raise TypeError(
+            f"Two of the arguments {_kinds(args)} before the optimizer state look like its "
+            "parameters. Pass (params, opt_state, ...), with the others after them."
+        )
 
 
 def _take_nnx(model: Any, optimizer: Any, out: Any) -> _Taken:

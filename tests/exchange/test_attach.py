@@ -275,6 +275,7 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
         (lambda: attach(plain)(state, params, 0), TypeError, by_position),
         (lambda: attach(plain)(), TypeError, by_position),
         (lambda: attach(plain)(params), TypeError, by_position),
+        (lambda: attach(plain)(params, params, state, 0), TypeError, "look like its parameters"),
         (lambda: attach(plain)(OtherNames(params, state), 0), TypeError, by_position),
         (lambda: attach(plain)(whole, 0), ValueError, "pass its graphdef"),
         (lambda: attach(plain, fields=("a", "b"))(whole, 0), ValueError, "pass its graphdef"),

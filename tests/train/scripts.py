@@ -53,7 +53,7 @@ def small_model(**changed) -> nnx.Module:
 
 def read(**settings) -> setup.Sources:
     """Reads everything that the script reads before it makes a model."""
-    return setup.read(Settings(**settings), timeline=None, force=False)
+    return setup.read(Settings(**settings), timeline=None)
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -5,22 +5,17 @@ import os
 import re
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import zenflow_jax
-from tests.deepspeed.configs import TUTORIAL
 from tests.hf_models import write_model
 from tests.train import scripts
 from tests.train.scripts import cut_short
 from train import finetune
 from train.cli.command_line import load_settings
-from train.cli.settings import Settings
 from train.huggingface.loading import read_folder
 from train.run import setup
-from train.run.optimizers import finalize_settings, make_optimizer, with_deepspeed
 
 SHORT = {
     "batch_size": 4,
@@ -94,7 +89,6 @@ def test_an_interrupted_epoch_is_bit_identical_after_it_resumes(tmp_path, capsys
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
-    lion = deepspeed_config(tmp_path, optimizer={"type": "Lion"})
     folder = write_model(tmp_path / "origin", "bert")
     for changed, expected in (
         ({"model": None}, "`model`: must be a path for classification, but is None"),
@@ -105,7 +99,6 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         ({"data": "nowhere"}, "nowhere"),
         ({"micro_batches": 3}, "`micro_batches`: must be a number that divides batch_size, 4"),
         ({"sequence_length": 600}, "`sequence_length`: 600 exceeds the 20 positions of the model"),
-        ({"deepspeed": lion}, "`deepspeed`: "),
         # Messages that only a training run has.
         ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; for that model"),
         ({"steps": 0, "validation_share": 1.5}, "must be a share above 0 and below 1"),
@@ -117,87 +110,6 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         shown = capsys.readouterr().err
         assert shown.startswith("error: ")
         assert expected in shown
-
-
-DEEPSPEED = {
-    "train_batch_size": 8,
-    "bf16": {"enabled": False},
-    "steps_per_print": 10,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 1e-3}},
-    **TUTORIAL,
-}
-
-
-def deepspeed_config(folder: Path, **changed) -> str:
-    path = folder / "ds_config.json"
-    path.write_text(json.dumps(DEEPSPEED | changed), encoding="utf-8")
-    return str(path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_a_deepspeed_config_overrides_settings(tmp_path, capsys):
-    folder = write_model(tmp_path / "origin", "bert")
-    settings = glue(tmp_path) | {"model": str(folder), "epochs": 0.5, "optimizer": "adamw"}
-    config = write_config(tmp_path, **settings)
-    assert finetune.main([config, "--deepspeed", deepspeed_config(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "ds_config.json: not followed (docs/deepspeed.md): `steps_per_print`\n" in shown
-    assert "ds_config.json sets: " in shown
-    assert "optimizer zenflow" in shown
-    assert "newly initialized" in shown  # the task's own head
-    (made,) = tmp_path.glob("001-*")
-    # The run's record has the settings that applied, and stays valid without the config.
-    record = load_settings(made / "settings.toml")
-    in_config = DEEPSPEED["zero_optimization"]["zenflow"]
-    assert (record.topk_ratio, record.update_interval) == (
-        in_config["topk_ratio"],
-        in_config["update_interval"],
-    )
-    assert (record.b2, record.learning_rate, record.warmup_steps) == (0.95, 1e-3, 2)
-    assert json.loads(Path(record.deepspeed).read_text(encoding="utf-8")) == DEEPSPEED
-    assert Path(record.deepspeed).parent == made
-    figures = scripts.summary(made)
-    assert figures["steps"] == EXAMPLES / 2 / DEEPSPEED["train_batch_size"]
-    # Rolling windows in four groups, whose first windows have four, three, two and one steps.
-    assert (figures["steps"], figures["windows"]) == (5, 4 + 1)
-
-
-def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path):
-    offloads = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    for changed, kind in (
-        ({}, "zenflow"),
-        ({"zero_optimization": offloads}, "offload"),
-        ({"zero_optimization": {"stage": 2}}, "adamw"),
-        ({"zero_optimization": {}}, "offload"),  # a missing value comes from the settings
-    ):
-        path = deepspeed_config(tmp_path, gradient_accumulation_steps="auto", **changed)
-        asked = Settings(deepspeed=path, steps=20, micro_batches=2, optimizer="offload")
-        settings, _ = with_deepspeed(asked, devices=1)
-        assert (settings.optimizer, settings.batch_size, settings.dtype) == (kind, 8, "float32")
-        assert settings.micro_batches == 2  # "auto" takes the value from the settings
-
-
-def test_values_that_settings_lack_come_from_the_config(tmp_path):
-    zero = TUTORIAL["zero_optimization"]
-    zenflow = zero["zenflow"] | {"select_strategy": "epoch", "select_interval": 2}
-    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}
-    path = deepspeed_config(
-        tmp_path, scheduler=scheduler, zero_optimization=zero | {"zenflow": zenflow}
-    )
-    asked = Settings(deepspeed=path, steps=9, provisional_share=0.5, rolling=False)
-    settings, deepspeed = with_deepspeed(asked, devices=1)
-    Path(path).unlink()  # the config is read once
-    assert settings.provisional_share == 0  # in DeepSpeed, deferred weights wait for their update
-    settings, deepspeed = finalize_settings(settings, deepspeed, steps_per_epoch=8)
-    assert (settings.warmup_steps, settings.select_interval) == (2, 16)
-    tx = make_optimizer(settings, deepspeed, steps_per_epoch=8)
-    schedule = zenflow_jax.find_state(tx.init({"kernel": jax.numpy.ones((4, 4))})).schedule
-    assert schedule.select == 16
-    assert schedule.groups == 1  # from the settings, because the config has no key for it
-    assert schedule.provisional_share is None
-    assert deepspeed.learning_rate(9) == pytest.approx(1e-3 / 7)
 
 
 def test_a_head_is_kept_if_its_labels_are_the_tasks(tmp_path):

@@ -16,7 +16,6 @@ from train import Failure, generate
 from train.cli.settings import task_name
 from train.huggingface.tokenizer import read_tokenizer
 from train.model.sampling import Sampling, continue_tokens, narrow
-from train.tasks import classify
 
 PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
 
@@ -149,7 +148,7 @@ def test_a_mistake_ends_the_command_with_one_message(folder, capsys):
             ["--model", "nowhere"],
             "nowhere does not exist",
         ),
-        (["--prompt", "a"], "unknown option --prompt. Write only its value"),
+        (["--prompt", "a"], "unknown option --prompt. All options are in"),
         (["sat", "down"], "unexpected argument 'sat down'"),
         (["--topp", 1], "unknown option --topp. Did you mean --top-p"),
     ):
@@ -171,8 +170,8 @@ def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys,
         logits = model(ids, np.zeros_like(ids), np.ones_like(ids))
         share = jax.nn.softmax(logits[0])
         expected.append((("no", "perhaps", "yes")[int(share.argmax())], float(share.max())))
-    monkeypatch.setattr(classify, "BATCH", 2)
-    monkeypatch.setattr(classify, "PART", 4)
+    monkeypatch.setattr(generate, "BATCH", 2)
+    monkeypatch.setattr(generate, "PART", 4)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
     code, out, _ = run(capsys, "--model", folder, "-")
     lines = [line.split("\t") for line in out.splitlines()]

@@ -88,7 +88,6 @@ def assert_not_changed(config: Path, run: Path, capsys) -> None:
     before = changed_at(run)
     for options, code, expected in (
         ([], 0, f"has completed all {STEPS} steps"),
-        (["--fresh"], 2, "error: `--fresh`: .*whole is not new or empty"),
         (["--topk-ratio", "0.5"], 2, "error: `topk_ratio`: is 0.5, but was 0.25 .*Pass"),
         (["--steps", "20"], 2, f"error: `steps`: must be at least {STEPS}, .*but is 20"),
     ):

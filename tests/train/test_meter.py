@@ -8,12 +8,11 @@ import pytest
 from train.cli.settings import Settings
 from train.log.meter import Meter, NotFiniteError
 from train.run.optimizers import make_optimizer, skipped_steps
-from zenflow_jax import EngineStats
 
 
-def meter_of(log_every, stats=None, **more):
+def meter_of(log_every, **more):
     options = {"max_skipped": 10, "remedy": "Look there."} | more
-    return Meter(log_every=log_every, steps=20, stats=stats, **options)
+    return Meter(log_every=log_every, stats=None, **options)
 
 
 def metered(meter, loss, skipped=0):
@@ -46,23 +45,6 @@ def test_an_intervals_loss_covers_its_steps_that_were_not_skipped():
     rows = [row for row in [*rows, *meter.drain()] if row]
     assert [(row.step, row.skipped) for row in rows] == [*((1, 0), (2, 1), (4, 1), (6, 2), (7, 0))]
     np.testing.assert_equal([row.loss for row in rows], [1, np.nan, 3, np.nan, 7])
-
-
-def test_a_rows_learning_rate_is_that_at_the_end_of_its_interval():
-    stats = EngineStats()
-    meter = meter_of(2, stats=lambda: stats)
-    meter.start()
-    rows = []
-    for step, lengths, more in (
-        (2, {}, {}),
-        (4, {1: 1, 3: 1}, {"reselections": 1}),
-        (6, {1: 1, 3: 4}, {"reselections": 2, "kept_share": 0.5}),
-    ):
-        rows.append(metered(meter, 1.0))
-        stats = EngineStats(steps=step, window_lengths=lengths, **more)
-        rows.append(metered(meter, 1.0))
-    rows = [row[5:] for row in [*rows, *meter.drain()] if row]
-    assert rows == [(None, None, 0)] * 2 + [(2.0, None, 1), (2.6, 0.5, 2)]
 
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")

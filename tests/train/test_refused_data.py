@@ -67,12 +67,12 @@ FILES = {
         (
             "a.jsonl",
             records(DOLLY),
-            r"'output' is missing .* to `output` and `context` to `input`\.",
+            r"'output' is missing\. Rename 'response' to 'output'\.",
         ),
         (
             "a.jsonl",
             records(PLAIN | {"context": "b"}),
-            r"'input' is missing .* `context` to `input`\.",
+            r"'input' is missing\. Rename 'context' to 'input'\.",
         ),
         (
             "a.jsonl",
@@ -85,7 +85,7 @@ FILES = {
             records(PLAIN | {"images": ["a.jpg"]}),
             r"'images' .* supported.* only text",
         ),
-        ("a.jsonl", told(), r"the field 'instruction' is missing .* use --task chat"),
+        ("a.jsonl", told(), r"is a conversation\. Use --task chat"),
     ],
     "chat": [
         ("a.jsonl", chats({"messages": []}), r"line 2: .* must be a list of messages, but is \[\]"),
@@ -136,9 +136,9 @@ FILES = {
         ("a.jsonl", chats(PLAIN), r"an instruction: use --task alpaca"),
     ],
     "classification": [
-        ("a.csv", "", r"line 1: the header needs one column 'text', but is empty"),
-        ("a.csv", "text,lable\na,b\n", r"'label', but is .* Name it with --label-column"),
-        ("a.csv", "text,text,label\na,b,c\n", r"but is 'text', 'text'.* Rename all but one"),
+        ("a.csv", "", r"the file has no examples"),
+        ("a.csv", "text,lable\na,b\n", r"'label' is missing .* Name it with --label-column"),
+        ("a.csv", "text,text,label\na,b,c\n", r"column 'text' is repeated. Rename all but one"),
         ("a.csv", GOOD + "good, but long,kind\n", r"line 4: 3 columns, but .* has 2.*quotation"),
         ("a.csv", GOOD + '"good,kind\nbad,so\n', r"line 4: the row to line .* is not valid CSV"),
         ("a.csv", GOOD + "good,\n", r"line 4: column 'label' has no label"),

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from tests.processes import output, start
-from train.cli.settings import Settings, SettingsError
+from train.cli.settings import Settings
 from train.distributed.stopping import Interrupted, StopRequest, how_to_resume
-from train.run.memory import check_memory, describe_oom, find_oom, host_bytes
+from train.finetune import describe_oom, find_oom
 from zenflow_jax import _commands
 
 # The main thread is where Python's handlers cannot run, and signals do not wake it: it waits for
@@ -105,23 +105,6 @@ def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch
         "stopped by SIGTERM after step 7, which is saved. Resume with the same sbatch or srun and"
     )
     assert how_to_resume(signal.SIGTERM, 7, Path("runs/job-17")) == f"{said} --run job-17"
-
-
-def check(parameters, **settings):
-    check_memory(parameters, None, Settings(**settings))
-
-
-def test_a_model_that_does_not_fit_is_rejected_before_it_is_created():
-    for optimizer, expected in (
-        ("adamw", r"needs 32000 GB, .*{} parameters.*--optimizer zenflow"),
-        ("zenflow", "{} parameters.*--host-state compact"),
-    ):
-        with pytest.raises(SettingsError, match=expected.format("2,000,000,000,000")):
-            check(2 * 10**12, optimizer=optimizer)
-        check(100, optimizer=optimizer)
-    # With room on the device, a CPU, but not on the host.
-    with pytest.raises(SettingsError, match="not enough memory for state on the host"):
-        check(host_bytes() // 8, optimizer="zenflow")
 
 
 @pytest.mark.parametrize(

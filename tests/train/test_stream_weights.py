@@ -26,7 +26,7 @@ ATOL = 1e-5
 def trained(sources, steps, folder):
     """Returns the losses of some steps, the metrics after them, and the written weights."""
     job, state = setup.prepare(sources, lambda: None)
-    batches, params, values = [job.batches[i] for i in range(steps)], job.model.params, None
+    batches, params = [job.batches[i] for i in range(steps)], job.model.params
     options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
     losses = []
     if job.layered is None:
@@ -43,8 +43,7 @@ def trained(sources, steps, folder):
             losses = [trainer.step(*micro_batches(batch, parts)) for batch in batches]
             figures = job.validate(trainer)
             values = job.layered.leaves(trainer.master_params)
-            params, values = job.layered.whole(trainer.params(), values)
-            models.write(folder, job.model.origin, params, values, **options)
+            models.write(folder, job.model.origin, job.layered.model, values, **options)
     return np.array(losses), figures, load_file(folder / "model.safetensors")
 
 

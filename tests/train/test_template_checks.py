@@ -20,10 +20,7 @@ def said(role, **answer):
 @pytest.mark.parametrize(
     ("template", "messages", "tools", "match"),
     [
-        (TWO_ROLES, said("human"), None, r"skips .* 1 \(role 'human'\)\. .* 'human' to 'user'"),
-        (TWO_ROLES, said("User"), None, r"`content` of message 1 .* 'User' to 'user'"),
-        (TWO_ROLES, said("developer"), None, "'developer' to 'system'"),
-        (TWO_ROLES, said("critic"), None, r"message 1 \(role 'critic'\)\. .* --chat-template, or"),
+        (TWO_ROLES, said("human"), None, r"skips `content` of message 1 \(role 'human'\)\. Rename"),
         (ALL, said("user", tool_calls=[LOOK]), None, "skips `tool_calls` of message 2"),
         (FIRST, said("user", tool_calls=[LOOK, FIND]), None, "skips `tool_calls` of message 2"),
         (ALL, said("user"), [FIND], "skips `tools`"),

@@ -9,13 +9,10 @@ from typing import Any
 from train.cli.settings import SettingsError, option_words
 from train.model.decoder import parts_that_stream
 
-# A copy of the DeepSpeed config in a run's folder.
-DEEPSPEED = "deepspeed.json"
-
 # Settings that a resumed run may change; the library has its own list. `eval_batches` must stay the
 # same: metrics on different samples cannot show which checkpoint is best.
 MAY_CHANGE = frozenset(
-    "model data chat_template deepspeed steps epochs learning_rate schedule "
+    "model data chat_template steps epochs learning_rate schedule "
     "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
     "prefetch_bytes send_gradients layer_inputs layer_updates mesh remat stream log_every "
     "evaluate_every save_every keep keep_best output_dir run report_to "
@@ -75,11 +72,7 @@ def check_same_run(
         if before != value:
             if name == "stream":  # as passed, not as compared
                 before, value = saved.get(name, before), wanted[name]
-            copy, also = folder.parents[1] / DEEPSPEED, ""
-            if copy.exists():
-                also = f"--deepspeed {copy}, the run's own config, which takes precedence, or "
-            if name == "full_warm_up_rounds":
-                also += "--full-warm-up-share None "
+            also = "--full-warm-up-share None " if name == "full_warm_up_rounds" else ""
             raise SettingsError(
                 f"`{name}`: is {value}, but was {before} in the run that wrote {folder}. "
                 f"Pass {also}{' '.join(option_words(name, before))}, {otherwise}"

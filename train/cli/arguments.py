@@ -71,9 +71,9 @@ def read_arguments(
     """Reads the arguments `argv` into an object of the dataclass `kind`; `--help` exits."""
     # As wide as the terminal, or 100 columns without a terminal.
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    names = "".join(f" {x.name.upper()}" for x in fields(kind) if x.metadata.get("positional"))
+    positional = [x.name for x in fields(kind) if x.metadata.get("positional")]
     parser = _Parser(
-        usage=f"{program}{names} [--option value ...]",
+        usage=" ".join([program, *map(str.upper, positional), "[--option value ...]"]),
         description=kind.__doc__,
         allow_abbrev=False,
         formatter_class=partial(argparse.HelpFormatter, width=width, max_help_position=30),
@@ -90,25 +90,14 @@ def read_arguments(
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
     values, unknown = parser.parse_known_args(words)
     if unknown:
-        names = [x for x in unknown if x.startswith("-")]
-        if not names:
-            extra = " ".join(unknown)
-            raise ArgumentError(
-                f"unexpected argument {extra!r}. Quote texts with spaces. All options are in "
-                f"{program} --help"
-            )
-        alone = [f"--{x.name}" for x in fields(kind) if x.metadata.get("positional")]
-        known = [x.replace("_", "-") for x in vars(values)]
-        problems = " ".join(
-            f"unknown option {name}."
-            + (
-                " Write only its value, without the name."
-                if name in alone
-                else did_you_mean(name, known, prefix="--")
-            )
-            for name in names
-        )
-        raise ArgumentError(f"{problems} All options are in {program} --help")
+        known = [x.replace("_", "-") for x in vars(values) if x not in positional]
+        problems = [
+            f"unknown option {name}.{did_you_mean(name, known, prefix='--')}"
+            for name in unknown
+            if name.startswith("-")
+        ]
+        extra = f"unexpected argument {' '.join(unknown)!r}. Quote texts with spaces."
+        raise ArgumentError(f"{' '.join(problems) or extra} All options are in {program} --help")
     return _build(kind, vars(values))
 
 

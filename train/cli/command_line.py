@@ -56,7 +56,6 @@ class Launch:
 class Start:
     """Start: options that are not keys of the TOML file."""
 
-    fresh: bool = option(False, "Fail instead of resuming a run.")
     timeline: File | None = option(None, "Draw the last steps: .png, .svg, .pdf or .json.")
     export: tuple[str, str] | None = option(
         None,
@@ -84,10 +83,9 @@ class Planning:
         None, "GPU to plan for. Default: this machine's, or h100."
     )
     host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).", above=0)
-    host_bandwidth: float | Literal["here"] | None = option(
-        None, "Speed of host memory in GB/s; here: measured. Default: usual for --device.", above=0
+    host_bandwidth: float | None = option(
+        None, "Speed of host memory in GB/s. Default: usual for --device.", above=0
     )
-    force: bool = option(False, "Start a run even if it cannot fit in memory.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,6 @@ class TrainingSettings(_Group):
         "zenflow",
         "adamw: optax.adamw on the device. offload: Adam on the host; each step waits for it.",
     )
-    deepspeed: File | None = option(None, "DeepSpeed config, which overrides settings.")
     max_skipped: int = option(10, "Stop after this many non-finite gradients in a row.", above=0)
     mesh: str | None = option(None, "Several devices, such as data=2,fsdp=4 (docs/multi_host.md).")
 
@@ -143,7 +142,7 @@ class ZenFlowSettings(_Group):
     update_interval: int | Literal["auto"] = option(
         4, "Steps per window; at its end the host updates the deferred channels. auto: adaptive."
     )
-    select_interval: int | Literal["auto", "epoch"] | None = option(
+    select_interval: int | Literal["auto"] | None = option(
         None, "Steps between selections of channels. auto: adaptive. Default: 16 windows."
     )
     full_warm_up_rounds: int = option(0, "Initial steps that update all channels.")
@@ -200,7 +199,7 @@ class OutputSettings(_Group):
     log_every: int = option(10, "Steps between rows of metrics.csv.", above=0)
     evaluate_every: int = option(0, "Steps between validations; 0: only before and after.", least=0)
     eval_batches: int | None = option(None, "Batches per validation. Default: all.", above=0)
-    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = option(
+    report_to: Literal["none", "trackio", "wandb"] = option(
         "none", "Also send the metrics to this tool; needs its package."
     )
     save_every: int = option(100, "Steps between checkpoints; 0: only at the end.", least=0)
@@ -219,15 +218,8 @@ class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSet
     @property
     def warm_up_rounds(self) -> int:
         """Returns the steps of the full warm-up; `steps` must be known."""
-        return self._steps(self.full_warm_up_share, self.full_warm_up_rounds)
-
-    @property
-    def learning_rate_warm_up(self) -> int:
-        """Returns the steps of the learning rate's warm-up; `steps` must be known."""
-        return self._steps(self.warmup_share, self.warmup_steps)
-
-    def _steps(self, share: float | None, count: int) -> int:
-        return count if share is None else steps_of(share, self.steps)
+        share = self.full_warm_up_share
+        return self.full_warm_up_rounds if share is None else steps_of(share, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,8 +256,9 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         self._check("validation_share", is_share, wanted + "--steps 0)")
         for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
-        self._check_one("full_warm_up_share", "full_warm_up_rounds")
-        self._check_one("warmup_share", "warmup_steps")
+        for share, count in _SHARES.items():
+            both = getattr(self, share) is not None and getattr(self, count)
+            self._check(share, not both, f"left out, as {count} is set")
         is_name = self.run is None or (self.run.strip(".") and re.fullmatch(r"[\w.-]+", self.run))
         folder = "the name of a folder in output_dir (letters, digits, . _ -)"
         self._check("run", bool(is_name), folder)
@@ -290,13 +283,6 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 f"Change it in the config or pass {flag_of(name)}."
             )
 
-    def _check_one(self, share: str, count: str) -> None:
-        values = getattr(self, share), getattr(self, count)
-        if values[0] is not None and values[1]:
-            raise SettingsError(
-                f"`{share}`: excludes `{count}`, but they are {values[0]} and {values[1]}."
-            )
-
     def check_task(self, paths: Iterable[str] = ("model", "data")) -> None:
         """Checks that the task has the paths that it needs, and no options that it does not read.
 
@@ -313,6 +299,8 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
+# Shares of all steps, and the number of steps that each replaces.
+_SHARES = {"full_warm_up_share": "full_warm_up_rounds", "warmup_share": "warmup_steps"}
 _NOT_BY_LAYER = {"layer_updates": "after_backward", "layer_inputs": "device"}
 # Required values for each kind of stream.
 _OF_STREAMS: dict[str, dict[str, Any]] = {

@@ -33,19 +33,6 @@ DATE = datetime.datetime(2024, 7, 26)
 
 ASSISTANT = "assistant"
 
-#: Roles of other formats, and their names in templates.
-ROLES = {
-    "human": "user",
-    "prompter": "user",
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bot": ASSISTANT,
-    "model": ASSISTANT,
-    "observation": "tool",
-    "function": "tool",
-    "developer": "system",
-}
-
 # Placed around the assistant's text while a template is rendered. They are Unicode noncharacters,
 # so no text contains them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -81,10 +68,6 @@ class ChatTemplate:
         environment.globals["strftime_now"] = DATE.strftime
         try:
             self._template = environment.from_string(text)
-            blocks = environment.parse(text).find_all(jinja2.nodes.CallBlock)
-            self._marks_answers = any(
-                isinstance(block.call.node, jinja2.nodes.ExtensionAttribute) for block in blocks
-            )
         except jinja2.TemplateError as error:
             raise TokenizerError(
                 f"Jinja cannot parse the chat template in {where}: {error}."
@@ -110,23 +93,21 @@ class ChatTemplate:
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
             got = ", ".join(map(repr, dict.fromkeys(roles)))
-            remedy = rename_roles(*roles)
             raise ConversationError(
-                f"no message has the role {ASSISTANT!r}, only {got}"
-                + (f". {remedy}" if remedy else "")
+                f"no message has the role {ASSISTANT!r}, only {got}. Rename the roles to system, "
+                "user, assistant and tool"
             )
+        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        if any(x in text for x in (_BEGIN, _END, _PLACE)):
+            raise ConversationError("the text has a noncharacter from U+FDD0 to U+FDD2")
         whole = self._render(messages, False, tools)
-        if _PLACE in whole:
-            raise ConversationError("the text has the noncharacter U+FDD2")
         _check_written(whole, messages, tools or (), self.where)
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
         learned = [i for i in of_assistant if i not in skipped]
-        if self._marks_answers:
+        if _BEGIN in whole:
             parts = re.split(f"[{_BEGIN}{_END}]", whole)  # every second part is marked
             ends = [*itertools.accumulate(map(len, parts))]
             text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
-            if not any(start < stop for start, stop in spans):
-                raise ConversationError(f"`{{% generation %}}` of {self.where} renders no text")
             if learned != of_assistant:
                 if len(spans) != len(of_assistant):
                     raise ConversationError(
@@ -181,9 +162,6 @@ class ChatTemplate:
         return len(whole) - len(rest) + max(marks) if marks else None
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
-        text = json.dumps(messages, ensure_ascii=False, default=str) if self._marks_answers else ""
-        if _BEGIN in text or _END in text:
-            raise ConversationError("the text has the noncharacter U+FDD0 or U+FDD1")
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
             return self._template.render(**self.special, messages=list(messages), **options)
@@ -221,13 +199,6 @@ def read_template(
     )
 
 
-def rename_roles(*roles: str) -> str | None:
-    """Returns the sentence that renames other formats' roles; None if there are none."""
-    names = {role: ROLES.get(role.lower(), role.lower()) for role in roles}
-    pairs = [f"{role!r} to {name!r}" for role, name in names.items() if role != name]
-    return f"Rename the role {', '.join(pairs)}" if pairs else None
-
-
 def read_template_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -255,7 +226,7 @@ def _check_written(
         if lost:
             raise ConversationError(
                 f"the template in {where} skips `{lost[0]}` of message {number} (role {role!r}). "
-                f"{rename_roles(role) or remedy}"
+                f"Rename the role if it is not system, user, assistant or tool. {remedy}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Measures a training loop's loss, speed, stalls, schedule and skipped steps without stalling it.
+"""Measures a training loop's loss, speed, stalls and skipped steps without stalling it.
 
 A step's loss is read one interval later. Rates count tokens of finished steps, not of dispatched
 steps. A step with a non-finite gradient is skipped; too many in a row end the run.
@@ -35,10 +35,6 @@ class Row(NamedTuple):
     tokens_per_s: float | None  # without padding; None if all its steps compiled
     wait_share: float  # share of the time in which the loop waited for the host
     skipped: int  # steps of the interval with a non-finite gradient
-    # zenflow's schedule, from the start of the run to the end of the interval; None without it.
-    window_length: float | None = None  # in steps, the mean of all closed windows
-    kept_share: float | None = None  # see `EngineStats.kept_share`; one boundary late
-    reselections: int | None = None  # including the first selection
 
 
 class Totals(NamedTuple):
@@ -64,7 +60,6 @@ class UnreadStep(NamedTuple):
     loss: jax.Array | float
     skipped: jax.Array | int  # total number of skipped steps after it
     tokens: int
-    schedule: Sequence[Any]  # a row's values; () inside an interval
 
 
 class Meter:
@@ -79,7 +74,6 @@ class Meter:
         self,
         *,
         log_every: int,
-        steps: int,
         stats: Callable[[], zenflow_jax.EngineStats] | None,
         max_skipped: int,
         remedy: str,
@@ -87,11 +81,10 @@ class Meter:
         state: Mapping[str, Any] | None = None,
     ):
         self._log_every = log_every
-        self._steps = steps
         self._stats = stats
         state = state or {"unread": [], "skipped": 0}
         self._unread = deque(
-            UnreadStep(loss, skipped, 0, schedule) for loss, skipped, schedule in state["unread"]
+            UnreadStep(loss, skipped, tokens=0) for loss, skipped in state["unread"]
         )
         self._steps_read = steps_done - len(self._unread)
         self._tokens_read = 0
@@ -114,13 +107,8 @@ class Meter:
 
         It then blocks until the device has finished all but the last `log_every` steps.
         """
-        step = self._steps_taken + 1
-        schedule = ()
-        if self._stats and (step in (1, self._steps) or step % self._log_every == 0):
-            stats = self._stats()
-            schedule = mean_window_length(stats), stats.kept_share, stats.reselections
-        self._unread.append(UnreadStep(loss, skipped, tokens, schedule))
-        self._read_skips(step - BEHIND)
+        self._unread.append(UnreadStep(loss, skipped, tokens))
+        self._read_skips(self._steps_taken - BEHIND)
         enough = self._to_next_row() + self._log_every
         return self._next_row() if len(self._unread) >= enough else None
 
@@ -153,7 +141,7 @@ class Meter:
         """Returns the state for a resumed run, as JSON. Blocks until all steps are done."""
         unread = jax.device_get(list(self._unread))
         return {
-            "unread": [(float(x.loss), int(x.skipped), x.schedule) for x in unread],
+            "unread": [(float(x.loss), int(x.skipped)) for x in unread],
             "skipped": self._skipped,
         }
 
@@ -201,8 +189,7 @@ class Meter:
         losses = [x for (x, after), b in zip(figures, totals, strict=False) if int(after) == b]
         skipped, self._skipped = totals[-1] - totals[0], totals[-1]
         loss = float(sum(losses)) / len(losses) if losses else math.nan
-        rates = rates.tokens_per_s, rates.wait_share
-        return Row(self._steps_read, loss, *rates, skipped, *taken[-1].schedule)
+        return Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
 
     def _mark(self) -> Mark:
         # Losses from a checkpoint are not arrays and have no tokens.
@@ -215,12 +202,6 @@ class Meter:
 
     def _now(self) -> float:
         return time.perf_counter() - self._paused_s
-
-
-def mean_window_length(stats: zenflow_jax.EngineStats) -> float | None:
-    """Returns the mean length of all closed windows in steps; warm-up windows have one step."""
-    steps = sum(length * count for length, count in stats.window_lengths.items())
-    return steps / stats.windows if stats.windows else None
 
 
 def has_stalled(values: Sequence[float], patience: int | None, *, larger_is_better: bool) -> bool:

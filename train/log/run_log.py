@@ -1,10 +1,10 @@
 """Shows and writes the metrics of a run in progress.
 
-    metrics.csv           one row per `log_every` steps, written immediately; unknown values,
-                          such as adamw's windows, are blank
+    metrics.csv           one row per `log_every` steps, written immediately; unknown values
+                          are blank
     validation.csv        the metrics of every validation
 
-Both also go to `--report-to`.
+Both also go to Trackio or Weights & Biases (`--report-to`).
 
 A resumed run drops the rows after its checkpoint, and writes them again.
 """
@@ -14,7 +14,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import importlib.util
+import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,8 +25,11 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from elves.atomic import atomic_path
+from train.cli.settings import SettingsError
 from train.log.meter import Row
-from train.log.trackers import Reporter, finite
+
+# A tracker with `log(figures, step)`, for finite values by name (`train/loss`), and `finish()`.
+Reporter = Any
 
 
 class RunLog:
@@ -97,8 +103,11 @@ class RunLog:
         show(self._console, f"validation after {step} steps: {values}")
 
     def _report(self, label: str, figures: Mapping[str, float | None], step: int) -> None:
-        if self._reporter is not None and (drawn := finite(label, figures)):
-            self._reporter.log(drawn, step=step)
+        if self._reporter is None:
+            return
+        finite = {name: x for name, x in figures.items() if x is not None and math.isfinite(x)}
+        finite.pop("step", None)
+        self._reporter.log({f"{label}/{name}": x for name, x in finite.items()}, step=step)
 
     def _counted(self, step: int) -> str:
         return f"step {step:>{len(str(self._steps))}}/{self._steps}"
@@ -113,6 +122,26 @@ class NoLog(contextlib.nullcontext):
         pass
 
     add = validation = begin
+
+
+def check_reporter(kind: str) -> None:
+    """Raises if the tracker's package is not installed, before the run starts."""
+    if kind != "none" and importlib.util.find_spec(kind) is None:
+        raise SettingsError(
+            f"`report_to`: the package for {kind} is not installed. Install it: pip install {kind}"
+        )
+
+
+def reporter(kind: str, folder: Path, *, config: Mapping[str, Any]) -> Reporter | None:
+    """Returns the tracker for the run in `folder`, new or resumed."""
+    if kind == "none":
+        return None
+    options: dict[str, Any] = {"name": folder.name, "config": dict(config), "resume": "allow"}
+    if kind == "wandb":
+        # A run with the same name in another folder is a different run.
+        number = zlib.crc32(str(folder.absolute()).encode())
+        options |= {"dir": str(folder), "id": f"{folder.name}-{number:08x}"}
+    return importlib.import_module(kind).init(project="zenflow_jax", **options)
 
 
 def show(console: Console, line: str) -> None:
@@ -141,7 +170,7 @@ def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[R
 
 
 def _read(line: Mapping[str, str]) -> Row:
-    counts = ("step", "skipped", "reselections")
+    counts = ("step", "skipped")
     values = {n: (int if n in counts else float)(line[n]) if line[n] else None for n in Row._fields}
     return Row(**values)
 

@@ -1,7 +1,6 @@
 """A run's results, in its folder and on the screen.
 
-settings.toml         all settings, as a config file, with copies of the files that it names
-                      (deepspeed.json, chat_template.jinja)
+settings.toml         all settings, as a config file, with a copy of a chat template that it names
 metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
 summary.json          the values of the summary table; `best_step` is the step of the saved
@@ -19,22 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
 import zenflow_jax
-from elves.atomic import write_text_atomically
 from train import command_of
 from train.cli.settings import PAIRS
 from train.log.meter import Row
-from zenflow_jax import planning
-
-# Minimum number of steps for advice from the timings.
-LEAST_STEPS = 100
-
-# The summary values that show how a run ended.
-ENDS = {"steps", "best_step", "validation_after"}
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
@@ -59,17 +49,11 @@ SHOWN = (
 )
 
 
-def write_summary(folder: Path, figures: Mapping[str, Any]) -> None:
-    """Writes `summary.json` last, because its existence means that all files are written."""
-    write_text_atomically(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
-
-
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Reads `summary.json`; None if it is missing or damaged."""
+def completed_steps(folder: Path) -> int | None:
+    """Returns the steps of a completed run; None if `summary.json` is missing or damaged."""
     try:
-        figures = dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
-        return figures if ENDS <= figures.keys() else None
-    except (FileNotFoundError, ValueError, TypeError):  # not UTF-8, JSON or an object
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["steps"]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):  # not UTF-8, JSON or an object
         return None
 
 
@@ -145,13 +129,3 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
         for name, value in figures[f"validation_{when}"].items():
             table.add_row(f"validation {name} {when}", format(value, ".3f"))
     return table
-
-
-def host_load(
-    opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
-) -> planning.Hiding | None:
-    """Returns the host's load; None after few steps, or on a CPU, which shares its cores."""
-    if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
-        return None
-    of_all = seconds * stats.steps / (stats.steps - 1)
-    return planning.hiding(opt_state, stats, of_all, host_state=host_state)

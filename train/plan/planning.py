@@ -1,4 +1,4 @@
-"""Plans a run's memory and speed for three optimizers, and finds settings that fit.
+"""Plans a run's memory and speed, and other settings that fit.
 
 This reads no weights and needs no device. `zenflow_jax.planning` has the arithmetic.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -31,210 +31,121 @@ from train.huggingface.hub import model_folder
 from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained
 from train.run import models
-from train.run.memory import host_bytes
-from train.run.optimizers import make_optimizer, with_deepspeed_values
+from train.run.optimizers import make_optimizer
 from train.run.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
-from zenflow_jax import find_state, planning
-from zenflow_jax.deepspeed import DeepSpeedOptions
+from zenflow_jax import planning
 
-OPTIMIZERS = ("adamw", "offload", "zenflow")
-#: The maximum number of suggested settings, and of steps that are compiled to find them.
-WAYS, COMPILATIONS = 3, 12
+# The maximum number of suggested settings.
+WAYS = 3
 # For a run whose steps and classes depend on its data; sizes do not depend on these.
 STEPS, LABELS = 1000, 2
 # Without a device, jax 0.11.2 cannot select a deterministic matrix product.
 _OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": False}
-#: Settings for a run that fits when no other does, and for one that streams nothing.
+# Settings that save memory, in the order in which they are tried.
+_SAVING = {"host_state": "compact", "remat": True}
+_SAVING_BY_LAYERS = {
+    "host_state": "compact",
+    "layer_updates": "during_backward",
+    "layer_inputs": "host",
+}
+# Settings for a run that fits when no other does.
 _BY_LAYERS = {
     "optimizer": "offload",
     "stream": "weights",
     "scan_layers": False,
     "layer_updates": "during_backward",
 }
-_AT_ONCE = {"stream": "none", "layer_updates": "after_backward", "layer_inputs": "device"}
 
 
 class Way(NamedTuple):
     """Other settings with which a run fits."""
 
-    changes: Mapping[str, Any]  # values by name, apart from the batch
-    batch_size: int
+    changes: Mapping[str, Any]  # values by name
     plan: planning.Plan
 
 
 class RunPlan(NamedTuple):
-    """The plan of a run, and of the same run with the other optimizers."""
-
     settings: StepSettings
-    of_optimizers: Mapping[str, planning.Plan]
-    measured: bool  # whether the host's bandwidth was measured
+    plan: planning.Plan
     ways: tuple[Way, ...]  # other settings, which fit, if the run does not
-
-    @property
-    def chosen(self) -> planning.Plan:
-        return self.of_optimizers[self.settings.optimizer]
 
 
 class _Planner:
-    """Plans runs of one model on one kind of device; caches shapes and compiled peaks."""
+    """Plans runs of one model on one kind of device; caches traced steps and compiled peaks."""
 
     def __init__(self, settings: StepSettings, options: Planning):
-        self.settings = settings
         self.origin = None if settings.model is None else folder_of_config(settings.model)
         local = planning.gpu_here()
         kinds = [name for name, gpu in planning.GPUS.items() if gpu is local]
-        self.device = options.device or (kinds[0] if kinds else "h100")
-        is_local = local is planning.GPUS[self.device]
+        device = options.device or (kinds[0] if kinds else "h100")
         self.by_compiler = planning.has_compiler()
-        self.mesh = mesh_of(settings.mesh, self.device, described=self.by_compiler)
-        self.host = host_bytes() if is_local else None
-        if options.host_memory is not None:
-            self.host = int(options.host_memory * 1e9)
-        bandwidth = options.host_bandwidth or ("here" if is_local else None)
-        self.measured = bandwidth == "here"
-        self.rate = self._rate(bandwidth)
+        self.mesh = mesh_of(settings.mesh, device, described=self.by_compiler)
+        host = options.host_memory and int(options.host_memory * 1e9)
+        if host is None and planning.GPUS[device] is local:
+            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        rate = options.host_bandwidth and options.host_bandwidth * 1e9
+        self._machine = {"device": device, "host_memory_bytes": host, "bandwidth": rate}
         self._step = functools.cache(
-            functools.partial(
-                planned_step, origin=self.origin, mesh=self.mesh, placed=self.by_compiler
-            )
+            lambda run: planned_step(run, self.origin, self.mesh, placed=self.by_compiler)
         )
         self._peak = functools.cache(lambda run: compiled_peak(run, self.origin, self.mesh))
-        self._layers = functools.partial(
-            plan_layers,
-            origin=self.origin,
-            mesh=self.mesh,
-            device=self.device,
-            host_memory_bytes=self.host,
-            bandwidth=self.rate,
-        )
-        self._compiled_layers = functools.cache(functools.partial(self._layers, compiles=True))
 
-    def _rate(self, bandwidth: float | str | None) -> float:
-        """Returns the host memory's bytes per second."""
-        if bandwidth is None:
-            axes = mesh_axes(self.settings.mesh) if self.settings.mesh else {}
-            return planning.GPUS[self.device].host_beside(math.prod(axes.values()))[0]
-        if bandwidth != "here":
-            return float(bandwidth) * 1e9
-        zenflow = dataclasses.replace(self.settings, optimizer="zenflow")
-        leaves = find_state(planned_step(zenflow, self.origin, None).opt_state).leaves
-        options = {"threads": self.settings.threads, "host_state": self.settings.host_state}
-        return planning.host_bandwidth(leaves, **options)
-
-    def by_shapes(self, run: StepSettings) -> planning.Plan:
-        """Plans a run without gradients and activations."""
+    def plan(self, run: StepSettings, *, compiles: bool) -> planning.Plan:
+        """Plans a run; without the compiler, without gradients and activations."""
         if run.stream == "weights":
-            return self._layers(run, compiles=False)
-        machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
-        step = self._step(dataclasses.replace(run, host_state="float32", prefetch_bytes=None))
-        machine |= {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
-        return planning.plan(*step, **machine)
+            return plan_layers(run, self.origin, self.mesh, compiles=compiles, **self._machine)
+        # The step does not depend on these.
+        same = dataclasses.replace(run, host_state="float32", prefetch_bytes=None)
+        host = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
+        plan = planning.plan(*self._step(same), **host, **self._machine)
+        return plan.with_peak(self._peak(same)) if compiles else plan
 
-    def plan(self, run: StepSettings) -> planning.Plan:
-        """Plans a run, with the compiler if it is installed."""
-        if run.stream == "weights":
-            return self._compiled_layers(run) if self.by_compiler else self.by_shapes(run)
-        plan = self.by_shapes(run)
-        if not self.by_compiler:
-            return plan
-        # Gradients and activations of steps do not depend on these.
-        same = {name: getattr(self.settings, name) for name in ("update_interval", "staleness")}
-        run = dataclasses.replace(run, **same, host_state="float32", prefetch_bytes=None)
-        return plan.with_peak(self._peak(run))
-
-    def plan_to_fit(self, run: StepSettings) -> planning.Plan | None:
-        """Plans a run, and compiles only if it fits by shapes; None if it cannot be planned."""
+    def plan_that_fits(self, run: StepSettings) -> planning.Plan | None:
+        """Plans a run; None if it does not fit. Compiles only if it fits by shapes."""
         try:
-            # These bytes do not depend on remat, and tracing a deep model takes seconds.
-            plan = self.by_shapes(dataclasses.replace(run, remat=self.settings.remat))
-            if not plan.fits or not self.by_compiler:
-                return plan
-            caches = self._peak, self._compiled_layers
-            compiled = sum(x.cache_info().misses for x in caches)
-            return self.plan(run) if compiled < COMPILATIONS else None
-        except SettingsError:
+            plan = self.plan(run, compiles=False)
+            if plan.fits and self.by_compiler:
+                plan = self.plan(run, compiles=True)
+        except SettingsError:  # such as a batch that the mesh does not divide
             return None
+        return plan if plan.fits else None
 
 
-def plan_run(
-    settings: Settings, options: Planning, deepspeed: DeepSpeedOptions | None = None
-) -> RunPlan:
-    """Plans a run, which has its DeepSpeed config's values, for the machine in `options`."""
+def plan_run(settings: Settings, options: Planning) -> RunPlan:
+    """Plans a run for the machine in `options`."""
     settings.check_task(["model"])
     planner = _Planner(settings, options)
     if planner.origin is not None:
         check_length(settings.sequence_length, planner.origin)
-    plans = {
-        name: planner.plan(
-            settings
-            if name == settings.optimizer
-            else dataclasses.replace(settings, optimizer=name, **_AT_ONCE)
-        )
-        for name in OPTIMIZERS
-    }
-
-    def plan_of(other: StepSettings) -> planning.Plan | None:
-        if deepspeed is not None and with_deepspeed_values(deepspeed, other) != other:
-            return None  # the config overrides the change
-        return planner.plan_to_fit(other)
-
+    own = planner.plan(settings, compiles=planner.by_compiler)
     ways: list[Way] = []
-    if not plans[settings.optimizer].fits:
-        unit = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
-        ways = ways_that_fit(settings, unit, plan_of)
-        if not ways and settings.stream != "weights":
-            layered = dataclasses.replace(settings, **_BY_LAYERS)
-            ways = [
-                way._replace(changes={**_changed(settings, _BY_LAYERS), **way.changes})
-                for way in ways_that_fit(layered, unit, plan_of)
-            ]
-    return RunPlan(settings, plans, planner.measured, tuple(ways))
-
-
-def ways_that_fit(
-    settings: StepSettings, unit: int, plan_of: Callable[[StepSettings], planning.Plan | None]
-) -> list[Way]:
-    """Returns at most `WAYS` ways to make a run fit, those with large batches first.
-
-    Each has few changes, and the first batch that fits, halved in multiples of `unit`. `plan_of`
-    returns None for settings that cannot be planned.
-    """
-    ways: list[Way] = []
-    for changes in _changes(settings):
-        # More changes are useful only with a larger batch.
-        fewer = [way.batch_size for way in ways if way.changes.items() <= changes.items()]
-        batch, least = settings.batch_size, max(fewer, default=0)
-        while batch > least:
-            plan = plan_of(dataclasses.replace(settings, batch_size=batch, **changes))
-            if plan is None or (plan.by == "shapes" and not plan.fits):
-                break  # a smaller batch does not fit either
-            if plan.fits:
-                ways.append(Way(changes, batch, plan))
+    if not own.fits:
+        smallest = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
+        for changes in _changes(settings, smallest):
+            plan = planner.plan_that_fits(dataclasses.replace(settings, **changes))
+            if plan is not None:
+                ways.append(Way(changes, plan))
+            if len(ways) == WAYS:
                 break
-            batch = batch // 2 // unit * unit
-        if len(ways) == WAYS:
-            break
-    return sorted(ways, key=lambda way: -way.batch_size)
+    return RunPlan(settings, own, tuple(ways))
 
 
-def _changes(settings: StepSettings) -> Iterator[dict[str, Any]]:
-    """Yields changes other than the batch, alone and combined, fewest changes first."""
-    offloads, interval = settings.optimizer != "adamw", settings.update_interval
-    choices: dict[str, Any] = {"remat": True}
-    if settings.stream == "weights":  # each layer is recomputed
-        choices = {"layer_inputs": "host", "layer_updates": "during_backward"}
-    if offloads:
-        choices["host_state"] = "compact"
-    if settings.stream == "none":
-        choices["scan_layers"] = False
-    if settings.optimizer == "zenflow" and isinstance(interval, int):
-        choices["update_interval"] = max(interval // 2, 1)
-    if offloads and settings.prefetch_bytes is None and settings.stream != "weights":
-        choices["prefetch_bytes"] = 0
-    changes = list(_changed(settings, choices).items())
-    for count in range(len(changes) + 1):
-        yield from map(dict, itertools.combinations(changes, count))
+def _changes(settings: StepSettings, smallest: int) -> Iterator[dict[str, Any]]:
+    """Yields other settings: each that saves memory, all with smaller batches, then by layers."""
+    by_layers = settings.stream == "weights"
+    saving = _changed(settings, _SAVING_BY_LAYERS if by_layers else _SAVING)
+    if settings.optimizer == "adamw":
+        saving.pop("host_state", None)
+    if len(saving) > 1:
+        yield from ({name: x} for name, x in saving.items())
+    batch = settings.batch_size
+    if saving:
+        yield saving
+    while (batch := batch // 2 // smallest * smallest) > 0:
+        yield {"batch_size": batch} | saving
+    if not by_layers:
+        yield _changed(settings, _BY_LAYERS)
 
 
 def _changed(settings: StepSettings, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,7 +203,7 @@ def planned_step(
     if not settings.steps:
         settings = dataclasses.replace(settings, steps=STEPS)
     graphdef, params = jax.eval_shape(lambda: models.split(build()))
-    tx = make_optimizer(settings, steps_per_epoch=settings.steps)
+    tx = make_optimizer(settings)
     sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
     if divided is None:
         opt_state = jax.eval_shape(tx.init, params)

@@ -66,12 +66,10 @@ class LayeredModel(NamedTuple):
                 begin = 0 if name == "embed" else first + self.blocks + 1
                 yield np.stack([processes.gather(of_layer(begin + i)) for i in range(self.parts)])
 
-    def whole(self, params: Any, values: Iterator[Any] | None) -> tuple[Any, Iterator[Any]]:
+    def whole(self, params: Any) -> tuple[Any, Iterator[Any]]:
         """Returns a model's parameters as shapes, and their values, from the trainer's."""
         outer, *layers = params["outer"], *params["layers"]
-        if values is None:
-            values = self.leaves(lambda i: outer if i == "outer" else layers[int(i)])
-        return self.model, values
+        return self.model, self.leaves(lambda i: outer if i == "outer" else layers[int(i)])
 
 
 def layered(graphdef: nnx.GraphDef, params: Any) -> LayeredModel:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from elves.atomic import write_text_atomically
-from train.checkpoints.compatibility import DEEPSPEED
 from train.cli.command_line import to_toml
 from train.cli.settings import Settings, SettingsError
 from train.distributed import processes
@@ -22,14 +21,14 @@ from train.run import models
 LOCK = "lock"
 
 # The files that a run overwrites.
-WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
+WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, "loss.png"}
 WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
-def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
+def make_run_folder(settings: Settings) -> Path:
     """Returns the folder of the run, the same for every process.
 
-    A named run may have an earlier start unless `fresh`; without a name, the folder is new.
+    A named run may have an earlier start; without a name, the folder is new.
     """
     output_dir, run = settings.output_dir, settings.run
     if not processes.is_first():
@@ -42,21 +41,11 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
     except OSError as error:
         problem = f"cannot write to {output_dir} ({error.strerror})"
         raise SettingsError(f"`output_dir`: {problem}. Name another --output-dir.") from error
-    # Every start makes a lock file, but a copied run may lack it.
-    is_run = bool(names & {LOCK, "checkpoints"})
-    names.discard(LOCK)
-    if not is_run and names & WRITTEN:
-        raise SettingsError(
-            f"`run`: {folder} has a {min(names & WRITTEN)}, but is not a run folder. Name another."
-        )
-    if fresh and names:
-        raise SettingsError(
-            f"`--fresh`: {folder} is not new or empty: it has {min(names)}. Name another --run."
-        )
-    written = names & {models.WEIGHTS, models.FOLDER}
+    # A start that ended before its first checkpoint has left the lock file, and may start over.
+    written = names & ({models.WEIGHTS, models.FOLDER} if LOCK in names else WRITTEN)
     if written and "checkpoints" not in names:
         raise SettingsError(
-            f"`run`: {folder} has a {written.pop()}, but no checkpoints to resume from. Name a new "
+            f"`run`: {folder} has a {min(written)}, but no checkpoints to resume from. Name a new "
             "--run."
         )
     processes.from_first(str(folder))
@@ -77,12 +66,8 @@ def new_run_folder(parent: Path, label: str) -> Path:
 
 
 def write_settings(folder: Path, values: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Writes `settings.toml`, and copies of a DeepSpeed config and of the `texts`."""
+    """Writes `settings.toml`, and copies of the `texts`."""
     copies: dict[str, str] = {}
-    if values["deepspeed"] is not None:
-        copies["deepspeed"] = str(folder / DEEPSPEED)
-        text = Path(values["deepspeed"]).read_text(encoding="utf-8")
-        write_text_atomically(folder / DEEPSPEED, text)
     for name, text in texts.items():
         write_text_atomically(folder / name, text)
         copies["chat_template"] = str(folder / name)

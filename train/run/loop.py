@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
+from elves.atomic import write_text_atomically
 from train.checkpoints.compatibility import description
 from train.checkpoints.reading import CheckpointError
 from train.checkpoints.writing import Checkpoints
@@ -18,13 +20,13 @@ from train.cli.settings import SettingsError, task_name
 from train.distributed import processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
 from train.log import summary
-from train.log.meter import Meter, Totals, check_finite, has_stalled, mean_window_length
-from train.log.run_log import NoLog, RunLog, read_rows, show
-from train.log.trackers import reporter
+from train.log.meter import Meter, Totals, check_finite, has_stalled
+from train.log.run_log import NoLog, RunLog, read_rows, reporter, show
 from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job
 from train.run.training import LayerTraining, StepTraining
+from zenflow_jax.planning import UnfitRunError
 
 
 class Result(NamedTuple):
@@ -79,7 +81,10 @@ class Run:
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
-        self.training.open(self.stack)
+        try:
+            self.training.open(self.stack)
+        except UnfitRunError as error:
+            raise SettingsError(str(error)) from error
         if timeline and (host := self.training.host) and processes.is_first():
             # Closed whether or not the run succeeds.
             self.stack.callback(
@@ -100,8 +105,7 @@ class Run:
         if self._has_stopped_early():
             self.steps = self.done
         done, steps = self.done, self.steps
-        last = summary.read_summary(self.folder)
-        if done == steps and last and last["steps"] == done:
+        if done == steps == summary.completed_steps(self.folder):
             larger = "--steps" if steps == self.job.settings.steps else "--early-stopping-patience"
             self._say(
                 f"{self.folder} has completed all {done} steps. Pass a larger {larger} to "
@@ -124,19 +128,17 @@ class Run:
         if processes.is_first():
             write_settings(self.folder, job.values, job.texts)
             in_rows = done - len(metered["unread"]) if metered else 0
-            report = {"done": in_rows, "config": job.values}
             self.log = RunLog(
                 self.folder,
                 steps=self.steps,
                 console=self.console,
-                reporter=reporter(job.settings.report_to, self.folder, **report),
+                reporter=reporter(job.settings.report_to, self.folder, config=job.values),
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
             )
         self.stack.enter_context(self.log)
         self.meter = Meter(
             log_every=job.settings.log_every,
-            steps=self.steps,
             stats=(lambda: host.stats) if host else None,
             max_skipped=job.settings.max_skipped,
             remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
@@ -245,13 +247,10 @@ class Run:
         summary.write_picture(
             self.folder, self.log.rows, self.validations, title=title, target=target
         )
-        summary.write_summary(self.folder, figures)
+        # Last, because its existence means that all files are written.
+        text = json.dumps(figures, indent=2) + "\n"
+        write_text_atomically(self.folder / "summary.json", text)
         self.console.print(summary.summary_table(figures))
-        if isinstance(self.training, StepTraining) and self.training.host:
-            timed = self.training.host.stats, ended.totals.seconds
-            state, kind = self.training.opt_state, self.job.settings.host_state
-            if hiding := summary.host_load(state, *timed, kind):
-                self._say(hiding.advice)
         if self.job.settings.keep_best:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} has {weights}")
@@ -264,13 +263,13 @@ class Run:
         """Writes the weights of the best step; returns the name of their file or folder."""
         if best != self.steps:
             # As validated, without the updates that were pending then.
-            weights, values = self.training.weights_of(self.checkpoints, best), None
+            weights = self.training.weights_of(self.checkpoints, best)
         else:
-            weights, values = self.training.final_weights()
+            weights = self.training.final_weights()
         job, origin = self.job, self.job.model.origin
         folder = self.folder if origin is None else self.folder / models.FOLDER
         options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
-        models.write(folder, origin, *self.training.whole(weights, values), **options)
+        models.write(folder, origin, *weights, **options)
         return models.WEIGHTS if origin is None else models.FOLDER
 
     def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:
@@ -299,7 +298,7 @@ class Run:
             "validation_before": self.validations[0][1],
             "validation_after": self.validations[-1][1],
             "windows": stats and stats.windows,
-            "mean_window_length": stats and mean_window_length(stats),
+            "mean_window_length": stats and _mean_length(stats.window_lengths),
             "reselections": stats and stats.reselections,
             "kept_share": stats and stats.kept_share,
         }
@@ -345,6 +344,12 @@ class Run:
 
     def _say(self, line: str) -> None:
         show(self.console, line)
+
+
+def _mean_length(counts: Mapping[int, int]) -> float | None:
+    """Returns the mean length of closed windows in steps; warm-up windows have one step."""
+    steps = sum(length * count for length, count in counts.items())
+    return steps / sum(counts.values()) if counts else None
 
 
 def is_due(every: int, step: int) -> bool:

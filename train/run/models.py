@@ -23,7 +23,6 @@ from train.huggingface.tensors import leaf_name
 from train.model.decoder import DecoderConfig, parts_that_stream
 from train.model.encoder import EncoderConfig
 from train.run.by_layer import LayeredModel, layered
-from train.run.optimizers import weight_dtype
 from train.tasks import standard_library
 
 # The trained weights in a run's folder.
@@ -175,7 +174,8 @@ def builder(
     return lambda: loading.make_model(
         config,
         labels=labels,
-        weight_dtype=weight_dtype(run.optimizer, run.dtype),
+        # Unlike the others, adamw has no masters.
+        weight_dtype=jnp.dtype("float32" if run.optimizer == "adamw" else run.dtype),
         compute_dtype=jnp.dtype(run.dtype),
         scan_layers=run.scan_layers,
         remat=run.remat,
@@ -183,6 +183,11 @@ def builder(
         rngs=nnx.Rngs(run.seed),
         **more,
     )
+
+
+def template_files(chat_template: str | None) -> dict[str, str]:
+    """Returns the files, by name, that replace those of the model's folder in the new folder."""
+    return {} if chat_template is None else {TEMPLATE: read_template_text(Path(chat_template))}
 
 
 def write(
@@ -195,21 +200,12 @@ def write(
     """Writes the trained weights to `folder`, in the layout of the model's folder, if any.
 
     `values` replace the leaves of `params`; each is requested when it is written. `options` are
-    passed to `save_folder`.
+    passed to `save_folder`. A built-in model's weights are float32 safetensors, named by key path:
+    `blocks.0.gate.kernel`.
     """
-    if origin is None:
-        write_weights(folder / WEIGHTS, params, values)
-    else:
+    if origin is not None:
         save_folder(folder, origin, params, values=values, **options)
-
-
-def template_files(chat_template: str | None) -> dict[str, str]:
-    """Returns the files, by name, that replace those of the model's folder in the new folder."""
-    return {} if chat_template is None else {TEMPLATE: read_template_text(Path(chat_template))}
-
-
-def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) -> None:
-    """Writes weights as float32 safetensors, named by key path: `blocks.0.gate.kernel`."""
+        return
     leaves = jax.tree_util.tree_leaves_with_path(params)
     entries = [
         Entry(leaf_name(path).replace("/", "."), np.dtype(np.float32), x.shape)
@@ -218,8 +214,8 @@ def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) 
     values = iter([x for _, x in leaves]) if values is None else values
     tensors = (np.ascontiguousarray(processes.gather(x), np.float32) for x in values)
 
-    def write() -> None:
-        with atomic_path(file) as part:
+    def write_tensors() -> None:
+        with atomic_path(folder / WEIGHTS) as part:
             write_file(part, entries, tensors)
 
-    write_by_first(file, write, tensors)
+    write_by_first(folder / WEIGHTS, write_tensors, tensors)

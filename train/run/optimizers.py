@@ -1,60 +1,35 @@
-"""Optimizers from the settings, or from a DeepSpeed config named in the settings."""
+"""Optimizers from the settings."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 import zenflow_jax
-from train.cli.settings import OptimizerSettings, SettingsError
-from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
-
-# Settings that include optimizer settings.
-S = TypeVar("S", bound=OptimizerSettings)
+from train.cli.settings import OptimizerSettings, SettingsError, steps_of
 
 
-def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
-    """Returns the dtype of matrices on the device: adamw needs float32, as it has no masters."""
-    return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
-
-
-def learning_rate(peak: float, warm_up: int, steps: int, schedule: str) -> optax.Schedule:
+def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
     """Warms up linearly to the peak, then decays: cosine to a tenth, linear to zero, or not."""
-    rest = max(steps - warm_up, 1)
+    peak, share = settings.learning_rate, settings.warmup_share
+    warm_up = settings.warmup_steps if share is None else steps_of(share, settings.steps)
+    rest = max(settings.steps - warm_up, 1)
     after = {
         "cosine": optax.cosine_decay_schedule(peak, rest, alpha=0.1),
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
     }
     start = optax.linear_schedule(peak / (warm_up + 1), peak, max(warm_up, 1))
-    return optax.join_schedules([start, after[schedule]], [warm_up])
+    return optax.join_schedules([start, after[settings.schedule]], [warm_up])
 
 
-def schedule_of(
-    settings: OptimizerSettings, deepspeed: DeepSpeedOptions | None = None
-) -> float | optax.Schedule:
-    """Returns the learning rate from the settings, whose `steps` are known."""
-    if deepspeed is not None and deepspeed.scheduler is not None:
-        return deepspeed.learning_rate
-    warm_up = settings.learning_rate_warm_up
-    return learning_rate(settings.learning_rate, warm_up, settings.steps, settings.schedule)
-
-
-def make_optimizer(
-    settings: OptimizerSettings,
-    deepspeed: DeepSpeedOptions | None = None,
-    *,
-    steps_per_epoch: int | None = None,
-) -> optax.GradientTransformation:
-    """Creates the optimizer; `steps` are known, `deepspeed` is from `finalize_settings`."""
-    norm, rate = settings.max_grad_norm, schedule_of(settings, deepspeed)
+def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
+    """Creates the optimizer from settings whose `steps` are known."""
+    norm, rate = settings.max_grad_norm, learning_rate(settings)
     arguments = settings.subset(("b1", "b2", "eps", "weight_decay")) | {"mask": decayed}
     if settings.optimizer == "adamw":
         # A chain in both cases, so that a resumed run may change `max_grad_norm`.
@@ -62,9 +37,7 @@ def make_optimizer(
         return skip_if_not_finite(optax.chain(clip, optax.adamw(rate, **arguments)))
     arguments |= {"max_grad_norm": norm, "resident": _is_no_matrix}
     try:
-        arguments |= _arguments(settings, steps_per_epoch)
-        if deepspeed is not None and deepspeed.kind == settings.optimizer:
-            arguments |= deepspeed.arguments
+        arguments |= _arguments(settings)
         return zenflow_jax.zenflow(rate, **arguments)
     except ValueError as error:
         raise SettingsError(str(error)) from error
@@ -106,7 +79,7 @@ def skipped_steps(opt_state: Any) -> jax.Array:
 _SHARED = {f.name for f in dataclasses.fields(OptimizerSettings)} & set(zenflow_jax.STATIC_ARGS)
 
 
-def _arguments(settings: OptimizerSettings, steps_per_epoch: int | None) -> dict[str, Any]:
+def _arguments(settings: OptimizerSettings) -> dict[str, Any]:
     shared = settings.subset(_SHARED)
     if settings.optimizer == "offload":
         sending = {name: shared[name] for name in ("send_gradients", "transfer_dtype")}
@@ -123,94 +96,7 @@ def _arguments(settings: OptimizerSettings, steps_per_epoch: int | None) -> dict
         arguments["update_interval"] = zenflow_jax.AutoWindow()
     if settings.select_interval == "auto":
         arguments["select_interval"] = zenflow_jax.AutoSelect()
-    elif settings.select_interval == "epoch":
-        arguments["select_interval"] = steps_per_epoch
     return arguments
-
-
-def with_deepspeed(settings: S, devices: int) -> tuple[S, DeepSpeedOptions | None]:
-    """Returns the settings with the values of their DeepSpeed config, and that config."""
-    if settings.deepspeed is None:
-        return settings, None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the script lists untranslated keys itself
-            names = "learning_rate b1 b2 eps weight_decay max_grad_norm".split()
-            values = settings.subset(names)
-            options = from_deepspeed(settings.deepspeed, devices=devices, mask=decayed, **values)
-    except (ValueError, OSError) as error:
-        raise SettingsError(f"`deepspeed`: {error}") from error
-    return with_deepspeed_values(options, settings), options
-
-
-def with_deepspeed_values(options: DeepSpeedOptions, settings: S) -> S:
-    """Returns the settings, overridden by the values of a DeepSpeed config."""
-    open_or_not = {
-        "optimizer": options.kind if options.has_zero else None,
-        "batch_size": options.batch_size,
-        "micro_batches": options.micro_batches,
-        "dtype": options.compute_dtype and np.dtype(options.compute_dtype).name,
-        "threads": options.threads,
-    }
-    values = {name: value for name, value in open_or_not.items() if value is not None}
-    values |= {"max_grad_norm": options.max_grad_norm, "learning_rate": options.peak}
-    settings = dataclasses.replace(settings, **values)
-    arguments = options.fixed_arguments
-    values = {name: arguments[name] for name in ("b1", "b2", "eps", "weight_decay")}
-    if settings.optimizer == options.kind == "zenflow":
-        values |= {name: arguments[name] for name in _SHARED & arguments.keys()}
-        # "auto" until an epoch's length is known; it fits all windows.
-        values |= {"full_warm_up_share": None, "select_interval": "auto"}
-        values["provisional_share"] = values["provisional_share"] or 0.0
-        if isinstance(values["update_interval"], zenflow_jax.AutoWindow):
-            values |= {"update_interval": "auto", "window_scaling": "none"}
-    return dataclasses.replace(settings, **values)
-
-
-def finalize_settings(
-    settings: S, deepspeed: DeepSpeedOptions | None, steps_per_epoch: int
-) -> tuple[S, DeepSpeedOptions | None]:
-    """Completes the results of `with_deepspeed` when the steps of run and epoch are known."""
-    if deepspeed is None:
-        return settings, None
-    deepspeed = dataclasses.replace(
-        deepspeed,
-        total_steps=settings.steps,
-        steps_per_epoch=steps_per_epoch,
-        warmup_steps=settings.learning_rate_warm_up,
-    )
-    values: dict[str, Any] = {}
-    try:
-        if (scheduler := deepspeed.scheduler) is not None:
-            rate: Any = deepspeed.learning_rate  # a schedule, since there is a scheduler
-            highest = np.asarray(rate(jnp.arange(settings.steps))).max()
-            values["learning_rate"] = float(str(highest))  # not 0.0010000000474974513
-            if scheduler.warmup is not None:
-                values |= {"warmup_steps": scheduler.warmup, "warmup_share": None}
-        if settings.optimizer == deepspeed.kind == "zenflow":
-            select = deepspeed.arguments["select_interval"]
-            values["select_interval"] = "epoch" if select == steps_per_epoch else select
-    except ValueError as error:
-        raise SettingsError(f"`deepspeed`: {error}") from error
-    return dataclasses.replace(settings, **values), deepspeed
-
-
-def describe_deepspeed_changes(
-    original: S, settings: S, deepspeed: DeepSpeedOptions | None
-) -> list[str]:
-    """Returns lines about settings that the DeepSpeed config changes, and about ignored keys."""
-    if deepspeed is None:
-        return []
-    lines = []
-    names = [field.name for field in dataclasses.fields(settings) if field.name != "steps"]
-    changed = [n for n in names if getattr(original, n) != getattr(settings, n)]
-    if changed:
-        listed = ", ".join(f"{name} {getattr(settings, name)}" for name in changed)
-        lines.append(f"{settings.deepspeed} sets: {listed}")
-    if deepspeed.not_translated:
-        listed = ", ".join(f"`{name}`" for name in deepspeed.not_translated)
-        lines.append(f"{settings.deepspeed}: not followed (docs/deepspeed.md): {listed}")
-    return lines
 
 
 def decayed(params):

@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 from train.cli.command_line import to_toml
-from train.cli.settings import Settings, SettingsError, StepSettings, steps_of
+from train.cli.settings import Settings, SettingsError, steps_of
 from train.distributed import processes
-from train.distributed.sharding import batch_parts, batch_sharding, committed, make_mesh
-from train.huggingface.loading import Pretrained, read_folder, shapes_of
+from train.distributed.sharding import batch_sharding, committed, make_mesh
+from train.huggingface.loading import Pretrained, read_folder
 from train.log.meter import causes_of_infinity, check_finite
-from train.log.trackers import check_reporter
+from train.log.run_log import check_reporter
 from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
 from train.run import models, optimizers
 from train.run.by_layer import LayeredModel
-from train.run.memory import check_memory
 from train.run.step import (
     DETERMINISTIC,
     PER_EXAMPLE,
@@ -36,16 +34,13 @@ from train.tasks import Task
 from train.tasks.batches import Batches, Sample
 from train.tasks.chosen import make_task
 from zenflow_jax import layerwise, streaming
-from zenflow_jax.deepspeed import DeepSpeedOptions
 
 # With fewer steps, a model learns little.
 FEW_STEPS = 50
 
 
 class Sources(NamedTuple):
-    original: StepSettings  # without the values of a DeepSpeed config
     settings: Settings
-    deepspeed: DeepSpeedOptions | None
     mesh: Mesh | None
     origin: Pretrained | None  # the model's folder
     config: DecoderConfig | EncoderConfig
@@ -63,19 +58,17 @@ class Job(NamedTuple):
     batches: Batches
     model: models.Model
     layered: LayeredModel | None  # if weights stream
-    learning_rate: float | optax.Schedule  # for `layered`
     train_step: Callable | None  # for all other models
     validate: Callable[[Any], dict[str, float]]  # from `make_validate`
     notes: tuple[str, ...]  # shown to the user
     causes_of_infinity: str
 
 
-def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
+def read(settings: Settings, *, timeline: Path | None) -> Sources:
     """Reads and checks everything except weights; arguments and errors are as for `train`."""
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
-    settings, deepspeed = optimizers.with_deepspeed(original := settings, batch_parts(mesh))
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
             "`--timeline`: needs steps with host work (zenflow or offload), but the run has "
@@ -86,9 +79,6 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     origin = None if settings.model is None else read_folder(settings.model)
     config = models.config_of(origin, settings)
     texts = models.template_files(settings.chat_template)
-    if not force:
-        parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
-        check_memory(parameters, mesh, settings)
     task = make_task(settings, origin)
     # Validations also use micro-batches, because these fit on the device.
     parts, most = settings.micro_batches, settings.eval_batches
@@ -100,7 +90,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
         mesh=mesh,
         buckets=settings.length_buckets,
     )
-    return Sources(original, settings, deepspeed, mesh, origin, config, texts, task, sample)
+    return Sources(settings, mesh, origin, config, texts, task, sample)
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
@@ -114,11 +104,6 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         buckets=settings.length_buckets,
     )
     settings, few = _with_steps(settings, batches.per_epoch)
-    settings, deepspeed = optimizers.finalize_settings(
-        settings, sources.deepspeed, batches.per_epoch
-    )
-    notes = optimizers.describe_deepspeed_changes(sources.original, settings, deepspeed)
-    notes = (*notes, *task.notes, *task.overview, *few)
     # A resumed run with more steps must have the same number of rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
@@ -127,9 +112,21 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     model, layered, judge = make_model(sources)
     opt_state = train_step = None
     if layered is None:
-        tx = optimizers.make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
+        tx = optimizers.make_optimizer(settings)
         opt_state = committed(tx.init(model.params), mesh)
-        train_step = _make_step(model, tx, opt_state, settings, mesh, task)
+        if settings.stream == "gradients" and jax.default_backend() != "cpu":
+            try:
+                streaming.check_device()
+            except NotImplementedError as error:  # this version of jax is too old
+                raise SettingsError(str(error)) from error
+        train_step = make_train_step(
+            model.graphdef,
+            tx,
+            PER_EXAMPLE[task.kind],
+            micro_batches=settings.micro_batches,
+            stream=settings.stream == "gradients",
+            placement=mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state)),
+        )
 
     job = Job(
         settings=settings,
@@ -140,10 +137,9 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         batches=batches,
         model=model,
         layered=layered,
-        learning_rate=optimizers.schedule_of(settings, deepspeed),
         train_step=train_step,
         validate=make_validate(judge, task, sources.sample, check),
-        notes=notes,
+        notes=(*task.notes, *task.overview, *few),
         causes_of_infinity=causes_of_infinity(settings),
     )
     return job, opt_state
@@ -159,31 +155,6 @@ def _with_steps(settings: Settings, per_epoch: int) -> tuple[Settings, list[str]
     epochs = math.ceil(2 * FEW_STEPS / per_epoch)
     remedy = f"pass --epochs {epochs} for {epochs * per_epoch}, or a smaller --batch-size"
     return settings, [f"only {settings.steps} steps: {remedy}"]
-
-
-def _make_step(
-    model: models.Model,
-    tx: optax.GradientTransformation,
-    opt_state: Any,
-    settings: Settings,
-    mesh: Mesh | None,
-    task: Task,
-) -> Callable:
-    placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
-    streams = settings.stream == "gradients"
-    if streams and jax.default_backend() != "cpu":
-        try:
-            streaming.check_device()
-        except NotImplementedError as error:  # this version of jax is too old
-            raise SettingsError(str(error)) from error
-    return make_train_step(
-        model.graphdef,
-        tx,
-        PER_EXAMPLE[task.kind],
-        micro_batches=settings.micro_batches,
-        stream=streams,
-        placement=placement,
-    )
 
 
 def make_model(sources: Sources) -> tuple[models.Model, LayeredModel | None, Callable]:
@@ -208,7 +179,7 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
         first=layered.first,
         layer=layered.layers,
         last=layered.last,
-        learning_rate=job.learning_rate,
+        learning_rate=optimizers.learning_rate(settings),
         mask=optimizers.decayed,
         updates=settings.layer_updates,
         inputs=settings.layer_inputs,

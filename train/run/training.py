@@ -10,10 +10,9 @@ import jax
 
 import zenflow_jax
 from train.checkpoints.writing import Checkpoints
-from train.cli.settings import SettingsError
 from train.run.by_layer import LayeredModel, micro_batches
 from train.run.setup import Job, make_trainer
-from zenflow_jax import layerwise, planning
+from zenflow_jax import layerwise
 
 Figures = dict[str, float]
 
@@ -43,15 +42,14 @@ class StepTraining:
         if self._job.settings.optimizer == "adamw":
             return
         names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
-        with _refusals():
-            engine = zenflow_jax.HostEngine(
-                self.params,
-                self.opt_state,
-                **self._job.settings.subset(names),
-                engine_state=self._engine_state,
-                # The process runs only this job and can be restarted, so it may end itself.
-                exit_if_stuck=True,
-            )
+        engine = zenflow_jax.HostEngine(
+            self.params,
+            self.opt_state,
+            **self._job.settings.subset(names),
+            engine_state=self._engine_state,
+            # The process runs only this job and can be restarted, so it may end itself.
+            exit_if_stuck=True,
+        )
         self.host = stack.enter_context(engine)
         self._engine_state = None
 
@@ -90,13 +88,9 @@ class StepTraining:
         masters = zenflow_jax.iter_master_params(self.params, self.opt_state, self.host)
         return self.params, (x for _, x in masters)
 
-    def weights_of(self, checkpoints: Checkpoints, step: int) -> Any:
+    def weights_of(self, checkpoints: Checkpoints, step: int) -> tuple[Any, None]:
         """Returns the weights of a checkpoint, in place of the current ones."""
-        return checkpoints.weights(step, self.params)
-
-    def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
-        """Returns weights and values in the model's own structure."""
-        return weights, values
+        return checkpoints.weights(step, self.params), None
 
 
 class LayerTraining:
@@ -123,8 +117,7 @@ class LayerTraining:
         return restored.progress
 
     def open(self, stack: contextlib.ExitStack) -> None:
-        with _refusals():
-            trainer = make_trainer(self._job, self._state)
+        trainer = make_trainer(self._job, self._state)
         self._trainer, self._state = stack.enter_context(trainer), None
 
     def step(self, batch: Any) -> tuple[jax.Array, int]:
@@ -146,18 +139,7 @@ class LayerTraining:
         checkpoints.save(step, self.host.params(), None, self.host, progress, figure=figure)
 
     def final_weights(self) -> tuple[Any, Iterator[Any]]:
-        return self.host.params(), self._layered.leaves(self.host.master_params)
+        return self._layered.model, self._layered.leaves(self.host.master_params)
 
-    def weights_of(self, checkpoints: Checkpoints, step: int) -> Any:
-        return checkpoints.weights(step, self._layered.shapes)
-
-    def whole(self, weights: Any, values: Iterator[Any] | None) -> tuple[Any, Any]:
-        return self._layered.whole(weights, values)
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except planning.UnfitRunError as error:
-        raise SettingsError(str(error)) from error
+    def weights_of(self, checkpoints: Checkpoints, step: int) -> tuple[Any, Iterator[Any]]:
+        return self._layered.whole(checkpoints.weights(step, self._layered.shapes))

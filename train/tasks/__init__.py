@@ -1,16 +1,7 @@
 """Tasks: training examples and validation examples.
 
-    standard_library.py  the next byte of Python's source files; needs no download
-    language.py          the next token of text
-    answers.py           answers to instructions (alpaca), and in conversations (chat)
-    conversations.py     the structure of messages
-    fields.py            fields that no task reads
-    classification.py    a class for a text or a pair of texts from a user's file
-    examples.py          the common part of answers and classes
-    files.py, tables.py  the contents of files
-
-All tasks but the first tokenize everything at the start, in chunks, into memory-mapped files on
-disk (`encoding.py`). The same files and seed give the same examples.
+All tasks but `standard_library` tokenize everything at the start, in chunks, into memory-mapped
+files on disk (`encoding.py`). The same files and seed give the same examples.
 """
 
 from __future__ import annotations

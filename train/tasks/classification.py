@@ -28,7 +28,7 @@ from train.tasks import Task, tables
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
 from train.tasks.examples import Examples, Sentences, task_of
-from train.tasks.files import find_files, first_30, lines, records, shorten, text_field
+from train.tasks.files import find_files, lines, records, shorten, text_field
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", tables.SUFFIX)
 
@@ -36,9 +36,6 @@ SEPARATORS = (",", ";", "\t", "|")
 
 QUOTE = "Put a text with a separator in it between quotation marks"
 AS_CSV = "Save texts with tabs or line breaks in them as CSV"
-
-# If one class has at least this share, accuracy is not informative.
-UNBALANCED = 0.75
 
 # With more labels than this, the number of examples shows whether they are classes.
 MANY_CLASSES = 20
@@ -115,22 +112,17 @@ def make(
         labels=classes,
         notes=notes,
     )
-    return task._replace(overview=(*_balance(classes, ids[0]), *task.overview))
+    return task._replace(overview=(_balance(classes, ids[0]), *task.overview))
 
 
-def _balance(classes: Sequence[str], ids: list[int]) -> Iterator[str]:
-    """Yields lines about the classes' shares, and about accuracy if one class dominates."""
+def _balance(classes: Sequence[str], ids: list[int]) -> str:
+    """Returns a line about the classes' shares."""
     counts = np.bincount(ids, minlength=len(classes))
     shares = counts / len(ids)
     # The rarest first, because misspelled labels are among them.
     order = np.argsort(counts, kind="stable")
     counted = ", ".join(f"{classes[i]!r} {counts[i]} ({shares[i]:.1%})" for i in order)
-    yield f"{len(classes)} classes, with example counts: {shorten(counted)}"
-    if shares.max() >= UNBALANCED:
-        yield (
-            f"accuracy is {shares.max():.3f} if every text counts as {classes[order[-1]]!r}; with "
-            "--best macro_f1, --keep-best weighs all classes alike"
-        )
+    return f"{len(classes)} classes, with example counts: {shorten(counted)}"
 
 
 def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -> list[str]:
@@ -181,7 +173,8 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
         if len(rows.labels) == before:
             raise DataError(f"{path}: the file has no examples.")
         if blank:
-            notes.append(f"{path.name}: left out {len(blank)} rows without text: {first_30(blank)}")
+            listed = shorten(", ".join(blank))
+            notes.append(f"{path.name}: left out {len(blank)} rows without text: {listed}")
     return rows
 
 
@@ -220,7 +213,10 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     is_tsv = name.endswith(".tsv")
     rows, remedy = _rows(path, columns, is_tsv), AS_CSV if is_tsv else QUOTE
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
-    _check_header(path, names, columns)
+    # `_text` and `_label` report missing columns.
+    for column in (*columns.texts, columns.label):
+        if names.count(column) > 1:
+            raise DataError(f"{path}, line 1: column {column!r} is repeated. Rename all but one.")
     for number, cells in rows:
         where = f"{path}, line {number}"
         if len(cells) != len(names):
@@ -261,17 +257,3 @@ def _unquoted(cell: str) -> str:
     if is_quoted and '"' not in inner.replace('""', ""):
         return inner.replace('""', '"')
     return cell
-
-
-def _check_header(path: Path, names: list[str], columns: Columns) -> None:
-    flags = {"--text-column": columns.text, "--label-column": columns.label}
-    if columns.second is not None:
-        flags["--second-text-column"] = columns.second
-    for flag, column in flags.items():
-        if names.count(column) != 1:
-            header = ", ".join(map(repr, names)) or "empty"
-            remedy = "Rename all but one." if column in names else f"Name it with {flag}."
-            raise DataError(
-                f"{path}, line 1: the header needs one column {column!r}, but is "
-                f"{shorten(header)}. {remedy}"
-            )

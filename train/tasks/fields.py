@@ -119,18 +119,12 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
 
 
 def check_instruction(where: str, record: Mapping[str, Any]) -> None:
-    """Raises a `DataError` if a record lacks a field, or has it under another format's name."""
-    misnamed = [
-        to for name, to in RENAMED.items() if to not in record and not _is_empty(record.get(name))
-    ]
-    lacking = [name for name in ("instruction", "output") if name not in record]
-    for name in misnamed + lacking:
-        names = ", ".join(map(repr, record)) or "none"
-        pairs = [f"`{old}` to `{to}`" for old, to in RENAMED.items() if old in record]
-        remedy = f"Rename {' and '.join(pairs)}" if pairs else "Rename the field"
-        if "messages" in record or "conversations" in record:
-            remedy = "That is a conversation: use --task chat"
-        raise DataError(f"{where}: the field {name!r} is missing (fields: {names}). {remedy}.")
+    """Raises a `DataError` if a record has a field under another format's name."""
+    if "instruction" not in record and ("messages" in record or "conversations" in record):
+        raise DataError(f"{where}: the record is a conversation. Use --task chat.")
+    for old, new in RENAMED.items():
+        if new not in record and not _is_empty(record.get(old)):
+            raise DataError(f"{where}: the field {new!r} is missing. Rename {old!r} to {new!r}.")
 
 
 def _is_empty(value: Any) -> bool:

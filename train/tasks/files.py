@@ -179,11 +179,6 @@ def split(
     return np.flatnonzero(~validates), np.flatnonzero(validates)
 
 
-def first_30(numbers: Sequence[Any]) -> str:
-    """Returns the first 30 line numbers, for a message."""
-    return ", ".join(map(str, numbers[:30])) + (", ..." if len(numbers) > 30 else "")
-
-
 def shorten(text: str) -> str:
     """Returns the text, shortened with dots for a message."""
     return text if len(text) <= 100 else text[:100] + "..."

@@ -79,7 +79,6 @@ class DeepSpeedOptions:
         compute_dtype: The dtype in which the model computes.
         threads: For `HostEngine(threads=...)`, from `pt_reserved_cores_perc`.
         not_translated: Names of keys that are not read or not followed.
-        has_zero: Whether the config has a `zero_optimization` section with any keys.
         scheduler: The config's schedule.
         selection: The rule for `zenflow`'s selections.
         peak: The learning rate without the scheduler.
@@ -94,7 +93,6 @@ class DeepSpeedOptions:
     compute_dtype: np.dtype | None
     threads: int | None
     not_translated: tuple[str, ...]
-    has_zero: bool
     scheduler: Scheduler | None
     selection: Selection | None
     peak: optax.ScalarOrSchedule | None
@@ -244,7 +242,6 @@ def from_deepspeed(
         compute_dtype=dtype,
         threads=_threads(zero.get("zenflow", {}).get("pt_reserved_cores_perc")),
         not_translated=tuple(read.listed),
-        has_zero=bool(read.written.get("zero_optimization")),
         scheduler=scheduler,
         selection=selection,
         peak=peak,

@@ -7,7 +7,6 @@ GPU that need not exist here.
 
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_here, gpu_of_kind
-from zenflow_jax.planning._host_work import Hiding, hiding, host_bandwidth
 from zenflow_jax.planning._layers import LayerPlan, plan_layerwise
 from zenflow_jax.planning._plans import (
     DEFAULT_FRACTION,
@@ -30,7 +29,6 @@ __all__ = [
     "DEFAULT_FRACTION",
     "MAX_FRACTION",
     "Gpu",
-    "Hiding",
     "LayerPlan",
     "Plan",
     "UnfitRunError",
@@ -39,8 +37,6 @@ __all__ = [
     "gpu_here",
     "gpu_of_kind",
     "has_compiler",
-    "hiding",
-    "host_bandwidth",
     "peak_bytes",
     "placed",
     "plan",

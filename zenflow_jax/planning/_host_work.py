@@ -1,36 +1,22 @@
-"""An engine's needs on host and device, and how well its host work is hidden.
+"""An engine's needs on host and device, and how busy the host is.
 
 States may consist of shapes. Host memory limits updates, so work is counted in bytes.
 """
 
-import contextlib
-import dataclasses
 import math
-import statistics
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import LeafState, LeafStates, ZenFlowState, find_state
-from zenflow_jax._diagnostics.stats import EngineStats
+from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.parts import within
 from zenflow_jax._exchange.pinned import buffers, most_kept
-from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import bytes_of_moments, new_moments
+from zenflow_jax._host.moments import bytes_of_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
-from zenflow_jax._spec.groups import in_groups
-from zenflow_jax._spec.scalars import AdamScalars, window_step
 
-#: The window lengths that are compared, in steps.
-INTERVALS = (1, 2, 4, 8, 16)
-#: The share of the available time that host work may take; a fifth is a reserve.
-BUSY = 0.8
 _FLOAT32 = 4
 
 
@@ -115,176 +101,11 @@ def needs_of(
     )
 
 
-def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
-    """Returns the same run's state, of arrays or shapes, with another window length.
+def busy_share(state: ZenFlowState, rate: float, step_s: float, *, host_state: str) -> float:
+    """Returns the share of the available time that the host needs, in the worst case.
 
-    Select intervals are the defaults. Leaves take turns if the state has several groups.
+    Steps take `step_s` seconds; updates read and write `rate` bytes of host memory per second.
     """
-    schedule = state.schedule
-    in_turn, staleness = schedule.groups > 1 or schedule.window == 1, schedule.staleness
-    if staleness is None or (staleness == schedule.window and not in_turn):
-        staleness = interval  # an update may take until the next window ends
-    schedule = dataclasses.replace(
-        schedule,
-        window=interval,
-        select=16 * interval,
-        groups=interval if in_turn else 1,
-        staleness=min(staleness, interval),
-    )
-    whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
-    specs, schedule = in_groups(whole, schedule)
-    leaves = map(lambda leaf, spec: leaf.replace(spec=spec), state.leaves, specs)
-    static = dataclasses.replace(state.leaves.static, schedule=schedule)
-    return state._replace(leaves=LeafStates(tuple(leaves), static))
-
-
-@dataclasses.dataclass(frozen=True)
-class Hiding:
-    """How well the host work is hidden, in a plan or in a run.
-
-    Attributes:
-        interval: Steps per window; None if windows adapt.
-        busy: The share of the available time that the host needs, in the worst case.
-        of_intervals: `busy` for other window lengths; empty if windows adapt.
-    """
-
-    interval: int | None
-    busy: float
-    of_intervals: Mapping[int, float]
-
-    @property
-    def smallest_interval(self) -> int | None:
-        """Returns the shortest window, in steps, that hides with a fifth in reserve, or None."""
-        hidden = [s for s, busy in self.of_intervals.items() if busy <= BUSY]
-        return min(hidden, default=None)
-
-    @property
-    def advice(self) -> str:
-        """Describes how busy the host is, and which longer windows would suffice."""
-        smallest = self.smallest_interval
-        text = (
-            f"The host needs {self.busy:.0%} of the available time with "
-            f"update_interval={self.interval}"
-        )
-        if smallest is None:
-            return (
-                f"{text}, and more than {BUSY:.0%} with any other up to {INTERVALS[-1]}. Use a "
-                "larger batch, more threads or faster memory."
-            )
-        if self.interval is None or smallest <= self.interval:
-            return f"{text}."
-        waits = ", so steps wait for it" if self.busy > 1 else ""
-        return f"{text}{waits}: update_interval={smallest} needs at most {BUSY:.0%}."
-
-
-def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, host_state: str) -> Hiding:
-    """Returns how well steps of `step_s` seconds hide an engine's work.
-
-    Updates read and write `rate` bytes of host memory per second.
-    """
-
-    def busy(of: ZenFlowState) -> float:
-        work = needs_of(of, host_state=host_state)
-        # Without offloaded leaves, there is neither work nor a rate.
-        return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0
-
-    window = state.schedule.window
-    interval = window if isinstance(window, int) else None
-    of_intervals = {} if interval is None else {s: busy(with_interval(state, s)) for s in INTERVALS}
-    return Hiding(interval, busy(state), of_intervals)
-
-
-def hiding(
-    opt_state: Any, stats: EngineStats, seconds: float, *, host_state: str = "float32"
-) -> Hiding | None:
-    """Returns how busy the host was in a run, and which windows would have hidden its work.
-
-    Work for other windows follows from the measured work, by the bytes that each moves.
-
-    Args:
-        opt_state: The run's last state.
-        stats: `engine.stats` after it.
-        seconds: Total time of all steps in `stats`.
-        host_state: As for `HostEngine`.
-
-    Returns:
-        None before two windows, if windows adapt, or if every step waits for its update.
-
-    Raises:
-        ValueError: If there is not exactly one `ZenFlowState`, or `host_state` is unknown.
-
-    Examples:
-        >>> import jax.numpy as jnp, zenflow_jax
-        >>> opt_state = zenflow_jax.zenflow(1e-3).init({"w": jnp.ones((8, 4))})
-        >>> stats = zenflow_jax.EngineStats(steps=100, work_s=2.0)
-        >>> hiding(opt_state, stats, seconds=10.0).interval
-        4
-    """
-    is_compact(host_state)
-    state = find_state(opt_state)
-    window = state.schedule.window
-    if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
-        return None
-    # The device's own time, as it did not compute while the loop waited.
-    step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
-    before = int(read(state.step)) - stats.steps
-    # During the warm-up, each step updated all channels.
-    warm = min(max(state.schedule.full_warm_up_rounds - before, 0), stats.steps)
-    moved = sum(
-        steps * needs_of(of, host_state=host_state).mean
-        for of, steps in ((with_interval(state, 1), warm), (state, stats.steps - warm))
-    )
-    return hiding_of(state, moved / max(stats.work_s, 1e-9), step_s, host_state=host_state)
-
-
-def host_bandwidth(
-    leaves: Sequence[LeafState] = (),
-    *,
-    threads: int | None = None,
-    host_state: str = "float32",
-    seconds: float = 2.0,
-) -> float:
-    """Measures the bytes per second that updates get from this machine's memory.
-
-    Args:
-        leaves: A state's leaves; measures with the largest one's dtypes and shape.
-        threads: As for `HostEngine`.
-        host_state: As for `HostEngine`.
-        seconds: Approximate measuring time, without compilation.
-
-    Returns:
-        Bytes per second of state read and written, and of gradients read.
-
-    Raises:
-        ValueError: If `threads` or `host_state` is out of range.
-
-    Examples:
-        >>> host_bandwidth(seconds=0.0) > 0
-        True
-    """
-    compact = is_compact(host_state)
-    dtype, mail, rows = np.dtype(np.float32), np.dtype(np.float32), 4096
-    shape = (1, 1, rows, rows)
-    if specs := [leaf.spec for leaf in leaves if not leaf.spec.resident]:
-        largest = max(specs, key=lambda x: math.prod(x.shape))
-        dtype, mail = largest.dtype, largest.mail_dtype
-        if largest.view4(1)[3] == 1:
-            shape = (1, rows, rows, 1)
-    masters = Masters.zeros(shape, dtype)
-    mu, nu = new_moments(shape, compact=compact)
-    arrays = (*masters.arrays, *mu.arrays, *nu.arrays)
-    for x in arrays:
-        x[...] = 0  # pages take no memory until they are written
-    steps, active = np.zeros((1, rows), np.int32), np.ones((1, rows), bool)
-    gradients = [(np.ones(shape, mail), 1.0) for _ in range(GRADIENTS_PER_PASS)]
-    step = window_step(AdamScalars(*[0.5] * len(AdamScalars._fields)), 4, None)
-    moved = 2 * sum(x.nbytes for x in arrays) + sum(g.nbytes for g, _ in gradients)
-    took = []
-    with contextlib.closing(HostAdam("numba", threads)) as adam:
-        # The first call compiles.
-        while len(took) < 2 or sum(took[1:]) < seconds:
-            start = time.perf_counter()
-            for _ in adam.adamw(masters, mu, nu, steps, gradients, 0.25, active, step):
-                pass
-            took.append(time.perf_counter() - start)
-    return moved / statistics.median(took[1:])
+    work = needs_of(state, host_state=host_state)
+    # Without offloaded leaves, there is neither work nor a rate.
+    return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0

@@ -13,7 +13,7 @@ from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._spec.rules import check_int_or_none
 from zenflow_jax.planning._gpus import Gpu, gpu_named
-from zenflow_jax.planning._host_work import BUSY, Hiding, Needs, hiding_of, needs_of
+from zenflow_jax.planning._host_work import Needs, busy_share, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
 #: Assumed shares of a GPU's peak operations and of its memory bandwidth.
@@ -22,6 +22,8 @@ OF_BANDWIDTH = 0.7
 #: The largest share of GPU memory that jax may use, and its default.
 MAX_FRACTION = 0.95
 DEFAULT_FRACTION = 0.75
+#: The share of the available time that host or bus may take; a fifth is a reserve.
+BUSY = 0.8
 #: Bytes of host memory for the system, Python, CUDA and XLA.
 HOST_RESERVE = 8 * 10**9
 #: The use of device memory that only a compiler knows.
@@ -53,7 +55,8 @@ class Plan:
         to_device: Bytes that one device receives in a step, on average.
         late: Peak bytes that one device receives at a boundary, because of `prefetch_bytes`.
         host_s: Seconds of host work per step, on average; 0 without an engine.
-        hides: How well that work is hidden; None without an engine, or if each step waits for it.
+        busy: The share of the available time that this work needs, in the worst case; None without
+            an engine, or if each step waits for it.
     """
 
     gpu: Gpu
@@ -70,7 +73,7 @@ class Plan:
     to_device: int = 0
     late: int = 0
     host_s: float = 0.0
-    hides: Hiding | None = None
+    busy: float | None = None
 
     @property
     def by(self) -> str:
@@ -114,7 +117,7 @@ class Plan:
                 f"the host is {gb(lack)} short (needs {gb(self.host_bytes)} plus "
                 f"{gb(HOST_RESERVE)} for everything else, has {gb(self.host_capacity_bytes)})"
             )
-        if self.hides is not None and self.bus > BUSY:
+        if self.busy is not None and self.bus > BUSY:
             short["bus"] = (
                 f"the bus needs {self.bus:.0%} of a step for every update_interval: use a larger "
                 "batch, or send_gradients=per_window"
@@ -129,7 +132,7 @@ class Plan:
     @property
     def hidden(self) -> float:
         """Returns the share of the host's work that the device's work hides."""
-        return 0.0 if self.hides is None else 1 / max(1.0, self.hides.busy, self.bus)
+        return 0.0 if self.busy is None else 1 / max(1.0, self.busy, self.bus)
 
     @property
     def advice(self) -> str:
@@ -149,9 +152,15 @@ class Plan:
     @property
     def on_time(self) -> list[str]:
         """Returns sentences about the time of a step."""
-        if self.hides is None:
+        if self.busy is None:
             return [f"Every step waits {self.host_s:.2g} s for the host."] if self.host else []
-        return [] if self.hides.interval is None else [self.hides.advice]
+        text = f"The host needs {self.busy:.0%} of the available time"
+        if self.busy <= BUSY:
+            return [f"{text}."]
+        waits = ", so steps wait for it" if self.busy > 1 else ""
+        return [
+            f"{text}{waits}: use a larger update_interval or batch, more threads or faster memory."
+        ]
 
     def with_peak(self, peak: int) -> "Plan":
         """Returns the plan with gradients and activations, from `peak_bytes` of the step."""
@@ -184,8 +193,7 @@ def plan(
         arguments: The step's other arguments, such as a batch.
         device: A key of `GPUS`, or another `Gpu`.
         host_memory_bytes: Memory of the machine with these devices. None: a typical amount.
-        bandwidth: Bytes per second of host updates, as `host_bandwidth()` measures. None: a
-            typical rate.
+        bandwidth: Bytes per second of host memory. None: a typical rate.
         host_state: As for `HostEngine`.
         prefetch_bytes: As for `HostEngine`. The loop waits for the remaining copies.
         compiled: The step compiled for such devices, as for `described_mesh`. None: without
@@ -242,7 +250,7 @@ def plan(
             needs[LATE] = of_host["late"]
             waits_s += engine.late_mean / devices / gpu.bus
         if state.schedule.staleness != 0:
-            of_host["hides"] = hiding_of(state, rate, step_s, host_state=host_state)
+            of_host["busy"] = busy_share(state, rate, step_s, host_state=host_state)
     estimate = Plan(
         gpu=gpu,
         devices=devices,
