@@ -158,7 +158,7 @@ class Job:
 def test_a_job_at_its_time_limit_resumes_and_ends_bit_identically(slurm, tmp_path):
     # SLURM checks twice a minute, so it sends the signal 30 to 60 seconds after the start.
     job = Job(slurm, tmp_path, "--time=2", "--signal=TERM@60", steps=10**6)
-    job.says("SIGTERM: stopping after this step, saving")
+    job.says("SIGTERM: stopping after this step and saving")
     step = int(job.says(r"stopped by SIGTERM after step (\d+), which is saved. Resume with the")[1])
     job.write_config(step + 5)  # the job waits for at least ten seconds
     job.says(f"resuming from checkpoint {step} in .*/job-{job.id}\n")

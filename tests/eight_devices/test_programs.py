@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 import zenflow_jax
 from benchmarks.collectives import collectives, compiled_step, placements
 from tests import runs
-from tests.compilations import compilations
 from zenflow_jax._exchange import pinned
 
 N = 4096
@@ -56,26 +55,12 @@ def test_with_copies_a_step_also_exchanges_the_selected_rows(name):
     assert [c for c in ours if c.nbytes > block] == [c for c in base if c.nbytes > block]
 
 
-def divided():
-    """Runs leaves on four devices, twice."""
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
-    shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
-    options = runs.Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
-    return runs.Training(AHEAD, options, shardings=shardings)
-
-
 def test_the_pinned_memory_limit_applies_to_each_devices_mail(monkeypatch):
     asked = []
     monkeypatch.setattr(pinned, "check_pinned", lambda needs, _: asked.append(needs["mail"]))
-    with divided() as training:
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
+    with runs.Training(AHEAD, runs.CALM, shardings=shardings) as training:
         whole = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in AHEAD)
         mails = pinned.buffers(training.state)
         assert asked == [whole // 8 * mails] * 8
-
-
-def test_nothing_is_compiled_after_the_second_selection():
-    with divided() as training, compilations() as names:
-        training.go(8)
-        names.clear()
-        training.go(8)
-        assert names == []

@@ -23,7 +23,8 @@ from zenflow_jax import _engine
 
 HERE = "exchange.test_several_processes"  # for processes that run functions of this module
 
-SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
+# Windows and selections follow sums over all processes, and so do gradients on the device.
+DECIDED = dataclasses.replace(ADAPTIVE, send_gradients="per_window")
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
 
 
@@ -45,24 +46,19 @@ def on_all(axes: dict[str, int], placement: str) -> dict[str, NamedSharding]:
     return meshes.shardings(mesh_of_all(axes), placement)
 
 
-def train(me: int, count: int, *names: str) -> None:
-    """Runs with different placements, each compared with the reference."""
-    local = jax.local_device_count()
-    cases = {
-        "adaptive": ({"fsdp": count * local}, "channels", ADAPTIVE),
-        "summed": ({"fsdp": count, "tensor": local}, "both", SUMMED),
-    }
-    for axes, placement, settings in map(cases.__getitem__, names):
-        shardings = on_all(axes, placement)
-        shards = meshes.pieces(LEAVES, shardings)
-        expected, _ = comparisons.reference(LEAVES, settings, PLAN, shards=shards)
-        with Training(LEAVES, settings, shardings=shardings, donate=True) as training:
-            ours = []
-            for t, values in training.follow(PLAN):
-                ours.append(values)
-                for name, channels in training.selected().items():
-                    np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
-            comparisons.assert_close(ours, expected.params)
+def train(me: int, count: int) -> None:
+    """Runs with channels divided over processes, compared with the reference."""
+    shardings = on_all({"fsdp": count, "tensor": jax.local_device_count()}, "both")
+    shards = meshes.pieces(LEAVES, shardings)
+    expected, slow = comparisons.reference(LEAVES, DECIDED, PLAN, shards=shards)
+    assert len(set(np.diff(slow.turns[0].boundaries))) > 1
+    with Training(LEAVES, DECIDED, shardings=shardings, donate=True) as training:
+        ours = []
+        for t, values in training.follow(PLAN):
+            ours.append(values)
+            for name, channels in training.selected().items():
+                np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
+        comparisons.assert_close(ours, expected.params)
 
 
 def share(me: int, count: int) -> None:
@@ -156,7 +152,7 @@ def test_two_processes_equal_the_reference_resume_as_one_or_two_and_fail_togethe
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     # Each time, an update is in flight, and the open window contains a step.
     pass_on(0, 1, "", 5, first)
-    calls = ("train", "summed", "adaptive"), ("share",), ("pass_on", first, 9, second), ("fail", 0)
+    calls = ("train",), ("share",), ("pass_on", first, 9, second), ("fail", 0)
     outputs = processes.run_together(HERE, "work", 2, 2, *calls, code=None)
     pass_on(0, 1, second, 13, "")
     for output in outputs:
