@@ -40,35 +40,61 @@ def test_a_layerwise_run_on_a_mesh_has_the_losses_of_one_device_and_resumes(monk
         assert_same_bits(resumed.params(), trained)
 
 
-def losses_of(mesh):
+def losses_of(mesh, *, scanned):
     """Returns the losses of a small model, whose weights a mesh divides."""
-    whole, split, rows = (NamedSharding(mesh, x) for x in (P(), P(None, "fsdp"), P("data")))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     rng = np.random.default_rng(0)
-    weights = [rng.normal(size=(8, 8)).astype(np.float32) / 4 for _ in range(3)]
-    head, *layers = jax.device_put(weights, split)
+    weights = rng.normal(size=(3, 8, 8)).astype(np.float32) / 4
+    params = {
+        "head": jax.device_put(weights[0], NamedSharding(mesh, P(None, "fsdp"))),
+        "layers": jax.device_put(weights[1:], NamedSharding(mesh, P(None, None, "fsdp"))),
+    }
+    x = jax.device_put(rng.normal(size=(8, 8)).astype(np.float32), rows)
 
     def times(x, w):
         explicit = AxisType.Explicit in mesh.axis_types
         return x @ (jax.sharding.reshard(w, whole) if explicit else w)
 
-    trainer = layerwise.Trainer(
-        {"outer": head, "layers": layers},
-        first=lambda outer, x: (x, None),
-        layer=lambda w, x, _: x + jnp.tanh(times(x, w)),
-        last=lambda outer, x, _: jnp.mean(times(x, outer) ** 2),
-        learning_rate=1e-2,
-        host_kernel="numpy",
-    )
-    x = jax.device_put(rng.normal(size=(8, 8)).astype(np.float32), rows)
-    with trainer:
+    def layer(x, w):
+        return x + jnp.tanh(times(x, w)), None
+
+    def last(params, x, _):
+        return jnp.mean(times(x, params["head"]) ** 2)
+
+    def loss_fn(params, x):
+        return last(params, jax.lax.scan(layer, x, params["layers"])[0], None)
+
+    model = layerwise.ScannedModel(loss_fn, params, x)
+    functions = {
+        "first": lambda outer, x: (x, None),
+        "layer": lambda w, x, _: layer(x, w["layers"])[0],
+        "last": last,
+    }
+    functions = model.functions if scanned else functions
+    with layerwise.Trainer(
+        model.split(params), **functions, learning_rate=1e-2, host_kernel="numpy"
+    ) as trainer:
         return [float(trainer.step(x)) for _ in range(3)]
 
 
-def test_weights_on_explicit_axes_train_as_on_auto_axes():
+def test_weights_on_explicit_axes_or_in_scans_train_as_on_auto_axes():
     of_kinds = []
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
         with jax.set_mesh(mesh):
-            of_kinds.append(losses_of(mesh))
-    np.testing.assert_allclose(*of_kinds, rtol=1e-5)  # sums in another order
+            of_kinds += [losses_of(mesh, scanned=scanned) for scanned in (False, True)]
+    # Sums in another order.
+    np.testing.assert_allclose(of_kinds[1:], [of_kinds[0]] * 3, rtol=1e-5)
     assert of_kinds[0][2] < of_kinds[0][0]
+
+
+def test_layers_that_a_mesh_divides_are_rejected_by_name():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    params = jax.device_put(jnp.zeros((4, 8, 8)), NamedSharding(mesh, P("fsdp")))
+
+    def loss_fn(params, x):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0].sum()
+
+    model = layerwise.ScannedModel(loss_fn, params, jnp.zeros((2, 8)))
+    with pytest.raises(ValueError, match="has its layers divided over devices"):
+        model.split(params)

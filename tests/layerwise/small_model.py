@@ -1,4 +1,4 @@
-"""A small model in functions, for the layerwise trainer."""
+"""A small model in functions, for the layerwise trainer, and its training with optax."""
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,33 @@ def last(outer, x, batch):
 
 
 MODEL = {"first": first, "layer": layer, "last": last}
+
+
+def decayed(tree):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "bias" not in str(path), tree)
+
+
+def loss_of(params, batch, functions=(layer,) * LAYERS, ends=(first, last)):
+    carry, shared = ends[0](params["outer"], batch)
+    for function, w in zip(functions, params["layers"], strict=True):
+        carry = function(w, carry, shared)
+    return ends[1](params["outer"], carry, batch)
+
+
+def reference(tx, params, batches, loss=loss_of):
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        value, g = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(g, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for batch in batches:
+        params, state, value = step(params, state, batch)
+        losses.append(float(value))
+    return params, losses
 
 
 def check_close(tree, other, atol=2e-5):

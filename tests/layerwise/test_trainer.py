@@ -16,10 +16,12 @@ from tests.layerwise.small_model import (
     WORDS,
     check_close,
     check_equal,
+    decayed,
     first,
     last,
-    layer,
+    loss_of,
     new_params,
+    reference,
 )
 from zenflow_jax import layerwise
 from zenflow_jax.layerwise._dispatch import Dispatcher
@@ -28,36 +30,9 @@ from zenflow_jax.layerwise._dispatch import Dispatcher
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 
-def loss_of(params, batch, functions=(layer,) * LAYERS, ends=(first, last)):
-    carry, shared = ends[0](params["outer"], batch)
-    for function, w in zip(functions, params["layers"], strict=True):
-        carry = function(w, carry, shared)
-    return ends[1](params["outer"], carry, batch)
-
-
-def reference(tx, params, batches, loss=loss_of):
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, batch):
-        value, g = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(g, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    losses = []
-    for batch in batches:
-        params, state, value = step(params, state, batch)
-        losses.append(float(value))
-    return params, losses
-
-
 def masters_of(trainer):
     layers = [trainer.master_params(i) for i in range(LAYERS)]
     return {"outer": trainer.master_params("outer"), "layers": layers}
-
-
-def decayed(tree):
-    return jax.tree_util.tree_map_with_path(lambda path, _: "bias" not in str(path), tree)
 
 
 @pytest.mark.parametrize("updates", ["after_backward", "during_backward"])

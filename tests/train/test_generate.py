@@ -148,7 +148,7 @@ def test_a_mistake_ends_the_command_with_one_message(folder, capsys):
             ["--model", "nowhere"],
             "nowhere does not exist",
         ),
-        (["--prompt", "a"], "unknown option --prompt. All options are in"),
+        (["--prompt", "a"], "unknown option --prompt. Write only its value"),
         (["sat", "down"], "unexpected argument 'sat down'"),
         (["--topp", 1], "unknown option --topp. Did you mean --top-p"),
     ):

@@ -132,7 +132,11 @@ FILES = {
             chats({"messages": [FROM]}),
             r"'role' is missing .* Rename `from` to `role` and",
         ),
-        ("a.jsonl", chats({"messages": [USER | {"role": "gpt"}]}), r"role 'gpt' to 'assistant'\."),
+        (
+            "a.jsonl",
+            chats({"messages": [USER | {"role": "gpt"}]}),
+            r"only 'gpt'\. Rename the roles",
+        ),
         ("a.jsonl", chats(PLAIN), r"an instruction: use --task alpaca"),
     ],
     "classification": [

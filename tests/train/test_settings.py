@@ -53,7 +53,10 @@ def config_file(folder: Path, text: str) -> Path:
         ),
         ('stream = "gradients"', "`scan_layers`: must be .* as stream is 'gradients'"),
         ("early_stopping_patience = 3", "`keep_best`: must be True, as early_stopping_patience"),
-        ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: excludes `warmup_steps`"),
+        (
+            "warmup_share = 0.1\nwarmup_steps = 3",
+            "`warmup_share`: must be left out, as",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, text, expected):

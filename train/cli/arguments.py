@@ -91,11 +91,12 @@ def read_arguments(
     values, unknown = parser.parse_known_args(words)
     if unknown:
         known = [x.replace("_", "-") for x in vars(values) if x not in positional]
-        problems = [
-            f"unknown option {name}.{did_you_mean(name, known, prefix='--')}"
-            for name in unknown
-            if name.startswith("-")
-        ]
+        problems = []
+        for name in (x for x in unknown if x.startswith("-")):
+            remedy = did_you_mean(name, known, prefix="--")
+            if name[2:] in positional:
+                remedy = " Write only its value."
+            problems.append(f"unknown option {name}.{remedy}")
         extra = f"unexpected argument {' '.join(unknown)!r}. Quote texts with spaces."
         raise ArgumentError(f"{' '.join(problems) or extra} All options are in {program} --help")
     return _build(kind, vars(values))

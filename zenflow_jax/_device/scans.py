@@ -1,12 +1,15 @@
-"""Evaluates a traced loss, in which scans over streamed layers run as another function.
+"""Evaluates a traced loss, in which scans over stacked layers run as another function.
 
 The scans of jax, flax, haliax, haiku and Equinox leave the same primitive in a jaxpr. So a model
-needs no rewriting: its loss is traced with plain arrays, and its jaxpr is evaluated with a `_Stack`
-in the place of each stack. Any read except by a scan is an error.
+needs no rewriting: its loss is traced with plain arrays, and its jaxpr is evaluated with a `Stack`
+in the place of each stack. Any read except by a scan is an error. `evaluate` is for layers that
+stream; `layerwise` has evaluations of its own.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +17,78 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zenflow_jax._device.streamed import Streamed
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stack:
-    """Stands for streamed layers."""
+class Stack:
+    """Stands for stacked layers."""
 
     index: int
     name: str
     change: Callable[[Any], Any] = lambda layer: layer  # such as casts, which move into the body
 
-    def then(self, change: Callable[..., Any], **options: Any) -> "_Stack":
+    def then(self, change: Callable[..., Any], **options: Any) -> "Stack":
         return dataclasses.replace(self, change=lambda x: change(self.change(x), **options))
 
 
-def evaluate(
-    function: Callable[[dict[int, Any]], Any],
-    stacks: Mapping[int, Streamed],
-    names: Mapping[int, str],
-    scan: Callable[..., tuple[Any, Any]],
-) -> Any:
-    """Returns `function(stacks)`, in which `scan` runs the scans over stacks.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scan:
+    """A scan over stacks, whose inputs are values besides the stacks."""
 
-    The function may capture other arrays. `scan` takes the arguments of `scan_layers`.
-    """
-    weights = {i: x.weights for i, x in stacks.items()}
-    traced, shapes = jax.make_jaxpr(function, return_shape=True)(weights)
-    evaluation = _Evaluation(scan, stacks, {i: [] for i in stacks})
-    results = evaluation.run(traced, [_Stack(i, names[i]) for i in sorted(stacks)])
-    for i, lines in evaluation.lines.items():
-        if len(lines) != 1:
-            places = f"scanned {len(lines)} times, at {' and '.join(dict.fromkeys(lines))}"
-            raise ValueError(
-                f"{names[i]} is {places if lines else 'not read'}, but a step must scan layers "
-                "that stream exactly once. Scan them once for all inputs, as one batch, or leave "
-                "this leaf out with `streaming.stream(where=...)`."
-            )
-    for x in filter(_is_stack, results):
-        raise ValueError(f"The loss returns {x.name}, which streams. Return no streamed weights.")
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+    body: Any  # a jaxpr
+    consts: Sequence[Any]
+    carry: Sequence[Any]
+    layers: Sequence[Any]
+    reverse: bool
+    unroll: int
+    line: str
+
+    def run_body(self, consts: Any, carry: Any, layer: Any) -> tuple[Any, Any]:
+        """Returns the carry and the outputs of one layer."""
+        pairs = zip(self.layers, layer, strict=True)
+        layer = [x.change(value) if is_stack(x) else value for x, value in pairs]
+        results = jaxpr_as_fun(self.body)(*consts, *carry, *layer)
+        return results[: len(carry)], results[len(carry) :]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Evaluation:
-    """Evaluates jaxprs, whose inputs may be a `_Stack`."""
+class Evaluation:
+    """Evaluates jaxprs, whose inputs may be a `Stack`."""
 
-    scan: Callable[..., tuple[Any, Any]]
-    stacks: Mapping[int, Any]
-    lines: Mapping[int, list[str]]  # of the scans over each stack
+    chooser: str  # the function whose `where` chooses the stacks
+    lines: dict[int, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     caller: str = ""  # line of the call that the jaxpr belongs to
+    checks = True  # that a scan reads stacks only layer by layer
+
+    def scan(self, scan: Scan) -> Sequence[Any]:
+        """Returns the last carry and the stacked outputs of a scan over stacks."""
+        raise NotImplementedError
+
+    def other(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results of any other equation, which must not read a stack."""
+        if any(map(is_stack, inputs)):
+            raise self._misread(equation, inputs)
+        return _without_stacks(equation, inputs)
+
+    def rematerialized(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results of `jax.checkpoint`, here without it."""
+        return self.inside(equation).run(equation.params["jaxpr"], inputs)
+
+    def inside(self, equation: JaxprEqn) -> "Evaluation":
+        return dataclasses.replace(self, caller=self._line(equation))
+
+    def run_whole(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the results of a loss; raises unless it scans each stack exactly once."""
+        results = self.run(jaxpr, inputs)
+        for x in filter(is_stack, inputs):
+            if not self.lines[x.index]:
+                raise self._miscounted(x)
+        for x in filter(is_stack, results):
+            raise ValueError(f"The loss returns {x.name}, a stack. Return no stacked layers.")
+        return results
 
     def run(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr."""
@@ -79,7 +102,7 @@ class _Evaluation:
 
         for equation in _live(jaxpr):
             inputs = [read(x) for x in equation.invars]
-            run = self._with_stacks if any(map(_is_stack, inputs)) else _without_stacks
+            run = self._with_stacks if any(map(is_stack, inputs)) else self.other
             values.update(zip(equation.outvars, run(equation, inputs), strict=True))
         return [read(x) for x in jaxpr.outvars]
 
@@ -89,66 +112,34 @@ class _Evaluation:
             case primitives.scan_p:
                 return self._scanned(equation, inputs)
             case primitives.jit_p:  # drops the shardings and donations of its arguments
-                return self._inside(equation).run(params["jaxpr"], inputs)
+                return self.inside(equation).run(params["jaxpr"], inputs)
             case primitives.remat_p:
-                return self._rematerialized(equation, inputs)
+                return self.rematerialized(equation, inputs)
             case primitives.copy_p:
                 return [stack]
             case primitives.convert_element_type_p if params["sharding"] is None:
                 dtype = params["new_dtype"]
                 return [stack.then(jax.lax.convert_element_type, new_dtype=dtype)]
             case primitives.sharding_constraint_p:
-                if sharding := _layer_sharding(params["sharding"]):
+                if sharding := layer_sharding(params["sharding"]):
                     return [stack.then(jax.lax.with_sharding_constraint, shardings=sharding)]
-        raise self._misread(equation, inputs)
+        return self.other(equation, inputs)
 
     def _scanned(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-        body = equation.params["jaxpr"]
+        params, body = equation.params, equation.params["jaxpr"]
         # jax 0.10 and 0.11 count inputs differently, but only scanned arrays lose an axis.
         last = len(inputs) - _count_scanned(equation.invars, body.in_avals)
         carried = len(body.out_avals) - _count_scanned(equation.outvars, body.out_avals)
-        consts, carry, layers = (
-            inputs[: last - carried],
-            inputs[last - carried : last],
-            inputs[last:],
-        )
-        if any(map(_is_stack, inputs[:last])):
-            raise self._misread(equation, inputs)
-        for x in filter(_is_stack, layers):
-            self.lines[x.index].append(self._line(equation))
-
-        def run_body(carry: Any, layer: Any) -> tuple[Any, Any]:
-            pairs = zip(layers, layer, strict=True)
-            layer = [x.change(value) if _is_stack(x) else value for x, value in pairs]
-            results = jaxpr_as_fun(body)(*consts, *carry, *layer)
-            return results[:carried], results[carried:]
-
-        options = {name: equation.params[name] for name in ("reverse", "unroll")}
-        carry, outputs = self.scan(run_body, carry, self._values(layers), **options)
-        return [*carry, *outputs]
-
-    def _rematerialized(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-        results: Sequence[Any] = ()
-
-        def run(*values: Any) -> Sequence[Any]:
-            nonlocal results
-            pairs = list(zip(inputs, values, strict=True))
-            stacks = {x.index: value for x, value in pairs if _is_stack(x)}
-            arguments = [x if _is_stack(x) else value for x, value in pairs]
-            evaluation = dataclasses.replace(self._inside(equation), stacks=stacks)
-            results = evaluation.run(equation.params["jaxpr"], arguments)
-            return [x for x in results if not _is_stack(x)]
-
-        # If `prevent_cse` is a tuple, it has one entry per input, as `jax.checkpoint` needs.
-        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-        arrays = iter(jax.checkpoint(run, **options)(*self._values(inputs)))
-        return [x if _is_stack(x) else next(arrays) for x in results]
-
-    def _values(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        return [self.stacks[x.index] if _is_stack(x) else x for x in inputs]
-
-    def _inside(self, equation: JaxprEqn) -> "_Evaluation":
-        return dataclasses.replace(self, caller=self._line(equation))
+        first = last - carried
+        if self.checks and any(map(is_stack, inputs[:last])):
+            return self.other(equation, inputs)
+        line, layers = self._line(equation), inputs[last:]
+        for x in filter(is_stack, layers):
+            self.lines[x.index].append(line)
+            if len(self.lines[x.index]) > 1:
+                raise self._miscounted(x)
+        options = params["reverse"], params["unroll"], line
+        return self.scan(Scan(body, inputs[:first], inputs[first:last], layers, *options))
 
     def _line(self, equation: JaxprEqn) -> str:
         """Returns the innermost line of the user's code that led to an equation."""
@@ -158,18 +149,78 @@ class _Evaluation:
         users = [x for x in lines if "site-packages" not in x]
         return users[-1] if users else self.caller or "".join(lines[-1:]) or "an unknown line"
 
+    def _miscounted(self, stack: Stack) -> ValueError:
+        lines = self.lines[stack.index]
+        places = f"scanned {len(lines)} times, at {' and '.join(dict.fromkeys(lines))}"
+        return ValueError(
+            f"{stack.name} is {places if lines else 'not read'}, but its layers must be scanned "
+            "exactly once. Scan them once for all inputs, as one batch, or leave this leaf out "
+            f"with `{self.chooser}(where=...)`."
+        )
+
     def _misread(self, equation: JaxprEqn, inputs: Sequence[Any]) -> ValueError:
-        name = next(x.name for x in inputs if _is_stack(x))
+        name = next(x.name for x in inputs if is_stack(x))
         return ValueError(
             f"`{equation.primitive}` reads {name} at {self._line(equation)}, but only a scan along "
-            "the first axis can read layers that stream. Stack layers along the first axis, move "
+            "the first axis can read stacked layers. Stack layers along the first axis, move "
             "operations on them into the scan's body, and loops around the scan out of the loss; "
-            "or leave this leaf out with `streaming.stream(where=...)`."
+            f"or leave this leaf out with `{self.chooser}(where=...)`."
         )
 
 
-def _is_stack(x: Any) -> bool:
-    return isinstance(x, _Stack)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Streaming(Evaluation):
+    """Runs the scans as `scan_layers`."""
+
+    scan_layers: Callable[..., tuple[Any, Any]]
+    stacks: Mapping[int, Any]
+
+    def scan(self, scan: Scan) -> Sequence[Any]:
+        body, layers = partial(scan.run_body, scan.consts), self._values(scan.layers)
+        options = {"reverse": scan.reverse, "unroll": scan.unroll}
+        carry, outputs = self.scan_layers(body, scan.carry, layers, **options)
+        return [*carry, *outputs]
+
+    def rematerialized(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+        results: Sequence[Any] = ()
+
+        def run(*values: Any) -> Sequence[Any]:
+            nonlocal results
+            pairs = list(zip(inputs, values, strict=True))
+            stacks = {x.index: value for x, value in pairs if is_stack(x)}
+            arguments = [x if is_stack(x) else value for x, value in pairs]
+            evaluation = dataclasses.replace(self.inside(equation), stacks=stacks)
+            results = evaluation.run(equation.params["jaxpr"], arguments)
+            return [x for x in results if not is_stack(x)]
+
+        # If `prevent_cse` is a tuple, it has one entry per input, as `jax.checkpoint` needs.
+        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+        arrays = iter(jax.checkpoint(run, **options)(*self._values(inputs)))
+        return [x if is_stack(x) else next(arrays) for x in results]
+
+    def _values(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        return [self.stacks[x.index] if is_stack(x) else x for x in inputs]
+
+
+def evaluate(
+    function: Callable[[dict[int, Any]], Any],
+    stacks: Mapping[int, Streamed],
+    names: Mapping[int, str],
+    scan_layers: Callable[..., tuple[Any, Any]],
+) -> Any:
+    """Returns `function(stacks)`, in which `scan_layers` runs the scans over stacks.
+
+    The function may capture other arrays.
+    """
+    weights = {i: x.weights for i, x in stacks.items()}
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(weights)
+    evaluation = _Streaming("streaming.stream", scan_layers=scan_layers, stacks=stacks)
+    results = evaluation.run_whole(traced, [Stack(i, names[i]) for i in sorted(stacks)])
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def is_stack(x: Any) -> bool:
+    return isinstance(x, Stack)
 
 
 def _live(jaxpr: Any) -> list[JaxprEqn]:
@@ -200,8 +251,10 @@ def _count_scanned(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(len(x.aval.shape) > len(layer.shape) for x, layer in pairs)
 
 
-def _layer_sharding(sharding: Any) -> NamedSharding | None:
+def layer_sharding(sharding: Any) -> NamedSharding | SingleDeviceSharding | None:
     """Returns the sharding of one layer, or None if a mesh divides the layers."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return sharding
     if not isinstance(sharding, NamedSharding):
         return None
     divided, *spec = sharding.spec or (None,)

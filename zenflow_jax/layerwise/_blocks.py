@@ -187,8 +187,8 @@ def _check_saved(path: str, x: Any, saved: Mapping[str, Any] | None) -> None:
 def _placed(path: str, x: Any) -> Any:
     if (dtype := jnp.result_type(x)) not in DTYPES:
         raise TypeError(
-            f"{path} is {dtype.name}, but weights must be float32, bfloat16 or float16. Return "
-            "arrays that are not weights from `first` in `shared`."
+            f"{path} is {dtype.name}, but weights must be float32, bfloat16 or float16. Pass "
+            "arrays that are not weights in the batch, or return them from `first` in `shared`."
         )
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x

@@ -299,12 +299,12 @@ def _moving(first: Callable, outer: Any, batch: Any, carry: Any, shared: Any) ->
 def _reads(function: Callable, argument: int, *args: Any) -> set[int]:
     """Returns the leaves of an argument that the results depend on."""
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    live = _live_inputs(jaxpr, range(len(jaxpr.outvars)))
+    live = live_inputs(jaxpr, range(len(jaxpr.outvars)))
     begin = len(jax.tree.leaves(args[:argument]))
     return {i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live}
 
 
-def _live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
+def live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
     """Returns the inputs that some outputs depend on; loops count as a whole."""
     live = {id(jaxpr.outvars[i]) for i in outputs}  # by identity: literals are not hashable
     for equation in reversed(jaxpr.eqns):
@@ -314,7 +314,7 @@ def _live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
         inputs: Iterable[int] = range(len(equation.invars))
         if equation.primitive.name in ("jit", "remat2"):
             inner = equation.params["jaxpr"]
-            inputs = _live_inputs(getattr(inner, "jaxpr", inner), used)
+            inputs = live_inputs(getattr(inner, "jaxpr", inner), used)
         live |= {id(equation.invars[i]) for i in inputs}
     return {i for i, x in enumerate(jaxpr.invars) if id(x) in live}
 
@@ -343,8 +343,8 @@ def _check_closure(closed: Any, name: str) -> None:
         if isinstance(x, jax.Array) and _is_float(x) and x.ndim > 0:
             raise ValueError(
                 f"{name} uses an array {_text(x)} that is not among its arguments, so it would not "
-                "be trained. Pass weights as arguments; return constants from `first` in `shared`, "
-                "or make them NumPy arrays."
+                "be trained. Pass weights as arguments; pass constants in the batch, return them "
+                "from `first` in `shared`, or make them NumPy arrays."
             )
 
 

@@ -1,0 +1,251 @@
+"""A loss that scans its layers trains layer by layer, like three functions and like AdamW."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.layerwise.small_model import (
+    BATCHES,
+    LAYERS,
+    MODEL,
+    WIDTH,
+    WORDS,
+    check_close,
+    check_equal,
+    decayed,
+    first,
+    last,
+    layer,
+    new_params,
+    reference,
+)
+from zenflow_jax import layerwise
+
+# Users' models promote dtypes by jax's default rules.
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
+
+# optax rounds 1 - b2, which matters for larger values.
+ADAMW = {"learning_rate": 1e-2, "b2": 0.99, "weight_decay": 0.1}
+
+
+def stacked(params):
+    """Returns the trainer's form of parameters as a tree with stacks."""
+    layers = jax.tree.map(lambda *xs: np.stack(xs), *params["layers"])
+    return params["outer"] | {"layers": layers, "absent": None}
+
+
+def loss_fn(params, batch, **options):
+    x, shared = first(params, batch)
+    body = jax.checkpoint(lambda x, w: (layer(w, x, shared), None))
+    x, _ = jax.lax.scan(body, x, params["layers"], **options)
+    return last(params, x, batch)
+
+
+def train(loss_fn, params, batches, where=None, **options):
+    """Returns the parameters and losses of a run."""
+    model = layerwise.ScannedModel(loss_fn, params, batches[0], where=where)
+    split = model.split(params)
+    with layerwise.Trainer(split, **model.functions, **ADAMW, **options) as trainer:
+        losses = [float(trainer.step(batch)) for batch in batches]
+        return model.join(trainer.params()), losses
+
+
+@pytest.mark.parametrize(("dtype", "reverse"), [(jnp.float32, False), (jnp.bfloat16, True)])
+def test_a_scan_has_the_bits_of_three_functions(dtype, reverse):
+    params, options = new_params(dtype), {"frozen": [1], "mask": decayed}
+    with layerwise.Trainer(params, **MODEL, **ADAMW, **options) as trainer:
+        expected = [float(trainer.step(batch)) for batch in BATCHES]
+        trained = trainer.params()
+    order = -1 if reverse else 1
+    params["layers"], trained["layers"] = params["layers"][::order], trained["layers"][::order]
+    run = jax.jit(jax.checkpoint(partial(loss_fn, reverse=reverse, unroll=2)))
+    got, losses = train(run, stacked(params), BATCHES, **options)
+    assert losses == expected
+    check_equal(got, stacked(trained))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, scale):
+        y = nn.Dropout(0.1, deterministic=False)(nn.tanh(nn.Dense(12)(x)))
+        return x + scale * nn.Dense(WIDTH)(y), (jnp.mean(y**2), y)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH, name="in")(x)
+        axes = {"variable_axes": {"params": 0}, "in_axes": nn.broadcast}
+        rngs = {"params": True, "dropout": True}
+        scan = nn.scan(nn.remat(Block), split_rngs=rngs, length=LAYERS, **axes)
+        return scan(name="layers")(x, x.mean())
+
+
+def linen_loss(params, batch):
+    """Reads an output of the scan, with its random keys in the batch."""
+    params = jax.tree.map(lambda w: w.astype(jnp.float32), params)
+    rngs = {"dropout": batch["key"]}
+    x, (squares, _) = Linen().apply({"params": params}, batch["x"], rngs=rngs)
+    loss = jnp.mean((x @ params["in"]["kernel"]) ** 2) + squares @ jnp.arange(LAYERS)
+    return layerwise.WeightedLoss(loss, 2)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+        self.layers = nnx.split_rngs(splits=LAYERS)(make)(rngs)
+        self.scales = nnx.Param(jnp.linspace(0.5, 1, LAYERS))
+
+    def __call__(self, x):
+        block = nnx.remat(lambda x, layer, scale: x + scale * jnp.tanh(layer(x)))
+        axes = {"in_axes": (nnx.Carry, 0, 0), "out_axes": nnx.Carry}
+        return nnx.scan(block, **axes)(x, self.layers, self.scales[...])
+
+
+def encoder_and_decoder(params, batch):
+    """Reads outer weights before the scan, in its first carry, in its body and behind it."""
+
+    def encode(x, w):
+        return jnp.tanh(x @ w + params["bias"]), None
+
+    def decode(carry, inputs):
+        (x, total), (w, number) = carry, inputs
+        x = x + jnp.tanh(x @ w["in"] + number * encoded) @ params["out"]
+        return (x, total + jnp.mean(x)), total
+
+    encoded, _ = jax.lax.scan(encode, batch["x"] @ params["out"], params["encoder"])
+    inputs = {"in": params["decoder"]}, jnp.arange(LAYERS) / LAYERS
+    carry = jnp.broadcast_to(params["bias"], encoded.shape), jnp.zeros(())
+    (x, total), totals = jax.lax.scan(decode, carry, inputs, reverse=True)
+    loss = jnp.mean((x @ params["out"] + encoded) ** 2)
+    return loss + total**2 + (totals @ jnp.arange(LAYERS)) ** 2
+
+
+def linen_case():
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    return Linen().init(keys, X)["params"], linen_loss, None
+
+
+def nnx_case():
+    graphdef, params = nnx.split(Nnx(nnx.Rngs(0)))
+    return (
+        params,
+        lambda params, batch: jnp.mean(nnx.merge(graphdef, params)(batch["x"]) ** 2),
+        None,
+    )
+
+
+def two_scans_case():
+    shapes = {"encoder": (2, WIDTH, WIDTH), "decoder": (LAYERS, WIDTH, WIDTH)}
+    shapes |= {"out": (WIDTH, WIDTH), "bias": (WIDTH,)}
+    rng = np.random.default_rng(0)
+    params = {name: jnp.float32(rng.normal(size=shape) / 3) for name, shape in shapes.items()}
+    return params, encoder_and_decoder, lambda path, _: path[0].key == "decoder"
+
+
+X = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
+SETS = [{"x": X + i, "key": jax.random.key(i)} for i in range(4)]
+
+
+@pytest.mark.parametrize("case", [linen_case, nnx_case, two_scans_case])
+def test_any_scan_has_the_losses_of_adamw(case):
+    params, loss_fn, where = case()
+
+    def whole(params, batch):
+        result = loss_fn(params, batch)
+        return result.loss if isinstance(result, layerwise.WeightedLoss) else result
+
+    expected, losses = reference(optax.adamw(**ADAMW), params, SETS, whole)
+    got, values = train(loss_fn, params, SETS, where)
+    np.testing.assert_allclose(values, losses, rtol=1e-5)
+    check_close(got, expected)
+    assert {type(x) for x in jax.tree.leaves(got)} == {np.ndarray}
+
+
+def test_a_run_with_batches_of_two_shapes_resumes_from_shapes_with_the_same_bits():
+    batches = [x if i % 2 else x[:3] for i, x in enumerate(BATCHES)]
+    in_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    params = jax.device_put(stacked(new_params()), in_host)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=in_host), params
+    )
+    model = layerwise.ScannedModel(loss_fn, shapes, batches[0])
+    layers = [*model.split(params)["layers"]]
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(layers)} == {"pinned_host"}
+    with layerwise.Trainer(model.split(params), **model.functions, **ADAMW) as trainer:
+        for batch in batches[:3]:
+            trainer.step(batch)
+        state = trainer.state()
+        expected = [float(trainer.step(batch)) for batch in batches[3:]]
+        trained = model.join(trainer.params())
+    split = model.split(shapes)
+    with layerwise.Trainer(split, **model.functions, **ADAMW, state=state) as trainer:
+        assert [float(trainer.step(batch)) for batch in batches[3:]] == expected
+        check_equal(model.join(trainer.params()), trained)
+
+
+CONSTANT = jnp.ones(WIDTH)
+
+
+def changed(params, batch):
+    up = jax.tree.map(jnp.negative, params["layers"]["up"])
+    return loss_fn(params | {"layers": params["layers"] | {"up": up}}, batch)
+
+
+def twice(params, batch):
+    return loss_fn(params, batch) + loss_fn(params, batch + 1)
+
+
+def two_scans(params, batch):
+    x, _ = jax.lax.scan(lambda x, w: (x + w, None), jnp.zeros(WORDS), params["head"])
+    return loss_fn(params, batch) + x.sum()
+
+
+def unread_head(params, batch):
+    return loss_fn(params | {"head": params["table"].T}, batch)
+
+
+def captures(params, batch):
+    return loss_fn(params | {"table": params["table"] + CONSTANT}, batch)
+
+
+def only_reads(params, batch):
+    return jnp.sum(params["head"])
+
+
+def reads_a_stack(params, batch):
+    return loss_fn(params, batch) + jnp.sum(params["layers"]["up"])
+
+
+LINE = r"test_scanned\.py:\d+:\d+ \("
+
+
+@pytest.mark.parametrize(
+    ("loss", "where", "text"),
+    [
+        (reads_a_stack, None, rf"`reduce_sum` reads .*'up'\] at .*{LINE}reads_a_stack"),
+        (changed, None, rf"'up'\] is changed before the scan at .*{LINE}loss_fn"),
+        (twice, None, rf"'bias'\] is scanned 2 times, at .*{LINE}loss_fn.*ScannedModel\(where"),
+        (two_scans, None, rf"'head'\] at .*{LINE}two_scans\) and .*'bias'\] at .*loss_fn\), but"),
+        (loss_fn, lambda path, _: "table" in str(path), r"`gather` reads \['table.*\(first\), but"),
+        (unread_head, lambda path, _: "table" not in str(path), r"\['head'\] is not read"),
+        (only_reads, None, "No scan reads a leaf"),
+        (captures, None, "uses an array float"),
+    ],
+)
+def test_other_losses_are_errors_with_leaf_and_line(loss, where, text):
+    with pytest.raises(ValueError, match=text):
+        train(loss, stacked(new_params()), BATCHES[:1], where)
+
+
+def test_parameters_of_another_model_are_rejected():
+    params = stacked(new_params())
+    model = layerwise.ScannedModel(loss_fn, params, BATCHES[0])
+    with pytest.raises(ValueError, match=r"bias'\] is float32\[2, 8\], but was float32\[4, 8\]"):
+        model.split(params | {"layers": jax.tree.map(lambda x: x[:2], params["layers"])})

@@ -1,0 +1,331 @@
+"""`ScannedModel`: cuts a loss that scans its layers into the three functions of a trainer.
+
+The loss is traced, and its jaxpr is evaluated twice: up to the scan over the layers, and with the
+last carry in the place of the scan. A layer is the scan's body. Its carry also has an index, which
+chooses its inputs other than weights, such as random keys, and the scan's outputs so far.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+
+from zenflow_jax._device.memory import HOST, upload
+from zenflow_jax._device.scans import Evaluation, Scan, Stack, is_stack, layer_sharding
+from zenflow_jax._spec.leaf import as_pure, plain_name
+from zenflow_jax.layerwise._programs import key_of, live_inputs, shapes_of
+
+_CHOOSER = "layerwise.ScannedModel"
+
+
+class ScannedModel:
+    """The model of a `Trainer`, from a loss that scans over its layers.
+
+    The scan may come from jax, flax, haliax, haiku or Equinox. It may be inside `jax.jit`,
+    `jax.vmap` or `jax.checkpoint`, which is dropped because a trainer recomputes every layer. Its
+    other inputs, such as random keys, and its outputs may differ from layer to layer.
+
+    Layers are numbered in the scan's order: with `reverse=True`, layer 0 is the last in the stacks.
+
+    Args:
+        loss_fn: Function of (params, batch) that returns a loss, as `Trainer`'s `last` does. Random
+            keys, and arrays that are not trained, belong in the batch.
+        params: A tree of arrays or `ShapeDtypeStruct`s; only their shapes are used. Leaves that the
+            scan reads are stacks, with the layers along the first axis.
+        batch: A batch or its shapes. Later batches may have other shapes.
+        where: Function of (key path, leaf) that returns whether a leaf is a stack. By default, all
+            leaves that a scan reads along the first axis are stacks.
+
+    Attributes:
+        functions: The arguments `first`, `layer` and `last` of `Trainer` and
+            `planning.plan_layerwise`.
+
+    Raises:
+        ValueError: If the loss does not scan each stack exactly once, all in the same scan, or
+            reads a stack elsewhere. The message names the leaf and the line of the model.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> from zenflow_jax import layerwise
+        >>> def loss_fn(params, x):
+        ...     x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])
+        ...     return jnp.mean((x @ params["head"]) ** 2)
+        >>> params = {"layers": np.ones((3, 8, 8), "float32"), "head": np.ones((8, 2), "float32")}
+        >>> batch = jnp.ones((4, 8))
+        >>> model = layerwise.ScannedModel(loss_fn, params, batch)
+        >>> with layerwise.Trainer(
+        ...     model.split(params), **model.functions, learning_rate=1e-3
+        ... ) as trainer:
+        ...     losses = [float(trainer.step(batch)) for _ in range(5)]
+        ...     params = model.join(trainer.params())
+        >>> params["layers"].shape
+        (3, 8, 8)
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        params: Any,
+        batch: Any,
+        *,
+        where: Callable[[tuple[Any, ...], Any], bool] | None = None,
+    ):
+        pairs = jax.tree_util.tree_leaves_with_path(as_pure(params))
+        self._names = [plain_name(path) for path, _ in pairs]
+        leaves, self._treedef = jax.tree.flatten(params)
+        self._loss_fn, self._shapes, batch = loss_fn, shapes_of(leaves), shapes_of(batch)
+        traced = self._traced(batch)
+        if where is None:
+            stacks = _scanned_leaves(traced[0], self._names)
+        else:
+            stacks = [i for i, pair in enumerate(pairs) if where(*pair)]
+        if not stacks:
+            raise ValueError(
+                "No scan reads a leaf of `params` along its first axis. Stack the layers along "
+                "this axis, and scan them outside loops and branches. If `where` names the stacks, "
+                "an error shows the line that reads them in another way."
+            )
+        self._stacks, self._length = tuple(stacks), self._shapes[stacks[0]].shape[0]
+        cut = self._cut(batch, *traced)
+        if where is None:
+            self._check_outer(cut)
+        self._cuts, self._reverse = {key_of(batch): cut}, cut.scan.reverse
+        self.functions = {"first": self._first, "layer": _layer, "last": self._last}
+
+    def split(self, params: Any) -> dict[str, Any]:
+        """Returns parameters in the form that `Trainer` takes; copies nothing to a device.
+
+        Args:
+            params: A tree like the constructor's, with NumPy arrays, jax arrays in any memory, or
+                `ShapeDtypeStruct`s with shardings.
+
+        Returns:
+            {"outer": tree, "layers": iterator of trees}. Each tree has the structure of `params`,
+            with None in the place of other leaves.
+
+        Raises:
+            ValueError: If shapes or dtypes differ from the constructor's, or if a mesh divides the
+                layer axis.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        for name, shape, x in zip(self._names, self._shapes, shapes_of(leaves), strict=True):
+            if (x.shape, x.dtype) != (shape.shape, shape.dtype):
+                text = f"{x.dtype}{list(x.shape)}, but was {shape.dtype}{list(shape.shape)}"
+                raise ValueError(f"{name} is {text}. Pass both calls the same parameters.")
+        stacks = {i: _slices(self._names[i], leaves[i]) for i in self._stacks}
+
+        def layer(number: int) -> Any:
+            return treedef.unflatten(
+                stacks[i](number) if i in stacks else None for i in range(len(leaves))
+            )
+
+        outer = (None if i in stacks else x for i, x in enumerate(leaves))
+        numbers = range(self._length)
+        layers = map(layer, reversed(numbers) if self._reverse else numbers)
+        return {"outer": treedef.unflatten(outer), "layers": layers}
+
+    def join(self, params: Mapping[str, Any]) -> Any:
+        """Returns the result of `Trainer.params` as a tree like the constructor's.
+
+        The arrays are copies in NumPy, which take no device memory.
+        """
+        layers = [*params["layers"]][:: -1 if self._reverse else 1]
+        stacks = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *layers)
+        return jax.tree.map(
+            lambda x, stack: stack if x is None else np.asarray(x),
+            params["outer"],
+            stacks,
+            is_leaf=lambda x: x is None,
+        )
+
+    def _first(self, outer: Any, batch: Any) -> tuple[Any, Any]:
+        cut = self._cut_of(batch)
+        carry, shared = cut.front(jax.tree.leaves(outer), batch)
+        outputs = {i: jnp.zeros(x.shape, x.dtype) for i, x in cut.outputs.items() if i in cut.read}
+        index = self._length - 1 if self._reverse else 0
+        return (jnp.int32(index), carry, outputs), shared
+
+    def _last(self, outer: Any, carry: Any, batch: Any) -> Any:
+        cut, (_, carry, outputs) = self._cut_of(batch), carry
+        unread = {i: jnp.zeros(x.shape, x.dtype) for i, x in cut.outputs.items()}
+        return cut.behind(jax.tree.leaves(outer), batch, carry, unread | outputs)
+
+    def _cut_of(self, batch: Any) -> "_Cut":
+        shapes = shapes_of(batch)
+        if (key := key_of(shapes)) not in self._cuts:
+            self._cuts[key] = cut = self._cut(shapes, *self._traced(shapes))
+            if cut.scan.reverse != self._reverse:
+                raise ValueError("The order of the layers depends on the batch's shape.")
+        return self._cuts[key]
+
+    def _traced(self, batch: Any) -> tuple[Any, Any]:
+        params = self._treedef.unflatten(self._shapes)
+        return jax.make_jaxpr(self._loss_fn, return_shape=True)(params, batch)
+
+    def _check_outer(self, cut: "_Cut") -> None:
+        """Rejects stacks that change before the scan, which would be whole on the device."""
+        outer = [i for i in range(len(self._names)) if i not in self._stacks]
+        for i in cut.scanned & set(range(len(outer))):
+            if self._shapes[outer[i]].shape[:1] == (self._length,):
+                raise ValueError(
+                    f"{self._names[outer[i]]} is changed before the scan at {cut.scan.line}, so it "
+                    "would be whole on the device, as an outer weight. Change it in the scan's "
+                    f"body, or name the stacks with `{_CHOOSER}(where=...)`."
+                )
+
+    def _cut(self, batch: Any, traced: Any, loss: Any) -> "_Cut":
+        """Cuts the traced loss; `batch` and `loss` are shapes."""
+
+        def inputs(outer: Any, batch: Any) -> list[Any]:
+            rest, names = iter(outer), enumerate(self._names)
+            leaves = [Stack(i, x) if i in self._stacks else next(rest) for i, x in names]
+            return [*leaves, *jax.tree.leaves(batch)]
+
+        def front(outer: Any, batch: Any) -> tuple[Any, Any]:
+            evaluation = _Cutting(_CHOOSER)
+            with contextlib.suppress(_Reached):
+                evaluation.run_whole(traced, inputs(outer, batch))
+            (scan,) = evaluation.scans
+            layers = [x if is_stack(x) else None for x in scan.layers]
+            empty = dataclasses.replace(scan, consts=(), carry=(), layers=layers)
+            of_layers = [x for x in scan.layers if not is_stack(x)]
+            return scan.carry, _Shared(scan.consts, of_layers, empty, self._stacks)
+
+        def behind(outer: Any, batch: Any, carry: Any, outputs: dict[int, Any]) -> Any:
+            evaluation = _Cutting(_CHOOSER, results=[*carry, *outputs.values()])
+            results = evaluation.run_whole(traced, inputs(outer, batch))
+            return jax.tree.unflatten(jax.tree.structure(loss), results)
+
+        outer = [x for i, x in enumerate(self._shapes) if i not in self._stacks]
+        run_front, (carry, shared), jaxpr = _as_function(front, outer, batch)
+        count = len(jaxpr.outvars)
+        scanned = live_inputs(jaxpr, range(count - len(shared.inputs), count))
+        made = shared.scan.body.out_avals[len(carry) :]
+        outputs = {
+            i: jax.ShapeDtypeStruct((self._length, *x.shape), x.dtype) for i, x in enumerate(made)
+        }
+        run_behind, _, jaxpr = _as_function(behind, outer, batch, carry, outputs)
+        begin = len(jax.tree.leaves((outer, batch, carry)))
+        read = {i - begin for i in live_inputs(jaxpr, range(len(jaxpr.outvars)))}
+        return _Cut(run_front, run_behind, shared.scan, scanned, outputs, read)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Cut:
+    """A loss for batches of one shape."""
+
+    front: Callable[..., Any]  # (outer leaves, batch) -> carry, shared
+    behind: Callable[..., Any]  # (outer leaves, batch, carry, outputs) -> loss
+    scan: Scan  # without values
+    scanned: set[int]  # inputs of `front` that the scan reads, changed, along their first axis
+    outputs: dict[int, Any]  # shapes of the scan's outputs
+    read: set[int]  # the outputs that the loss depends on
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("consts", "inputs"),
+    meta_fields=("scan", "stacks"),
+)
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """The data that all layers read."""
+
+    consts: Sequence[Any]
+    inputs: Sequence[Any]  # one for each layer, stacked; not the weights
+    scan: Scan  # without values
+    stacks: tuple[int, ...]
+
+
+def _layer(weights: Any, carry: Any, shared: _Shared) -> Any:
+    index, carry, outputs = carry
+    of_stacks = dict(zip(shared.stacks, jax.tree.leaves(weights), strict=True))
+    inputs = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in shared.inputs)
+    layer = [of_stacks[x.index] if is_stack(x) else next(inputs) for x in shared.scan.layers]
+    carry, made = shared.scan.run_body(shared.consts, carry, layer)
+    outputs = {i: x.at[index].set(made[i]) for i, x in outputs.items()}
+    return index + (-1 if shared.scan.reverse else 1), carry, outputs
+
+
+class _Finding(Evaluation):
+    """Finds the leaves that scans read layer by layer, without values."""
+
+    checks = False  # a scan's body may also read outer weights
+
+    def scan(self, scan: Scan) -> Sequence[Any]:
+        return [None] * len(scan.body.out_avals)
+
+    def other(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+        return [None] * len(equation.outvars)
+
+
+def _scanned_leaves(traced: Any, names: Sequence[str]) -> list[int]:
+    """Returns the places of the parameters that scans read."""
+    finding = _Finding(_CHOOSER)
+    leaves: list[Any] = [Stack(i, name) for i, name in enumerate(names)]
+    finding.run(traced, leaves + [None] * (len(traced.in_avals) - len(leaves)))
+    return sorted(finding.lines)
+
+
+class _Reached(Exception):
+    """Ends an evaluation at the scan."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cutting(Evaluation):
+    """Ends at the scan over the layers, unless its results are given."""
+
+    results: Sequence[Any] | None = None
+    scans: list[Scan] = dataclasses.field(default_factory=list)
+
+    def scan(self, scan: Scan) -> Sequence[Any]:
+        self.scans.append(scan)
+        if self.results is None:
+            raise _Reached
+        if len(self.scans) > 1:
+            pairs = [(next(filter(is_stack, x.layers)).name, x.line) for x in self.scans]
+            raise ValueError(
+                f"The loss scans {' and '.join(f'{name} at {line}' for name, line in pairs)}, but "
+                "only one scan can run layer by layer. Choose its stacks with "
+                f"`{_CHOOSER}(where=...)`; the device then holds the other stacks as outer weights."
+            )
+        return self.results
+
+
+def _as_function(function: Callable[..., Any], *shapes: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """Returns a function that does not trace again, the shapes of its results, and its jaxpr."""
+    closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
+
+    def run(*args: Any) -> Any:
+        leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(results), leaves)
+
+    return run, results, closed.jaxpr
+
+
+def _slices(name: str, x: Any) -> Callable[[int], Any]:
+    """Returns a function that returns a layer of a stack, in host memory."""
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return np.asarray(x).__getitem__
+    shape, sharding = x.shape[1:], layer_sharding(x.sharding)
+    if sharding is None:
+        raise ValueError(
+            f"{name} has its layers divided over devices, or no named sharding. Place it with a "
+            "`NamedSharding` that leaves the first axis whole."
+        )
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return lambda _: jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+    in_host = sharding.with_memory_kind(HOST)
+    shards = [(np.asarray(shard.data), shard.device) for shard in x.addressable_shards]
+
+    def layer(i: int) -> jax.Array:
+        pieces = [upload(shard[i], device, HOST) for shard, device in shards]
+        return jax.make_array_from_single_device_arrays(shape, in_host, pieces)
+
+    return layer
