@@ -1,26 +1,26 @@
-# Every target makes its environment from a Python alone, and reinstalls only if pyproject.toml
-# changes.
+# Every target makes its own environment, for which it needs only Python, and reinstalls only if
+# pyproject.toml changes.
 
 PYTHON ?= python3
 VENV ?= .venv
-# Optional dependencies: `make quickstart EXTRA=cuda12`. Without it, nothing of CUDA is installed.
+# Optional dependencies: `make quickstart EXTRA=cuda12`. Without EXTRA, CUDA is not installed.
 EXTRA ?=
 # Arguments for the script: `make quickstart ARGS="--steps 50"`.
 ARGS ?=
-# Arguments for pytest. At most four processes, because each traces for itself. An idle process takes
-# tests from another.
+# Arguments for pytest. At most four processes, because each traces its own programs. An idle process
+# takes tests from a busy one.
 TESTARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
-# pip only warns of an unknown extra, and continues without it.
+# pip only warns about an unknown extra, and continues without it.
 ifneq ($(filter-out cuda12 cuda13,$(EXTRA)),)
   $(error EXTRA must be cuda12, cuda13 or empty, got "$(EXTRA)")
 endif
 
 comma := ,
 extras := train$(if $(EXTRA),$(comma)$(EXTRA))
-# -qq: errors only. pip's warnings are about the machine's settings.
+# -qq shows only errors: pip's warnings are about the machine's settings.
 pip := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
-# A stamp for each choice of extras, so that only a new choice installs.
+# A stamp file for each choice of extras, so that only a new choice installs packages.
 made := $(VENV)/.made
 installed := $(VENV)/.installed-$(subst $(comma),-,$(extras))
 tools := $(VENV)/.installed-dev
@@ -40,7 +40,7 @@ help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
 	@echo "                 ARGS=\"--steps 50\" for the script's options)"
 	@echo "make test        run the tests (TESTARGS=\"-k adam\" for pytest's options)"
-	@echo "make test-fast   run only tests not marked slow, between changes: a minute and a half on two"
+	@echo "make test-fast   run only tests not marked slow, between changes: 90 seconds on two"
 	@echo "                 cores. No long compiling, no processes that import jax; compiled programs are"
 	@echo "                 kept for the next run. Only \`make test\` is authoritative"
 	@echo "make test-compiled  compile all programs for a GPU and check them; needs no GPU. Two to four"
@@ -55,13 +55,13 @@ help:
 	@echo "make dist        build wheel and source distribution into dist/"
 	@echo "make lint        check style, format and types"
 	@echo "make clean       remove the environment"
-	@echo "Options of all: PYTHON=python3.13 for another Python, VENV=.venv-3.13 for another folder."
+	@echo "Options for all targets: PYTHON=python3.13 for another Python, VENV=.venv-3.13 for another folder."
 
 quickstart: $(installed)
 	@$(VENV)/bin/python -m train.finetune configs/quickstart.toml $(ARGS)
 
 # -rs shows why a test is skipped. Processes share a GPU, so none may reserve all of it. Tests start
-# some 60 processes, each of which would compile all Python code again without bytecode files.
+# some 50 processes, each of which would compile all Python code again without bytecode files.
 pytest := env -u PYTHONDONTWRITEBYTECODE XLA_PYTHON_CLIENT_PREALLOCATE=false \
   $(VENV)/bin/python -m pytest -q -rs
 test: $(installed) $(tools)
@@ -75,7 +75,7 @@ test-fast: $(installed) $(tools)
 	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(pytest) -m "not slow" $(TESTARGS)
 
 # Compiling without a GPU needs jax's CUDA plugin and one of NVIDIA's dozen wheels, with ptxas. They are
-# outside the environment, so that no other test sees them.
+# installed outside the environment, so that other tests do not find them.
 compiler := $(VENV)-compiler
 test-compiled: $(compiler)/.installed $(tools)
 	@JAX_PLATFORMS=cpu PYTHONPATH=$(compiler) TF_CPP_MIN_LOG_LEVEL=3 $(pytest) $(TESTARGS) \
@@ -125,7 +125,7 @@ clean:
 	rm -rf build
 
 $(made): | same-python
-	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) is not to be found; choose a Python with PYTHON=/path/to/python3" >&2; exit 1; }
+	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) was not found; choose a Python with PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"zenflow_jax needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}; choose another with PYTHON=python3.12")'
 	@folder=$(VENV); $(ours) && mkdir -p $(VENV) && touch $(VENV)/.zenflow_jax
 	@echo "making the environment in $(VENV) (a minute or more)"
@@ -146,7 +146,7 @@ $(sphinx): pyproject.toml | $(made)
 	@$(pip) install --group docs
 	@touch $@
 
-# An existing environment keeps its Python; fails rather than test the wrong one.
+# An existing environment keeps its Python. Fails if PYTHON is another version.
 same-python:
 ifneq ($(origin PYTHON),file)
 	@test ! -e $(made) || { new=$$($(PYTHON) -V) && old=$$($(VENV)/bin/python -V) && \

@@ -46,7 +46,7 @@ class Collective(NamedTuple):
 def collectives(program: str) -> list[Collective]:
     """Returns the operations between devices in a compiled program's text.
 
-    An operation inside a loop counts once.
+    An operation inside a loop is counted once.
     """
     partitions = _PARTITIONS.search(program)
     devices = int(partitions[1]) if partitions else 1
@@ -81,8 +81,8 @@ def _group(line: str, devices: int) -> int:
         return int(match[1])
     ids = r"(?:, device_ids=\([^{]*\))?"
     if match := re.search(rf"replica_groups=mesh\[(.*?)\]{ids} ?\{{(.*?)\}}", line):
-        # mesh['axis_0'=4,'axis_1'=2] {'axis_0'}; part of an axis is 'axis_1':(1)2; with another
-        # device order, device_ids=([4,2]T(1,0)) is in between.
+        # mesh['axis_0'=4,'axis_1'=2] {'axis_0'}; part of an axis is 'axis_1':(1)2; a different
+        # device order is inserted as device_ids=([4,2]T(1,0)).
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part or sizes[name]) for name, part in named)

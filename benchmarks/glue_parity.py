@@ -8,7 +8,7 @@ and the order of the data. Prints a table with the task's metric on the whole de
 step (mean and standard deviation over seeds), and draws the training losses into
 `benchmarks/glue_parity.png`. Answers: `benchmarks/LOG.md`.
 
-Runs stay in `--folder`, so a second start makes only the missing runs.
+Runs are kept in `--folder`, so a second start makes only the missing runs.
 """
 
 import argparse
@@ -36,7 +36,7 @@ VARIANTS = {
 }
 
 
-# Names of CoLA's columns, whose files have no header.
+# The column names for CoLA, whose files have no header.
 COLUMNS = "source\tlabel\tmark\tsentence\n"
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of the encoder")
     for task in ("sst2", "cola"):
-        parser.add_argument(f"--{task}", help=f"folder of the data of {task}")
+        parser.add_argument(f"--{task}", help=f"folder with the data for {task}")
     parser.add_argument("--folder", type=Path, default=Path("runs/glue_parity"))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3)

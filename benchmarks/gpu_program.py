@@ -4,13 +4,13 @@
     python -m benchmarks.gpu_program
     python -m benchmarks.gpu_program --devices 8
 
-Compiles the steps of a Llama-shaped model with `optax.adamw` and `zenflow` for an NVIDIA H200,
-which need not exist: `pip install "jax[cuda12]"` is enough, on any x86 machine. Prints for each
-step the device's peak bytes per parameter (arguments, outputs and temporaries, without aliases),
-the engine's bytes there, and their sum; then the share of mail whose copy starts before the last
-matmul, so that the backward pass can hide it; and the program that merges the largest group's
-update. With several devices it also prints the bytes that they exchange in a step; bytes are per
-device, parameters are the whole model's. `gpu_stages/programs.py` compiles the programs of
+Compiles the steps of a Llama-shaped model with `optax.adamw` and `zenflow` for an NVIDIA H200. No
+GPU is needed: `pip install "jax[cuda12]"` is enough, on any x86 machine. Prints for each step the
+device's peak bytes per parameter (arguments, outputs and temporaries, without aliases), the
+engine's bytes on the device, and their sum; then the share of mail whose copy starts before the
+last matmul, so that the backward pass can hide it; and the program that merges the largest group's
+update. With several devices it also prints the bytes that they exchange in a step. Bytes are per
+device; parameters are those of the whole model. `gpu_stages/programs.py` compiles the programs of
 `on_gpu.py`. Answers: `benchmarks/LOG.md`.
 """
 
@@ -42,7 +42,7 @@ from zenflow_jax.planning._host_work import needs_of
 class Shape(NamedTuple):
     """A decoder of the Llama family, by default with 953 million parameters.
 
-    `batch` counts the sequences of one device.
+    `batch` is the number of sequences on one device.
     """
 
     vocabulary: int = 32000
@@ -97,7 +97,7 @@ def loss(shape: Shape, mesh: Mesh, params: dict[str, Any], tokens: jax.Array) ->
     layer = jax.checkpoint(partial(_layer, shape.heads))
 
     def placed(x: jax.Array) -> jax.Array:
-        # Otherwise the compiler may divide activations like the weights, and not the batch.
+        # Otherwise the compiler may divide activations like the weights, not along the batch.
         return jax.lax.with_sharding_constraint(x, batch_sharding(mesh)) if mesh.size > 1 else x
 
     table, head, dtype = params["embedding"], params["head"], params["norm"].dtype
@@ -141,7 +141,7 @@ class Program(NamedTuple):
 
 
 def adamw_step(shape: Shape, mesh: Mesh, max_grad_norm: float) -> Program:
-    """Makes the usual step: bf16 weights, cast from the optimizer's float32 masters."""
+    """Makes the usual step, whose bf16 weights are cast from the optimizer's float32 masters."""
     tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(1e-4))
 
     def init(params: Any) -> Any:
@@ -268,7 +268,7 @@ def one_device(shape: Shape) -> None:
         "scanned, after_step": clipped(scanned=True, send_gradients="after_step"),
         "the same, per_window": clipped(scanned=True, send_gradients="per_window"),
     }
-    print(f"{COLUMNS}   matmuls to come at first")
+    print(f"{COLUMNS}   matmuls left at the first copy")
     for name, program in programs.items():
         print(f"{name:36} {compile_step(program, shape, mesh).row()}", flush=True)
     merges = {
@@ -284,7 +284,7 @@ def one_device(shape: Shape) -> None:
 def many_devices(shape: Shape, devices: int) -> None:
     print(
         f"{COLUMNS} {'sent':>6}   "
-        "matmuls to come at first; between devices: operations of a kind, bytes of their results"
+        "matmuls left at the first copy; between devices: operations by kind, bytes of results"
     )
     for sizes in ({"data": devices}, {"fsdp": devices}, {"data": 2, "fsdp": devices // 2}):
         mesh = planning.described_mesh("h200", sizes)

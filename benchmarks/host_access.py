@@ -2,11 +2,11 @@
 
     python -m benchmarks.host_access PROGRAM.txt        # from `compiled.as_text()`
 
-XLA for GPUs annotates a slice inside a loop with a walk in bytes, offset + iteration * stride, and
-its runtime copies along the walk and ignores the index. In jax 0.10.2 and 0.11.0, some walks differ
-from their index (openxla/xla#46231). This program evaluates the index of each host memory slice for
-each iteration, and compares. A slice without a walk belongs to a kernel: multiprocessors then read
-host memory word by word, instead of a copy engine.
+XLA for GPUs annotates a slice inside a loop with a walk in bytes, offset + iteration * stride. Its
+runtime follows the walk and ignores the index. In jax 0.10.2 and 0.11.0, some walks differ from the
+index (openxla/xla#46231). This program evaluates the index of each host memory slice for each
+iteration, and compares. A slice without a walk belongs to a kernel: then multiprocessors, not a
+copy engine, read host memory word by word.
 """
 
 import json
@@ -82,7 +82,7 @@ def traffic(text: str) -> Traffic:
     return Traffic(right, wrong, kernels, copies[True], copies[False])
 
 
-#: These pass arrays on, or end another instruction. `AllocateBuffer` is handled below.
+#: Instructions that pass arrays on, or end another instruction. `AllocateBuffer` is handled below.
 _MOVES_NOTHING = (
     *("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional"),
     *("opt-barrier", "optimization-barrier", "after-all", "copy-done", "fusion-done"),
@@ -158,8 +158,8 @@ def _loop(x: Instruction) -> _Loop | None:
 class _Frame:
     """The values of a computation's integers, for given parameter values.
 
-    An integer is an int, a tuple a dict of its known elements, a constant vector a list; an unknown
-    value is None.
+    An integer is an int, a tuple is a dict of its known elements, a constant vector is a list, and
+    an unknown value is None.
     """
 
     def __init__(self, program: Program, computation: str, parameters: dict[int, Any]):
@@ -264,7 +264,7 @@ def main() -> None:
     for path in sys.argv[1:]:
         result = traffic(Path(path).read_text(encoding="utf-8"))
         print(
-            f"{path}: {result.right} slices in loops right, {len(result.wrong)} WRONG, "
+            f"{path}: {result.right} correct slices in loops, {len(result.wrong)} WRONG, "
             f"{len(result.kernels)} by kernels; {result.to_host} copies to the host, "
             f"{result.to_device} to the device"
         )

@@ -5,11 +5,11 @@
 Prints the median in ms with its interquartile range and the minimum, without compilation, and the
 median ratio to the memory-bandwidth limit and to DeepSpeed's CPUAdam. All rows take turns in one
 process, on the same arrays. The limit moves the same bytes in the same order without computing.
-Peers that are not installed are named and skipped. Answers: `benchmarks/LOG.md`.
+Peers that are not installed are reported and skipped. Answers: `benchmarks/LOG.md`.
 
-A bfloat16 weight is half of its master here, so an update moves 2 bytes less than the peers'
-updates: they keep a float32 master, and cast the gradient before and the weight after their step,
-as in their own offloading.
+In zenflow, a bfloat16 weight is half of its master, so an update moves 2 bytes less than a peer's
+update. Peers keep a float32 master, cast the gradient before their step, and cast the weight after
+it, as in their own offloading.
 """
 
 import argparse
@@ -38,7 +38,7 @@ RATE, B1, B2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 
 
 class Arrays(NamedTuple):
-    """One leaf's state, `(1, 1, n, WIDTH)`; every row of the table works on these."""
+    """One leaf's state, `(1, 1, n, WIDTH)`, which every row of the table uses."""
 
     p: np.ndarray
     m: np.ndarray
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=13)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    # OpenMP reads these when it is loaded with the peers. Passive, because otherwise idle threads
+    # OpenMP reads these variables when the peers load it. "Passive", because otherwise idle threads
     # spin for a while after each step, at the next row's expense.
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -138,7 +138,7 @@ def bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x
 
 
-# Adding `zero` times the gradient does not change values, but the compiler cannot know.
+# Adding `zero` times the gradient does not change values, but the compiler cannot know this.
 @numba.njit(nogil=True)
 def stream(p, rest, m, v, g, zero):
     for i in range(p.size):
@@ -213,7 +213,7 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
 
 
 def laid_out(moment: Moment, shape: tuple[int, ...]) -> Moment:
-    """Returns the same codes, viewed in another layout with as many scales."""
+    """Returns the same codes, viewed in another layout with the same number of scales."""
     if moment.scales is None:
         return Moment(moment.values.reshape(shape))
     of_shape = moment.like(shape)

@@ -3,11 +3,11 @@
     python -m benchmarks.kill_test --kills 25
 
 Starts `python -m train.finetune` with a tiny model, kills it with SIGKILL, starts it again, and so
-on; then lets it finish. A third of the kills come while a checkpoint is written, a sixth in the
-first seconds of a start, the others at any moment during training. Compares the final model, every
-array in the final checkpoint, and the losses in the metrics with those of an uninterrupted run.
-Prints a line for each kill and one for the result, and exits with 1 if anything differs. Answers:
-`benchmarks/LOG.md`.
+on; then lets it finish. A third of the kills happen while a checkpoint is written, a sixth in the
+first seconds of a start, and the rest at random moments during training. Compares the final model,
+every array in the final checkpoint, and the losses in the metrics with those of an uninterrupted
+run. Prints a line for each kill and one for the result, and exits with 1 if anything differs.
+Answers: `benchmarks/LOG.md`.
 
 Everything runs on a CPU: `JAX_PLATFORMS=cpu` is set. Compiling would dominate a start's time, so
 the compiler does not optimize, and all starts reuse the uninterrupted run's compiled programs.
@@ -33,7 +33,7 @@ from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parents[1]
 
-# Covers a save inside a window, with an update in flight; selections; a warm-up.
+# These settings cover saves inside a window, with an update in flight; selections; and a warm-up.
 CONFIG = """
 corpus_megabytes = 0.3
 sequence_length = 16
@@ -74,12 +74,12 @@ def kill_test(folder: Path, *, kills: int, seed: int, start_s: float = 5.0, **wo
     Args:
         folder: An empty folder.
         kills: Number of kills.
-        seed: Seed for the moments.
+        seed: Seed for the moments of the kills.
         start_s: Approximate time from a start to its first steps, for kills during the start.
         words: Further settings, such as the optimizer.
 
     Raises:
-        RuntimeError: If a start fails by itself.
+        RuntimeError: If a start fails without being killed.
     """
     config = write_config(folder, steps=STEPS_PER_KILL * kills + 13, **words)
     end(start(config, "whole"))
@@ -93,7 +93,7 @@ def kill_test(folder: Path, *, kills: int, seed: int, start_s: float = 5.0, **wo
         kill_at(moment, process, run / "checkpoints", moments, start_s)
         process.communicate()
         if process.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"a start ended by itself, with {process.returncode}")
+            raise RuntimeError(f"a start exited on its own with code {process.returncode}")
         half = moment != "start" and bool(half_written(run / "checkpoints"))
         while_writing += half
         whole = ", ".join(map(str, sorted(steps_of(run / "checkpoints"))))
@@ -138,10 +138,10 @@ def start(config: Path, run: str, *options: str) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Waits for the end of a start that is not killed."""
+    """Waits until a start that is not killed has finished."""
     output, _ = process.communicate(timeout=3 * LONGEST_START_S)
     if process.returncode:
-        raise RuntimeError(f"a start failed with {process.returncode}:\n{output}")
+        raise RuntimeError(f"a start failed with code {process.returncode}:\n{output}")
 
 
 def kill_at(
@@ -158,7 +158,7 @@ def kill_at(
         return
     saved = max(steps_of(checkpoints), default=0)
     target = saved + SAVE_EVERY * moments.randrange(SAVES)
-    # The start first removes the last kill's leftovers.
+    # A start first removes what the previous kill has left.
     wait_for(lambda: not half_written(checkpoints), process)
     wait_for(lambda: max(steps_of(checkpoints), default=0) >= target, process)
     # A step takes 2 to 10 ms, a save 30.
@@ -171,13 +171,13 @@ def kill_at(
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
-    """Polls often, because the condition can be over within milliseconds."""
+    """Polls often, because the condition may hold for only milliseconds."""
     deadline = time.monotonic() + LONGEST_START_S
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             output, _ = process.communicate()
-            raise RuntimeError(f"a start ended, or never reached its checkpoints:\n{output}")
+            raise RuntimeError(f"a start exited, or never reached its checkpoints:\n{output}")
         time.sleep(0.001)
 
 
@@ -211,7 +211,7 @@ def differences(whole: Path, killed: Path) -> list[str]:
         different += [
             name
             for name, x in trees[0].items()
-            # Tokens contain a random number for each start.
+            # Tokens contain a random number that differs between starts.
             if not name.endswith("token") and x.tobytes() != trees[1][name].tobytes()
         ]
     if losses(whole) != losses(killed):
@@ -247,7 +247,9 @@ def main() -> int:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = kill_test(Path(folder), **vars(options))
-    verdict = f"DIFFERENT: {', '.join(result.differences)}" if result.differences else "same bits"
+    verdict = (
+        f"DIFFERENT: {', '.join(result.differences)}" if result.differences else "bit-identical"
+    )
     print(
         f"{options.optimizer}, stream {options.stream}: {result.kills} kills, "
         f"{result.while_writing} of them while a checkpoint was written, "

@@ -2,9 +2,9 @@
 
     python -m benchmarks.layer_memory
 
-Memory: each way trains a decoder for 12 steps in a separate process; the result is that process's
+Memory: each trainer runs 12 steps of a decoder in a separate process; the result is that process's
 peak (`getrusage`) minus the peak with the model `tiny`. Another process compiles first.
-Time: steps of all ways in one process, in turns of two. Answers: `benchmarks/LOG.md`.
+Time: all trainers take turns in one process, two steps at a time. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.step_time_peers import MAX_GRAD_NORM, PEERS, Runner
 
 STEPS, ROUNDS = 12, 6
 _CLIPPED = {"max_grad_norm": MAX_GRAD_NORM}
-#: Options of the trainer; None for AdamW, written out.
+#: Options for the trainer; None for AdamW without a scan.
 WAYS: dict[str, dict[str, Any] | None] = {
     "adamw": None,
     "after_backward": _CLIPPED,

@@ -1,4 +1,4 @@
-"""Reads a machine's facts without jax, because jax would occupy the GPU."""
+"""Reads facts about the machine without jax, which would occupy the GPU."""
 
 import os
 import platform
@@ -19,10 +19,10 @@ class NoGPU(RuntimeError):
 def ended(status: int | None) -> str:
     """Describes an exit status; None means that the process was killed after its time limit."""
     if status is None:
-        return "killed: it had not ended in time"
+        return "killed: it had not finished in time"
     if status < 0:
-        return f"died of {signal.Signals(-status).name}"
-    return f"ended with status {status}"
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
 
 
 def host_bytes() -> int:

@@ -1,7 +1,7 @@
 """How does this project perform on a GPU? Answers all questions in twelve minutes.
 
     python -m benchmarks.on_gpu --out DIR --minutes 12
-    python -m benchmarks.on_gpu --out DIR --rehearse              # the same on a CPU, tiny
+    python -m benchmarks.on_gpu --out DIR --rehearse              # the same, tiny, on a CPU
     python -m benchmarks.on_gpu --out DIR --only correct headline
 
 Runs the stages in `STAGES`, the most valuable first. Each is a separate process with a time limit:
@@ -9,10 +9,11 @@ a stage that raises, aborts, hangs or runs out of memory keeps its earlier resul
 GPU free for the next. The report names stages that did not fit in the budget.
 
 `DIR/report.md` and `DIR/report.json` are complete at any moment: they are rewritten whenever a
-stage has a new result, and when it ends. A picture is next to them, and log.txt has all output.
+stage has a new result, and when it ends. The folder also contains a picture, and log.txt with all
+output.
 
-Needs only the library's packages and matplotlib; no network. This process does not start jax, so
-the stages have the whole GPU. Answers: `benchmarks/LOG.md`.
+Needs only the library's packages and matplotlib, and no network. This process does not start jax,
+so the stages have the whole GPU. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from benchmarks.gpu_stages.report import Outcome
 MOST_BYTES = 2**20
 #: The picture from the stage `step_time`.
 PICTURE = "step_time.png"
-#: Time after its limit until a stage is killed.
+#: Grace period between a stage's time limit and its kill.
 GRACE_S = 8.0
 #: Time between two polls of a running stage.
 _LOOK_S = 1.0
@@ -50,8 +51,8 @@ class StageLimits(NamedTuple):
     name: str
     question: str
     target: str  # module:function
-    seconds: float  # its time limit
-    least: float  # the stage does not start with less time left
+    seconds: float  # time limit
+    least: float  # with less time left, the stage does not start
 
 
 def _stage(name: str, question: str, module: str, seconds: float, least: float) -> StageLimits:
@@ -59,10 +60,10 @@ def _stage(name: str, question: str, module: str, seconds: float, least: float) 
 
 
 STAGES = (
-    _stage("layerwise", "do layers train by themselves as with AdamW?", "layerwise", 140, 40),
+    _stage("layerwise", "does layer-by-layer training match AdamW?", "layerwise", 140, 40),
     _stage("facts", "what is this machine, and how fast are its parts?", "facts", 45, 15),
-    _stage("correct", "does it compute here what it should?", "correct", 120, 30),
-    _stage("ways", "does each way of sending gradients train the same?", "ways", 120, 60),
+    _stage("correct", "are the results correct on this machine?", "correct", 120, 30),
+    _stage("ways", "do all ways of sending gradients give the same results?", "ways", 120, 60),
     _stage(
         "step_time",
         "how long does a training step take, compared with all alternatives?",
@@ -70,7 +71,7 @@ STAGES = (
         185,
         60,
     ),
-    _stage("headline", "how large a model trains here that AdamW could not?", "headline", 110, 50),
+    _stage("headline", "how far beyond AdamW's limit can a model grow?", "headline", 110, 50),
 )
 
 
@@ -95,7 +96,7 @@ def run(
             folder.
     """
     deadline = time.monotonic() + seconds - GRACE_S
-    # If only some stages run, they share the others' time.
+    # If only some stages run, they share the time of the rest.
     more = max(1.0, (seconds - GRACE_S) / max(sum(stage.seconds for stage in stages), 1.0))
     out.mkdir(parents=True, exist_ok=True)
     about = machine.summary() | {
@@ -119,7 +120,7 @@ def run(
                 outcome.ended = "not run: there is no GPU"
             elif left < stage.least:
                 outcome.ended = (
-                    f"not run: {max(left, 0):.0f} s of the budget were left and it needs "
+                    f"not run: {max(left, 0):.0f} s of the budget were left, but it needs "
                     f"{stage.least:.0f}"
                 )
             else:
@@ -127,7 +128,7 @@ def run(
                 try:
                     status = _run_stage(stage, outcome, limit, work, environment, rehearse, write)
                 finally:
-                    # Also when this process is asked to end.
+                    # Also runs when a signal ends this process.
                     _keep_output(stage, work, out)
                     write()
         write()
@@ -142,9 +143,9 @@ _PINNED_SHARE = 0.75
 def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
     """Returns the environment for the stages' processes."""
     changed = {
-        # Read when jax starts its backend.
+        # jax reads this when it starts its backend.
         _PINNED: str(max(1, int(_PINNED_SHARE * machine.host_bytes() / 2**30))),
-        # The allocator's share; the default, 0.75, is too little for the headline. The rest is for
+        # The allocator's share. The default, 0.75, is too small for the headline; the rest is for
         # CUDA, its libraries and the code.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
         # Stages share compiled programs.
@@ -186,7 +187,7 @@ def _run_stage(
     command += ["--rehearse"] if rehearse else []
     log, notes = work / f"{stage.name}.log", notes_path(work, stage.name)
     start = time.monotonic()
-    outcome.ended = "cut off while it ran"  # until a line below replaces it
+    outcome.ended = "interrupted while it ran"  # unless a line below replaces this
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -224,7 +225,7 @@ def _run_stage(
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Kills a stage with all of its child processes, because it leads its own session."""
+    """Kills a stage and all of its child processes, which share its session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -261,20 +262,20 @@ def main() -> None:
     add = parser.add_argument
     names = [stage.name for stage in STAGES]
     add("--out", type=Path, required=True, help="folder for the report")
-    add("--minutes", type=float, default=12.0, help="for all stages together")
-    add("--rehearse", action="store_true", help="on this machine's CPU, with tiny models")
+    add("--minutes", type=float, default=12.0, help="time for all stages together")
+    add("--rehearse", action="store_true", help="run tiny models on this machine's CPU")
     add(
         "--only",
         nargs="+",
         choices=names,
         default=names,
         metavar="STAGE",
-        help=f"of {', '.join(names)}",
+        help=f"stages to run, out of {', '.join(names)}",
     )
     add("--cache", type=Path, help="folder that keeps compiled programs for the next command")
     args = parser.parse_args()
     if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "report.json").exists():
-        parser.error(f"--out {args.out} is not empty and has no report: name another folder")
+        parser.error(f"--out {args.out} is not empty and has no report. Pass another folder.")
     stages = [stage for stage in STAGES if stage.name in args.only]
     with _ends_on_signals():
         outcomes = run(
@@ -285,7 +286,7 @@ def main() -> None:
             command=" ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
             cache=args.cache,
         )
-    print(f"written: {args.out / 'report.md'}")
+    print(f"wrote {args.out / 'report.md'}")
     if not all(outcome.well for outcome in outcomes):
         sys.exit(1)
 

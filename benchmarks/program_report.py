@@ -1,4 +1,4 @@
-"""A compiled program's memory and copies, from XLA's text, as a table row."""
+"""Reads a compiled program's memory and copies from XLA's text, and prints them as a table row."""
 
 import math
 import re
@@ -21,7 +21,7 @@ class Report(NamedTuple):
     copies: list[tuple[int, int]]  # to the host, in order: (bytes, remaining matmuls)
     matmuls: int
     collectives: list[Collective]
-    engine_bytes: int = 0  # an engine's arrays on the device while the step runs
+    engine_bytes: int = 0  # the engine's arrays on the device while the step runs
 
     def row(self, sent: str = "") -> str:
         """Returns a line of the table; `sent` is a column for several devices."""
@@ -51,7 +51,7 @@ def report(compiled: Any, params: Any) -> Report:
 
 
 def _copies(text: str) -> tuple[list[tuple[int, int]], int]:
-    """Returns the copies to host memory in order, as (bytes, remaining matmuls), and all matmuls.
+    """Returns the copies to host memory, as (bytes, remaining matmuls), and the matmuls' number.
 
     A loop counts as one matmul, because it cannot hide a copy that starts after it.
     """
@@ -62,7 +62,7 @@ def _copies(text: str) -> tuple[list[tuple[int, int]], int]:
         library = x.opcode == "custom-call" and bool(_LIBRARY.search(x.attributes))
         return x.opcode == "dot" or library or not heavy.isdisjoint(x.called)
 
-    # A computation is heavy if it has a matmul, or calls a heavy computation.
+    # A computation is heavy if it contains a matmul, or calls a heavy computation.
     while (
         more := {name for name, x in program.computations.items() if any(map(is_heavy, x.values()))}
         - heavy

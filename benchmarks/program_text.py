@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: XLA's mark of an array in host memory.
+#: XLA's mark for an array in host memory.
 HOST = "S(5)"
 
 
@@ -94,7 +94,7 @@ def elements(shape: str) -> list[str]:
 
 
 def nbytes(shape: str) -> int:
-    """Returns the bytes of an array's shape."""
+    """Returns the bytes of an array with this shape."""
     return math.prod(dimensions(shape)) * _itemsize(shape)
 
 
@@ -139,7 +139,7 @@ def _instruction(name: str, rest: str, root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the position of the parenthesis that closes the one at `start`."""
+    """Returns the position of the parenthesis that closes the parenthesis at `start`."""
     depth = 0
     for match in _BRACKET.finditer(text, start):
         depth += 1 if match[0] in "([{" else -1

@@ -10,29 +10,29 @@ The peers train the same model on the same batches, with bf16 weights and float3
 * `parked`: its state in pinned host memory, copied to the device and back inside the step;
 * `offload`: all on the host, with waiting, as in ZeRO-Offload: an engine with windows of one step,
   no overlap, ratio 0;
-* `offload-x4`: the same after 4 steps whose gradients are summed on the device. All its figures are
-  those of one of the 4, so they compare with `zenflow-s4`, which does not do without the 4 updates;
-* `zenflow-sS-rR`: windows of S steps, with overlap, ratio R; `-exchange` with gradients that leave
-  while the next step runs, `-device` with a window's gradients summed on the device, `-streamed`
-  with those of scanned layers leaving inside the backward scan.
+* `offload-x4`: the same, once per 4 steps, whose gradients are summed on the device. Its figures
+  are per step, so they compare with those of `zenflow-s4`;
+* `zenflow-sS-rR`: windows of S steps, with overlap, ratio R; with `-exchange`, gradients leave
+  while the next step runs; with `-device`, a window's gradients are summed on the device; with
+  `-streamed`, gradients of scanned layers leave inside the backward scan.
 
 DeepSpeed is not included, because it needs torch with CUDA and a CUDA compiler.
 
-In each round, every peer, in shuffled order, runs a window that is not timed, so that an update is
-in flight as mid-run, then `--stretches` timed stretches of `--steps` steps, then waits until its
-host is idle. The loop waits for the device only at the ends of a stretch. Compiling and the first
-selection are outside all stretches; later selections are inside (the last column counts them; there
-is one in 16 windows, so a short stretch may have none). With `--resident one`, a peer is set up
-before each of its turns and taken down after it, always from the same weights; with `all`,
-everything stays in memory, on the device and on the host.
+In each round, the peers take turns in shuffled order. A peer first runs a window that is not timed,
+so that an update is in flight as in the middle of a run, then `--stretches` timed stretches of
+`--steps` steps, and finally waits until its host is idle. The loop waits for the device only at the
+ends of a stretch. Compiling and the first selection are not timed; later selections are (the last
+column counts them; there is one in 16 windows, so a short stretch may have none). With `--resident
+one`, each turn of a peer sets it up from the same weights, and takes it down at the end; with
+`all`, everything stays in memory, on the device and on the host.
 
 Prints medians over the stretches. "idle" is the share of the step beyond the time of `adamw`. The
-device's peak is the allocator's peak in each peer's first turn, in ascending order of memory; as it
-cannot be reset, "<=" marks an upper bound, where a peer or a smaller batch took as much before.
-Bytes are per parameter, and per step for transfers; "host arrays" are the engine's without its
-pinned mail. On a CPU, all memory is the same and device and host share the cores, so only the
-counts are meaningful. On a GPU large models need `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`; the error
-says how much. Answers: `benchmarks/LOG.md`.
+device's peak is the allocator's peak in each peer's first turn. Peers run in ascending order of
+memory, because the peak cannot be reset; "<=" marks an upper bound, which another peer or a smaller
+batch had already reached. Bytes are per parameter, and per step for transfers; "host arrays" are
+those of the engine, without its pinned mail. On a CPU, all memory is the same and device and host
+share the cores, so only the counts are meaningful. On a GPU, large models need
+`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`; the error contains the value. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -54,8 +54,8 @@ from zenflow_jax import EngineStats
 
 #: Number of different batches; a multiple of all peers' micro-batches.
 BATCHES = 8
-#: Windows until everything is compiled: the first boundary selects, and the second is the first to
-#: merge an update.
+#: Windows until everything is compiled: the first boundary selects, and the second one merges the
+#: first update.
 WARM_UP = 3
 
 
@@ -68,7 +68,7 @@ def first_turn(runner: Runner, result: Result) -> None:
         runner.advance(WARM_UP * runner.peer.window)
         runner.settle()
     except RuntimeError as error:
-        # XLA's error, or the engine's that was caused by it.
+        # This is XLA's error, or an engine's error that XLA's has caused.
         if "RESOURCE_EXHAUSTED" not in f"{error} {error.__cause__}":
             raise
         result.fits = False
@@ -87,7 +87,7 @@ def first_turns(
     for place, (runner, result) in enumerate(both):
         if half is not None and time.monotonic() > half and place > 1:
             result.left_out = True
-            print(f"{runner.peer.name}: left out for lack of time", flush=True)
+            print(f"{runner.peer.name}: skipped for lack of time", flush=True)
             continue
         start = time.perf_counter()
         first_turn(runner, result)
@@ -123,7 +123,7 @@ def turn(runner: Runner, result: Result, *, steps: int, stretches: int) -> None:
         _note_memory(runner, result)
     result.selections += _stats(runner).reselections - start.reselections
     runner.settle()
-    # From idle to idle, the host has done the work of all steps.
+    # The host is idle at both ends, so this is its work for all steps.
     after, made = _stats(runner), window + stretches * steps
     parked = runner.parked_bytes
     result.work_s.append((after.work_s - before.work_s) / made)
@@ -159,9 +159,9 @@ def compare(
 ) -> Comparison:
     """Measures all peers at one batch size.
 
-    `save` gets the results so far, after the first turns and after each round. Turns do not start
-    after `until`, in seconds of `time.monotonic`. First turns get half of that time; peers that
-    miss theirs are left out, except the first two.
+    `save` gets the results so far, after the first turns and after each round. No turn starts after
+    `until`, in seconds of `time.monotonic`. First turns get half of the time; peers whose first
+    turn does not start by then are left out, except the first two.
     """
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocabulary, size=(BATCHES, batch, length + 1), dtype=np.int32)
@@ -180,7 +180,7 @@ def compare(
         shuffle = random.Random(0).shuffle
         for i in range(rounds):
             if until is not None and time.monotonic() + longest > until:
-                print(f"time is over after {i} rounds", flush=True)
+                print(f"out of time after {i} rounds", flush=True)
                 break
             start = time.perf_counter()
             shuffle(both)
@@ -203,17 +203,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="tiny")
-    add("--batch", type=int, help="sequences in a step; the model's default if left out")
-    add("--length", type=int, help="tokens in a sequence; the model's default if left out")
+    add("--batch", type=int, help="sequences in a step; default: the model's")
+    add("--length", type=int, help="tokens in a sequence; default: the model's")
     add("--tokens", type=int, nargs="+", help="tokens in a step, instead of --batch; draws a plot")
     add("--scan-layers", action="store_true")
     add("--remat", action=argparse.BooleanOptionalAction, default=True)
     add("--peers", nargs="+", default=["*"], help="names or patterns such as 'zenflow-s4-*'")
     add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=16, help="in a stretch; whole windows of all peers")
-    add("--stretches", type=int, default=1, help="of each peer in a round")
+    add("--steps", type=int, default=16, help="steps in a stretch; whole windows of all peers")
+    add("--stretches", type=int, default=1, help="stretches of each peer in a round")
     add("--resident", choices=("one", "all"), default="one", help="peers in memory at a time")
-    add("--threads", type=int, help="of the engine")
+    add("--threads", type=int, help="threads of the engine")
     add("--json", type=Path, help="file for all figures")
     add("--plot", type=Path, default=Path(__file__).with_name("step_time.png"))
     return parser
@@ -228,14 +228,14 @@ def main() -> None:
     peers = [p for p in PEERS.values() if any(fnmatch.fnmatch(p.name, x) for x in args.peers)]
     peers = [p for p in peers if args.scan_layers or "-streamed" not in p.name]
     if not peers:
-        parser.error(f"--peers {args.peers} names none of {', '.join(PEERS)}")
+        parser.error(f"--peers {args.peers} matches none of {', '.join(PEERS)}")
     for peer in peers:
         if args.steps % peer.window:
             parser.error(f"--steps must be a multiple of {peer.window} for {peer.name}")
     wrong = [n for n in args.tokens or () if n % length]
     if wrong:
         parser.error(f"--tokens {wrong} are not multiples of --length {length}")
-    # The smallest first, because of the device's peak.
+    # The smallest first, because the device's peak cannot be reset.
     batches = sorted(n // length for n in args.tokens or ()) or [args.batch or preset.batch]
 
     options = {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items()}
@@ -254,7 +254,7 @@ def main() -> None:
             args.json.write_text(json.dumps(to_json([*done, so_far], options), indent=1))
 
     with tempfile.TemporaryDirectory() as folder:
-        # Windows of all lengths share a device program, compiled once.
+        # Peers that differ only in window length share a device program, which is compiled once.
         if jax.config.values["jax_compilation_cache_dir"] is None:
             jax.config.update("jax_compilation_cache_dir", folder)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -3,10 +3,10 @@
     export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
     python -m benchmarks.step_time_memory --model 1b
 
-Compiles the steps for an NVIDIA H200, which need not exist, as `gpu_program.py` does, and prints
-the same columns: bytes per parameter at the peak, for temporaries and for mail, and the share of
-mail that leaves before the last matmul. An engine's arrays are not in the program: pending uploads
-(2 bytes), and gradients or sums in flight (`-exchange`, `-device`: 2 bytes). Answers:
+Compiles the steps for an NVIDIA H200, without needing one, as `gpu_program.py` does, and prints the
+same columns: bytes per parameter at the peak, for temporaries and for mail, and the share of mail
+that leaves before the last matmul. An engine's arrays are not in the program: pending uploads (2
+bytes), and gradients or sums in flight (`-exchange`, `-device`: 2 bytes). Answers:
 `benchmarks/LOG.md`.
 """
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--scan-layers", action="store_true")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, help="default: those that differ")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, help="default: all different programs")
     args = parser.parse_args()
     different = [x for x in PEERS if "-s" not in x or x.startswith("zenflow-s4-r0.05")]
     preset = MODELS[args.model]
@@ -79,7 +79,7 @@ def main() -> None:
         f"{args.model}, {model.parameters / 1e6:,.2f} M parameters, {preset.batch} x "
         f"{preset.length} tokens, jax {jax.__version__}; bytes per parameter"
     )
-    print(f"{COLUMNS}   matmuls to come at first")
+    print(f"{COLUMNS}   matmuls left at the first copy")
     for name in args.peers or different:
         if name.endswith("-streamed") and not args.scan_layers:
             continue

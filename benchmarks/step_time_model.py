@@ -14,7 +14,7 @@ from train.run import models
 
 
 class Preset(NamedTuple):
-    """A model, and its default batch."""
+    """A model and its default batch."""
 
     config: DecoderConfig
     batch: int
@@ -35,8 +35,8 @@ def _preset(batch: int, length: int, **sizes: int) -> Preset:
 
 
 #: 0.16 M, 222 M, 134 M, 1.10 B and 3.02 B parameters. "cpu" has a small vocabulary, so that most
-#: are in layers. "1b" has the sizes of TinyLlama, "3b" of Llama 3.2 3B with a smaller vocabulary
-#: and a separate head.
+#: parameters are in layers. "1b" has the sizes of TinyLlama, "3b" of Llama 3.2 3B with a smaller
+#: vocabulary and a separate head.
 MODELS = {
     "tiny": _preset(2, 32, width=64, layers=2, heads=4, kv_heads=2, ffn=192, vocabulary=512),
     "cpu": _preset(1, 64, width=1024, layers=16, heads=16, kv_heads=16, ffn=2816, vocabulary=8192),
@@ -66,5 +66,5 @@ def make_model(config: DecoderConfig, *, scan_layers: bool, remat: bool, parts: 
         return models.split(Decoder(config, scan_layers=scan_layers, rngs=nnx.Rngs(0), **options))
 
     graphdef, shapes = jax.eval_shape(split)
-    # Without jit, so that at most one leaf exists in float32 at a time.
+    # Runs without jit, so that at most one leaf exists in float32 at a time.
     return Model(graphdef, shapes, lambda: committed(split()[1]))

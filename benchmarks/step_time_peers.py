@@ -59,7 +59,7 @@ def adamw() -> Optimizer:
 
 
 def _first_mixed(params: Any) -> Mixed:
-    # Also copies float32 parameters, because both are donated.
+    # Also copies float32 parameters, because parameters and masters are both donated.
     master = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
     return Mixed(master, _ADAMW.init(master))
 
@@ -115,7 +115,7 @@ def zenflow(*, stream: bool = False, **options: Any) -> Optimizer:
         LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
-        # By name, because the scales of stacked blocks have two axes.
+        # Selects by name, because the scales of stacked blocks have two axes.
         resident=lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "scale",
         **options,
     )
@@ -158,7 +158,7 @@ _OFFLOAD = partial(
     select_interval=2**30,  # no channels to select
 )
 
-#: In ascending order of device memory; `step_time.py` explains the order.
+#: Peers in ascending order of device memory; `step_time.py` explains the order.
 PEERS = {
     peer.name: peer
     for peer in (
@@ -185,7 +185,7 @@ def make_step(
         graphdef: The model's definition.
         optimizer: An optimizer from above.
         micro_batches: `m`. Gradients are summed in float32, 4 bytes per parameter. A loop runs all
-            but the last, so that mail can leave during the last backward pass.
+            micro-batches but the last, so that mail can leave during the last backward pass.
         placement: Shardings of parameters and state. If left to the compiler, a donated array in
             host memory may become an output on the device, and the process aborts (jax 0.10).
 
@@ -210,7 +210,7 @@ def make_step(
             (jnp.float32(0), zeros),
             tokens[:-1],
         )
-        # The last activations must not exist at the same time as the loop's.
+        # The last micro-batch's activations must not exist at the same time as the loop's.
         last, total = jax.lax.optimization_barrier((last, total))
         loss, grads = gradient(params, last)
         loss, total = jax.tree.map(lambda s: s / micro_batches, add(total, (loss, grads)))
@@ -231,7 +231,7 @@ class Runner:
     Args:
         peer: The peer.
         model: Its model.
-        tokens: int32 `(n, b, t + 1)`, a batch for each of `n` steps, then repeated.
+        tokens: int32 `(n, b, t + 1)`: batches for `n` steps, which are then repeated.
         threads: As for `HostEngine`.
         prefetch_bytes: As for `HostEngine`.
     """
@@ -268,7 +268,7 @@ class Runner:
         gc.collect()
 
     def set_up(self) -> None:
-        """Makes the state before the first step, the same every time."""
+        """Makes the state before the first step, which is the same every time."""
         self.params = self._model.draw()
         self.state = self._optimizer.init(self.params)
         if self.peer.offloads:

@@ -1,4 +1,4 @@
-"""The results of `step_time.py`: samples, table, plot and JSON."""
+"""Stores the results of `step_time.py`, and writes the table, the plot and the JSON file."""
 
 import dataclasses
 import statistics
@@ -23,10 +23,10 @@ class Result:
 
     peer: str
     fits: bool = True  # on the device
-    left_out: bool = False  # because of lack of time
+    left_out: bool = False  # for lack of time
     device_peak_bytes: int | None = None  # None if the backend does not report it
-    device_peak_is_bound: bool = False  # only an upper bound: another peer used as much before
-    host_bytes: int = 0  # the engine's or parked arrays, at most
+    device_peak_is_bound: bool = False  # another peer used as much before
+    host_bytes: int = 0  # the engine's or parked arrays, at their maximum
     step_s: list[float] = dataclasses.field(default_factory=list)  # a sample for each stretch
     wait_s: list[float] = dataclasses.field(default_factory=list)
     work_s: list[float] = dataclasses.field(default_factory=list)  # from here on, one per turn
@@ -94,7 +94,7 @@ def table(comparison: Comparison) -> str:
         if not r.fits:
             rows.append(f"| {r.peer} | does not fit |" + " - |" * 11)
         if r.left_out:
-            rows.append(f"| {r.peer} | left out, no time |" + " - |" * 11)
+            rows.append(f"| {r.peer} | skipped for lack of time |" + " - |" * 11)
         if r.peer not in of_peers:
             continue
         f = of_peers[r.peer]

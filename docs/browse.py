@@ -1,7 +1,7 @@
 """Opens every page of the built site in Chromium, as a reader would; `make test-docs` runs it.
 
-Fails where a page logs an error, a picture does not load, the search does not find what is there,
-or a page is wider than a phone.
+Fails if a page logs an error, an image does not load, the search misses a page, or a page is wider
+than a phone.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from pathlib import Path
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 PHONE = {"width": 400, "height": 800}
-# Without the last three, Chromium asks its maker's servers for things.
+# Without the last three, Chromium contacts its maker's servers.
 OPTIONS = ["--no-sandbox", "--disable-background-networking", "--disable-sync", "--no-first-run"]
 NOT_LOADED = (
     "() => [...document.images].filter(x => !x.complete || !x.naturalWidth).map(x => x.src)"
 )
-# What scrolls by itself, as code and wide tables do, may be wider than the page.
+# Elements that scroll on their own, such as code and wide tables, may be wider than the page.
 TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     pages = [page for page in pages if not page.startswith("_static/")]
     if "index.html" not in pages:
         parser.error(
-            f"expected the folder of a built site, got {site} without index.html. Run `make docs`."
+            f"{site} is not the folder of a built site: it has no index.html. Run `make docs`."
         )
     with served(site) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=OPTIONS)
@@ -46,14 +46,12 @@ def main() -> int:
     for line in wrong:
         print(line, file=sys.stderr)
     if not wrong:
-        print(
-            f"{len(pages)} pages opened: no error, all pictures, found by search, fit for a phone"
-        )
+        print(f"{len(pages)} pages opened: no errors, all images load, search works, fit a phone")
     return 1 if wrong else 0
 
 
 def problems(browser: Browser, address: str, name: str) -> list[str]:
-    """The problems of a page, on a wide screen and on a phone."""
+    """Returns a page's problems on a wide screen and on a phone."""
     problems = []
     with opened(browser) as (page, errors):
         page.goto(f"{address}/{name}", wait_until="load")
@@ -68,7 +66,7 @@ def problems(browser: Browser, address: str, name: str) -> list[str]:
 
 
 def search_problems(browser: Browser, address: str) -> list[str]:
-    """Whether the search finds what pages are about."""
+    """Returns an error message for each page that a search for its topic does not find."""
     with opened(browser) as (page, errors):
         page.goto(f"{address}/search.html?q=staleness", wait_until="load")
         page.wait_for_selector(
@@ -84,7 +82,7 @@ def search_problems(browser: Browser, address: str) -> list[str]:
 
 @contextlib.contextmanager
 def opened(browser: Browser) -> Iterator[tuple[Page, list[str]]]:
-    """A tab, and the errors that it has logged so far."""
+    """Yields a new tab and the list of errors that it logs."""
     page, errors = browser.new_page(viewport={"width": 1280, "height": 900}), []
 
     def note(message: ConsoleMessage) -> None:
@@ -99,7 +97,7 @@ def opened(browser: Browser) -> Iterator[tuple[Page, list[str]]]:
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address under which a folder is served, on this machine alone."""
+    """Serves a folder on this machine only, and yields its address."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
@@ -113,13 +111,13 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def chromium() -> str:
-    """The browser's file: CHROMIUM, or what is on the path."""
+    """Returns the path to Chromium: the variable CHROMIUM, or a program in PATH."""
     names = ("chromium", "chromium-browser", "google-chrome")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if path is None:
         raise SystemExit(
-            f"expected one of {', '.join(names)} on the path, got none. Install Debian's package "
-            "`chromium`, or set CHROMIUM to the browser's file."
+            f"none of {', '.join(names)} is in PATH. Install Debian's package "
+            "`chromium`, or set CHROMIUM to the path of the browser."
         )
     return path
 

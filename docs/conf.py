@@ -1,7 +1,7 @@
-"""How `make docs` builds the site, from the pages that one reads in the repository as well.
+"""Configures Sphinx for `make docs`, which builds the site from the repository's pages.
 
-Sphinx with furo and myst-nb, as optax and flax have it: pages stay Markdown, notebooks are
-executed, docstrings become the pages of the API.
+Like optax and flax, the site uses furo and myst-nb: pages stay Markdown, notebooks are executed,
+and docstrings become the API pages.
 """
 
 import re
@@ -22,7 +22,7 @@ author = "The zenflow_jax authors"
 version = release = zenflow_jax.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["files.md", "style.md"]  # for those who have the repository
+exclude_patterns = ["files.md", "style.md"]  # only for readers of the repository
 root_doc = "index"
 
 html_theme = "furo"
@@ -34,49 +34,49 @@ templates_path = []
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block"]
 suppress_warnings = [
-    "myst.header",  # pages of the log begin below the first level
+    "myst.header",  # the log's pages begin below the first level
     "misc.highlighting_failure",  # fragments with "..." in them
 ]
 
 nb_execution_mode = "force"
-# It needs weights and data, which nothing here may download: the site has what it was saved with.
+# This notebook needs downloaded weights and data, so the site shows its saved outputs.
 nb_execution_excludepatterns = ["notebooks/minilm_sst2*"]
 nb_execution_raise_on_error = True
-nb_execution_timeout = 600  # on a machine that does much else
+nb_execution_timeout = 600  # for a busy machine
 nb_execution_show_tb = True
 nb_merge_streams = True
 
-autodoc_typehints = "none"  # the docstrings say them
+autodoc_typehints = "none"  # docstrings already contain them
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 copybutton_exclude = ".linenos, .gp, .go"
 
-#: Pages that stand elsewhere in the repository, and what is to be left out of them.
+#: Pages whose text is elsewhere in the repository.
 _FROM = {
     "index": ROOT / "README.md",
     "results/log": ROOT / "benchmarks" / "LOG.md",
 }
-#: Pages whose Python blocks run one after the other as a program; the site shows what they print.
+#: Pages whose Python blocks run in order as one program; the site shows the output.
 _EXECUTED = {"index", "checkpoints", "deepspeed"}
 _NOTEBOOK = """---
 file_format: mystnb
 kernelspec: {name: python3}
 ---
 """
-#: What links in the repository lead to on the site.
+#: The site's targets for links in the repository.
 _LINKS = {
     r"\]\((?:\.\./)?docs/": "](",
     r"\]\((?:\.\./)?benchmarks/LOG\.md": "](/results/log.md",
     r"\]\(\.\./README\.md": "](/index.md",
     r"\[([^\]]*)\]\((?:\.\./|docs/)?files\.md[^)]*\)": r"`docs/files.md`",
-    # Files of the repository that are no pages.
+    # Files in the repository that are not pages.
     r"\[([^\]]*)\]\(\.\./((?:train|zenflow_jax|examples)/[\w./]+)\)": r"\1 (`\2`)",
 }
 
 
 def _source(app: Sphinx, name: str, text: list[str]) -> None:
-    """A page's text as the site has it."""
+    """Replaces a page's text with the site's version."""
     if name in _FROM:
         source = _FROM[name]
         own, text[0] = text[0], source.read_text(encoding="utf-8")
@@ -94,13 +94,13 @@ def _source(app: Sphinx, name: str, text: list[str]) -> None:
 def _markdown_code(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Docstrings have code between single backticks, as Markdown has it."""
+    """Converts code in docstrings from Markdown's single backticks to double backticks."""
     text = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``\\ ", "\n".join(lines))
     lines[:] = text.split("\n")
 
 
 def _all_is_documented(app: Sphinx, env: BuildEnvironment) -> None:
-    """Warns, which fails the build, of a public name that no page has."""
+    """Warns about public names that no page documents; a warning fails the build."""
     objects: dict[str, Any] = env.domaindata["py"]["objects"]
     for name in zenflow_jax.__all__:
         if f"zenflow_jax.{name}" not in objects:

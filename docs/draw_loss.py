@@ -16,7 +16,7 @@ COLOURS = {"adamw": "#8a8a8a", "zenflow": "#2f6fde"}
 
 
 def main(folders: list[Path], target: Path) -> None:
-    # The same file from the same runs, with text as text.
+    # The same runs give the same file, and text stays text.
     matplotlib.rcParams.update({"svg.hashsalt": "zenflow_jax", "svg.fonttype": "none"})
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()

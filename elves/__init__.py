@@ -1,12 +1,12 @@
-"""Smaller files of tensors: lossless, or float32 with a bound on the error.
+"""Makes tensor files smaller, losslessly or, for float32, with a bound on the error.
 
     elves.save("w.safetensors", {"w": w}, bound=2**-24)
     with elves.open("w.safetensors") as file:
         w = file["w"]
 
-A packed file is a safetensors file whose tensors are bytes. `header.py` describes it, `blocks.py`
-the codecs of a block, `loops.py` the arithmetic on words. `writing.py` packs, `files.py` reads, and
-`folders.py` does both for whole folders. The command is `train/compress.py`.
+A packed file is a safetensors file whose tensors are bytes. `header.py` describes the file,
+`blocks.py` its codecs, and `loops.py` the arithmetic on words. `writing.py` packs, `files.py`
+reads, and `folders.py` does both for whole folders. The command is `train/compress.py`.
 
 `atomic.py` writes files atomically. This package never imports the rest of the project; it needs
 NumPy, ml_dtypes, Numba and zstandard.

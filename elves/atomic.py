@@ -1,7 +1,7 @@
 """Writes files and folders atomically: they get their final names when they are complete.
 
-Until then they are in the same folder, as `.NAME.`, 16 hexadecimal digits and `.part`. The next
-writer to that path removes leftovers of killed processes.
+Until then they are in the same folder under a temporary name: `.NAME.`, 16 hexadecimal digits,
+`.part`. The next writer to the same path removes what killed processes have left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.part")
 def atomic_path(path: Path, *, folder: bool = False) -> Iterator[Path]:
     """Yields a new, empty file or folder next to `path`, whose name it gets when the block ends.
 
-    It replaces a file or an empty folder. The block may remove it or move it.
+    It replaces an existing file or an empty folder at `path`. The block may remove or move it.
     """
     path = path.absolute()
     remove_leftovers(path)
@@ -40,13 +40,13 @@ def atomic_path(path: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Writes a file atomically: after a kill, it has either the old or the new contents."""
+    """Writes a file atomically: even if the process is killed, the file is either old or new."""
     with atomic_path(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def exchange(new: Path, old: Path) -> None:
-    """Exchanges two folders atomically, or one after the other if the file system cannot."""
+    """Exchanges two folders, atomically unless the file system does not support that."""
     cwd, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     at_once = getattr(ctypes.CDLL(None), "renameat2", None)  # missing in older C libraries
     if at_once is None or at_once(cwd, os.fsencode(new), cwd, os.fsencode(old), both):
@@ -57,12 +57,12 @@ def exchange(new: Path, old: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes leftovers of killed processes next to `path`."""
+    """Removes temporary files that killed processes have left next to `path`."""
     for left in list(path.parent.iterdir()):
         match = _NAME.fullmatch(left.name)
         if match is None or match[1] != path.name:
             continue
-        # Without locks, it is unknown whether the writer is gone, so the leftover stays.
+        # Without locks, the writer may still be running, so the leftover stays.
         with suppress(OSError):
             file = os.open(left, os.O_RDONLY)
             try:
@@ -73,17 +73,17 @@ def remove_leftovers(path: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Returns whether a path is a temporary path of `atomic_path`, or inside one."""
+    """Returns whether a path is a temporary path of `atomic_path`, or is inside such a path."""
     return any(map(_NAME.fullmatch, path.parts))
 
 
 def finished(path: Path) -> Path:
-    """Returns the final path for a temporary path or a path inside it; others unchanged."""
+    """Returns the final path for a temporary path or a path inside it, or the path unchanged."""
     return Path(*(m[1] if (m := _NAME.fullmatch(name)) else name for name in path.parts))
 
 
 def _locked_part(path: Path, folder: bool) -> tuple[Path, int]:
-    """Makes a part and locks it; retries if another process's `remove_leftovers` was faster."""
+    """Makes and locks a temporary path; retries if another process has already removed it."""
     flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
     while True:
         part = _new_name(path)

@@ -1,19 +1,19 @@
-"""A block: up to 1 MiB of a tensor, in the codec with the smallest result.
+"""Encodes a block, up to 1 MiB of a tensor, with the codec that gives the smallest result.
 
     stored     the bytes as they are
-    constant   one word, which all words equal
+    constant   one word, if all words are equal
     planes     the bytes of the words by position, each plane raw or in zstd frames
-    delta      the same for the differences from another tensor's words
-    elf        ELF's codes in planes: an error of at most half a step (only with a bound)
+    delta      the same for differences from another tensor's words
+    elf        ELF's codes in planes, with an error of at most half a step (only with a bound)
     zstd       the bytes in one zstd frame, which suits integers
 
-A block is the CRC-32 of the rest of it (4 bytes), the CRC-32 of the restored bytes (4), its codec
-(1), and the codec's output. It is decoded without any other block of its tensor. Integers are
+A block consists of a CRC-32 for the rest of the block (4 bytes), a CRC-32 for the restored bytes
+(4), the codec (1), and the codec's output. Decoding it requires no other block. Integers are
 little-endian.
 
-Planes outside zstd frames are incompressible: the lower planes of weights are noise. Frames are
-made with the shortest match finder, so they are effectively Huffman codes; longer match finders
-take twice the time and give 5 % larger planes (benchmarks/LOG.md).
+Planes outside zstd frames are incompressible: the lower planes of weights are noise. Frames use the
+fastest match finder, so they are effectively Huffman codes; thorough match finders take twice the
+time and give planes that are 5% larger (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import zstandard
 from elves import loops
 
 BLOCK = 1 << 20
-#: By number. "elf24" and "distance" were written with `--paper` and can no longer be read.
+#: Codecs by number. Only 0.2 wrote "elf24" and "distance", which can no longer be read.
 CODECS = ("stored", "constant", "planes", "delta", "elf", "elf24", "distance", "zstd")
 STORED, CONSTANT, PLANES, DELTA, ELF, _, _, ZSTD = range(len(CODECS))
 _HEAD = struct.Struct("<IIB")
@@ -43,9 +43,10 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Bits per byte above which a plane's frame would be as large as the plane. The estimate from at
 # least 16,384 bytes of a whole block is 0.01 too low on average.
 _NOISE = 7.95
-# Each has its own Huffman code, which is shorter if weights of several kinds follow.
+# Bytes per stretch of a plane. Each stretch has its own Huffman code, which compresses better if a
+# block mixes several kinds of weights.
 _STRETCH = 1 << 16
-# Below this, byte sequences repeat, and a match finder is worth its time.
+# Bits per byte below which byte sequences repeat, so that a match finder is worth its time.
 _REPETITIVE = 2.0
 
 _HUFFMAN = zstandard.ZstdCompressionParameters(
@@ -56,12 +57,12 @@ _HUFFMAN = zstandard.ZstdCompressionParameters(
     write_content_size=True,
 )
 
-# The step as a power of two, the planes, the outliers.
+# The step as a power of two, the number of planes, the number of outliers.
 _ELF = struct.Struct("<hBI")
 
 
 class Damaged(Exception):
-    """A block differs from the written block; the message says how."""
+    """A block differs from the written block; the message describes the difference."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Words:
     """The words of a tensor's bytes."""
 
     width: int  # bytes per word: 1, 2, 4 or 8
-    is_float: bool  # whether a word has its sign in the highest bit, then an exponent
-    step: float | None = None  # of ELF, only for float32: a power of two; None without a bound
+    is_float: bool  # whether a word begins with a sign bit and an exponent
+    step: float | None = None  # ELF's, a power of two, only for float32; None without a bound
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,14 @@ class Encoded:
 class Coder:
     """Encodes and decodes blocks in one thread, with memory for a few blocks, about 8 MiB.
 
-    Reuse a coder, because requesting new memory, page by page, took as long as packing.
+    Reuse a coder: allocating new memory, page by page, took as long as packing.
     """
 
     def __init__(self) -> None:
         self._huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
         self._matches = zstandard.ZstdCompressor(level=3)
         self._frames = zstandard.ZstdDecompressor()
-        # Each holds the planes of one candidate, because the output may be a part of them.
+        # Each holds one candidate's planes, because the output may be a view of them.
         self._planes = [np.empty(BLOCK, np.uint8) for _ in range(3)]
         self._codes = np.empty(BLOCK, np.uint8)
         self._restored = np.empty(BLOCK, np.uint8)
@@ -101,12 +102,12 @@ class Coder:
         self._block = np.empty(HEAD + BLOCK, np.uint8)
 
     def encode(self, data: np.ndarray, words: Words, base: np.ndarray | None = None) -> Encoded:
-        """Returns the smallest encoding of a block, which is decoded and compared.
+        """Returns the smallest encoding of a block, after decoding it and comparing the result.
 
         Args:
             data: Complete words as uint8, at least one and at most `BLOCK` bytes.
-            base: For "delta": as many words of the same width, or of float32 for words of width 2,
-                which are then cast to bfloat16; also uint8.
+            base: For "delta": the same number of the base's words, also as uint8. They have the
+                same width, or are float32 and are cast to bfloat16 for words of width 2.
         """
         x = data.view(_UNSIGNED[words.width])
         candidates: list[tuple[int, Any]] = [(STORED, data.data)]
@@ -146,13 +147,13 @@ class Coder:
 
         Args:
             words: As for encoding; only whether there is a `step` matters.
-            base: Returns the words for "delta", if the tensor has any.
+            base: Returns the base's words for "delta"; None if the tensor has no base.
 
         Raises:
             Damaged: If the block differs from the written block.
         """
         if block.size <= HEAD:
-            raise Damaged(f"the block has {block.size} bytes, at most {HEAD}")
+            raise Damaged(f"the block has only {block.size} bytes; its header alone has {HEAD}")
         written, checksum, codec = _HEAD.unpack_from(block)
         if zlib.crc32(block[4:]) != written:
             raise Damaged("the bytes do not match their checksum")
@@ -161,7 +162,7 @@ class Coder:
         if codec == ELF and (words.step is None or words.width != 4):
             raise Damaged("the codec is lossy, but the tensor has no bound")
         if codec == DELTA and (base is None or words.width not in (2, 4)):
-            raise Damaged("the block has differences, but the tensor is without a base")
+            raise Damaged("the block has differences, but the tensor has no base")
         other = base() if codec == DELTA and base is not None else None
         self._decode(codec, block[HEAD:], words, other, out)
         if zlib.crc32(out) != checksum:
@@ -175,7 +176,7 @@ class Coder:
         return planes
 
     def _packed(self, planes: np.ndarray) -> bytes:
-        """Returns each plane's encoded size, then the planes; a raw plane has its own size."""
+        """Returns each plane's encoded size, then the planes; equal sizes mean that it is raw."""
         packed = [self._smaller(plane, j == len(planes) - 1) for j, plane in enumerate(planes)]
         return b"".join([struct.pack(f"<{len(packed)}I", *map(len, packed)), *packed])
 
@@ -187,7 +188,8 @@ class Coder:
         if bits > _NOISE:
             return plane.data
         if values.size == 2:
-            # Only signs of rounded weights: the match finder would mistake noise for matches.
+            # The signs of rounded weights, in which the match finder would mistake noise for
+            # matches.
             second = plane == values[1]
             if (second | (plane == values[0])).all():
                 return b"\0" + values.tobytes() + np.packbits(second).tobytes()
@@ -198,12 +200,12 @@ class Coder:
         return min(candidates, key=len)
 
     def _in_stretches(self, plane: np.ndarray) -> bytes:
-        """Returns number and sizes, then a frame for each part, or its bytes if no larger."""
+        """Returns the number of parts, their sizes, and each part as a frame, or raw if smaller."""
         pieces = [plane[i : i + _STRETCH] for i in range(0, plane.size, _STRETCH)]
         frames = [self._huffman.compress(piece) for piece in pieces]
         if len(frames) == 1:
             return b"\1" + frames[0]
-        # A part of equal size is stored as raw bytes.
+        # A part whose size does not change is stored as raw bytes.
         parts = [min(p.data, frame, key=len) for p, frame in zip(pieces, frames, strict=True)]
         return b"".join([struct.pack(f"<B{len(parts)}I", len(parts), *map(len, parts)), *parts])
 
@@ -257,7 +259,7 @@ class Coder:
         loops.merge(planes, rotate, x)
 
     def _plane(self, part: np.ndarray, out: np.ndarray) -> None:
-        """Returns a plane from its frames."""
+        """Restores a plane from its frames."""
         head, body = _cut(part, 1)
         count = int(head[0])
         if count == 0:
@@ -269,7 +271,7 @@ class Coder:
             self._unpack(body, out)
             return
         if count != -(-out.size // _STRETCH):
-            raise Damaged(f"{count} stretches do not fit {out.size} bytes")
+            raise Damaged(f"{count} is not the number of stretches in {out.size} bytes")
         head, body = _cut(body, 4 * count)
         for i, size in enumerate(struct.unpack(f"<{count}I", head)):
             stretch = out[i * _STRETCH : (i + 1) * _STRETCH]
@@ -284,15 +286,16 @@ class Coder:
         head, body = _cut(body, _ELF.size)
         power, used, count = _ELF.unpack(head)
         if not (-126 <= power <= 126 and used <= 4 and count <= x.size):
-            raise Damaged(f"a step, planes and outliers cannot be {power}, {used}, {count}")
+            raise Damaged(f"invalid header: step 2**{power}, {used} planes, {count} outliers")
         places, body = _cut(body, 4 * count)
         values, body = _cut(body, 4 * count)
         places = np.frombuffer(places.tobytes(), np.uint32)
         if (places >= x.size).any():
-            raise Damaged(f"an outlier at {places.max()} exceeds {x.size} elements")
+            raise Damaged(f"outlier {places.max()} is out of range: there are {x.size} elements")
         codes = self._codes[: x.nbytes].view(np.uint32)
         self._from_planes(body, codes, False, used)
-        # This is exact: codes of more than 24 bits are whole steps that a float32 had.
+        # This is exact: codes of more than 24 bits came from float32 values that were whole
+        # multiples of the step.
         np.multiply(codes >> 1, np.float32(2.0**power), out=x.view(np.float32), dtype=np.float32)
         x |= codes << 31
         x[places] = np.frombuffer(values.tobytes(), np.uint32)
@@ -301,7 +304,7 @@ class Coder:
         """Decodes a zstd frame into `out`, which it must fill."""
         try:
             size = zstandard.get_frame_parameters(data).content_size
-            # Reuses memory, because new memory for each frame takes a fifth of the time.
+            # Reuses memory, because new memory for each frame would take a fifth of the time.
             reader = self._frames.stream_reader(data)
             if size != out.size or reader.readinto(out) != size or reader.read(1):
                 raise Damaged(f"the frame has {size} bytes, not {out.size}")
@@ -327,14 +330,14 @@ class Coder:
 
 
 def _sampled_counts(plane: np.ndarray) -> np.ndarray:
-    """Counts each byte in every 16th stretch of 64."""
+    """Counts the values of the bytes in every 16th run of 64 bytes."""
     whole = plane.size // 1024 * 1024
     sample = plane[:whole].reshape(-1, 1024)[:, :64].ravel()
     return np.bincount(np.append(sample, plane[whole : whole + 64]), minlength=256)
 
 
 def _like(base: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns the base's words for `x`, in the width of `x`."""
+    """Returns the base's words for `x`, with the width of the words in `x`."""
     if base.size == x.nbytes:
         return base.view(x.dtype)
     return base.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)

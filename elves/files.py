@@ -1,4 +1,4 @@
-"""Files of tensors, read by name: plain and packed safetensors alike.
+"""Reads tensors by name, from plain and from packed safetensors files.
 
 with open_tensors(path) as file:
     file.read("w", 0, 4096)          # bytes, from the blocks that contain them
@@ -112,7 +112,7 @@ class Slice:
         dtype, shape = NUMPY.get(self._info.dtype), self._info.shape
         if dtype is None:
             raise ElvesError(
-                f"the tensor `{self._name}` in {self._file.path}: NumPy lacks its dtype "
+                f"the tensor `{self._name}` in {self._file.path}: NumPy has no dtype "
                 f"{self._info.dtype}. Restore the file, and read it with another library."
             )
         index = index if isinstance(index, tuple) else (index,)
@@ -130,7 +130,7 @@ class Slice:
 
 
 class PlainFile(TensorFile):
-    """A plain safetensors file; `ElvesError` if it is not one, or not complete."""
+    """A plain safetensors file. Raises `ElvesError` if the file is invalid or incomplete."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -142,7 +142,7 @@ class PlainFile(TensorFile):
             size = self._mapped.size
             self.close()
             raise ElvesError(
-                f"The safetensors file {path}, of {size} bytes, is damaged: {error}. {REMEDY}"
+                f"The safetensors file {path} ({size} bytes) is damaged: {error}. {REMEDY}"
             ) from error
 
     def _read_header(self) -> None:
@@ -156,14 +156,14 @@ class PlainFile(TensorFile):
             (begin, stop), dtype = entry["data_offsets"], entry["dtype"]
             shape = tuple(entry["shape"])
             if len(self.head) + begin != end or stop < begin or type(stop) is not int:
-                raise ValueError(f"`{name}` cannot be from {begin} to {stop}")
+                raise ValueError(f"`{name}` cannot extend from {begin} to {stop}")
             if dtype in WIDTHS and math.prod(shape) * WIDTHS[dtype] != stop - begin:
                 raise ValueError(f"`{name}`, {dtype} {shape}, cannot have {stop - begin} bytes")
             self.tensors[name] = Info(dtype, shape, stop - begin)
             self._begin[name] = end
             end = len(self.head) + stop
         if end != self._mapped.size:
-            raise ValueError(f"it should have {end}")
+            raise ValueError(f"it should have {end} bytes")
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
         at = self._begin[name]
@@ -171,7 +171,7 @@ class PlainFile(TensorFile):
 
 
 class PackedFile(TensorFile):
-    """A packed file; `base` is the folder of its base, or None for the original path."""
+    """A packed file. `base` is its base's folder, or None for the path at packing."""
 
     def __init__(self, path: Path, *, base: Path | None = None, threads: int = 1):
         self.header, at = read_header(path)
@@ -260,8 +260,8 @@ class PackedFile(TensorFile):
             remedy = REMEDY
             if t.of is not None and self._reference(t, t.of).checksum(t.of.tensor) != t.of.crc32:
                 remedy = (
-                    f"It was packed against another `{t.of.tensor}` than the one in "
-                    f"{self._reference(t, t.of).path}. Name the right folder with --base."
+                    f"It was packed against a different `{t.of.tensor}` from the one in "
+                    f"{self._reference(t, t.of).path}. Pass the right folder with --base."
                 )
             raise ElvesError(
                 f"the tensor `{t.name}` in {self.path}, block {number}: {error}. {remedy}"
@@ -281,7 +281,7 @@ class PackedFile(TensorFile):
         if not fits:
             raise ElvesError(
                 f"the tensor `{t.name}` in {self.path}: `{of.tensor}` in {other.path} does not "
-                f"match ({info and (info.dtype, info.shape)}). Name the right folder with --base."
+                f"match ({info and (info.dtype, info.shape)}). Pass the right folder with --base."
             )
         return other
 
@@ -292,14 +292,14 @@ class PackedFile(TensorFile):
             if path is None or not path.is_file():
                 raise ElvesError(
                     f"the tensor `{t.name}` in {self.path}: the file {path or of.file}, against "
-                    "which it was packed, is missing. Name its folder with --base."
+                    "which it was packed, is missing. Pass its folder with --base."
                 )
             self._references[path] = open_tensors(path)
         return self._references[path]
 
 
 def open_tensors(path: Path, *, base: Path | None = None, threads: int = 1) -> TensorFile:
-    """Opens a file of tensors, plain or packed; arguments as for `PackedFile`."""
+    """Opens a plain or packed tensor file; the arguments are those of `PackedFile`."""
     if is_packed(path):
         return PackedFile(path, base=base, threads=threads)
     return PlainFile(path)

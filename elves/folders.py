@@ -1,7 +1,7 @@
-"""Packs, restores and checks every file of tensors in whole folders; copies all other files.
+"""Packs, restores and checks all tensor files in a folder, and copies all other files.
 
-A packed folder has the same file names. So an index of several files and a config still match, and
-a reader of single files can also read packed files.
+A packed folder has the same file names, so its index of weight files and its config still match,
+and a program that reads single files can also read packed files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elves.writing import Near, Options, Piece, check_bound, pack
 SAFE = ".safetensors"
 # Suffix of packed files that were not safetensors; 0.2 wrote them from checkpoints.
 _SUFFIX = ".elves.safetensors"
-# An optimizer state's names here, in optax and in torch.
+# Names in optimizer states: this project's, optax's and torch's.
 _STATE = re.compile(r"(^|[./_])(mu|nu|exp_avg|exp_avg_sq|opt_state|optimizer|moments?)([./@_]|$)")
 # Dtypes of a tensor and its base.
 _COMPARABLE = (("F32", "F32"), ("BF16", "BF16"), ("F16", "F16"), ("BF16", "F32"))
@@ -42,13 +42,13 @@ class Result:
 def pack_path(
     source: Path, target: Path | None, options: Options, *, base: Path | None = None
 ) -> list[Result]:
-    """Packs a file, or all files of tensors in a folder.
+    """Packs a file, or all tensor files in a folder.
 
     Args:
-        target: A new path; it appears when it is complete. A folder's files that would not become
-            smaller are copied. None to replace each file with its packed form; after a kill, the
-            next call packs the rest.
-        base: A folder, or a file, of the model that `source` was made from.
+        target: A new path, which appears when it is complete. In a folder, files that would not
+            become smaller are copied. With None, each file is replaced with its packed form; if
+            that is interrupted, the next call packs the rest.
+        base: The folder or file of the model that `source` was fine-tuned from.
 
     Returns:
         The result for each file; [] if all files to replace are already packed.
@@ -76,8 +76,8 @@ def pack_path(
         pieces = {name: _pieces(file, bases) for name, file in files.items()}
         if bases is not None and not bases.matches:
             raise ElvesError(
-                f"`base`: {base} and {source} have no tensor of the same name and shape. Name the "
-                "model that this one was fine-tuned from."
+                f"`base`: {base} and {source} have no tensor with the same name and shape. "
+                "Pass the model that this one was fine-tuned from."
             )
         for name, file in files.items():
             _check_bound(file.path, pieces[name], options)
@@ -104,8 +104,8 @@ def pack_path(
 def restore_path(source: Path, target: Path, *, base: Path | None = None, threads: int = 1) -> int:
     """Restores a packed file or folder; returns the number of packed files.
 
-    The `target` is new, and appears when it is complete. `base` is the base's folder; None for the
-    original path. If a file is damaged, or no file is packed, no target is left.
+    `target` must be a new path, and appears when it is complete. `base` is the base's folder, or
+    None for the path at packing. If a file is damaged, or no file is packed, no target is left.
     """
     files = _files(source).items()
     headers = {name: read_header(path)[0] if is_packed(path) else None for name, path in files}
@@ -150,11 +150,11 @@ def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> t
 
 
 class _Bases:
-    """The base model's tensors, found by the names in the packed model."""
+    """The base model's tensors, looked up by the names in the packed model."""
 
     def __init__(self, base: Path, stack: ExitStack):
         if not base.exists():
-            raise ElvesError(f"`base`: {base} does not exist. Name a folder with safetensors.")
+            raise ElvesError(f"`base`: {base} does not exist. Pass a folder with safetensors.")
         self.folder = base if base.is_dir() else base.parent
         self.matches = 0
         self._by_name: dict[str, Near] = {}
@@ -197,13 +197,13 @@ def _check_bound(path: Path, pieces: Sequence[Piece], options: Options) -> None:
 
 
 def _files(source: Path) -> dict[Path, Path]:
-    """Returns the complete files, by their paths in the folder; a single file by its name."""
+    """Returns the complete files by their paths in the folder, or a single file by its name."""
     if not source.exists():
-        raise ElvesError(f"{source} does not exist. Name a safetensors file or a folder.")
+        raise ElvesError(f"{source} does not exist. Pass a safetensors file or a folder.")
     if not source.is_dir():
         return {Path(source.name): source}
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
-    # Partial files are left over from a killed process.
+    # Partial files are left over from killed processes.
     return {name: source / name for name in sorted(names) if not is_partial(name)}
 
 
@@ -211,9 +211,9 @@ def _expect_new(source: Path, target: Path) -> None:
     empty = source.is_dir() and target.is_dir() and not any(target.iterdir())
     if (target.exists() and not empty) or not target.absolute().parent.is_dir():
         problem = "already exists" if target.exists() else "is not in an existing folder"
-        raise ElvesError(f"{target} {problem}. Name a new path to write to.")
+        raise ElvesError(f"{target} {problem}. Pass a new path to write to.")
     if source.is_dir() and target.absolute().is_relative_to(source.absolute()):
-        raise ElvesError(f"{target} is inside {source}. Name a path outside it.")
+        raise ElvesError(f"{target} is inside {source}. Pass a path outside it.")
 
 
 def _none_packed(source: Path) -> ElvesError:

@@ -1,13 +1,14 @@
-"""The header of a packed file: describes its contents, and detects any change.
+"""Writes and reads a packed file's header, which describes the contents and detects any change.
 
     8 bytes                      the length of the header, as in every safetensors file
     __metadata__["elves"]        JSON: version; the original tensors; their codecs and blocks
     __metadata__["elves_crc32"]  the CRC-32 of that text
     NAME                         U8: the blocks of the tensor NAME, without gaps
-    spaces                       the reserved rest
+    spaces                       padding to the reserved length
 
-So any safetensors reader can open the file and finds bytes, and reading it cannot run code. The
-reader here re-encodes the parsed header and compares: a header that differs in any byte is damaged.
+So any safetensors reader can open the file, in which it finds bytes, and reading cannot run code.
+The reader in this module encodes the parsed header again and compares: a header that differs in any
+byte is damaged.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ElvesError(Exception):
 class Of:
     """The tensor that another tensor equals or is close to."""
 
-    # "file" (this file), or the folder of the path `file`: "base", or "folder", as 0.2 wrote
+    # "file" (this file), or the folder that contains `file`: "base" or, written by 0.2, "folder"
     where: str
     file: str  # "" for this file
     tensor: str
@@ -70,7 +71,7 @@ class Tensor:
     dtype: str  # its name in safetensors
     shape: tuple[int, ...]
     bytes: int
-    codec: str  # the codec of most blocks, for information: each block names its own
+    codec: str  # the codec of most blocks, only for information: each block contains its own
     bound: float | None  # the maximum allowed error
     error: float  # the maximum actual error
     crc32: int  # of the restored bytes
@@ -90,7 +91,7 @@ class Tensor:
 class Header:
     """Describes a packed file and its original."""
 
-    kind: str  # "safetensors"; or "bytes", as 0.2 wrote for pieces of other files
+    kind: str  # "safetensors", or "bytes", which 0.2 wrote for pieces of other files
     head: bytes  # the bytes before the original tensors, compressed by zlib
     bytes: int
     crc32: int  # of the whole restored file
@@ -168,7 +169,7 @@ def read_header(path: Path) -> tuple[Header, int]:
         if description["version"] != VERSION:
             raise ElvesError(
                 f"{path} has version {description['version']}, but this program reads version "
-                f"{VERSION}. Read it with the program that wrote it, or a newer one."
+                f"{VERSION}. Read it with the program that wrote it, or with a newer one."
             )
         header = _header(description)
         if encoded(header, 8 + length) != len(raw).to_bytes(8, "little") + raw:
@@ -187,7 +188,7 @@ def read_header(path: Path) -> tuple[Header, int]:
 
 
 def _header(fields: Mapping[str, Any]) -> Header:
-    """Parses and checks the description. Raises ValueError, or errors for invalid types."""
+    """Parses and checks the description. Raises ValueError, or other errors for invalid types."""
     if fields["block_bytes"] != BLOCK or fields["kind"] not in (SAFETENSORS, BYTES):
         raise ValueError(f"kind {fields['kind']} with {fields['block_bytes']}-byte blocks")
     head = base64.b64decode(fields["head"], validate=True)
@@ -208,7 +209,7 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
         raise ValueError(f"`{name}`, {dtype} {shape}, cannot have {size} bytes")
     of = None if fields["of"] is None else Of(*fields["of"])
     blocks = tuple(_count(n) for n in fields["blocks"])
-    # Limits the restored size by the file's size, so a small file cannot request much memory.
+    # The file's size limits the restored size, so a small file cannot request much memory.
     expected = 0 if codec == DUPLICATE else -(-size // BLOCK)
     if len(blocks) != expected or (codec == DUPLICATE and of is None):
         raise ValueError(f"`{name}` has {len(blocks)} blocks instead of {expected}")

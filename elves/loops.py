@@ -1,8 +1,8 @@
-"""Compiled loops: words and their byte planes, differences, and ELF's codes.
+"""Compiled loops for byte planes, differences and ELF's codes.
 
-A block has words of 1, 2, 4 or 8 bytes, as unsigned integers. Plane 0 has their lowest bytes. In
-float words, a rotation by one bit moves the sign to the lowest bit, so that the top plane has only
-the exponent (bfloat16, float32), which compresses well.
+A block has words of 1, 2, 4 or 8 bytes, as unsigned integers. Plane 0 contains their lowest bytes.
+In float words, a rotation by one bit moves the sign to the lowest bit, so that the top plane
+contains only the exponent (bfloat16, float32), which compresses well.
 
 LLVM vectorizes the innermost loops. No fastmath flag is set. Stored values are truncated to the
 word width; higher bits may be arbitrary before that.
@@ -21,7 +21,7 @@ def compiled(function: Callable) -> Any:
     """Compiles serial machine code that releases the GIL, cached on disk.
 
     Numba caches it next to this file, or else in the user's cache folder. If it can write to
-    neither, it raises at import, and every process compiles for itself.
+    neither, it raises an error at import, and every process compiles the loop without a cache.
     """
     options = {"nogil": True, "error_model": "numpy"}
     try:
@@ -30,7 +30,7 @@ def compiled(function: Callable) -> Any:
         return numba.njit(**options)(function)
 
 
-# Smaller float32 numbers have a fraction, and adding this rounds it off, ties to even.
+# Adding this to a smaller float32 rounds it to a whole number, with ties to even.
 _WHOLE = np.float32(2**23)
 # Codes have 31 bits besides the sign.
 MOST = np.float32(2**31)
@@ -68,10 +68,10 @@ def merge(planes, rotate, words):
                 chunk[i] = (x >> one) | (x << top)
 
 
-# Ordered by value, floats of one dtype are neighbours if their bits are, so rank differences are
-# small for close values, even across a power of two. XOR, the usual choice, is 5% larger on a
-# fine-tune (benchmarks/LOG.md). Below, `x ^ every` is `~x`, and the sign of a difference moves to
-# its lowest bit.
+# If floats of one dtype are ordered by value, those with consecutive bits are neighbours, so close
+# values have small rank differences, even across a power of two. XOR, the usual choice, gives 5%
+# more bytes for a fine-tuned model (benchmarks/LOG.md). Below, `x ^ every` is `~x`, and the sign of
+# a difference moves to its lowest bit.
 
 
 @compiled
@@ -101,10 +101,10 @@ def undo_difference(codes, base, out):
 
 @compiled
 def elf_codes(words, per_step, codes):
-    """Computes ELF's code of each float32: its steps, then the sign; 0 for an outlier.
+    """Computes ELF's code for each float32: its number of steps, then its sign; 0 for an outlier.
 
     Args:
-        words: Bits of float32.
+        words: The bits of float32 numbers.
         per_step: 1 over the step, a power of two.
         codes: The output.
 

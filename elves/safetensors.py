@@ -18,7 +18,7 @@ def encode_header(
 
     Args:
         tensors: Name, dtype, shape and bytes of each tensor.
-        metadata: The file's text entries, if any.
+        metadata: The file's metadata, if any.
         multiple: Alignment of the tensors: the header's length is a multiple of this.
         length: Length to pad to instead.
     """

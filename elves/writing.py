@@ -1,7 +1,7 @@
-"""Packs a file: encodes pieces into blocks, and decodes and compares each while writing.
+"""Packs a file: encodes pieces into blocks, and decodes and compares each block before writing it.
 
-Memory holds a few blocks per thread, whatever the file size, because pieces are read in place,
-possibly from a mapped file.
+A few blocks per thread are in memory, regardless of the file's size, because pieces are read in
+place, possibly from a mapped file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _ZEROS = np.zeros(BLOCK, np.uint8)
 
 
 class Near(NamedTuple):
-    """A tensor close to a piece: of the same dtype, or the float32 that the piece was cast from."""
+    """A base's tensor that is close to a piece: it has the same dtype, or is float32 if the piece
+    is bfloat16."""
 
     file: TensorFile
     tensor: str
@@ -80,7 +81,7 @@ class Options:
 
 
 def _duplicates(pieces: Sequence[Piece]) -> dict[str, str]:
-    """Returns the pieces that equal an earlier one byte for byte, with its name."""
+    """Returns the pieces that equal an earlier piece byte for byte, with that piece's name."""
     distinct: dict[tuple[int, str, int], list[Piece]] = {}
     equal = {}
     for piece in pieces:
@@ -110,7 +111,7 @@ def check_bound(path: Path, pieces: Sequence[Piece], bound: float) -> None:
             varies = varies or bool((block.reshape(-1, 4) != piece.data[:4]).any())
         if total > 0 and varies:
             every.append((math.sqrt(total / count), piece.name))
-    # Without float32 tensors of differing values, a bound has no effect.
+    # A bound affects only float32 tensors whose values differ.
     rms, name = min(every, default=(math.inf, ""))
     if bound > rms:
         raise ElvesError(
@@ -134,7 +135,7 @@ def pack(
     Args:
         pieces: The contents after `head`, in order.
         base: The folder of the pieces' `near` tensors.
-        only_smaller: Whether to write no file, and return None, if it would not be smaller.
+        only_smaller: If True, and the file would not be smaller, writes no file and returns None.
     """
     equal = _duplicates(pieces)
     planned = {p.name: _planned(p, options, equal.get(p.name)) for p in pieces}
@@ -179,9 +180,9 @@ def save(
     *,
     threads: int = 1,
 ) -> None:
-    """Writes arrays as a packed file, which restores to a safetensors file.
+    """Writes arrays to a packed file, from which a safetensors file can be restored.
 
-    `bound` is the maximum error of a float32; None for lossless packing.
+    `bound` is the maximum error of a float32, or None for lossless packing.
     """
     names = {dtype: name for name, dtype in NUMPY.items()}
     pieces = []
@@ -225,8 +226,8 @@ def _write(file: Any, piece: Piece, t: Tensor, encoder: _Encoder) -> Tensor:
 def _combined(first: int, second: int, length: int) -> int:
     """Returns the CRC-32 of two adjacent ranges of bytes from the CRC-32 of each.
 
-    A CRC is linear, except for the inversions at both ends: the first CRC is extended by as many
-    zero bytes as the second range has, and then added to the second.
+    A CRC is linear, except for the inversions at both ends: the first CRC is extended over zero
+    bytes for the second range, and then added to the second CRC.
     """
     carried = first ^ 0xFFFFFFFF
     for begin in range(0, length, BLOCK):
@@ -253,7 +254,7 @@ class _Encoder:
         """Yields the blocks of a piece in order."""
         waiting: deque[Future[Encoded]] = deque()
         for begin in range(0, piece.data.size, BLOCK):
-            # Only a few ahead, because encoded blocks wait in memory.
+            # Encodes only a few blocks ahead, because encoded blocks wait in memory.
             if len(waiting) == 2 * self._options.threads:
                 yield waiting.popleft().result()
             waiting.append(self._pool.submit(self._encode, piece, t, begin))
@@ -272,7 +273,7 @@ class _Encoder:
         coder = self._idle.popleft()
         try:
             block = coder.encode(data, words, base)
-            # Copied, because the coder continues before this block is written.
+            # Copied, because the coder encodes another block before this one is written.
             return replace(block, data=block.data.copy())
         finally:
             self._idle.append(coder)

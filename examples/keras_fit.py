@@ -1,4 +1,4 @@
-"""zenflow in Keras' `fit`, on the JAX backend: an optimizer class and a callback.
+"""Uses zenflow in Keras's `fit` on the JAX backend, with an optimizer class and a callback.
 
     model.compile(optimizer=ZenFlow(learning_rate=1e-3), loss=...)
     exchange = Exchange()
@@ -18,7 +18,7 @@ import zenflow_jax
 
 
 class ZenFlow(keras.optimizers.Optimizer):
-    """Keeps zenflow's state as the optimizer's variables, in the order of its leaves."""
+    """Keeps the leaves of zenflow's state, in order, as the optimizer's variables."""
 
     def __init__(self, **options: Any):
         super().__init__(learning_rate=options["learning_rate"], name="zenflow")
@@ -28,7 +28,7 @@ class ZenFlow(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        self.first = len(self.variables)  # Keras' own come before
+        self.first = len(self.variables)  # after Keras's own variables
         leaves, self.treedef = jax.tree.flatten(self.tx.init([v.value for v in variables]))
         for x in leaves:
             self.add_variable(x.shape, dtype=str(x.dtype), name="zenflow")._value = x
@@ -43,7 +43,7 @@ class ZenFlow(keras.optimizers.Optimizer):
 
 
 class Exchange(keras.callbacks.Callback):
-    """Calls the engine after each batch. `flush` follows the last batch."""
+    """Calls the engine after each batch, and flushes after the last batch."""
 
     def __init__(self, engine_state: Any = None):
         super().__init__()
@@ -65,7 +65,7 @@ class Exchange(keras.callbacks.Callback):
         self._assign(*self.engine.flush(*self._values()))
 
     def _values(self) -> tuple[list[Any], Any]:
-        self.model.jax_state_sync()  # `fit` keeps arrays, and the variables are old
+        self.model.jax_state_sync()  # during `fit`, only Keras's arrays are current
         optimizer = self.model.optimizer
         weights = [v.value for v in self.model.trainable_variables]
         return weights, optimizer.opt_state([v.value for v in optimizer.variables])

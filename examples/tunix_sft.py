@@ -1,13 +1,13 @@
-"""Fine-tunes every weight of a Qwen3 on instructions, with Tunix's trainer and zenflow.
+"""Fine-tunes all weights of a Qwen3 model on instructions, with Tunix's trainer and zenflow.
 
     pip install ".[tunix]"
     python examples/tunix_sft.py --model DIR --data alpaca_data.json --out runs/qwen3
     python examples/tunix_sft.py  # a small model with random weights, and a few records
 
-DIR is a Hugging Face folder of a Qwen3: config.json, tokenizer.json, *.safetensors. The data are
-records in Alpaca's format, {"instruction", "input", "output"}, as a JSON list or one a line; only
-answers count in the loss. With --out the run saves checkpoints, and the same command resumes from
-the last. Several devices divide the weights (FSDP).
+DIR is a Hugging Face folder with a Qwen3 model: config.json, tokenizer.json, *.safetensors. The
+data consists of records in Alpaca's format, {"instruction", "input", "output"}, in a JSON list or
+one per line; only answers count in the loss. With --out the run saves checkpoints, and the same
+command resumes from the last checkpoint. With several devices, the weights are sharded (FSDP).
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tunix.sft import utils as tunix_masks
 import zenflow_jax
 from zenflow_jax.integrations.tunix import ZenFlowHooks, channel_axis
 
-# The template of the Alpaca data: https://github.com/tatsu-lab/stanford_alpaca
+# The template for Alpaca's data: https://github.com/tatsu-lab/stanford_alpaca
 HEAD = "Below is an instruction that describes a task{}. Write a response that appropriately "
 HEAD += "completes the request.\n\n### Instruction:\n{}\n\n"
 WITH_INPUT = ", paired with an input that provides further context"
@@ -62,15 +62,15 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
     size = options.batch_size
     if len(training) < size or not validation:
         raise SystemExit(
-            f"{len(training)} records to train and {len(validation)} to validate are too few: pass "
+            f"{len(training)} training and {len(validation)} validation records are too few: pass "
             f"at least {size} and one, or a smaller --batch-size"
         )
     if size % jax.device_count():
-        raise SystemExit(f"{jax.device_count()} devices cannot divide --batch-size {size}")
+        raise SystemExit(f"{jax.device_count()} devices do not divide --batch-size {size} evenly")
     starts = range(0, len(validation), size)
     evaluation = [padded(validation[i : i + size], options.length, size) for i in starts]
 
-    # The rate is injected so that it is among the trainer's metrics.
+    # The rate is injected so that it appears in the trainer's metrics.
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, options.learning_rate, max(options.steps // 30, 1), options.steps
     )
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
         update_interval=options.update_interval,
         max_grad_norm=1.0,
         channel_axis=channel_axis,
-        # `MultiSteps`, by which Tunix accumulates, would send every micro-batch's gradient.
+        # Tunix accumulates with `MultiSteps`, which would send every micro-batch's gradient.
         send_gradients="per_window" if options.accumulate else "during_step",
     )
     config = peft_trainer.TrainingConfig(
@@ -111,26 +111,28 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    flags.add_argument("--model", type=Path, help="a Hugging Face folder of a Qwen3")
+    flags.add_argument("--model", type=Path, help="a Hugging Face folder with a Qwen3 model")
     flags.add_argument("--data", type=Path, help="records in Alpaca's format, .json or .jsonl")
-    flags.add_argument("--out", type=Path, help="where checkpoints go; none are written without")
-    flags.add_argument("--steps", type=int, default=40, help="updates")
-    flags.add_argument("--batch-size", type=int, default=8, help="records of a micro-batch")
-    flags.add_argument("--accumulate", type=int, help="micro-batches of an update")
-    flags.add_argument("--length", type=int, default=256, help="the most tokens of a record")
+    flags.add_argument("--out", type=Path, help="folder for checkpoints; default: no checkpoints")
+    flags.add_argument("--steps", type=int, default=40, help="number of updates")
+    flags.add_argument("--batch-size", type=int, default=8, help="records per micro-batch")
+    flags.add_argument("--accumulate", type=int, help="micro-batches per update")
+    flags.add_argument("--length", type=int, default=256, help="maximum tokens per record")
     flags.add_argument("--learning-rate", type=float, default=1e-3, help="2e-5 for real weights")
     flags.add_argument("--topk-ratio", type=float, default=0.05)
     flags.add_argument("--update-interval", type=int, default=4)
     flags.add_argument("--evaluate-every", type=int, default=20)
     flags.add_argument("--save-every", type=int, default=20)
-    flags.add_argument("--validate-every", type=int, default=10, help="which records validate")
+    flags.add_argument(
+        "--validate-every", type=int, default=10, help="validate on every n-th record"
+    )
     flags.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     flags.add_argument("--seed", type=int, default=0)
     return flags.parse_args(arguments)
 
 
 def make_mesh() -> Any:
-    """Returns a mesh of all devices with the axes of Tunix's models; None for one device."""
+    """Returns a mesh over all devices with the axes of Tunix's models; None for one device."""
     if jax.device_count() == 1:
         return None
     kinds = (AxisType.Auto, AxisType.Auto)
@@ -174,7 +176,7 @@ def example(record: dict[str, str], encode: Any, end: int) -> tuple[list[int], i
 
 
 def padded(examples: list[tuple[list[int], int]], length: int, size: int) -> dict[str, np.ndarray]:
-    """Returns a batch; rows without an example do not count."""
+    """Returns a batch; rows without an example do not count in the loss."""
     tokens = np.zeros((size, length), np.int32)
     is_token, answers = np.zeros((size, length), bool), np.zeros((size, length), bool)
     for i, (ids, prompt) in enumerate(examples):
@@ -187,7 +189,7 @@ def padded(examples: list[tuple[list[int], int]], length: int, size: int) -> dic
 def batches(
     examples: list[tuple[list[int], int]], size: int, length: int, seed: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields batches forever, by the seed; a resumed run skips those that it has had."""
+    """Yields batches forever, in the seed's order; a resumed run skips batches that it has seen."""
     rng = np.random.default_rng(seed)
     while True:
         order = rng.permutation(len(examples))
@@ -237,12 +239,12 @@ def make_model(folder: Path | None, vocabulary: int, mesh: Any, dtype: str) -> q
 
 
 def shape_of(folder: Path) -> dict[str, Any]:
-    """Returns the arguments of Tunix's configuration, from a Hugging Face config.json."""
+    """Returns the arguments for Tunix's config, from a Hugging Face config.json."""
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") != "qwen3":
         raise SystemExit(
             f"{folder} has the model_type {config.get('model_type')}, not qwen3. For other models, "
-            "change `make_model` to use another of `tunix.models`."
+            "change `make_model` to use another module in `tunix.models`."
         )
     rope = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     return {
@@ -281,7 +283,7 @@ class Printed(tunix_hooks.TrainingHooks):
         pass
 
     def on_eval_step_end(self, train_ctx, eval_loss):
-        mean = float(eval_loss) / self._evaluation_batches  # it is their sum
+        mean = float(eval_loss) / self._evaluation_batches  # `eval_loss` is a sum
         print(f"after step {train_ctx.train_steps}  validation loss {mean:.4f}")
 
 

@@ -1,7 +1,7 @@
 """The slow reference's step on a leaf and on each of its channels, in plain NumPy.
 
 A channel is an object with its whole state, so that "selected", "deferred" and "waiting" describe
-one object and not an array's place. `reference.py` decides when windows close and channels are
+an object, not an array's place. `reference.py` decides when windows close and channels are
 selected, and explains the letters.
 """
 
@@ -26,7 +26,7 @@ class Settings:
     weight_decay: float = 1e-4
     topk_ratio: float = 0.1
     update_interval: int | AutoWindow = 4
-    select_interval: int | AutoSelect | None = None  # None is every 16 windows
+    select_interval: int | AutoSelect | None = None  # None means every 16 windows
     full_warm_up_rounds: int = 0  # steps
     rolling: bool = True
     staleness: int | None = None
@@ -41,7 +41,7 @@ class Settings:
 class Channel:
     """A channel in a stack entry, on either side. All arrays are float32."""
 
-    where: tuple[Any, ...]  # index of its elements in the leaf
+    where: tuple[Any, ...]  # the index of its elements in the leaf
     weight_decay: float
     selected: bool
     master: Any  # runs ahead of the parameter while `waiting`
@@ -57,13 +57,13 @@ class Channel:
 class Leaf:
     """A parameter in its own dtype, and its channels, a list for each group.
 
-    Channels are selected within a group: a stack entry, or a shard of one.
+    Channels are selected within a group: a stack entry, or a shard of an entry.
     """
 
     param: np.ndarray
     axis: int | None  # None for a resident leaf, which is a single channel, always selected
     stack: tuple[int, ...]
-    k: int  # selected in each group
+    k: int  # number of selected channels in each group
     mail_dtype: np.dtype  # of gradients sent to the host
     groups: list[list[Channel]]
     turns: list[int]  # each group's turn to close windows
@@ -197,7 +197,7 @@ def _round_first(m: np.ndarray) -> np.ndarray:
 
 
 def _round_second(v: np.ndarray) -> np.ndarray:
-    # Codes c from 0 to 255 stand for roots c / 255 times the scale; only zero's is 0.
+    # Codes c from 0 to 255 stand for roots c / 255 times the scale; only zero has the code 0.
     root, top = np.sqrt(v), np.float32(255)
     scale = np.max(root)
     if scale < 2.0**-60:

@@ -1,4 +1,4 @@
-"""Compares runs with the slow reference or with `optax.adamw`, as closely as each allows."""
+"""Compares runs with the slow reference or with `optax.adamw`, as closely as rounding allows."""
 
 import functools
 from collections.abc import Callable
@@ -22,19 +22,21 @@ from tests.runs import (
     rate_of,
 )
 
-# Float32, the same operations in another order; parameters up to 4, where a unit in the last place
-# is 2.4e-7; updates near 1e-2, to which `1 - b2**n`, in float32 on one side and float64 on the
-# other, may add an error of 3e-5 each.
+# The same float32 operations run in another order. Parameters are up to 4, where a unit in the last
+# place is 2.4e-7. Updates are near 1e-2; `1 - b2**n`, in float32 on one side and float64 on the
+# other, may add a relative error of 3e-5 to each.
 ATOL = 1e-6
-# Moments are as large as gradients and their squares; relative to a leaf's largest.
+# Moments are as large as gradients and their squares, so this is relative to a leaf's largest
+# moment.
 MOMENT_TOL = 1e-6
-# A master off by ATOL is cast to the other neighbour if it is that close to the middle: about one
-# in 10,000 casts, and a deferred channel keeps the difference for a window.
+# A master that is off by ATOL is cast to the other neighbour if it is that close to the middle.
+# This affects one in 10,000 casts, and a deferred channel keeps the difference for a window.
 FLIPPED = 0.005
-# Share of 8-bit moments, in runs of some 20 steps, and of masters that moved by them: a moment off
-# by MOMENT_TOL gets another code about once in 10,000 times, and keeps the difference.
+# The share of different 8-bit moments in runs of some 20 steps, and of masters that they moved: a
+# moment that is off by MOMENT_TOL gets another code about once in 10,000 times, and keeps the
+# difference.
 ANOTHER_CODE = 0.02
-# Share of the largest moment: a code more or less, and its effect on later steps.
+# As a share of the largest moment: a code more or less, and its effect on later steps.
 CODES_APART = 0.03
 
 
@@ -154,7 +156,7 @@ def assert_close(actual: list[dict[str, np.ndarray]], desired: list[dict[str, np
 
 
 def _rank(x: np.ndarray) -> np.ndarray:
-    """Returns each bfloat16's rank among all, both zeros at 0."""
+    """Returns each number's rank among all bfloat16 numbers; both zeros have rank 0."""
     bits = x.view(np.int16).astype(np.int32)
     return np.where(bits < 0, -(bits & 0x7FFF), bits)
 
@@ -179,7 +181,7 @@ def assert_agree(actual: History, desired: History) -> None:
 
 
 def assert_agree_where_rounded(actual: History, desired: History) -> None:
-    """Compares like `assert_agree`, for 8-bit moments: a few get the next code, and change more."""
+    """Compares like `assert_agree`, for 8-bit moments, a few of which get the next code."""
     assert actual.skipped == desired.skipped
     for selected, expected in zip(actual.selected, desired.selected, strict=True):
         assert_same_bits(selected, expected)
@@ -197,7 +199,7 @@ def assert_agree_where_rounded(actual: History, desired: History) -> None:
 
 
 def assert_same_bits(actual: Any, desired: Any) -> None:
-    """Compares trees of arrays: structure, dtypes and every bit, NaN included."""
+    """Compares trees of arrays: structure, dtypes and every bit, including NaN."""
     left, right = jax.tree.flatten(actual), jax.tree.flatten(desired)
     assert left[1] == right[1]
     for x, y in zip(left[0], right[0], strict=True):

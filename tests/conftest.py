@@ -1,20 +1,22 @@
 """Settings for every test.
 
-Nothing here chooses a platform. A test with another set-up starts a separate process.
+These settings do not choose a platform. A test with a different set-up starts a separate process.
 
 Compiling takes most of these tests' time. So the compiler for CPUs does not optimize, here or in
-the processes that tests start, except where `test_equality.py` compares with optax, or bits: its
-steps are compiled as for users. `XLA_FLAGS=--xla_backend_optimization_level=3 make test` optimizes
-everything, and takes three times as long.
+the processes that tests start, except where `test_equality.py` compares with optax or compares
+bits: its steps are compiled as for users. `XLA_FLAGS=--xla_backend_optimization_level=3 make test`
+optimizes everything, and takes three times as long.
 
-Workers of pytest-xdist and the processes that tests start compile the same programs. So all share
-jax's compilation cache, in a temporary folder. It returns the compiler's machine code, and jax
-traces, lowers and counts compilations as without it.
+Workers of pytest-xdist and the processes that tests start compile the same programs. So all
+processes share jax's compilation cache, in a temporary folder. It returns the compiler's machine
+code, and jax traces, lowers and counts compilations as without it.
 """
 
 import atexit
+import functools
 import gc
 import importlib.util
+import inspect
 import itertools
 import os
 import shutil
@@ -44,7 +46,7 @@ if importlib.util.find_spec("haliax") is None:
     collect_ignore.append("in_clients")
 
 # XLA reads these flags when jax starts its first backend. The GPU backend makes only optimized
-# code, so they are not set where one of jax's plugins is installed.
+# code, so the flags are not set where one of jax's plugins is installed.
 if "optimization_level" not in os.environ.get("XLA_FLAGS", "") and not entry_points(
     group="jax_plugins"
 ):
@@ -64,8 +66,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # otherwise a parent process 
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
 
-# XLA gets only the innermost line of Python for each instruction: to write and read all frames took
-# a fifth of the suite's time. Neither programs nor the compilation cache depend on them.
+# XLA gets only the innermost line of Python for each instruction: writing and reading all frames
+# took a fifth of the suite's time. Neither programs nor the compilation cache depend on them.
 jax.config.update("jax_include_full_tracebacks_in_locations", False)
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
@@ -99,8 +101,8 @@ def no_picture(monkeypatch):
     monkeypatch.setattr("train.log.summary.write_picture", lambda *_, **__: None)
 
 
-# The annotations of the library are checked in its examples and in these tests alone: checks take a
-# third of a test's time.
+# The library's annotations are checked only in its examples and in these tests, because checks take
+# a third of a test's time.
 CHECKED = (
     "test_engine.py",
     "test_engine_save.py",
@@ -116,11 +118,25 @@ CHECKED = (
 def outside_of_functions(typechecker: Any) -> Callable[[Any], Any]:
     """Returns jaxtyping's decorator for functions that modules and classes define.
 
-    It compiles a check for each function, for a local function at every call of the outer function:
-    a sixth of a test's time.
+    It compiles a check for each function, which takes a quarter of all imports' time: so the first
+    checked call compiles it. For a local function, each call of the outer function would.
     """
     decorate = jaxtyped(typechecker=typechecker)
-    return lambda x: x if "<locals>" in x.__qualname__ else decorate(x)
+
+    def decorated(f: Any) -> Any:
+        if "<locals>" in f.__qualname__:
+            return f
+        if not inspect.isfunction(f):
+            return decorate(f)
+        checked = functools.cache(lambda: decorate(f))
+
+        @functools.wraps(f)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (f if jaxtyping.config.jaxtyping_disable else checked())(*args, **kwargs)
+
+        return call
+
+    return decorated
 
 
 jaxtyped, jaxtyping.jaxtyped = jaxtyping.jaxtyped, outside_of_functions
@@ -136,6 +152,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if is_checked(item) and jaxtyping.config.jaxtyping_disable:
         jax.clear_caches()  # a program that was traced without checks is not traced again
     jaxtyping.config.update("jaxtyping_disable", not is_checked(item))
+    if hasattr(getattr(item, "module", None), "gc"):
+        gc.freeze()  # its collections scan only its own objects
 
 
 def pytest_collection_finish() -> None:
@@ -146,10 +164,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the slowest tests, on each worker with a part of them."""
+    """Starts with checked and then the slowest tests, on each worker with a part of them."""
     # The slowest have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
-    items.sort(key=is_checked)  # checks are switched on once
+    # Programs that were traced with checks stay valid without them.
+    items.sort(key=lambda x: not is_checked(x))
     # Each worker starts with an equal part of the list. A file's tests share compiled programs.
     worker = getattr(items[0].config, "workerinput", {}) if items else {}
     parts = [[] for _ in range(worker.get("workercount", 1))]

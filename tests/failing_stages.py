@@ -1,6 +1,6 @@
 """Stages of `benchmarks/on_gpu.py` that fail in different ways, after a first result.
 
-They run in separate processes, which `test_on_gpu.py` starts, and import no jax.
+The stages run in separate processes, which `test_on_gpu.py` starts, and do not import jax.
 """
 
 import os
@@ -37,7 +37,7 @@ def aborts(stage: Stage) -> None:
 
 
 def hangs(stage: Stage) -> None:
-    """Hangs once its result is in the report, which is written while it runs."""
+    """Hangs as soon as its result is in the report, which is written while the stage runs."""
     _finds(stage)
     report = Path(os.environ["REPORT"])
     while not report.exists() or f"what {stage.name} found" not in report.read_text("utf-8"):

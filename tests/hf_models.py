@@ -1,4 +1,4 @@
-"""The models in `fixtures/`: makes, loads and runs them on `transformers`' inputs, and compares."""
+"""Makes, loads and runs the models in `fixtures/`, and compares results with `transformers`."""
 
 import functools
 import json
@@ -30,8 +30,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 
-# Relative to the largest output. float32, the same operations in another order: two layers of sums
-# over at most 24 numbers differed by 6e-7.
+# Relative to the largest output. The same float32 operations in another order, two layers of sums
+# over at most 24 numbers, differed by 6e-7.
 TOLERANCE = 3e-6
 
 
@@ -55,7 +55,7 @@ def _traced(config, labels, options):
 
 
 def load(folder, **options):
-    """Returns a folder's contents, its model's definition, and its weights."""
+    """Returns a folder's contents, its model's definition, and its model's weights."""
     pretrained = read_folder(folder)
     graphdef, shapes = make(pretrained, **options)
     return pretrained, graphdef, load_weights(pretrained, shapes)
@@ -92,7 +92,7 @@ def copied(name, tmp_path):
 
 
 def change_config(folder, **changes):
-    """Sets keys of config.json; None removes."""
+    """Sets keys in config.json; None removes a key."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

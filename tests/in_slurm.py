@@ -1,4 +1,4 @@
-"""The batch script under a real SLURM of two nodes on this machine: `make test-slurm`.
+"""Runs the batch script under a real SLURM with two nodes on this machine: `make test-slurm`.
 
 Needs Debian's packages `slurm-wlm` and `munge`. The daemons run as the current user, on free ports,
 and write only to a folder of the tests.
@@ -114,7 +114,7 @@ def output_of(known: dict[str, str], *command: str, fails: bool = False) -> str:
 
 
 def wait_for(condition, seconds: float):
-    """Returns the first result of `condition` that is true."""
+    """Returns the first true result of `condition`."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline
@@ -155,12 +155,12 @@ class Job:
         return f"JobState={state} " in shown and f" Restarts={restarts} " in shown
 
 
-def test_a_job_at_its_time_limit_resumes_and_ends_with_the_same_bits(slurm, tmp_path):
+def test_a_job_at_its_time_limit_resumes_and_ends_bit_identically(slurm, tmp_path):
     # SLURM checks twice a minute, so it sends the signal 30 to 60 seconds after the start.
     job = Job(slurm, tmp_path, "--time=2", "--signal=TERM@60", steps=10**6)
-    job.says("SIGTERM: stopping after this step, saving")
+    job.says("SIGTERM: stopping after this step and saving")
     step = int(job.says(r"stopped by SIGTERM after step (\d+), which is saved. Resume with the")[1])
-    job.write_config(step + 5)  # it waits for ten seconds at least
+    job.write_config(step + 5)  # the job waits for at least ten seconds
     job.says(f"resuming from checkpoint {step} in .*/job-{job.id}\n")
     wait_for(lambda: job.is_in("COMPLETED", restarts=1), 240)
 

@@ -2,9 +2,10 @@
 
     python -m tests.make_chat_fixtures
 
-Needs transformers; the tests themselves do not. The templates next to the file use the features of
-models' templates. For each template the file has conversations; for each conversation this writes
-its text, the prompt for an answer, the tokens, and, if the template marks answers, their mask.
+Needs transformers; the tests themselves do not. The templates next to the file use the same
+features as models' templates. The file contains conversations for each template. For each
+conversation, this script writes its text, the prompt for an answer, the tokens and, if the template
+marks answers, the answers' mask.
 """
 
 from __future__ import annotations

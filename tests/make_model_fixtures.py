@@ -1,4 +1,4 @@
-"""Makes `tests/fixtures/`: tiny random models as `transformers` saves them, and their outputs.
+"""Makes `tests/fixtures/`: tiny random models, saved by `transformers`, and their outputs.
 
     python -m tests.make_model_fixtures
 
@@ -17,7 +17,8 @@ from tests.hf_models import FIXTURES, LLAMA3
 
 POSITIONS = 12
 
-# Small; all different, so that swapped sizes fail; even, so that they can be split over devices.
+# All sizes are small, different, so that swapped sizes fail, and even, so that they can be split
+# over devices.
 SIZES = {
     "vocab_size": 62,
     "hidden_size": 16,
@@ -40,8 +41,8 @@ def make_decoders() -> None:
         "rms_norm_eps": 1e-5,
         "rope_parameters": LLAMA3 | {"rope_theta": 10_000.0},
     }
-    qwen3 = {"head_dim": 6, "tie_word_embeddings": False}  # heads that are wider than the model
-    mistral = {"num_key_value_heads": 1, "sliding_window": 5}  # shorter than the sequences
+    qwen3 = {"head_dim": 6, "tie_word_embeddings": False}  # the heads are wider than the model
+    mistral = {"num_key_value_heads": 1, "sliding_window": 5}  # a window below the length
     models = {
         "llama2": hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)),
         "llama_linear": hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, rope_parameters=linear)),
@@ -98,7 +99,7 @@ def _save(name: str, model, inputs: dict[str, np.ndarray], *, bfloat16=False, **
         "logits": outputs.logits.numpy(),
         "hidden": outputs.hidden_states[-1].numpy(),
     }
-    if bfloat16:  # not before: it would also round the rotary frequencies
+    if bfloat16:  # not earlier, which would also round the rotary frequencies
         model.bfloat16()
     folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)

@@ -11,8 +11,8 @@ from tests.reference import Reference
 from tests.runs import EVERYTHING, Leaf, Leaves, Plan, Training
 from zenflow_jax import AutoSelect, AutoWindow
 
-# Sizes that eight devices divide. Each offloaded leaf has ten of the engine's programs, for each
-# placement: so most runs have two leaves, which differ in every respect.
+# All sizes are divisible by eight devices. Each offloaded leaf adds to ten of the engine's
+# programs, for each placement, so most runs have two leaves, which differ in every respect.
 LEAVES: Leaves = (
     Leaf("bias", (16,), None, "float32"),
     Leaf("rows", (32, 8), -2, "float32", decay=False, speed=3.0),
@@ -26,15 +26,15 @@ MORE_LEAVES: Leaves = (
     Leaf("stack", (2, 16, 8), -2, "bfloat16"),
 )
 
-# Windows of four steps cut the stack into ranges.
+# With windows of four steps, the stack is cut into ranges.
 IN_RANGES: Leaves = (
     Leaf("rows", (16, 8), -2, "float32"),
     Leaf("stack", (6, 16, 8), -2, "bfloat16"),
 )
 
-# With a hand-over at each boundary.
+# These settings hand channels over at each boundary.
 STALE = dataclasses.replace(EVERYTHING, topk_ratio=0.2, select_interval=4, full_warm_up_rounds=1)
-# Decided by numbers that must be equal on all devices.
+# The decisions depend on numbers that must be equal on all devices.
 ADAPTIVE = dataclasses.replace(
     STALE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.6, 3)
 )
@@ -47,7 +47,7 @@ MESHES = {
     "one": {"data": 1},
 }
 
-# The mesh axes that divide each leaf's axes. Axes that a mesh lacks divide nothing.
+# The mesh axes that divide each leaf's axes. Axes that a mesh lacks have no effect.
 PLACEMENTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "replicated": {"bias": (), "columns": (), "rows": (), "stack": (), "stacked_columns": ()},
     "channels": {
@@ -113,7 +113,7 @@ def pieces(leaves: Leaves, shardings: dict[str, NamedSharding]) -> list[int]:
 
 
 def placements(training: Training) -> list[Any]:
-    """Returns the placement of every array, whatever its sharding's spelling."""
+    """Returns every array's placement, in one spelling for equal shardings."""
     return [
         (
             jax.tree_util.keystr(path),
@@ -125,7 +125,7 @@ def placements(training: Training) -> list[Any]:
 
 
 def assert_agrees(training: Training, plan: Plan, host_state: str = "float32") -> Reference:
-    """Compares a run with the reference and returns that; checks that no array has moved."""
+    """Compares a run with the reference, and returns the reference; checks that no array moved."""
     before, leaves = placements(training), training.leaves
     shards = pieces(leaves, training.shardings)
     expected, slow = comparisons.reference(

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# XLA compiles a step seven times as fast as by default. The last option, which is not a separate
-# flag, disables the MLIR emitters for fused loops. Checked on jax 0.10.2 and 0.11.2, with
-# `xla_backend_extra_options` and without; other versions ignore it.
+# With these flags, XLA compiles a step seven times as fast as by default. The last option, which
+# has no flag of its own, disables the MLIR emitters for fused loops. Checked on jax 0.10.2 and
+# 0.11.2, with `xla_backend_extra_options` and without; other versions ignore it.
 QUICK_TO_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -19,7 +19,7 @@ QUICK_TO_COMPILE = (
 
 
 def start(*command: str | Path, devices: int | None = 1) -> subprocess.Popen:
-    """Starts Python with these arguments and number of CPU devices; None: as in the environment."""
+    """Starts Python with these arguments; `devices` is the number of CPU devices, if set."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=Path(__file__).parents[1],
@@ -59,7 +59,7 @@ def environment(devices: int | None = None) -> dict[str, str]:
 
 
 def assert_ends(process: subprocess.Popen, code: int | None = 0) -> str:
-    """Checks that it ends by itself with that exit code, None: any but 0; returns its output."""
+    """Checks that a process ends with this exit code (None: any but 0); returns its output."""
     ended, text = output(process)
     assert ended if code is None else ended == code, f"code {ended}:\n{text[-3000:]}"
     return text
@@ -69,7 +69,7 @@ def assert_ends(process: subprocess.Popen, code: int | None = 0) -> str:
 def reserved_port() -> Iterator[int]:
     """Yields a port that the kernel gives to no other process, and that JAX's service can share."""
     with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as holder:
-        # As the service binds: all addresses of both families, and ready to share.
+        # Binds like the service: to all addresses of both families, ready to share.
         holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("::", 0))

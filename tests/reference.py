@@ -1,8 +1,8 @@
 """ZenFlow's arithmetic in plain NumPy: slow, obvious, one channel after the other.
 
 This file decides when windows close and channels are selected; `arithmetic.py` computes a channel's
-step. The tests compare the engine with these two files, which therefore import nothing of the
-library but names of options: no test would find a shared mistake.
+step. The tests compare the engine with these two files, which therefore import only names of
+options from the library: no test would find a shared mistake.
 
 Letters: `t` the step, counted from 1; `g` a gradient; `n` channels in a stack entry, `k` of them
 selected; `*stack` the axes whose entries select separately.
@@ -28,11 +28,11 @@ class Turn:
     number: int
     groups: list[tuple[Leaf, list[list[Channel]]]]  # leaves, each with its groups in this turn
     arrives_at: int | None = None  # the step before the pending update's arrival, if known
-    open_steps: int = 0  # in the open window, skipped steps included
-    open_steps_taken: int = 0  # without skipped steps
+    open_steps: int = 0  # in the open window, including skipped steps
+    open_steps_taken: int = 0  # excluding skipped steps
     boundaries: list[int] = dataclasses.field(default_factory=list)
     kept_share: list[float] = dataclasses.field(default_factory=list)
-    selected_at: int = 0  # number of boundaries at the last selection
+    selected_at: int = 0  # the number of boundaries at the last selection
 
     @property
     def last_boundary(self) -> int:
@@ -71,22 +71,22 @@ class Reference:
     Args:
         params: Leaves with any shape and real floating dtype, which are copied.
         learning_rate: A number, or a schedule by the number of earlier steps that were not skipped,
-            as in optax; a list has one for each leaf.
+            as in optax; or a list with a rate for each leaf.
         settings: The options.
-        channel_axes: The channel axis of each leaf; None makes the leaf resident.
-        decay: Whether each leaf has weight decay; None: all leaves.
-        shards: Number of equal pieces of each leaf's channel axis, which select separately; None:
-            one for every leaf.
+        channel_axes: Each leaf's channel axis; None makes a leaf resident.
+        decay: Whether each leaf has weight decay; None means that all leaves do.
+        shards: Number of equal pieces of each leaf's channel axis, which select separately; None
+            means one piece for every leaf.
         host_state: "compact" rounds moments of deferred channels to 8 bits.
 
     Attributes:
-        step_count: Number of steps, skipped steps included.
+        step_count: Number of steps, including skipped steps.
         skipped: Number of steps whose gradient was not finite.
-        windows: Number of closed windows, warm-up steps included.
-        reselections: Number of selections, the first included.
-        turns: The sets of leaves that take turns to close their windows; a single turn has all.
-            Each has `boundaries`, the steps after which a window closed, and `kept_share`, the
-            selected share of the best score at each of them.
+        windows: Number of closed windows, including warm-up steps.
+        reselections: Number of selections, including the first.
+        turns: The sets of leaves that take turns to close their windows; a single turn contains all
+            leaves. Each turn has `boundaries`, the steps after which a window closed, and
+            `kept_share`, the selected share of the best score at each boundary.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class Reference:
             waiting = [leaf for leaf in self._leaves if leaf.offloaded]
             count = _take_turns(waiting, settings.update_interval)
         self.turns = [Turn(i, _in_turn(self._leaves, i)) for i in range(count)]
-        # For each step since the last boundary that was not skipped: per leaf the root mean squares
-        # of the gradient's deferred and selected channels.
+        # For each step since the last boundary that was not skipped: for each leaf, the root mean
+        # squares of the gradient in deferred and selected channels.
         self.weights: list[list[tuple[float, float]]] = []
 
     def step(self, gradients: Sequence[Any]) -> list[np.ndarray]:
-        """Makes a training step and its exchange; returns a copy of the parameters."""
+        """Takes a training step and exchanges; returns a copy of the parameters."""
         gradients = [np.asarray(g).astype(np.float32) for g in gradients]
         for leaf, g in zip(self._leaves, gradients, strict=True):
             assert g.shape == leaf.param.shape, (g.shape, leaf.param.shape)
@@ -161,7 +161,7 @@ class Reference:
         return self.params
 
     def flush(self) -> list[np.ndarray]:
-        """Merges updates that replace no provisional step; returns a copy of the parameters.
+        """Merges updates that do not replace provisional steps; returns a copy of the parameters.
 
         Open windows stay open.
         """
@@ -176,7 +176,7 @@ class Reference:
 
     @property
     def selected(self) -> list[np.ndarray | None]:
-        """Returns each leaf's selected channels `[*stack, k]`, ascending, int32; None: resident."""
+        """Returns each leaf's selected channels: int32 `[*stack, k]`, ascending, or None."""
         return [leaf.selected for leaf in self._leaves]
 
     def moments(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -223,7 +223,7 @@ class Reference:
         for turn in self.turns:
             if turn.arrives_at == t:
                 turn.merge()
-        # Not a generator, at whose first True `any` would stop.
+        # Not a generator, because `any` would stop at the first True.
         return any([self._exchange_in_turn(t, turn) for turn in self.turns])
 
     def _exchange_in_turn(self, t: int, turn: Turn) -> bool:
@@ -236,7 +236,7 @@ class Reference:
         self._close_window(turn, overlap=staleness != 0)
         turn.arrives_at = None if staleness is None else t + staleness
 
-        # The first boundary: the end of the warm-up, or of the first window without one.
+        # The first boundary is the end of the warm-up or, without a warm-up, of the first window.
         no_boundary = not turn.boundaries
         first = t == s.full_warm_up_rounds if s.full_warm_up_rounds else no_boundary
         selects = first or (not warm and self._selection_is_due(t, turn))
@@ -287,7 +287,8 @@ class Reference:
         turn.merge()
         taken = turn.open_steps_taken
         for leaf, channel in turn.channels:
-            # Selections change only between windows, so a channel deferred now was so all along.
+            # Selections change only between windows, so a channel that is deferred now was deferred
+            # during the whole window.
             if not channel.selected and taken:
                 mean = channel.window_sum / np.float32(taken)
                 arithmetic.adamw(channel, mean, leaf.lr, self._settings, taken)
@@ -329,7 +330,7 @@ def _in_turn(leaves: Sequence[Leaf], number: int) -> list[tuple[Leaf, list[list[
 
 
 def _take_turns(leaves: Sequence[Leaf], most: int) -> int:
-    """Gives each leaf with deferred channels its turns; returns the number of turns.
+    """Assigns turns to each leaf with deferred channels; returns the number of turns.
 
     Stacks of layers are cut into ranges if the turns' bytes would differ too much.
     """
@@ -361,14 +362,14 @@ def _take_turns(leaves: Sequence[Leaf], most: int) -> int:
 def _deal(
     ranges: Sequence[tuple[Leaf, range]], turns: int
 ) -> tuple[list[int], list[tuple[Leaf, range, int]]]:
-    """Deals the largest first, each to the turn with the fewest bytes and none of its leaf."""
+    """Deals the largest range first, to the turn with the fewest bytes and without its leaf."""
     loads, dealt = [0] * turns, []
 
     def size(leaf_and_layers: tuple[Leaf, range]) -> int:
         leaf, layers = leaf_and_layers
         return leaf.param.nbytes * len(layers) // _layers(leaf)
 
-    for leaf, layers in sorted(ranges, key=size, reverse=True):  # of equals the first
+    for leaf, layers in sorted(ranges, key=size, reverse=True):  # the first among equals
         taken = [turn for other, _, turn in dealt if other is leaf]
         turn = min((load, turn) for turn, load in enumerate(loads) if turn not in taken)[1]
         loads[turn] += size((leaf, layers))

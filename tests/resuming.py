@@ -1,4 +1,4 @@
-"""Runs that are saved at some step and resumed in new objects, or on other devices."""
+"""Runs that are saved at some step and resumed with new objects, or on other devices."""
 
 import copy
 from pathlib import Path
@@ -76,7 +76,7 @@ def abstract(tree: Any) -> Any:
 
 
 def save_by_orbax(training: Training, folder: Path) -> None:
-    """Saves both ways: the engine's state with the rest, and streamed into a separate folder."""
+    """Saves in both ways: the state in the checkpoint, and streamed to a separate folder."""
     engine_state = training.engine.state()
     tree = {"params": training.params, "opt_state": training.state, "engine": engine_state}
     with ocp.StandardCheckpointer() as checkpointer:
@@ -88,7 +88,7 @@ def save_by_orbax(training: Training, folder: Path) -> None:
 
 
 def resume_by_orbax(training: Training, folder: Path, **engine: Any) -> Any:
-    """Resumes a fresh training; checks that both ways give the same for its devices.
+    """Resumes in a fresh training; checks that both ways give equal states on its devices.
 
     Returns:
         The result of `EngineRestore`.

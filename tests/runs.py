@@ -1,7 +1,7 @@
-"""An engine's runs, which tests compare by `comparisons.py`.
+"""Runs of an engine, which tests compare with `comparisons.py`.
 
-Gradients depend only on (seed, step), so two runs have the same gradients whatever their parameters
-are, and a difference in one step does not grow in the next.
+Gradients depend only on (seed, step), not on parameters, so a difference between two runs in one
+step does not grow in the next.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ class Leaf(NamedTuple):
 
 Leaves = tuple[Leaf, ...]
 
-# Names are in jax's order of a dict. Together the three trees have channels on a leading or
-# trailing axis, on either under a stack axis, and before the last two, mostly in both dtypes; and
-# leaves that are resident because of their rank, their user, or zero elements. A single tree with
-# all of this would compile three times as long, in every setting. Leaves of the second tree have
-# three learning rates.
+# Names are in jax's order for dicts. Together, the three trees have channels on a leading or
+# trailing axis, with and without a stack axis, and before the last two axes, mostly in both dtypes,
+# and leaves that are resident because of their rank, the user's choice, or zero elements. A single
+# tree with all of these would take three times as long to compile, in every setting. Leaves of the
+# second tree have three learning rates.
 FIRST: Leaves = (
     Leaf("bias", (5,), None, "bfloat16", decay=False),
     Leaf("columns", (4, 10), -1, "bfloat16"),
@@ -55,13 +55,13 @@ THIRD: Leaves = (
     Leaf("stack", (2, 7, 3), -2, "float32", decay=False),
     Leaf("stacked_columns", (2, 3, 6), -1, "bfloat16"),
 )
-# Mostly stacks: windows of three or four steps cut both into ranges.
+# These leaves are mostly stacks, which windows of three or four steps cut into ranges.
 SCANNED: Leaves = (
     Leaf("layers", (7, 6, 4), -2, "bfloat16"),
     Leaf("rows", (10, 4), -2, "float32"),
     Leaf("wide", (3, 4, 8), -1, "float32", decay=False, speed=0.25),
 )
-# For tests that are not about arithmetic.
+# For tests that do not concern arithmetic.
 FEW: Leaves = (
     Leaf("bias", (5,), None, "float32"),
     Leaf("columns", (4, 10), -1, "bfloat16"),
@@ -69,7 +69,7 @@ FEW: Leaves = (
 )
 ONE: Leaves = (Leaf("columns", (4, 10), -1, "bfloat16"),)
 
-# Rolling windows, a warm-up, hand-overs, clipping, provisional steps.
+# Has rolling windows, a warm-up, hand-overs, clipping and provisional steps.
 EVERYTHING = Settings(
     topk_ratio=0.3,
     update_interval=4,
@@ -79,13 +79,13 @@ EVERYTHING = Settings(
     max_grad_norm=5.0,
     provisional_share=0.5,
 )
-# Windows of three steps, with a hand-over at each boundary.
+# Has windows of three steps, with a hand-over at each boundary.
 BUSY = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
-# Longer windows, without hand-overs after the first.
+# Has longer windows, without hand-overs after the first.
 CALM = Settings(topk_ratio=0.3, update_interval=4, select_interval=400)
-# The same, but all leaves close their windows together, and updates take as long as a window.
+# Like CALM, but all leaves close their windows together, and updates take a whole window.
 TOGETHER = dataclasses.replace(CALM, rolling=False)
-# The kernel without a compiler. Both kernels give the same bits.
+# The kernel without a compiler. Both kernels give bit-identical results.
 KERNEL = {"host_kernel": "numpy", "threads": 1}
 
 
@@ -116,7 +116,7 @@ def rate(count: Any) -> jax.Array:
 
 @functools.cache
 def rate_of(speed: float) -> Callable[[Any], jax.Array]:
-    """Returns a multiple of the schedule `rate`, the same function for each call."""
+    """Returns a multiple of the schedule `rate`; equal calls return the same function."""
     return rate if speed == 1 else lambda count: speed * rate(count)
 
 
@@ -131,10 +131,10 @@ def initial_values(leaves: Leaves, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def place(values: dict[str, np.ndarray], shardings: Any) -> dict[str, jax.Array]:
-    """Places arrays by their shardings; without any, on this process's first device."""
+    """Places arrays by their shardings or, without shardings, on this process's first device."""
     if shardings is None:
         return jax.device_put(values, jax.local_devices()[0])
-    # Unlike `device_put`, this talks to no other process.
+    # Unlike `device_put`, this does not communicate with other processes.
     return {
         name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
         for name, x in values.items()
@@ -148,12 +148,12 @@ def fetch(x: jax.Array) -> np.ndarray:
 
 
 def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, np.ndarray]:
-    """Returns a step's gradient, each leaf in its dtype; channels differ much, but not for long."""
+    """Returns a step's gradient, each leaf in its dtype; channels differ much, but briefly."""
     rng = np.random.default_rng((seed, step))
     values = {x.name: rng.normal(size=x.shape) * np.exp(rng.normal(size=x.shape)) for x in leaves}
     if bad:
-        # Steps differ in the leaf, resident or offloaded, and in the value; the last is finite, but
-        # its square is not.
+        # Bad steps differ in the bad leaf, resident or offloaded, and in the bad value; the last
+        # value is finite, but its square is not.
         names = [x.name for x in leaves if x.shape and 0 not in x.shape]
         flat = values[names[step % len(names)]].flat
         flat[step % len(flat)] = [np.nan, np.inf, 3e38][step % 3]
@@ -245,8 +245,9 @@ def jitted(tx: Any, *, donate: bool = False) -> Any:
 class Training:
     """A run with a user's loop: `step`, then `exchange`, sometimes `flush`.
 
-    `shardings` has one for each leaf, None means one device; with `partition`, devices share the
-    work on copies. `gradients` replaces the function above. All other arguments are the engine's.
+    `shardings` contains a sharding for each leaf; None means one device. With `partition`, devices
+    share the work on copies. `gradients` replaces the function above. All other arguments are for
+    the engine.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class Training:
         self.tx, self.program = programs(leaves, settings, donate, partition, optimized)
         self.params = place(initial_values(leaves, seed), shardings)
         init = self.tx.init
-        if shardings is not None:  # otherwise outside of jit, as most users call it
+        if shardings is not None:  # otherwise outside of jit, like most users
             placed = tuple((leaf.name, shardings[leaf.name]) for leaf in leaves)
             init = init_on_devices(leaves, settings, partition, placed)
         self.state = init(self.params)
@@ -284,7 +285,7 @@ class Training:
         self.engine.close()
 
     def renew(self, **options: Any) -> None:
-        """Replaces the engine by a new engine for the current parameters and state."""
+        """Replaces the engine with a new engine for the current parameters and state."""
         if self.engine is not None:
             self.engine.close()
         options = self.engine_options | options
@@ -303,7 +304,7 @@ class Training:
         self.params, self.state = self.engine.flush(self.params, self.state)
 
     def go(self, steps: int, plan: Plan = QUIET) -> None:
-        """Makes `steps` steps by a plan, each with its exchange."""
+        """Takes `steps` steps of a plan, each with its exchange."""
         for _ in range(steps):
             self.step(bad=self.t + 1 in plan.bad)
             self.exchange()
@@ -392,7 +393,7 @@ class Training:
 
 
 def _along(x: Any, leaf: Leaf) -> Any:
-    """Returns `(*stack, channels)` with unit axes for the leaf's others."""
+    """Returns `(*stack, channels)` with unit axes for the leaf's other axes."""
     axis = leaf.axis % len(leaf.shape)
     stack = x.ndim - 1
     return x.reshape(

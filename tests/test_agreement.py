@@ -1,7 +1,7 @@
 """Runs that must equal the slow reference.
 
-Parameters and selected channels are compared at every step; masters, moments and step counts at
-the end, on either side. `test_equality.py` has the runs that must equal `optax.adamw`.
+Parameters and selected channels are compared at every step; masters, moments and step counts at the
+end, on device and host. `test_equality.py` has the runs that must equal `optax.adamw`.
 """
 
 import itertools
@@ -29,7 +29,7 @@ AGREEMENTS = {
     "selecting at every window, skipped and flushed everywhere": (
         THIRD,
         dict(topk_ratio=0.3, select_interval=4, provisional_share=0.5),
-        # Inside a window, twice, in a window with only skipped steps, at a boundary.
+        # Flushes inside a window, twice, in a window with only skipped steps, and at a boundary.
         Plan(23, bad=(3, 4, 9, 10, 11, 12, 17), flush_at=(6, 7, 10, 16)),
     ),
     "all windows at once, two of four steps stale": (
@@ -43,7 +43,8 @@ AGREEMENTS = {
             staleness=2,
             provisional_share=0.25,
         ),
-        # A window with only skipped steps; flushes inside a window, twice, and at a boundary.
+        # Has a window with only skipped steps, and flushes inside a window, twice, and at a
+        # boundary.
         Plan(23, bad=(2, 6, 7, 8, 9, 14), flush_at=(11, 12, 16, 20)),
     ),
     "in turn, two steps stale, scaled, float32 that travels as bf16": (
@@ -71,8 +72,8 @@ AGREEMENTS = {
         ),
         Plan(20, bad=(2, 9, 10, 11, 12), flush_at=(14,)),
     ),
-    # No clipping if sums are bf16: a factor that is off by one bit moves one in a few hundred sums
-    # to a neighbour.
+    # No clipping if sums are bf16, because a factor that is off by one bit moves one in a few
+    # hundred sums to a neighbour.
     "added up on the device as what travels, scaled betas": (
         SECOND,
         dict(

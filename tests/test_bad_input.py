@@ -1,6 +1,6 @@
 """Every detectable mistake is rejected before it does harm, by an error that names it.
 
-Those in calls of an engine that runs are in `exchange/test_bad_calls.py`.
+`exchange/test_bad_calls.py` tests mistakes in calls of a running engine.
 
 A row of a table is a call, the exception, and a word that must be in its message.
 """
@@ -54,7 +54,7 @@ def init(params, **options):
 
 
 def engine(params=PARAMS, state=STATE, **options):
-    """Creates an engine and closes it, if there is no error."""
+    """Creates an engine and, without an error, closes it."""
     with HostEngine(params, state, **{"host_kernel": "numpy", **options}):
         pass
 
@@ -64,10 +64,10 @@ def table(*rows):
 
 
 NUMBERS = ["learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm"]
-# They could only produce NaN.
+# These values could only produce NaN.
 NEVER = [np.nan, np.inf, -np.inf, -1e-3, jnp.float32(np.nan), jnp.float32(-1e-3)]
 NO_NUMBER = ["0.1", np.ones(3), 1j, jnp.bfloat16(0.9)]
-# A function of a leaf is no schedule; a function that is a tree may be either.
+# A function of a leaf is not a schedule; a function that is a tree may be either.
 OF_LEAF = lambda path, leaf: 0.1  # noqa: E731
 PARTIAL = jax.tree_util.Partial(lambda rate, count: rate, 0.1)
 WRONG_VALUES = {
@@ -226,7 +226,7 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
         (
             optax.masked(make(max_grad_norm=1.0), {"weight": True, "bias": False}),
             PARAMS,
-            "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` hides others",
+            "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` hides other",
         ),
         (make(topk_ratio=0.05), SECOND_AXIS, "selects 1 of 4 channels along axis 1 of ['second']"),
         (make(topk_ratio=0.05, channel_axis=-1), SECOND_AXIS, None),
@@ -298,7 +298,7 @@ FLOAT0 = with_weight(np.zeros((6, 3), jax.dtypes.float0))  # gradients of intege
 )
 def test_an_unsuitable_update_is_rejected(call, exception, word):
     assert_told(call, exception, word)
-    # Also inside the user's program, during tracing.
+    # It is also rejected inside the user's program, during tracing.
     assert_told(lambda: jax.jit(call)(), exception, word)
 
 
@@ -341,7 +341,7 @@ NO_ENGINE = [
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE), engine_state={}), TypeError, "ndarray"),
-    (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "and no `optax.flatten`"),
+    (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "without `optax.flatten`"),
     (lambda: engine(state=optax.MultiSteps(LATE, 2).init(PARAMS)), ValueError, "MultiSteps"),
     (
         lambda: engine(state=optax.apply_if_finite(LATE, 3).init(PARAMS)),

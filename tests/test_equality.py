@@ -30,7 +30,7 @@ SELECTING = {"topk_ratio": 0.25, "select_interval": 1, "max_grad_norm": MAX_NORM
         (SECOND, {"topk_ratio": 0.0, "select_interval": 1000, **STEP_BY_STEP}, 12, SEEDS[0]),
         (FEW, SELECTING, 12, SEEDS[0]),
         (SECOND, {"topk_ratio": 1.0, "update_interval": 4}, 12, SEEDS[1]),
-        # Resident leaves have no warm-up.
+        # Without resident leaves, which have no warm-up.
         (FEW[1:], WARM, WARM["full_warm_up_rounds"], SEEDS[1]),
     ],
     ids=["nothing selected", "selecting at every step, clipped", "all selected", "warm-up"],
@@ -80,7 +80,7 @@ def test_the_runs_compared_with_optax_select_and_clip():
             {"update_interval": 2, "select_interval": 4},
             [{}, {"donate": True}, {"donate": True, "send_gradients": "after_step"}],
         ),
-        # A sum of one step on the device is that step's gradient.
+        # On the device, a sum over one step is that step's gradient.
         ({"update_interval": 1, "select_interval": 3}, [{}, {"send_gradients": "per_window"}]),
     ],
     ids=["donated or not, during the step or after it", "added up on the device"],

@@ -1,7 +1,7 @@
-"""The slow NumPy reference equals optax where it must, and elsewhere results worked out by hand.
+"""The slow NumPy reference equals optax where it must, and otherwise results worked out by hand.
 
-By hand: with `b1 = b2 = 0`, `eps = 1` and no weight decay an AdamW step is `p -= lr g / (|g| + 1)`,
-so gradients of 1, 3 and 7 move a parameter by 1/2, 3/4 and 7/8 of the learning rate, exactly.
+With `b1 = b2 = 0`, `eps = 1` and no weight decay an AdamW step is `p -= lr g / (|g| + 1)`, so
+gradients of 1, 3 and 7 move a parameter by 1/2, 3/4 and 7/8 of the learning rate, exactly.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ def one_leaf(n, learning_rate=1.0, *, dtype=np.float32, **options):
 
 
 def step(reference, *gradient):
-    """Takes a step with a number for each channel; returns the parameter's channels."""
+    """Takes a step with a gradient number for each channel; returns the parameter's channels."""
     (param,) = reference.step([np.array(gradient, np.float32)[:, None]])
     return param[:, 0].tolist()
 
@@ -37,7 +37,7 @@ STEP_BY_STEP = dict(update_interval=1, staleness=0)
         (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=1), 10),
         (dict(topk_ratio=1.0, update_interval=3, select_interval=3, weight_decay=0.05), 3),
         (dict(topk_ratio=0.25, update_interval=4, full_warm_up_rounds=11), 0),
-        # Always clipped, at some steps, never.
+        # Clips always, at some steps, or never.
         *[
             (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=2, max_grad_norm=x), 6)
             for x in (0.5, comparisons.MAX_NORM, 1e6)
@@ -75,8 +75,8 @@ def test_finite_leaves_with_an_infinite_norm_are_clipped_to_zero_as_in_optax():
 
 DOUBLING = [2.0**t for t in range(9)]
 HALF = {"topk_ratio": 0.5, "staleness": 0}
-# Rates, options, and for each step the gradients and then the weights of all channels. None in
-# place of gradients is a flush.
+# Each case has rates, options and, for each step, the gradients and the resulting weights of all
+# channels. None in place of gradients means a flush.
 BY_STEP = {
     "a deferred channel takes one step with the mean of its window": (
         1.0,
@@ -95,7 +95,7 @@ BY_STEP = {
         + [((1, 3), (-2, 0)), ((1, 3), (-2.5, 0)), ((1, 3), (-3, -0.5))]
         + [((1, 3), (-3.5, -0.5)), ((1, 3), (-4, -0.5)), ((1, 3), (-4.5, -1.25))],
     ),
-    # From there on it is an ordinary selected channel; the other is still stale.
+    # From then on it is an ordinary selected channel; the other channel is still stale.
     "an entering channel receives the update of the closed window at once": (
         1.0,
         {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2},
@@ -106,7 +106,8 @@ BY_STEP = {
             ((0, 1, 3), (0, -0.5, -2.25)),
         ],
     ),
-    # The third is selected then. Windows close at steps 5 and 7, so the first update arrives at 7.
+    # The third channel is then selected. Windows close at steps 5 and 7, so the first update
+    # arrives at 7.
     "a warm-up updates everything and ends with the first selection": (
         1.0,
         {"topk_ratio": 0.3, "update_interval": 2, "full_warm_up_rounds": 3},
@@ -114,7 +115,7 @@ BY_STEP = {
         + [((1, 1, 3), (-1.5, -1.5, -0.75 * t)) for t in (4, 5, 6)]
         + [((1, 1, 3), (-2, -2, -5.25))],
     ),
-    # Mean 3 of the two steps before it, at rate 4 of the next step that counts.
+    # The mean is 3, over the two steps before it; the rate is 4, from the next step that counts.
     "a skipped step counts for the window but neither for the rate nor for the mean": (
         DOUBLING,
         HALF | {"update_interval": 3},
@@ -131,8 +132,8 @@ BY_STEP = {
         {"topk_ratio": 0.5, "update_interval": 2, "weight_decay": 0.5},
         [((0, np.nan), (0, 0))] * 4,
     ),
-    # 1 and 3 take three steps, which is known a step later; the update arrives at the next
-    # boundary.
+    # With gradients of 1 and 3, this takes three steps, which is known a step later; the update
+    # arrives at the next boundary.
     "an adaptive window closes when what piled up weighs as much as one step": (
         1.0,
         {"topk_ratio": 0.5, "update_interval": AutoWindow(6, 1.0)},

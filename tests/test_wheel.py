@@ -69,7 +69,7 @@ def wheel(build):
 
 
 def done(run):
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stderr or run.stdout
 
 
 def described(wheel):
@@ -135,57 +135,49 @@ def test_the_whole_wheel_imports_with_only_its_requirements(wheel, tmp_path):
     assert origin.is_relative_to(tmp_path), "the source tree was imported"
 
 
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """Runs a console command of the wheel, in a folder with modules that have our names."""
-    place, work = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("work")
+# Calls each console command as its script does, in one process that imports everything once.
+COMMANDS = """
+import shlex, sys
+from importlib.metadata import distribution
+scripts = {x.name: x for x in distribution("zenflow_jax").entry_points}
+for line in sys.stdin.read().splitlines():
+    sys.argv = shlex.split(line)
+    print(">", line, flush=True)
+    print(f"code {scripts[sys.argv[0]].load()()}", flush=True)
+"""
+TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24"
+TINY += " --optimizer adamw"  # a new install would compile the host's kernels
+SHOWN = {
+    f"zenflow-finetune quickstart --steps 1 --run first {TINY}": ("runs/quickstart/first", 0),
+    f"zenflow-plan quickstart {TINY}": ("device, total", 0),
+    "zenflow-generate --model model a --max-tokens 3": ("3 tokens, ", 0),
+    "zenflow-compress model packed": ("ratio", 0),
+    # Messages name the command that was typed.
+    "zenflow-plan": ("For example: zenflow-plan quickstart", 2),
+    "zenflow-generate a --model b --qqq": ("All options are in zenflow-generate --help", 2),
+}
+
+
+@pytest.mark.slow
+def test_each_command_works_when_installed_beside_modules_of_the_same_names(wheel, tmp_path):
+    place, work = tmp_path / "installed", tmp_path / "work"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
     done(subprocess.run([*pip, "--no-deps", "--target", str(place), str(wheel)], **AS_TEXT))
-    (work / "elves").mkdir()
+    assert {line.split()[0] for line in SHOWN} == {x.name for x in (place / "bin").iterdir()}
+    (work / "elves").mkdir(parents=True)
     for name in ("train.py", "elves/__init__.py"):
         (work / name).write_text("raise SystemExit('the own module of the user')")
     write_model(work / "model", "llama2")
     env = environment(1) | {"PYTHONPATH": f"{place}:{work}"}
-
-    def run(command, *arguments):
-        words = [str(place / "bin" / command), *arguments]
-        return subprocess.run(words, cwd=work, env=env, **AS_TEXT)
-
-    return run
-
-
-TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24"
-TINY += " --optimizer adamw"  # a new install would compile the host's kernels
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (f"zenflow-finetune quickstart --steps 1 --run first {TINY}", "runs/quickstart/first"),
-        (f"zenflow-plan quickstart {TINY}", "device, total"),
-        ("zenflow-generate --model model a --max-tokens 3", "3 tokens, "),
-        ("zenflow-compress model packed", "ratio"),
-    ],
-)
-def test_each_command_works_when_installed(installed, words, expected):
-    run = installed(*words.split())
+    command = [sys.executable, "-c", COMMANDS]
+    options = AS_TEXT | {"input": "\n".join(SHOWN), "capture_output": False}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    run = subprocess.run(command, cwd=work, env=env, **options)
     done(run)
-    assert expected in run.stdout + run.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("zenflow-plan", "For example: zenflow-plan quickstart"),
-        ("zenflow-generate a --model b --qqq", "All options are in zenflow-generate --help"),
-    ],
-)
-def test_a_message_names_the_command_that_was_typed(installed, words, expected):
-    run = installed(*words.split())
-    assert run.returncode == 2
-    assert expected in run.stderr
+    for line, (expected, code) in SHOWN.items():
+        output = run.stdout.partition(f"> {line}\n")[2].partition("\n> ")[0]
+        assert expected in output, output
+        assert f"code {code}" in output
 
 
 def test_a_command_without_its_packages_says_how_to_install_them():

@@ -28,7 +28,7 @@ TURN, TURN_END = "<|turn|>", "<|turn_end|>"
 
 
 def write_wordpiece(folder: Path) -> int:
-    """Writes a tokenizer like BERT's, whose `[PAD]` is 0; returns its vocabulary's size."""
+    """Writes a tokenizer like BERT's, with `[PAD]` as token 0; returns the vocabulary size."""
     characters = sorted(string.ascii_lowercase + string.digits + ".,!?'-;:")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     pieces = [*special, *characters, *("##" + c for c in characters), *WORDS]
@@ -43,7 +43,7 @@ def write_wordpiece(folder: Path) -> int:
         pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
         special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")],
     )
-    # Some folders have lengths from another use, which must be ignored.
+    # Some folders contain lengths for another use, which must be ignored.
     tokens.enable_truncation(3)
     tokens.enable_padding(length=7)
     names = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}

@@ -1,6 +1,6 @@
 """Scripts that train models with zenflow_jax, and the models they train.
 
-Each script is a module with a `main`, reads from top to bottom, and uses the library's public
+Each script is a module with a `main`, can be read from top to bottom, and uses the library's public
 names. `plan/planning.py` and `checkpoints/reading.py` also read fields of the state's leaves, and
 must change with them. The library never imports this package; `zenflow_jax/_commands.py` starts its
 scripts as console commands.
@@ -9,7 +9,7 @@ scripts as console commands.
 import sys
 from pathlib import Path
 
-#: The folder of the shipped configs, which can be named without a path.
+#: The folder with the built-in configs, which users name without a path.
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -18,6 +18,6 @@ class Failure(Exception):
 
 
 def command_of(script: str) -> str:
-    """Returns the command for a script, in the form in which this process was started."""
+    """Returns the command for a script, in the form that started this process."""
     installed = Path(sys.argv[0]).name.startswith("zenflow-")
     return f"zenflow-{script}" if installed else f"python -m train.{script}"

@@ -1,4 +1,4 @@
-"""Packs the files of a model, and unpacks them.
+"""Packs a model's files, and unpacks them.
 
     python -m train.compress IN OUT                      lossless: bit-identical when restored
     python -m train.compress IN OUT --bound 2^-24        float32 with at most that error
@@ -34,16 +34,16 @@ PROGRAM = command_of("compress")
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Packs the files of a model, or unpacks them."""
+    """Packs a model's files, or unpacks them."""
 
     source: Path = option(help="A safetensors file, or a folder of them.", positional=True)
     target: Path | None = option(None, "New file or folder to write.", positional=True)
     bound: str | None = option(
         None, "Maximum error of a float32 weight, such as 2^-24. Default: lossless."
     )
-    base: Path | None = option(None, "Model from which to store only the differences.")
+    base: Path | None = option(None, "Base model; only the differences from it are stored.")
     threads: int | None = option(None, "Number of threads. Default: all cores.", above=0)
-    replace: bool = option(False, "Replace each file with its packed form. Without TARGET.")
+    replace: bool = option(False, "Replace each file with its packed form; takes no TARGET.")
     restore: bool = option(False, "Restore a packed file or folder.")
     check: bool = option(False, "Decode a packed file or folder to check whether it is intact.")
 
@@ -89,7 +89,7 @@ def _print_result(command: Command, packed: Sequence[Result], seconds: float) ->
     exact = [t for t in tensors if t.dtype != "F32" and t.bytes]
     if exact:
         kinds = ", ".join(sorted({t.dtype for t in exact}))
-        print(f"{len(exact)} tensors of {kinds} keep their bits: a bound applies to F32 only")
+        print(f"{len(exact)} tensors ({kinds}) are lossless: a bound applies only to F32")
 
 
 def _check(command: Command) -> None:
@@ -101,11 +101,11 @@ def _check(command: Command) -> None:
     if in_place and command.target is not None:
         raise ElvesError(f"{flags[0]} takes one path. Leave out {command.target}.")
     if not in_place and command.target is None:
-        raise ElvesError("The target is missing. Name a second path.")
+        raise ElvesError("The target is missing. Pass a second path.")
     if not (command.restore or command.check) and (command.source / CHECKSUMS).is_file():
         raise ElvesError(
-            f"{command.source} is a checkpoint, which no run could read when packed. Export its "
-            f"weights ({command_of('finetune')} --export), and pack these."
+            f"{command.source} is a checkpoint, which no run could read if it were packed. Export "
+            f"its weights ({command_of('finetune')} --export), and pack them."
         )
 
 
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = read_arguments(Command, argv, program=PROGRAM)
         place, left = command.target or command.source, f"{command.source} is unchanged."
         if command.replace:
-            left = f"Each file of {place} is intact, packed or not; run the same command again."
+            left = f"Each file in {place} is intact, packed or not; run the same command again."
         run(command)
         return 0
     except (Failure, ElvesError) as error:

@@ -47,7 +47,7 @@ CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ERO
 
 
 def train(command: Command, console: Console, stop: StopRequest) -> None:
-    """Trains a run, or the rest of it, and leaves the results in the run's folder.
+    """Trains a run, or finishes a stopped run, and leaves the results in the run's folder.
 
     With `steps` 0, it shows a validation's metrics and writes nothing. A `run` is resumed from its
     newest intact checkpoint. Raises `Stopped` if a signal ends the run.
@@ -81,12 +81,12 @@ def train(command: Command, console: Console, stop: StopRequest) -> None:
 def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str], None]) -> None:
     """Writes the weights of a `checkpoint`, a step or "best", to a new or empty folder.
 
-    These are the validated weights, without the updates that were pending then.
+    These are the validated weights, without the updates that were pending at that step.
     """
     if settings.run is None:
         raise SettingsError("`--export`: needs the name of a run. Pass --run.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"`--export`: {target} is not new or empty. Name another folder.")
+        raise SettingsError(f"`--export`: {target} is not new or empty. Pass another folder.")
     target = target.absolute()  # because "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
@@ -110,14 +110,14 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     task = task_name(vars(settings))
     models.write(target, origin, weights, values, labels=labels, texts=texts, task=task)
     pending = settings.optimizer != "adamw" and not layered
-    line = f"{target} has the weights of checkpoint {step} in {folder}"
+    line = f"{target} contains the weights of checkpoint {step} in {folder}"
     say(line + ", without pending updates" * pending)
 
 
 def show_plan(
     settings: Settings, planning: Planning, arguments: Sequence[str], console: Console
 ) -> None:
-    """Shows the run's needs without training."""
+    """Shows what the run would need, without training."""
     from train.plan import report
     from train.plan.planning import plan_run
     from zenflow_jax.planning import has_compiler
@@ -128,7 +128,7 @@ def show_plan(
         jax.config.update("jax_num_cpu_devices", max(math.prod(axes.values()), 1))
     if has_compiler():
         console.print(
-            "Compiling: minutes if the model is large. XLA's lines about memory are not errors."
+            "Compiling a large model takes minutes. XLA's lines about memory are not errors."
         )
     report.show(plan_run(settings, planning), arguments, console)
 

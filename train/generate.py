@@ -1,4 +1,4 @@
-"""Writes a model's output for a prompt: its continuation, or the class of a text.
+"""Writes a model's continuation of a prompt, or the class of a text.
 
     python -m train.generate --model runs/NAME/model "The cat"
     python -m train.generate --model runs/NAME/model "The cat" --temperature 0.8 --top-p 0.95
@@ -45,7 +45,8 @@ from train.tasks.examples import Sentences
 
 PROGRAM = command_of("generate")
 
-# Texts in a batch, and the multiple to which lengths are padded: each length compiles once.
+# The texts in a batch, and the multiple that lengths are padded to, because each length compiles a
+# program.
 BATCH, PART = 32, 64
 
 
@@ -59,15 +60,15 @@ class Options:
     )
     model: Dir = option(help="Model folder, such as runs/NAME/model, or org/name on the Hub.")
     format: Literal["auto", "text", "alpaca", "chat"] = option(
-        "auto", "The prompt as it is, as an instruction, as a user's message; auto: as trained."
+        "auto", "Use of the prompt: text, an instruction or a user's message; auto: as in training."
     )
-    system: str | None = option(None, "chat: system message ahead of the prompt.")
+    system: str | None = option(None, "chat: system message before the prompt.")
     max_tokens: int = option(256, "Maximum number of tokens to write.", least=1)
     temperature: float | None = option(
         None, "Divides the logits; 0: greedy. Default: 0, or 1 with --top-k or --top-p.", least=0
     )
-    top_k: int | None = option(None, "Sample from this many most likely tokens.", least=1)
-    top_p: float | None = option(None, "Total probability of tokens to sample from.", above=0)
+    top_k: int | None = option(None, "Sample from this number of the most likely tokens.", least=1)
+    top_p: float | None = option(None, "Total probability of the tokens to sample from.", above=0)
     seed: int = option(0, "Seed for sampling.", least=0)
     dtype: Literal["bfloat16", "float32"] | None = option(
         None, "Dtype of weights and products. Default: the folder's."
@@ -87,7 +88,7 @@ class Options:
 
 class Prompt(NamedTuple):
     tokens: list[int]
-    ends: frozenset[int]  # end the continuation
+    ends: frozenset[int]  # tokens that end the continuation
     description: str  # how the prompt was made
 
 
@@ -108,10 +109,10 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     room = origin.config.positions - len(prompt.tokens)
     if room < 1 or not prompt.tokens:
         raise SettingsError(
-            f"`prompt`: must have 1 to {origin.config.positions - 1} tokens, for the positions of "
-            f"the model in {folder}, but has {len(prompt.tokens)}."
+            f"`prompt`: must have 1 to {origin.config.positions - 1} tokens, to fit the model in "
+            f"{folder}, but has {len(prompt.tokens)}."
         )
-    say(f"{len(prompt.tokens)} tokens of prompt, {prompt.description}")
+    say(f"{len(prompt.tokens)} prompt tokens, {prompt.description}")
     graphdef, params = _load(origin, options.dtype)
     most = min(options.max_tokens, room)
     begin = time.perf_counter()
@@ -141,14 +142,14 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
 
 
 def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
-    """Returns the prompt as tokens, in the format of the options or of the folder's run."""
+    """Returns the prompt as tokens, in the format of the options or else of the folder's run."""
     folder = Path(options.model)
     form, because = options.format, ""
     if form == "auto":
         task = read_object(folder / CONFIG, ModelError).get(TASK)
         form, because = "text", "" if task else "; --format chat puts it into the chat template"
         if task in ("alpaca", "chat"):
-            form, because = task, f", as the run was trained ({task})"
+            form, because = task, f", as in training ({task})"
     if form == "chat":
         return _chat_prompt(options, tokenizer, because)
     if options.system is not None:
@@ -205,7 +206,7 @@ def _classify(
     tokenizer: Tokenizer,
     texts: Sequence[str],
 ) -> Iterator[tuple[str, float]]:
-    """Yields the class of each text and its probability; texts that are too long are cut."""
+    """Yields each text's class and its probability; texts that are too long are cut."""
     source = Sentences(texts, [0] * len(texts), tokenizer, origin.config.positions)
     shares_of = jax.jit(lambda params, *of: jax.nn.softmax(nnx.merge(graphdef, params)(*of)))
     for first in range(0, len(texts), BATCH):

@@ -1,8 +1,8 @@
 """Console commands, each of which runs a script in `train/` in its own process.
 
-Scripts, `elves` and configs are not installed as packages: a wheel has them in a folder of this
-package, a clone in its root. Only a command puts that folder on its path, before everything else,
-so that a user's own `train.py` is not imported instead.
+Scripts, `elves` and configs are not installed as packages: in a wheel they are in a folder of this
+package, in a clone in the root. Only a command puts that folder on its path, before everything
+else, so that a user's own `train.py` is not imported instead.
 """
 
 import importlib
@@ -19,7 +19,7 @@ def finetune() -> int:
 
 
 def plan() -> int:
-    if len(sys.argv) > 1:  # the error without arguments must not mention it
+    if len(sys.argv) > 1:  # the error without arguments must not mention this
         sys.argv.insert(2, "--plan")
     return _run("finetune")
 

@@ -36,35 +36,37 @@ class HostEngine:
     """Updates the deferred channels on the host, in parallel with the device.
 
     Make an engine for each run, before its first step. Call `exchange` after every step, `flush`
-    before you use the parameters elsewhere, and `close` at the end, or use a `with` block. Only one
-    thread may call an engine.
+    before you use the parameters elsewhere, and `close` at the end (or use a `with` block). Only
+    one thread may call an engine.
 
     An engine needs 12 bytes of host memory per deferred parameter (6.1875 with compact moments) and
     pinned memory for a few mails. A ready update waits in device memory. `planning` computes both.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
-            The tree may have more leaves: each call finds leaves by their paths.
-        opt_state: The result of `tx.init(params)`, with one `ZenFlowState` anywhere in it.
+            The tree may contain other leaves, too: each call finds leaves by their paths.
+        opt_state: The result of `tx.init(params)`, which contains one `ZenFlowState` at any depth.
         host_kernel: "numba", or the portable "numpy".
         host_state: The host's format for moments: "float32" needs 8 bytes per parameter; "compact"
             needs 2.1875 but rounds each update, usually by less than 1%. A resumed run may switch.
-        threads: Cores for host updates. By default, all but one, which is left to the caller.
-        prefetch_bytes: Bytes that a ready update may take on each device before its boundary, where
-            the loop waits for the rest. None: the whole update.
-        max_skipped: The next call raises after this many consecutive skipped steps (their gradients
-            were not finite). None: never. `logging` warns after three.
+        threads: Number of threads for host updates. By default all cores but one, left for the
+            caller.
+        prefetch_bytes: Bytes that a ready update may take on each device before its boundary; there
+            the loop waits for the rest. None means the whole update.
+        max_skipped: Number of consecutive skipped steps (with gradients that are not finite) after
+            which the next call raises an error. None means never. `logging` warns after three.
         engine_state: The result of `EngineRestore` or `state()`, saved together with `params` and
-            `opt_state`. The engine copies it and resumes the run, bit-identically.
-        exit_if_stuck: When one process of several fails, the others raise its error at their next
-            call. A process blocked in a collective cannot raise: the engine ends it 30 s after the
-            failure, by `os._exit(1)`, with the reason on stderr. False leaves it waiting.
+            `opt_state`. The engine copies this state and resumes the run, bit-identically.
+        exit_if_stuck: When one of several processes fails, the others raise its error at their next
+            call. A process that is blocked in a collective cannot raise errors: 30 s after the
+            failure, the engine ends it through `os._exit(1)`, with the reason on stderr. With
+            False, it keeps waiting.
         check: How to detect other code that changes parameters. "samples" periodically compares
             some values of each leaf. "all", for debugging, compares all values at each step from
             the second, which takes time and a second copy of the parameters. Neither detects
-            changes in skipped steps, NaNs, or changes below a twentieth of a selected float32
-            weight's step. The next step silently undoes a change to selected low-precision channels
-            between two steps.
+            changes in skipped steps, NaNs, or changes smaller than a twentieth of a selected
+            float32 weight's step. If selected low-precision channels change between two steps, the
+            next step silently undoes the change.
 
     Raises:
         ValueError: If an argument is out of range; if `opt_state` does not have exactly one
@@ -72,7 +74,7 @@ class HostEngine:
             `engine_state` belongs to another run or has different options; if the parameters do not
             match the state or are on different devices; or if jax has too little pinned memory. The
             error is a `planning.UnfitRunError` if different settings or another checkpoint fix it.
-        TypeError: If parameters or state are NumPy arrays, which are not on a device.
+        TypeError: If parameters or state are NumPy arrays instead of arrays on a device.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -156,29 +158,29 @@ class HostEngine:
 
     @property
     def timeline(self) -> Timeline:
-        """Returns the timeline of this process's last few hundred steps, always recorded."""
+        """Returns the timeline of this process's last few hundred steps, recorded in every run."""
         return self._worker.recorder.timeline()
 
     @recorded("exchange")
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Sends mail out and brings updates in, between two steps; selects channels when due.
+        """Sends mail and merges updates between two steps; selects channels when due.
 
-        It waits for due updates, for a host over two mails behind and, briefly, when channels
-        are selected or windows adapt. Do not reuse mail; you may use the parameters.
+        Waits for due updates, for a host that is more than two mails behind and, briefly, when
+        channels are selected or windows adapt. You may then use the parameters, but not the mail.
 
         Args:
-            params: The step's new parameters. The tree may have more leaves, as in the constructor.
-            opt_state: The step's new state, in any wrapper.
+            params: The step's new parameters. The tree may contain other leaves.
+            opt_state: The step's new state, inside any wrapper.
 
         Returns:
-            Both for the next step, with the same structure, shapes and placement. One repeated call
-            with the last result returns it unchanged, because trainers run their hooks again at the
-            end; taking a step after that raises an error.
+            Both for the next step, with unchanged structure, shapes and placement. A single
+            repeated call with the last result returns this result, because trainers run their hooks
+            again at the end; a step after such a call raises an error.
 
         Raises:
-            RuntimeError: If the engine is closed, has failed or was interrupted; if anything but
-                one step from the last call's result was taken; if `max_skipped` consecutive steps
-                were skipped; or if other code changed the parameters.
+            RuntimeError: If the engine is closed, has failed or was interrupted; if the state does
+                not come from exactly one step on the last call's result; if `max_skipped`
+                consecutive steps were skipped; or if other code changed the parameters.
             ValueError, TypeError: If state or parameters differ from the constructor's, or are on
                 different devices.
         """
@@ -228,17 +230,17 @@ class HostEngine:
 
     @recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Merges pending updates, except where that would lose provisional steps.
+        """Merges pending updates, unless this would lose provisional steps.
 
-        Call it after the last exchange, and continue only from its result. Open windows stay open,
-        so a continued run has the same windows. The parameters contain their gradients only as
-        provisional steps, or not at all with `provisional_share=None`: end such a run where a
-        window ends.
+        Call this after the last exchange, and continue only from its result. Open windows stay
+        open, so a continued run has the same windows. The parameters contain the open windows'
+        gradients only as provisional steps, and not at all with `provisional_share=None`; end such
+        a run at the end of a window.
 
         Args:
             params: The parameters that the last `exchange` returned.
-            opt_state: The state that it returned, or a copy. With `optax.MultiSteps`, micro-batches
-                without an update may have followed.
+            opt_state: The state that it returned, or a copy. With `optax.MultiSteps`, the state may
+                also come from later micro-batches without an update.
 
         Raises:
             RuntimeError, ValueError, TypeError: As for `exchange`, or if a step was not exchanged.
@@ -269,11 +271,11 @@ class HostEngine:
 
     @recorded("state")
     def state(self) -> dict[str, Any]:
-        """Copies the engine's whole state, as of the last `exchange`, for a checkpoint.
+        """Copies the engine's whole state as of the last `exchange`, for a checkpoint.
 
-        With orbax, `EngineSave` saves the same state without a copy. Save it together with the
+        With orbax, `EngineSave` saves this state without a copy. Save the state together with the
         parameters and the optimizer state that `exchange` returned, and pass it to a new engine as
-        `engine_state`. The call waits for the host's work. All processes of a run must call it.
+        `engine_state`. The call waits for the host's work. All processes in a run must call it.
 
         Returns:
             A tree of dicts, lists and arrays. The large arrays are in host memory (pinned on a
@@ -291,7 +293,7 @@ class HostEngine:
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
         """Returns the state as a stream that `EngineSave` writes while the run continues.
 
-        Write or close the stream, or the run waits forever. `copy_bytes` is as in `EngineSave`.
+        Write or close it, otherwise the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
         self._settle()
         self._ending.safe = True
@@ -299,7 +301,7 @@ class HostEngine:
 
     @recorded("state")
     def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:
-        """Waits for the host's masters; returns a key that each step, flush and load changes."""
+        """Waits for the host's masters; returns a key that each step, flush or load changes."""
         self._check_open()
         self._expected.state(opt_state)
         if self._progress.step == 0:
@@ -316,9 +318,9 @@ class HostEngine:
         update_nnx(model, optimizer, *self.flush(*nnx_arrays(model, optimizer)))
 
     def close(self) -> None:
-        """Ends the thread, frees memory and drops updates. Safe to call twice, or during work.
+        """Ends the thread, frees memory and drops updates. Safe to call twice or during work.
 
-        `logging` warns if pending updates never reached the parameters, nor a saved state.
+        `logging` warns if pending updates reached neither the parameters nor a saved state.
         """
         self._worker.stop()
         self._ending.warn()
@@ -353,8 +355,8 @@ class HostEngine:
     def _check_open(self) -> None:
         if self._worker.closed:
             raise RuntimeError(
-                "This engine is closed. Close an engine only after the last `flush`; for a new run "
-                "make another with `HostEngine(params, tx.init(params))`."
+                "This engine is closed. Close an engine only after the last `flush`; for a new "
+                "run, make a new engine with `HostEngine(params, tx.init(params))`."
             )
         self._worker.check()
         if self._interrupted:
@@ -362,7 +364,7 @@ class HostEngine:
                 "The engine's last call was interrupted, so parameters, state and host no longer "
                 "match. Resume from the last checkpoint."
             )
-        # The device may still run the last step, and reading that step's counts would wait.
+        # The device may still be running the last step, and reading its counts would wait.
         self._integrity.check(self._progress.step - 1)
 
     def _settle(self) -> None:
@@ -381,6 +383,6 @@ class HostEngine:
 
 
 def _forgotten(worker: Worker, ending: Ending) -> None:
-    """Ends an engine that nobody has closed, at its garbage collection or at interpreter exit."""
+    """Ends an engine that was never closed, at garbage collection or interpreter exit."""
     worker.request_stop()
-    ending.warn(getattr(sys, "last_value", None))  # an exception that has ended the program
+    ending.warn(getattr(sys, "last_value", None))  # the exception that ended the program

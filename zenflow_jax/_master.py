@@ -18,7 +18,7 @@ from zenflow_jax._spec.leaf import as_pure
 
 
 def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
-    """Returns the parameters in float32: the masters, which low-precision parameters are cast from.
+    """Returns the float32 masters, from which low-precision parameters are cast.
 
     For a parameter that has moved by provisional steps or lacks a pending update, the result is the
     parameter itself. Call `flush` first to merge all updates. If the masters do not fit on the
@@ -30,8 +30,8 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
         engine: The engine that trained them.
 
     Returns:
-        A tree like `params` of float32 arrays with the same placement. Leaves that are not in the
-        state (with `optax.masked`) are returned unchanged.
+        A tree like `params`, of float32 arrays with the parameters' placement. Leaves that are not
+        in the state (with `optax.masked`) are returned unchanged.
 
     Raises:
         RuntimeError: If the engine is closed or has failed.
@@ -54,9 +54,9 @@ def iter_master_params(
 ) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
     """Returns the leaves of `master_params` one by one, for example to write them to a file.
 
-    Errors are those of `master_params`; a step or a flush in between is also an error. The devices
-    hold one master at a time if you drop it before you request the next. In a run with several
-    processes, all must request all leaves.
+    Raises the errors of `master_params`, and an error if a step or flush runs in between. The
+    devices hold one leaf's masters at a time if you drop them before you request the next leaf. In
+    a run with several processes, every process must request all leaves.
 
     Args:
         params: As for `master_params`.
@@ -64,7 +64,7 @@ def iter_master_params(
         engine: As for `master_params`.
 
     Returns:
-        Pairs of a leaf's key path and its masters, in the order of `jax.tree.leaves(params)`.
+        Pairs of key path and masters, one for each leaf, in the order of `jax.tree.leaves(params)`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, zenflow_jax
@@ -91,8 +91,8 @@ def iter_master_params(
         engine._check_open()
         if moment() != start:
             raise RuntimeError(
-                f"Parameters changed while the masters of step {step} were read (now step "
-                f"{engine.stats.steps}). Read all masters before the next step, `flush` or "
+                f"Parameters changed while the masters of step {step} were being read (it is now "
+                f"step {engine.stats.steps}). Read all masters before the next step, `flush` or "
                 "`iter_master_params`."
             )
         return engine._updates.masters(number)
@@ -113,7 +113,7 @@ def iter_master_params(
 def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
     """Returns a leaf's masters: `host` on deferred channels, else the device's or the parameter.
 
-    A deferred channel's master is used where the parameter is its cast.
+    `host` is used only where the parameter is its cast.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     if leaf.channels is None:

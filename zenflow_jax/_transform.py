@@ -78,24 +78,24 @@ def zenflow(
 
     Selected channels take an AdamW step at every step. The gradients of all other channels go to
     pinned host memory, where a `HostEngine` takes one AdamW step with the mean gradient over
-    `update_interval` steps, scaled to be equivalent to them. Leaves take turns: at every step some
-    windows close, and their updates reach the parameters one step later.
+    `update_interval` steps, scaled to match them. Leaves take turns: at every step some windows
+    close, and their updates reach the parameters one step later.
 
     With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with float32
     master weights. Steps whose gradient is not finite are skipped; do not let
-    `optax.apply_if_finite` withhold an update. The arguments up to `eps` are those of
-    `optax.adamw`, in its order; `eps_root`, `mu_dtype` and `nesterov` are missing.
+    `optax.apply_if_finite` withhold an update. The arguments up to `eps` match `optax.adamw`, in
+    the same order; `eps_root`, `mu_dtype` and `nesterov` are missing.
 
     Args:
         learning_rate: A number, a schedule over the step count (from 0, without skipped steps), or
-            a float32 array. For different rates, a function of (key path, leaf) that returns one of
-            these, or a tree of them like the parameters (or a prefix of it). A function that can be
-            called with one argument is a schedule, unless that argument is named a path.
+            a float32 array. For different rates, a function of (key path, leaf) that returns such a
+            rate, or a tree of rates like the parameters (or a prefix of it). A function that can be
+            called with one argument is a schedule, unless the argument's name contains "path".
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by the learning rate; a number, a schedule
-            or an array, like it.
+            or an array.
         mask: Tree of bools like the parameters (or a prefix of it), or a function of the parameters
             that returns such a tree: True where weight decay applies. Default: everywhere.
         topk_ratio: Fraction of a leaf's channels to select, in [0, 1], rounded up.
@@ -103,63 +103,64 @@ def zenflow(
         select_interval: Steps between selections, by default 16 (longest) windows; or an
             `AutoSelect`. A selection waits for the end of its window; the first selection is at the
             first boundary.
-        full_warm_up_rounds: Number of initial steps that update all channels.
-        rolling: True: the offloaded leaves are split into `update_interval` groups of nearly equal
-            size, and at each step one group closes its window. A gradient then takes effect 1 to
-            `update_interval` steps later. False, as in the paper: all windows close together, and a
-            gradient takes effect up to `2 * update_interval - 1` steps later. Windows that adapt
-            always close together.
-        staleness: Steps from the end of a window until its update reaches the parameters, during
-            which the host works in parallel; from 0 (the loop waits) to `update_interval`. None: 1
-            if `rolling`, else `update_interval`.
+        full_warm_up_rounds: Number of initial steps, each of which updates all channels.
+        rolling: With True, the offloaded leaves are split into `update_interval` groups of nearly
+            equal size, and at each step one group closes its window. A gradient then takes effect 1
+            to `update_interval` steps later. With False, as in the paper, all windows close
+            together, and a gradient takes effect up to `2 * update_interval - 1` steps later.
+            Adaptive windows always close together.
+        staleness: Steps from the end of a window until its update reaches the parameters, while the
+            host works in parallel; from 0 (the loop waits) to `update_interval`. None means 1 if
+            `rolling`, else `update_interval`.
         window_scaling: How a window's single step is scaled to the c steps in it that count, after
-            Malladi et al. (2022): learning rate times c to this power, betas to the power c, eps
-            divided by the root of c, weight decay as in c steps. 0.5 is their rule; 0 scales only
-            the betas. None, as in the paper, scales nothing; use it if windows close together,
-            because longer steps with staler updates overshoot.
-        provisional_share: At each step except the first and those of the warm-up, the device moves
+            Malladi et al. (2022): the learning rate is multiplied by c to this power, the betas are
+            raised to the power c, eps is divided by the root of c, and weight decay acts as in c
+            steps. 0.5 is their rule; 0 scales only the betas; None, as in the paper, scales
+            nothing. Use None if windows close together, because longer steps with staler updates
+            overshoot.
+        provisional_share: At each step except the first and the warm-up's steps, the device moves
             every deferred weight by this fraction of the learning rate, against the sign of its
-            gradient, until the next update replaces that move. It costs 0.25 bytes per offloaded
-            parameter on the device during the step. None, as in the paper: deferred weights do not
-            move between updates.
-        max_grad_norm: Clips as `optax.clip_by_global_norm` does, by the norm of the leaves that
-            this transformation receives (only some, in `optax.partition`). Clipping before
-            `zenflow` would keep the mail from leaving during the backward pass.
+            gradient, until the next update replaces this move. This costs 0.25 bytes per offloaded
+            parameter on the device during the step. With None, as in the paper, deferred weights do
+            not move between updates.
+        max_grad_norm: Clips like `optax.clip_by_global_norm`, by the norm of the leaves that this
+            transformation receives (only some, in `optax.partition`). Clipping before `zenflow`
+            would keep the mail from leaving during the backward pass.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
         resident: Function of (key path, leaf) that returns whether a leaf stays wholly on the
-            device, as leaves with fewer than two axes always do.
+            device. Leaves with fewer than two axes always stay there.
         partition_replicated: Whether mesh axes that replicate a leaf divide its optimizer state and
-            its update, as far as its sizes allow (ZeRO). A bool, or a function of (key path, leaf).
+            update, as far as its shape allows (ZeRO). A bool, or a function of (key path, leaf).
         param_shardings: Tree of `NamedSharding`s like the parameters, or a function of the
             parameters that returns such a tree. `init` needs it only under jit on a mesh with Auto
-            axes, because traced parameters do not know where they are.
+            axes, because traced parameters do not show their placement.
         send_gradients: When offloaded gradients leave the device. "during_step": as soon as the
-            backward pass has computed each; best for layers that are not under `lax.scan`.
+            backward pass has computed each gradient; best for layers that are not under `lax.scan`.
             "after_step": while the next step runs, bit-identically; for layers under `lax.scan`,
-            whose gradients exist only at its end. This keeps one more gradient per parameter on the
-            device. "per_window": the step sums the gradients in the transfer dtype, and each window
-            copies one sum. It costs 2 bytes per bf16 parameter on the device, twice that while a
-            sum is in flight.
+            whose gradients exist only at the scan's end. This keeps one more gradient per parameter
+            on the device. "per_window": the step sums the gradients in the transfer dtype, and each
+            window copies one sum. This costs 2 bytes per bf16 parameter on the device, and 4 while
+            a sum is in flight.
         transfer_dtype: The dtype in which gradients are sent to the host; the device uses them
-            unrounded. None: bfloat16 for bfloat16 leaves, else float32. `jnp.bfloat16` rounds all
-            gradients. `jnp.float32` rounds none, for bfloat16 leaves with float32 gradients (sums
-            of micro-batches).
+            unrounded. None means bfloat16 for bfloat16 leaves, else float32. `jnp.bfloat16` rounds
+            all gradients; `jnp.float32` does not round any, which helps if bfloat16 leaves have
+            float32 gradients (sums of micro-batches).
 
     Returns:
-        A transformation whose `update` needs `params`. With its float32 update,
+        A transformation whose `update` needs `params`. Given its float32 update,
         `optax.apply_updates` sets selected channels to their masters, cast to the leaf's dtype, and
         moves deferred channels by a provisional step or not at all.
 
-        Put zenflow last in its chain, and let nothing else change the parameters: the host's
+        Put zenflow last in its chain, and do not change the parameters in any other way: the host's
         updates bypass later transformations (`optax.scale`, `optax.ema`), and undo other changes to
         deferred channels (`optax.lookahead`, clipping weights). An engine rejects such runs. Put
-        gradient transformations first, freeze with `optax.partition`, and keep weight averages
+        gradient transformations first, freeze leaves with `optax.partition`, and keep averages
         outside. Load weights before the first step; later, flush and make a new state and engine.
 
     Raises:
         ValueError: For values that are out of range, not finite, or incompatible.
-        TypeError: If an argument that shapes the state is an array.
+        TypeError: If an argument that determines the state's structure is an array.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -220,8 +221,8 @@ def zenflow(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-#: Arguments that shape the state, or that are functions but not schedules. Without this list
-#: `optax.inject_hyperparams` would turn them into arrays:
+#: Arguments that determine the state's structure, or that are functions but not schedules. Without
+#: this list, `optax.inject_hyperparams` would turn them into arrays:
 #: `optax.inject_hyperparams(zenflow, static_args=zenflow_jax.STATIC_ARGS)(...)`.
 STATIC_ARGS = tuple(name for name in inspect.signature(zenflow).parameters if name not in NUMBERS)
 
@@ -237,7 +238,7 @@ def _update(
     gradients, treedef = jax.tree.flatten(updates, is_leaf=is_streamed)
     rank = mail_rank([leaf.spec for leaf in state.leaves])
 
-    # All reads of whole gradients, leaf by leaf as the backward pass computes them.
+    # This is the only read of whole gradients, leaf by leaf as the backward pass computes them.
     moves = schedule.provisional_share is not None
     seen = [
         parts_of(g)
@@ -300,7 +301,7 @@ def _scalars_at(
     count: jax.Array, rates: Sequence[Any], b1: Any, b2: Any, eps: Any, decay: Any
 ) -> list[AdamScalars]:
     """Returns the next step's hyperparameters for each rate, after `count` counted steps."""
-    # `optax.adamw` counts the same way under `optax.apply_if_finite`.
+    # `optax.adamw` counts in the same way under `optax.apply_if_finite`.
     rates = [_scalar(rate(count) if callable(rate) else rate) for rate in rates]
     decay = _scalar(decay(count) if callable(decay) else decay)
     first, second = _scalar(b1), _scalar(b2)

@@ -35,11 +35,11 @@ def attach(
 ) -> "AttachedStep":
     """Returns a train step that calls `step`, and then `exchange` with its results.
 
-    Use it with loops that you do not control and that take a step function. Jit `step`, not the
+    Use this for loops that you do not control and that accept a step function. Jit `step`, not the
     result. `attach` recognizes four kinds of steps by their arguments, in any position (a random
     key may come first):
 
-    * `step(params, opt_state, ...)` returns a tuple with both, in this order.
+    * `step(params, opt_state, ...)` returns a tuple that contains both, in this order.
     * `step(state, ...)` returns the state, or a tuple that contains it. A state is any object with
       both `fields`: a flax `TrainState`, a dataclass, a named tuple or a dict.
     * `step(model, optimizer, ...)` of flax nnx updates both in place.
@@ -47,19 +47,20 @@ def attach(
       `nnx.State`, or a tuple that contains it. Merged, they are a module or a tuple with one model
       and one `nnx.Optimizer`.
 
-    With `optax.MultiSteps`, it exchanges only after an update, which it detects by waiting for each
-    micro-batch.
+    With `optax.MultiSteps`, the step exchanges only after an update, which it detects by waiting
+    for each micro-batch.
 
     Args:
         step: The train step. Pass parameters and state by position.
-        engine: The run's engine. None: the first call creates it from its arguments, with a fresh
-            state or the state that belongs to `engine_options["engine_state"]`.
-        flush_every: Number of steps between flushes, counted from the start of the run. None:
-            flush only when you call `flush`.
+        engine: The run's engine. With None, the first call creates the engine from the call's
+            arguments, whose state must be fresh or belong to `engine_options["engine_state"]`.
+        flush_every: Number of steps between flushes, counted from the start of the run. With None,
+            only your calls of `flush` flush.
         fields: The names of parameters and optimizer state in a train state, by default
-            `("params", "opt_state")`; or of model and optimizer in an nnx module with several
-            models.
-        graphdef: The graphdef of an `nnx.State` that `step` takes without it, as in MaxText.
+            `("params", "opt_state")`; or the names of model and optimizer in an nnx module with
+            several models.
+        graphdef: The graphdef for an `nnx.State`, if `step` does not take a graphdef, as in
+            MaxText.
         engine_options: Arguments of the `HostEngine` that the first call creates.
 
     Returns:
@@ -108,10 +109,10 @@ class AttachedStep:
 
     @property
     def engine(self) -> HostEngine:
-        """Returns the engine; raises before the first call if that call creates it."""
+        """Returns the engine; raises an error if only the first call will create it."""
         if self._engine is None:
             raise RuntimeError(
-                "The step has no engine before its first call. Call it first, or pass "
+                "The step has no engine before its first call. Call the step first, or pass "
                 "`attach(step, HostEngine(params, opt_state))`."
             )
         return self._engine
@@ -124,7 +125,7 @@ class AttachedStep:
         if not self._made_update(opt_state):
             return out
         params, opt_state = self.engine.exchange(params, opt_state)
-        # The engine's own count, because its run may have begun before this object was created.
+        # Uses the engine's count, because the run may have begun before this object was created.
         if self._flush_every and self.engine.stats.steps % self._flush_every == 0:
             params, opt_state = self.engine.flush(params, opt_state)
         return put(params, opt_state)
@@ -133,8 +134,8 @@ class AttachedStep:
         """Merges pending updates into the parameters, as `HostEngine.flush` does.
 
         Args:
-            *carried: Parameters and optimizer state, or the train state, as the step returned them,
-                or the model and its optimizer.
+            *carried: Parameters and optimizer state, or the train state, from the last step; or the
+                model and its optimizer.
 
         Returns:
             The same objects with these updates, to continue from; None for nnx, updated in place.
@@ -181,7 +182,7 @@ class AttachedStep:
         return take, least
 
     def _made_update(self, opt_state: Any) -> bool:
-        """Returns whether the call made an update; `optax.MultiSteps` may only add to a sum."""
+        """Returns whether the call made an update, not only a sum in `optax.MultiSteps`."""
         if self._accumulated is None:
             return True
         before, self._accumulated = self._accumulated, _accumulated(opt_state)
@@ -218,7 +219,7 @@ def _taker(
     if len(nnx_states) == 1 and graphdef is not None:
         return functools.partial(_take_split, graphdef, fields), nnx_states[0]
     for state in nnx_states:
-        find_state(state)  # raises with a remedy
+        find_state(state)  # raises an error with a remedy
     if fields is not None:
         raise TypeError(
             f"No argument has `{'` and `'.join(fields)}`: {_kinds(args)}. Pass the train state by "
@@ -237,7 +238,7 @@ def _place_of_state(values: Sequence[Any]) -> int:
 
 
 def _check_one_candidate(args: Sequence[Any]) -> None:
-    """Rejects two arguments like the parameters before the optimizer state, such as an average."""
+    """Rejects a second tree like the parameters, such as an average, before the optimizer state."""
 
     def shapes(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
@@ -247,7 +248,7 @@ def _check_one_candidate(args: Sequence[Any]) -> None:
     if any(shapes(x) == shapes(params) for x in others):
         raise TypeError(
             f"Two of the arguments {_kinds(args)} before the optimizer state look like its "
-            "parameters. Pass (params, opt_state, ...), with the others after them."
+            "parameters. Pass (params, opt_state, ...) first, and all other arguments after them."
         )
 
 
@@ -287,7 +288,7 @@ def _take_train_state(fields: tuple[str, str], out: Any) -> _Taken:
     state, put_state = _only(out, functools.partial(_has, fields=fields), noun)
     is_dict = isinstance(state, Mapping)
     params, opt_state = (state[x] if is_dict else getattr(state, x) for x in fields)
-    find_state(opt_state)  # raises with a remedy
+    find_state(opt_state)  # raises an error with a remedy
 
     def put(*pair: Any) -> Any:
         return put_state(_replaced(state, dict(zip(fields, pair, strict=True))))
@@ -296,7 +297,7 @@ def _take_train_state(fields: tuple[str, str], out: Any) -> _Taken:
 
 
 def _only(out: Any, accepts: Callable[[Any], bool], noun: str) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns the one accepted value in a step's results, and a function that replaces it."""
+    """Returns the only accepted value in a step's results, and a function that replaces it."""
     if accepts(out):
         return out, lambda new: new
     values = list(out) if isinstance(out, tuple | list) else []
@@ -304,7 +305,7 @@ def _only(out: Any, accepts: Callable[[Any], bool], noun: str) -> tuple[Any, Cal
     if len(places) != 1:
         raise TypeError(
             f"The step returns {len(places)} {noun} in {_kinds(out)}. Attach a step that returns "
-            "one, alone or in a tuple."
+            "exactly one, alone or in a tuple."
         )
 
     def put(new: Any) -> Any:
@@ -339,7 +340,7 @@ def _like(out: Any, values: list[Any]) -> Any:
 
 
 def _accumulated(opt_state: Any) -> int | None:
-    """Returns how many updates `optax.MultiSteps` has passed to zenflow; None without it."""
+    """Returns how many updates `optax.MultiSteps`, if present, has passed to zenflow."""
     around = accumulations(opt_state)
     return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
 

@@ -2,8 +2,8 @@
 
 `jax.lax.scan` stacks the gradients of all layers, so the device holds all of them when the scan
 ends. With `scan_layers` the scan's body reads each layer's gradient and sends it to the host, and
-`jax.grad` returns only the values that the step needs. `stream_scans` does the same for a model's
-own scans. Windows, selections and arithmetic do not change.
+`jax.grad` returns only the values that the step needs. `stream_scans` does this for a model's own
+scans. Windows, selections and arithmetic do not change.
 """
 
 import dataclasses
@@ -42,18 +42,19 @@ def stream(
 
     Args:
         params: Parameters, under jit.
-        opt_state: The optimizer's state, which `zenflow` made with `send_gradients="during_step"`.
-        where: Function of (key path, leaf) that returns whether a leaf has layers for
-            `scan_layers`; by default, all offloaded leaves that are stacked along a first axis do.
+        opt_state: The optimizer's state, from a `zenflow` with `send_gradients="during_step"`.
+        where: Function of (key path, leaf) that returns whether a leaf contains layers for
+            `scan_layers`; by default, this is true of all offloaded leaves that are stacked along
+            their first axis.
 
     Returns:
-        A tree like `params`, with a `Streamed` for each such leaf; only `scan_layers` and losses of
-        `stream_scans` can read it.
+        A tree like `params`, with a `Streamed` in place of each such leaf; only `scan_layers` and
+        losses of `stream_scans` can read it.
 
     Raises:
         ValueError: If the state has a different `send_gradients`; if no leaf is stacked, or `where`
-            names a leaf that is not; if a mesh divides the layer axis or has Explicit axes; or if
-            the program differentiates through this call.
+            picks a leaf that is not stacked; if a mesh divides the layer axis or has Explicit axes;
+            or if the program differentiates through this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -86,7 +87,7 @@ def stream(
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
     if not any(map(is_streamed, weights)):
         raise ValueError(
-            f"None of {len(weights)} leaves can stream. Stack the layers along a first axis, as "
+            f"None of {len(weights)} leaves can stream. Stack the layers along the first axis, as "
             "for `jax.lax.scan`."
         )
     return jax.tree.unflatten(treedef, weights)
@@ -95,36 +96,36 @@ def stream(
 def _is_layer(
     leaf: LeafState, path: Any, weight: Any, where: Callable[[Any, Any], bool] | None
 ) -> bool:
-    """Returns whether to stream a leaf: if `where` says so, or by default whenever possible."""
+    """Returns whether to stream a leaf: if `where` is true, or by default if possible."""
     stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
     if where is None:
         return stacked
     chosen = bool(where(path, weight))
     if chosen and not stacked:
         raise ValueError(
-            f"`where` names {leaf.spec.name}, which is {leaf!r}. Name only offloaded leaves "
-            "that are stacked along a first axis."
+            f"`where` picks {leaf.spec.name}, which is {leaf!r}. Pick only offloaded leaves that "
+            "are stacked along their first axis."
         )
     return chosen
 
 
 def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the scans of any model stream, without a change to the model.
+    """Makes a model's own scans stream, without a change to the model.
 
-    The loss is traced, and each scan over arrays of `stream` runs as `scan_layers`. A scan may be
+    The loss is traced, and `scan_layers` replaces each scan over arrays of `stream`. A scan may be
     inside `jax.jit`, `jax.checkpoint` or `jax.vmap`; casts of the layers move into its body.
 
     Args:
-        loss_fn: Function of any arguments, whose model may use the scans of jax, flax, haliax,
-            haiku or Equinox.
+        loss_fn: Function of any arguments. Its model may use scans of jax, flax, haliax, haiku or
+            Equinox.
 
     Returns:
         A function like `loss_fn`, which also accepts arrays of `stream` in its arguments. Without
-        them it only calls `loss_fn`.
+        such arrays it only calls `loss_fn`.
 
     Raises:
         ValueError: When called, if a stack is not scanned exactly once, or if any other operation
-            reads it. The message names the leaf and the line of the model.
+            reads it. The message names the leaf and the line in the model's code.
 
     Examples:
         >>> import jax, jax.numpy as jnp, zenflow_jax
@@ -149,7 +150,7 @@ def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
             args, kwargs = jax.tree.unflatten(treedef, arrays)
             return loss_fn(*args, **kwargs)
 
-        names = {i: plain_name(leaves[i][0][2:]) for i in stacks}  # without the argument's place
+        names = {i: plain_name(leaves[i][0][2:]) for i in stacks}  # without the argument's position
         return evaluate(of_arrays, stacks, names, scan_layers)
 
     return streaming_loss
@@ -164,15 +165,15 @@ def scan_layers(
         body: Function of (carry, layer) that returns the new carry and an output, as for
             `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
         carry: The first layer's input.
-        layers: A tree of arrays stacked along axis 0, from `stream` or not.
+        layers: A tree of arrays stacked along axis 0, which may come from `stream`.
         options: `reverse`, `unroll` and `length` of `jax.lax.scan`.
 
     Returns:
         The carry after the last layer, and the stacked outputs.
 
     Raises:
-        ValueError: If the arrays of `stream` were cast or reshaped (cast in the body), or are
-            streamed inside `jax.shard_map`.
+        ValueError: If the arrays of `stream` were cast or reshaped (cast them in the body instead),
+            or are streamed inside `jax.shard_map`.
         TypeError: If something other than `scan_layers` reads the arrays of `stream`.
 
     Examples:
@@ -206,11 +207,11 @@ def _constant(layers: Streamed) -> Streamed:
 def check_device() -> None:
     """Compares a small streamed scan with a plain scan, on the default device.
 
-    It takes a few seconds, mostly to compile. XLA has had bugs with arrays in host memory inside
-    loops (openxla/xla#46231), and no GPU has run this yet.
+    This takes a few seconds, mostly for compilation. XLA has had bugs with arrays in host memory
+    inside loops (openxla/xla#46231), and no GPU has run this yet.
 
     Raises:
-        RuntimeError: If the results differ by more than rounding.
+        RuntimeError: If the results differ by more than rounding errors.
 
     Examples:
         >>> from zenflow_jax import streaming
@@ -223,9 +224,9 @@ def check_device() -> None:
         wrong = np.mean(np.abs(got - want)) / np.mean(np.abs(want))
         if not wrong < 1e-2:
             raise RuntimeError(
-                f"Streamed gradients differ by {wrong:.1%} from those of a plain scan on "
-                f"{jax.devices()[0].device_kind} with jax {jax.__version__}. Do not stream here "
-                '(script: `--stream none`); use send_gradients="after_step" for scanned layers.'
+                f"Streamed gradients differ by {wrong:.1%} from a plain scan's gradients on "
+                f"{jax.devices()[0].device_kind} with jax {jax.__version__}. Use send_gradients="
+                '"after_step" for scanned layers instead (in the script: `--stream none`).'
             )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu_stages.notes import Notes, Stage, notes_path
 from benchmarks.machine import NoGPU
 
-#: Exit status of a stage without a GPU; the other stages have none either.
+#: Exit status of a stage that finds no GPU; the other stages would not find one either.
 NO_GPU = 3
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
-    # A stage that hangs prints the stacks of its threads before it is killed.
+    # A stage that hangs prints its threads' stacks before it is killed.
     faulthandler.enable()
     faulthandler.dump_traceback_later(args.seconds + 2)
     notes = Notes(notes_path(args.folder, args.name))

@@ -1,11 +1,12 @@
-"""The questions in the stage `correct`, and their answers.
+"""Answers the questions of the stage `correct`.
 
     python -m benchmarks.gpu_stages.checks rows.jsonl 0
 
 Answers the questions from that number on, and records each start and verdict in the file. A
-question raises an `AssertionError` that names the difference. It compares runs with `optax.adamw`,
-with the slow NumPy reference (`tests/reference.py`), or bitwise with another form of the same run.
-Runs and comparisons come from the tests (`tests/runs.py`, `tests/comparisons.py`).
+question is a function that compares a run with `optax.adamw`, with the slow NumPy reference
+(`tests/reference.py`), or bit by bit with another form of the same run. It raises an
+`AssertionError` that describes the difference. Runs and comparisons come from the tests
+(`tests/runs.py`, `tests/comparisons.py`).
 """
 
 import argparse
@@ -32,7 +33,7 @@ from tests.runs import SCANNED, SECOND, THIRD, Leaf, Leaves, Plan, Training
 from train.model.attention import attention
 from zenflow_jax import streaming
 
-#: Twice a CPU's tolerance in float32, because a GPU's powers and roots round differently.
+#: Twice the tolerance on a CPU in float32, because powers and roots round differently on a GPU.
 TOLERANCE = 2e-6
 SETTINGS = Settings(weight_decay=0.01, topk_ratio=0.2, update_interval=4, select_interval=8)
 STEPS = 18  # four windows and an open window, two selections
@@ -42,7 +43,7 @@ def changed(**options: Any) -> Settings:
     return Settings(**{**vars(SETTINGS), **options})
 
 
-#: Large enough for transfers to last.
+#: Large enough that transfers take a while.
 MANY: Leaves = (
     Leaf("bias", (2048,), None, "float32"),
     Leaf("columns", (2, 1024, 8192), -1, "bfloat16"),
@@ -140,7 +141,7 @@ def a_resumed_run_goes_on_bit_for_bit(leaves: Leaves) -> None:
 
 
 def masters_requested_in_an_open_window_are_not_overwritten(leaves: Leaves) -> None:
-    """Lets the next windows overwrite the memory that the uploads of `master_params` read."""
+    """Makes the next windows overwrite the memory that the uploads of `master_params` read."""
     ends = []
     for wait in (True, False):
         with large(leaves) as training:
@@ -168,7 +169,7 @@ def donation_changes_no_bit(leaves: Leaves, *, donate: tuple[int, ...], sending:
         plain = runs.jitted(training.tx)
         training.program = jax.jit(plain, donate_argnums=donate)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings that not every donated buffer is usable
+            warnings.simplefilter("ignore")  # some donated buffers are not usable
             return flushed(training)
 
     comparisons.assert_same_bits(run(donate), run(()))
@@ -226,14 +227,14 @@ def attention_equals_its_plain_form(_: Leaves) -> None:
             assert off < 0.03, f"off by {off:.1%} of the largest"
 
 
-#: The most important first; questions that may abort the process come last.
+#: Questions, the most important first; those that may abort the process come last.
 QUESTIONS: dict[str, Callable[[Leaves], None]] = {
-    # First, because streaming is unusable if this fails.
+    # This comes first, because streaming is unusable if it fails.
     "streamed gradients equal those of a plain scan": lambda _: streaming.check_device(),
     "S = 1 is `optax.adamw`": windows_of_one_step_are_adamw,
     **{f"the reference: {x}": functools.partial(equals_the_reference, name=x) for x in REFERENCE},
-    "mail that leaves later: same bits": mail_that_leaves_later_has_the_same_bits,
-    "resume: same bits": a_resumed_run_goes_on_bit_for_bit,
+    "mail that leaves later: bit-identical": mail_that_leaves_later_has_the_same_bits,
+    "resume: bit-identical": a_resumed_run_goes_on_bit_for_bit,
     "master_params, then steps at once": masters_requested_in_an_open_window_are_not_overwritten,
     "a step of NaN changes nothing": a_step_of_nan_changes_nothing,
     **{
@@ -260,7 +261,7 @@ def questions(rehearse: bool) -> dict[str, Callable[[Leaves], None]]:
 
 
 def answer(path: Path, begin: int, *, rehearse: bool) -> None:
-    """Appends two lines of JSON for each question from `begin` on."""
+    """Appends two JSON lines to the file for each question from `begin` on."""
     chosen = questions(rehearse)
     # A rehearsal uses the same leaves everywhere, so that all questions share programs.
     leaves = SECOND if rehearse else MANY

@@ -17,10 +17,10 @@ from benchmarks.gpu_stages.__main__ import NO_GPU
 from benchmarks.gpu_stages.notes import Stage, table
 from benchmarks.machine import NoGPU
 
-#: A question that takes longer is considered hung. A process's first question also starts jax and
-#: compiles; in a rehearsal, the CPU may be busy.
+#: A question that takes longer is considered hung. The first question in a process also starts jax
+#: and compiles; in a rehearsal, the CPU may be busy.
 _LONGEST_S, _LONGEST_REHEARSED_S = 45.0, 300.0
-#: Questions do not start with less time left.
+#: With less time left, no question starts.
 _LEAST_S = 6.0
 
 
@@ -95,5 +95,5 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 def _show(stage: Stage, rows: dict[str, str]) -> None:
     cells = [(name, x if x == "pass" else f"**{x}**") for name, x in rows.items()]
-    stage.notes.put("Each question by itself", table(["question", "verdict"], cells))
+    stage.notes.put("All questions", table(["question", "verdict"], cells))
     stage.notes.keep(rows=rows)

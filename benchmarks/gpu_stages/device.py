@@ -1,4 +1,4 @@
-"""A stage's device, and its allocator's statistics."""
+"""Finds a stage's device, and reads its allocator's statistics."""
 
 import resource
 

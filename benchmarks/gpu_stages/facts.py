@@ -1,8 +1,8 @@
 """What is this machine, and how fast are its parts?
 
-These numbers put the library's own into perspective: the speed of each kind of transfer between
-host and device, of each side's memory, and whether a copy that starts between two programs overlaps
-with the running program, as `send_gradients="after_step"` requires.
+These numbers put the library's own results into perspective. They give the speed of each kind of
+transfer between host and device, and of each side's memory, and show whether a copy that starts
+between two programs overlaps with the running program, as `send_gradients="after_step"` requires.
 """
 
 import statistics
@@ -27,7 +27,7 @@ def run(stage: Stage) -> None:
     device = require_gpu(stage)
     small = stage.rehearse
     _name(stage, device)
-    # jax copies NumPy arrays below one GiB to pinned memory first.
+    # jax first copies NumPy arrays below one GiB to pinned memory.
     for size in (2**20, 2**22) if small else (2**27, 2**30):
         _crossings(stage, device, size)
     _beside(stage, device, *((2**22, 256, 4) if small else (2**30, 8192, 150)))
@@ -67,7 +67,7 @@ def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
     on_gpu = jax.block_until_ready(jax.device_put(pageable, on_device))
     in_pinned = jax.block_until_ready(jax.device_put(on_gpu, pinned))
 
-    # A new array each time, because jax caches an array's copy.
+    # A new array each time, because jax caches the copy of an array.
     new = jax.jit(lambda x: x + 1)
 
     def up() -> jax.Array:
@@ -109,11 +109,11 @@ def _while_mapped(array: np.ndarray, device: jax.Device, measure: Callable[[], s
 
     An engine could pin its upload buffers once in this way.
     """
-    # Not public, but jaxlib's client has it in 0.10.2 and 0.11.2, and a test checks this.
+    # This method is not public, but jaxlib 0.10.2 and 0.11.2 have it, and a test checks this.
     client, address = device.client, array.ctypes.data
     try:
         client.dma_map(address, array.nbytes)
-    except jax.errors.JaxRuntimeError as error:  # always on a CPU
+    except jax.errors.JaxRuntimeError as error:  # always raised on a CPU
         return str(error).splitlines()[0]
     try:
         return measure()
@@ -122,14 +122,14 @@ def _while_mapped(array: np.ndarray, device: jax.Device, measure: Callable[[], s
 
 
 def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) -> None:
-    """Measures whether copies overlap with a kernel: together, and one after the other."""
+    """Times a copy and a kernel together and one after the other, to see whether they overlap."""
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     on_device = jax.sharding.SingleDeviceSharding(device)
     x = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
     on_gpu = jnp.ones(size // 4, jnp.float32)
     on_host = jax.block_until_ready(jax.device_put(on_gpu, pinned))
 
-    scale = jnp.bfloat16(width**-0.5)  # it neither grows nor vanishes
+    scale = jnp.bfloat16(width**-0.5)  # so that values neither grow nor vanish
 
     @jax.jit
     def kernel(x: jax.Array, times: jax.Array) -> jax.Array:
@@ -170,20 +170,20 @@ def _arithmetic(stage: Stage, size: int, width: int) -> None:
     copied = 2 * size / seconds(lambda: copy(x))
     x.delete()
     keys = jax.random.split(jax.random.key(0))
-    # Random, because the units are faster on zeros than on real data.
+    # Random values, because the units are faster on zeros than on real data.
     a, b = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys)
     product = jax.jit(lambda a, b: a @ b)
     flops = 2 * width**3 / seconds(lambda: product(a, b), 10)
     rows = [
         ("memory, bytes read and written", f"{copied / 1e9:,.0f} GB/s"),
-        (f"bf16 product of {width} x {width}, random", f"{flops / 1e12:,.1f} TFLOP/s"),
+        (f"product of random {width} x {width} bf16 matrices", f"{flops / 1e12:,.1f} TFLOP/s"),
     ]
     stage.notes.put("The device's own speed", table(["", ""], rows))
     stage.notes.keep(device_copy_gb_s=copied / 1e9, matmul_tflop_s=flops / 1e12)
 
 
 def _host_memory(stage: Stage, size: int) -> None:
-    """Measures host memory as an update uses it: 24 bytes read and written, 4 read per element."""
+    """Measures host memory as an update uses it: per element, 24 bytes read and written, 4 read."""
     arrays = [np.ones(size, np.float32) for _ in range(4)]
     rates: dict[int, float] = {}
     most = machine.cores()

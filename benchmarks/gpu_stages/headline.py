@@ -1,7 +1,7 @@
 """How large a model, too large for AdamW, can be trained here?
 
-`sizes.py` picks the largest Llama shape for device and host memory; it trains on real text for 8
-steps, from random weights. The stage `step_time` shows that `adamw` has no room.
+`sizes.py` picks the largest Llama shape for device and host memory. The stage trains this model on
+real text for 8 steps, from random weights; the stage `step_time` shows that `adamw` does not fit.
 """
 
 import sysconfig
@@ -40,8 +40,8 @@ def run(stage: Stage) -> None:
         chosen = sizes.headline(smaller, rehearse=stage.rehearse)
         if chosen is None:
             raise RuntimeError(
-                f"The smallest shape in sizes.py does not fit {smaller}. Use a machine with more "
-                "host memory."
+                f"The smallest shape in sizes.py does not fit on {smaller}. Use a machine with "
+                "more host memory."
             )
         _report_choice(stage, chosen, limits)
         model = make_model(chosen.config, scan_layers=True, remat=True)
@@ -61,24 +61,24 @@ def _report_choice(stage: Stage, chosen: Headline, limits: Machine) -> None:
     n = chosen.parameters
     rows = [
         ("the shape", f"{chosen.shape}, {_size(n)}"),
-        ("jax may use of the device", f"{limits.device_bytes / 1e9:.1f} GB"),
+        ("device memory for jax", f"{limits.device_bytes / 1e9:.1f} GB"),
         (
             "host memory",
             f"{limits.host_bytes / 1e9:.1f} GB, {sizes.HOST_RESERVE / 1e9:.0f} reserved",
         ),
-        ("by", f"`{chosen.peer}`, `prefetch_bytes=0`, layers scanned and rematerialized"),
+        ("method", f"`{chosen.peer}`, `prefetch_bytes=0`, layers scanned and rematerialized"),
         (
             "estimated need",
             f"{n * sizes.device_need(chosen.peer, scan=True, prefetch=False) / 1e9:.1f} GB on the "
             f"device, at most {n * sizes.host_need(chosen.peer) / 1e9:.1f} GB on the host",
         ),
-        ("AdamW's largest, estimated", _size(chosen.adamw)),
+        ("largest model with AdamW, estimated", _size(chosen.adamw)),
     ]
     text = table(["", ""], rows)
     if not chosen.beats_adamw:
         text += (
-            "\n\n**On this machine AdamW trains a model as large: host memory, not device memory,"
-            " limits zenflow.**"
+            "\n\n**On this machine AdamW can train a model of this size: host memory, not device"
+            " memory, limits zenflow.**"
         )
     stage.notes.put("The choice, and its reasons", text)
     stage.notes.keep(chosen=chosen._asdict() | {"config": chosen.config._asdict()})
@@ -125,24 +125,27 @@ def _put(
     rows = [
         ("steps", f"{len(times)} of {_STEPS}, {chosen.batch} x {chosen.length} tokens each"),
         ("set up", f"{ready:.1f} s"),
-        ("step with its wait, s", ", ".join(f"{s:.2f}" for s in times) + " (the first compiles)"),
         (
-            "tokens/s, by the median",
+            "step with its wait, s",
+            ", ".join(f"{s:.2f}" for s in times) + " (the first compiles)",
+        ),
+        (
+            "tokens/s, from the median step",
             f"{chosen.batch * chosen.length / later[len(later) // 2]:,.0f}",
         ),
         ("loss", ", ".join(f"{loss:.3f}" for loss in losses)),
         (
-            "device peak, by the allocator",
+            "device peak, from the allocator",
             "unknown on a CPU"
             if peak is None
-            else f"{peak / 1e9:.2f} GB, {peak / n:.2f} a parameter",
+            else f"{peak / 1e9:.2f} GB, {peak / n:.2f} per parameter",
         ),
-        ("host peak (VmHWM, pinned included)", f"{host / 1e9:.2f} GB, {host / n:.2f} a parameter"),
+        ("host peak (VmHWM, with pinned)", f"{host / 1e9:.2f} GB, {host / n:.2f} per parameter"),
         ("the engine's arrays, without mail", f"{stats.host_bytes / 1e9:.2f} GB"),
         ("windows, selections", f"{stats.windows}, {stats.reselections}"),
         (
             "the loop waited for the host",
-            f"{stats.wait_s:.2f} s, which worked {stats.work_s:.2f} s",
+            f"{stats.wait_s:.2f} s; the host worked for {stats.work_s:.2f} s",
         ),
     ]
     stage.notes.put(f"{_size(n)}, trained", table(["", ""], rows))

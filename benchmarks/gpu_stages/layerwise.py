@@ -1,8 +1,9 @@
-"""Does `layerwise.Trainer` train as AdamW does, and how long does a step take?
+"""Does `layerwise.Trainer` match AdamW, and how long does a step take?
 
 A decoder takes the same steps with the peer `adamw`, which keeps float32 masters on the device, and
-with the trainer, whose unclipped runs must be bit-identical. Steps are then timed at 1.1 billion
-parameters, and at 8.2 billion if host memory allows, and compared with the plan.
+with each variant of the trainer. Variants without clipping must be bit-identical to each other.
+Steps are then timed at 1.1 billion parameters, and at 8.2 billion if host memory allows, and
+compared with the plan.
 """
 
 import statistics
@@ -39,7 +40,7 @@ _STEPS, _TIMED_STEPS = 6, 4
 _HOST = {"during_backward": 14.5, "after_backward": 16.5}
 _MAKE_S = 10.0
 _HEADER = ["parameters", "updates", "steps, s", "planned", "tokens/s", "device, GB", "host, GB"]
-#: The first is compared with AdamW, the others with the second: unclipped, they are bit-identical.
+#: The first variant is compared with AdamW; the others, which do not clip, with the second.
 _CLIPPED = {"max_grad_norm": MAX_GRAD_NORM}
 _VARIANTS: dict[str, dict[str, Any]] = {
     "after_backward, clipped": _CLIPPED,
@@ -69,7 +70,7 @@ def run(stage: Stage) -> None:
 
 
 def _compare(stage: Stage, preset: Preset) -> list[str]:
-    """Trains a model with each variant from the same weights; returns the failures."""
+    """Trains a model from the same weights with each variant, and returns the failures."""
     model = make_model(preset.config, scan_layers=False, remat=True)
     tokens = batches(_STEPS, preset.batch, preset.length) % preset.config.vocabulary
     runner = Runner(PEERS["adamw"], model, tokens)
@@ -108,7 +109,7 @@ def new_trainer(layered: LayeredModel, weights: Any, **options: Any) -> layerwis
 
 
 def drawn(model: Model, layered: LayeredModel) -> dict[str, Any]:
-    """Returns a model's initial weights for the trainer; blocks are dropped one by one."""
+    """Returns a model's initial weights for the trainer, which frees blocks one by one."""
     params = model.draw()
     blocks = params.pop("blocks")
     return layered.divide(params, (blocks.pop(i) for i in range(layered.blocks)))

@@ -1,4 +1,4 @@
-"""A stage's input, and its results, which are complete on disk at any moment."""
+"""Passes a stage its input, and keeps its results, which are complete on disk at any moment."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ class Notes:
     """A stage's results so far, in a JSON file that is replaced on every change.
 
     Args:
-        path: Path of the file, whose contents are kept.
+        path: Path of the file. Existing contents are kept.
     """
 
     def __init__(self, path: Path):
@@ -50,7 +50,7 @@ class Stage:
         name: Name of the stage.
         folder: Folder for all stages' notes and pictures.
         rehearse: Whether to run tiny sizes on a CPU.
-        until: Its time limit, in seconds of `time.monotonic`; the stage is killed soon after.
+        until: The stage's time limit, in seconds of `time.monotonic`; it is killed soon after.
         notes: The stage's notes.
     """
 
@@ -62,7 +62,7 @@ class Stage:
 
     @property
     def left(self) -> float:
-        """Returns the seconds until its time limit."""
+        """Returns the seconds until the time limit."""
         return self.until - time.monotonic()
 
     def of(self, other: str) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Do the stages' steps fit on a GPU, and does its compiler accept them?
+"""Do the stages' steps fit on a GPU, and does the compiler accept them?
 
     export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
     python -m benchmarks.gpu_stages.programs --gpu h100 --host-gib 125
 
-Compiles every step that `step_time` and `headline` would run on such a machine, which need not
-exist (see `gpu_program.py`), and prints each step's device memory next to the allocator's limit.
-The engine's bytes between steps, from `sizes.py`, are added. Answers: `benchmarks/LOG.md`.
+Compiles every step that `step_time` and `headline` would run on such a machine, without needing one
+(see `gpu_program.py`), and prints each step's device memory next to the allocator's limit. The
+engine's bytes between steps, from `sizes.py`, are added. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class Program(NamedTuple):
     scan: bool
     batch: int
     length: int
-    held: float  # by the engine between steps, bytes per parameter
-    expected: bool = True  # to fit
+    held: float  # memory of the engine between steps, bytes per parameter
+    expected: bool = True  # whether the step should fit
 
 
 def described(gpu: str, host_gib: float) -> Machine:
@@ -88,14 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", choices=("h100", "h200"), default="h100")
     parser.add_argument("--host-gib", type=float, default=125.0)
-    parser.add_argument("--layers", type=int, help="of every model, to check only that it compiles")
+    parser.add_argument("--layers", type=int, help="layers per model, to check only compiling")
     parser.add_argument("--only", nargs="+", choices=("written", "scanned"), default=[])
     args = parser.parse_args()
     machine = described(args.gpu, args.host_gib)
     room = machine.device_bytes / 1e9
-    print(f"{args.gpu}, jax may use {room:.1f} GB, host {args.host_gib} GiB, jax {jax.__version__}")
+    print(f"{args.gpu}, {room:.1f} GB for jax, host {args.host_gib} GiB, jax {jax.__version__}")
     print(
-        "| peer | parameters, M | layers | tokens | step's peak, GB | a parameter | held | fits |"
+        "| peer | parameters, M | layers | tokens | step's peak, GB | per parameter | held | fits |"
     )
     print("|" + "---|" * 8)
     for program in programs(machine):

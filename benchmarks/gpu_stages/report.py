@@ -21,8 +21,8 @@ class Outcome:
     question: str
     ended: str = "not run yet"
     seconds: float = 0.0
-    well: bool = False  # whether it completed
-    last_lines: str = ""  # of its output, if it did not complete
+    well: bool = False  # whether the stage completed
+    last_lines: str = ""  # the end of the output, if the stage did not complete
 
 
 def write(out: Path, work: Path, machine: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
@@ -35,9 +35,9 @@ def write(out: Path, work: Path, machine: dict[str, Any], outcomes: Sequence[Out
         outcomes: Outcomes of all requested stages, in order.
     """
     notes = {o.stage: Notes(notes_path(work, o.stage)) for o in outcomes}
-    # jax's name for the device, as nvidia-smi may be missing.
+    # The device name comes from jax, because nvidia-smi may be missing.
     device = next((n.data["device"] for n in notes.values() if "device" in n.data), machine["GPU"])
-    lines = [f"# What {device} shows, {machine['date']}", ""]
+    lines = [f"# Results on {device}, {machine['date']}", ""]
     if machine["rehearsal"]:
         lines += ["**A rehearsal on a CPU, with tiny models: the figures mean nothing.**", ""]
     lines += [f"* {name}: {value}" for name, value in machine.items() if name != "rehearsal"]
@@ -50,7 +50,7 @@ def write(out: Path, work: Path, machine: dict[str, Any], outcomes: Sequence[Out
         for title, text in stage_notes.sections.items():
             lines += [f"### {title}", "", text, ""]
         if outcome.last_lines:
-            lines += ["Its last lines:", "", "```", outcome.last_lines, "```"]
+            lines += ["The last lines of its output:", "", "```", outcome.last_lines, "```"]
     data = {
         "machine": machine,
         "stages": [dataclasses.asdict(o) | notes[o.stage].data for o in outcomes],
@@ -60,7 +60,7 @@ def write(out: Path, work: Path, machine: dict[str, Any], outcomes: Sequence[Out
 
 
 def _row(outcome: Outcome) -> tuple[str, str, str]:
-    # The first line of an error; the section has the rest.
+    # The first line of an error; the stage's section has the rest.
     return outcome.stage, outcome.ended.splitlines()[0][:200], f"{outcome.seconds:.0f}"
 
 

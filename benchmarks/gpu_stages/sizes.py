@@ -1,7 +1,7 @@
-"""The models and peers of the stages `step_time` and `headline`.
+"""Chooses the models and peers of the stages `step_time` and `headline`.
 
-They depend only on the sizes of device and host memory, so that `programs.py` can compile every
-step beforehand. Each peer in `step_time_peers.py` needs a number of bytes per parameter; the
+The choice depends only on the sizes of device and host memory, so that `programs.py` can compile
+every step beforehand. Each peer in `step_time_peers.py` needs a number of bytes per parameter; the
 constants are from `benchmarks/LOG.md`.
 """
 
@@ -26,7 +26,7 @@ STEP_BYTES = {
     "zenflow-s4-r0.05-exchange": (4.96, 5.35),
     "zenflow-s4-r0.05-device": (6.93, 7.27),
 }
-#: A gradient or a sum in flight while the next step runs (the same entries).
+#: A gradient or a sum in flight while the next step runs (from the same entries).
 _COPYING_BYTES = {"zenflow-s4-r0.05-exchange": 2.0, "zenflow-s4-r0.05-device": 2.0}
 #: A bf16 model's mail, or its update in flight.
 _MAIL_BYTES = 2.0
@@ -50,7 +50,7 @@ _STAGING_BYTES = 1.0
 #: Host memory for the system, Python, CUDA and XLA; a process that uses too much is killed, and its
 #: stage is lost. Assumed.
 HOST_RESERVE = 16e9
-#: AdamW's weights, masters and moments, which are on the device even between steps.
+#: Weights, masters and moments with AdamW, which are on the device even between steps.
 ADAMW_STATE_BYTES = 2.0 + 12.0
 
 
@@ -89,7 +89,7 @@ class Headline(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Sizes of a Llama-like model, from which some layers may be left out."""
+    """Sizes of a Llama-like model; some of its layers may be left out."""
 
     name: str
     sizes: dict[str, int]
@@ -105,7 +105,7 @@ SHAPES = (
     Shape("Llama 2 70B", {"width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}, 80),
 )
 _TINY = (Shape("tiny", {"width": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocabulary": 256}, 1),)
-#: A rehearsal's machine, for which `_TINY` is chosen like other shapes for real machines.
+#: A rehearsal's machine; `_TINY` is chosen for it as other shapes are for real machines.
 _REHEARSED = Machine(device_bytes=int(3.4e5), host_bytes=int(HOST_RESERVE + 6e5))
 
 
@@ -123,7 +123,7 @@ def program(peer: str) -> str:
 
 
 def device_need(peer: str, *, scan: bool, prefetch: bool) -> float:
-    """Returns peak device memory in bytes per parameter, an engine's included."""
+    """Returns peak device memory in bytes per parameter, including an engine's memory."""
     peer = program(peer)
     uploads = _MAIL_BYTES if prefetch and peer in _MAILS else 0.0
     return STEP_BYTES[peer][scan] + _COPYING_BYTES.get(peer, 0.0) + uploads
@@ -153,7 +153,7 @@ def _half(shape: Shape) -> int:
 def _shapes_upto(
     limit: float, length: int, shapes: Sequence[Shape]
 ) -> Iterator[tuple[str, DecoderConfig]]:
-    """Yields each shape with the most layers, at least half, that stays within `limit`."""
+    """Yields each shape with the most layers (at least half) that fit within `limit`."""
     for shape in shapes:
         for layers in range(shape.layers, _half(shape) - 1, -1):
             config = llama(length, layers=layers, **shape.sizes)
@@ -177,7 +177,7 @@ def headline(machine: Machine, *, rehearse: bool = False) -> Headline | None:
     if not fitting:
         return None
     shape, config = max(fitting, key=lambda x: parameters(x[1]))
-    # If written out, it needs less.
+    # Without a scan, the model needs less.
     adamw = int(most("adamw", machine, scan=False, prefetch=False))
     return Headline(shape, config, peer, batch, length, parameters(config), adamw)
 
@@ -206,7 +206,7 @@ def beyond_adamw(machine: Machine, *, rehearse: bool = False) -> tuple[str, Deco
     return f"{name} with {config.layers} layers", config
 
 
-#: The most important first.
+#: Peers, the most important first.
 _WRITTEN = (
     "adamw",
     "zenflow-s4-r0.05",
@@ -251,8 +251,8 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
         together = beside_each_other(peers, parameters(config), limits, scan=scan)
         return Part(title, config, scan, batch, preset.length, tuple(peers), until, together)
 
-    # As many as fit together, so that each is set up only once.
-    # A rehearsal needs only two, because other tests check the peers' results.
+    # As many peers as fit together, so that each is set up only once. A rehearsal needs only two,
+    # because other tests check the peers' results.
     first = _WRITTEN[:2] if rehearse else _leading(_WRITTEN, preset.config, limits, scan=False)
     parts = [part(first, 0.6, scan=False, batch=few)]
     if not rehearse:
@@ -279,7 +279,7 @@ def beside_each_other(peers: Sequence[str], n: int, machine: Machine, *, scan: b
 def _leading(
     peers: Sequence[str], config: DecoderConfig, machine: Machine, *, scan: bool
 ) -> Sequence[str]:
-    """Returns the first peers, as many as fit at the same time, but at least four."""
+    """Returns as many of the first peers as fit at the same time, but at least four."""
     n = parameters(config)
     count = 4
     while count < len(peers) and beside_each_other(peers[: count + 1], n, machine, scan=scan):
@@ -291,4 +291,4 @@ def _title(name: str, config: DecoderConfig, *, scan: bool, tokens: int) -> str:
     how = "scanned" if scan else "written out"
     n = parameters(config)
     size = f"{n / 1e6:,.0f} M parameters" if n >= 1e6 else f"{n:,} parameters"
-    return f"{name + ', ' if name else ''}{size}, layers {how}, {tokens:,} tokens a step"
+    return f"{name + ', ' if name else ''}{size}, layers {how}, {tokens:,} tokens per step"

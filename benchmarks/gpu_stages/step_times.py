@@ -1,7 +1,7 @@
 """How long does a training step take, compared with all alternatives?
 
 Runs `benchmarks/step_time.py` with the peers and sizes in `sizes.py`, the most valuable first,
-while time permits. The report has a table after every round.
+while time permits. The report contains a new table after every round.
 """
 
 import json
@@ -24,8 +24,8 @@ from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer
 from benchmarks.step_time_report import Comparison, draw, figures, table, to_json
 
-#: A part does not start with less time than this per billion parameters, because it would yield no
-#: results: the host makes masters and moments without interruption. Assumed.
+#: A part does not start if less time than this is left per billion parameters, because it would not
+#: produce results: making the host's masters and moments cannot be interrupted. Assumed.
 _LEAST_S = 18.0
 #: More rounds than needed: most parts run out of time first.
 _ROUNDS = 7
@@ -42,7 +42,7 @@ def run(stage: Stage) -> None:
         until = min(began + part.until * whole, stage.until - 2)
         left, least = until - time.monotonic(), _LEAST_S * sizes.parameters(part.config) / 1e9
         if left < least and not stage.rehearse:
-            why = f"Not run: {max(left, 0):.0f} s were left for it, and it needs {least:.0f}."
+            why = f"Not run: {max(left, 0):.0f} s were left, but it needs {least:.0f}."
             stage.notes.put(part.title, f"{why} `--only step_time` has time for more.")
             continue
         try:
@@ -52,7 +52,7 @@ def run(stage: Stage) -> None:
             reason = "the device is out of memory" if out_of_memory(error) else repr(error)[:500]
             stage.notes.put(f"{part.title}: failed", reason)
             failed.append(part.title)
-    # One line per peer, so only one model in one form.
+    # The plot has one line per peer, so it shows only one model in one form.
     written = [c for t, c in done.items() if t.endswith("a step") and "written out" in t]
     written = [c for c in written if figures(c)]
     if written:
@@ -60,7 +60,7 @@ def run(stage: Stage) -> None:
     if not any(figures(c) for c in done.values()):
         raise RuntimeError("No peer completed a stretch, so there are no step times.")
     if failed:
-        raise RuntimeError(f"{len(failed)} parts failed, the first is: {failed[0]}")
+        raise RuntimeError(f"{len(failed)} parts failed, the first: {failed[0]}")
 
 
 def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]) -> None:
@@ -72,7 +72,7 @@ def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]
         stage.notes.put(part.title, table(comparison) + "\n\n" + _words(part, comparison))
         stage.notes.keep(
             parts={title: figures(c) for title, c in done.items()},
-            # All samples, not only medians.
+            # Keeps all samples, not only medians.
             samples=json.loads(json.dumps(to_json(list(done.values()), {})["comparisons"])),
         )
 
@@ -98,7 +98,8 @@ def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]
 
 
 def _compile_ahead(peers: Sequence[Peer], model: Model, part: Part) -> int:
-    """Compiles all peers' steps in parallel, into the cache; returns its number of steps.
+    """Compiles all peers' steps into the cache, in parallel; returns the number of steps in the
+    cache.
 
     Compiling takes most of a first turn, and one compilation uses few cores.
     """

@@ -1,10 +1,10 @@
-"""Does training give the same results with each way of sending gradients, at full size?
+"""Do all ways of sending gradients give the same results, at full size?
 
-Each way trains a model for some steps, with donated parameters and state, from the same weights on
-the same text; losses and weights are compared with those of `after_step`, whose step makes no
-copies. `during_step` must be bit-identical. With streamed layers, the compiler makes another
-program from the same arithmetic, so losses and final leaves need only be close. The table also has
-the time of a step with its wait, in windows of one step.
+A model is trained in each way for some steps, with donated parameters and state, from the same
+weights on the same text. Losses and weights are compared with those of `after_step`, whose step
+makes no copies. `during_step` must be bit-identical. With streamed layers, the compiler makes a
+different program from the same arithmetic, so losses and final leaves need only be close. The table
+also contains the time of a step including its wait, in windows of one step.
 """
 
 import hashlib
@@ -28,18 +28,18 @@ _WAYS: dict[str, dict[str, Any]] = {
     "during_step": {},
     "gradients stream": {"stream": True},
 }
-#: All others are compared with the first.
+#: The ways of sending gradients; all others are compared with the first.
 _WRITTEN = ("after_step", "during_step")
 _SCANNED = ("after_step", "gradients stream")
-#: Relative tolerances for losses, and for a leaf's change: bf16 matmuls in another order. Assumed,
-#: not measured on a GPU; lost or doubled updates differ by more.
+#: Relative tolerances for losses and for a leaf's change, because bf16 matmuls are computed in
+#: another order. Assumed, not measured on a GPU; lost or doubled updates differ by more.
 _OF_LOSS, _OF_MOVES = 1e-2, 0.2
 
 
 class End(NamedTuple):
     losses: list[float]
     step_s: float  # the median after the second step
-    digest: str  # of all weights' bits
+    digest: str  # a hash of all weights' bits
     samples: list[np.ndarray]  # some values of each leaf
 
 
@@ -67,7 +67,7 @@ def run(stage: Stage) -> None:
             stage.notes.put("Losses, and weights at the end", table(header, rows))
             stage.notes.keep(ways=rows)
             if first is None:
-                break  # the others have no run to compare with
+                break  # without this run, the rest have nothing to compare with
     failed = [f"{way}: {verdict}" for _, way, *_, verdict in rows if verdict.startswith("FAILED")]
     if failed:
         raise AssertionError(f"{len(failed)} of {len(rows)} did not pass, the first: {failed[0]}")
@@ -105,7 +105,7 @@ def compared(end: End, first: End, start: list[np.ndarray], *, must_be_same: boo
     if not np.isfinite(end.losses).all():
         return "FAILED: a loss is not finite"
     if end.digest == first.digest and end.losses == first.losses:
-        return "the same bits"
+        return "bit-identical"
     pairs = zip(end.losses, first.losses, strict=True)
     of_loss = max(abs(loss - expected) / expected for loss, expected in pairs)
     moves = (np.linalg.norm(x - y) for x, y in zip(first.samples, start, strict=True))

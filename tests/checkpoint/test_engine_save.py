@@ -1,4 +1,4 @@
-"""A save has the engine's state at the time of the call, although the run continues meanwhile."""
+"""A save contains the engine's state at the time of the call, although the run continues."""
 
 import dataclasses
 import errno
@@ -26,7 +26,7 @@ ALL = 10**9  # bytes
 
 @pytest.fixture
 def waits(monkeypatch):
-    """An event that is set when a leaf's writer asks for permission."""
+    """Returns an event that is set when a leaf's writer asks for permission."""
     asked = threading.Event()
     before_write = Snapshot.before_write
 
@@ -49,17 +49,17 @@ def values(training):
 
 
 @pytest.mark.slow
-def test_each_saved_state_is_that_of_its_step(tmp_path, monkeypatch):
+def test_each_saved_state_equals_the_state_at_its_step(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_CHUNK", 7)  # elements per write
-    # With stacks cut into ranges.
+    # These settings cut stacks into ranges.
     settings = dataclasses.replace(SETTINGS, send_gradients="per_window", staleness=2)
     streams = []
     with Training(SCANNED, settings, donate=True) as training:
         for t in range(PLAN.steps + 1):
             go(training, PLAN, t)
             stream = training.engine.stream(ALL)
-            streams.append((stream, values(training)))  # after it, because this sums mail
-            if t >= 5:  # several saves are open at once; none has later changes
+            streams.append((stream, values(training)))  # in this order: `values` sums mail
+            if t >= 5:  # several saves are open at once; no save may contain later changes
                 stream, expected = streams[t - 5]
                 (tmp_path / str(t)).mkdir()
                 stream.write(tmp_path / str(t))
@@ -95,13 +95,13 @@ def test_without_room_for_copies_the_run_waits_for_unsaved_leaves(
             writer.start()
             go(training, PLAN, t + 1)
             training.settle()
-            waits.set()  # for a step without an update
+            waits.set()  # in case the step has no update
             writer.join()
             assert_saved(folder, expected)
         assert training.engine.stats.seconds["wait for save"] > 0
 
 
-def test_weights_loaded_after_a_save_are_not_in_it(tmp_path):
+def test_a_save_does_not_contain_weights_loaded_afterwards(tmp_path):
     with Training(ONE, SETTINGS) as training:
         stream, expected = training.engine.stream(ALL), values(training)
         training.params = runs.initial(ONE, seed=1)
@@ -130,7 +130,7 @@ def test_a_run_resumes_from_a_checkpoint_manager(tmp_path):
             again.t = 9
             go(again, PLAN, PLAN.steps)
             comparisons.assert_same_bits(end(again), expected)
-    # orbax's older interface restores it, too.
+    # orbax's older interface restores the checkpoint, too.
     handlers = {"engine": EngineCheckpointHandler()}
     with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as older:
         engine_state = older.restore(9, items={"engine": None})["engine"]
@@ -165,24 +165,25 @@ def test_a_checkpoint_that_changes_before_its_engine_is_created_is_rejected(tmp_
         restored = read_engine_state(tmp_path)
         (path,) = tmp_path.iterdir()
         path.unlink()
-        told = []  # for the processes that still see the file, which would otherwise wait
+        told = []  # reports to processes that still see the file and would otherwise wait
         with monkeypatch.context() as patch:
             patch.setattr(resume, "agree", lambda refusal, *_: told.append(refusal))
             with pytest.raises(FileNotFoundError, match="was deleted after the engine"):
                 resumed(training, (training.params, training.state, restored))
         assert "was deleted" in told[0]
-        training.go(1)  # in the same window: only the sum differs
+        training.go(1)  # the step is in the same window, so only the sum differs
         save(training, tmp_path)
         with pytest.raises(ValueError, match="was overwritten after"):
             np.asarray(restored["leaves"][0]["mu"])
 
 
 @pytest.mark.parametrize("wrong", ["a full disk", "no folder"])
-def test_a_failed_save_is_reported_and_blocks_nothing(wrong, tmp_path, monkeypatch):
+def test_a_failed_save_is_reported_and_does_not_block_the_run(wrong, tmp_path, monkeypatch):
     def pwrite(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    # Minutes by default. orbax keeps unwritten items, so nothing else ends the wait.
+    # The timeout is minutes by default, and nothing else ends the wait, because orbax keeps
+    # unwritten items.
     waits = functools.partial(future.CommitFutureAwaitingContractedSignals, timeout_secs=0.1)
     monkeypatch.setattr(future, "CommitFutureAwaitingContractedSignals", waits)
     (tmp_path / "file").touch()
@@ -225,7 +226,7 @@ def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_p
             read_engine_state(tmp_path)
 
     def save_as(process):
-        """Saves like one of two processes."""
+        """Saves as one of two processes would."""
         stream = dataclasses.replace(training.engine.stream(), processes=[0, 1])
         with monkeypatch.context() as patch:
             patch.setattr(jax, "process_index", lambda: process)

@@ -1,4 +1,4 @@
-"""A run that is saved at any step and resumed in new objects is bit-identical."""
+"""A run is bit-identical if it is saved at any step and resumed with new objects."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ from zenflow_jax import AutoSelect, AutoWindow, HostEngine
 from zenflow_jax._exchange import updates
 from zenflow_jax._spec.rules import UnfitRunError
 
-# Share of a leaf's largest moment: half of the gap between two 8-bit codes, and a little more.
+# As a share of a leaf's largest moment: slightly more than half the gap between two 8-bit codes.
 ROUNDED = 0.01
 ADAPTIVE = {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect(0.6, 3)}
 
@@ -60,11 +60,11 @@ def test_a_run_resumed_from_any_step_is_bit_identical(leaves, changes, engine):
             go(untouched, PLAN, PLAN.steps)
             comparisons.assert_same_bits(end(untouched), expected)
         for t, checkpoint in enumerate(checkpoints):
-            # A different part may be prefetched.
+            # A resumed run may prefetch different parts.
             with resumed(whole, checkpoint, prefetch_bytes=100 * (t % 2), **engine) as again:
                 again.t = t
                 if t % 3:
-                    # The update in flight has arrived, and everything else depends on it.
+                    # By then, the update in flight has arrived, and all later results depend on it.
                     soon = min(t + 4, PLAN.steps - 1)
                     go(again, PLAN, soon)
                     ours, theirs = map(without_tokens, (saved(again), checkpoints[soon]))
@@ -80,7 +80,7 @@ def test_a_run_resumed_from_any_step_is_bit_identical(leaves, changes, engine):
 def test_a_run_may_resume_with_another_format_for_moments(then):
     kept = "compact" if then == "float32" else "float32"
     with Training(FIRST, SETTINGS, host_state=then) as training:
-        go(training, PLAN, 11)  # with updates in flight
+        go(training, PLAN, 11)  # updates are in flight
         checkpoint = saved(training)
     with resumed(training, checkpoint, host_state=kept) as again:
         # Values saved before the next update are rounded at most once.
@@ -100,7 +100,7 @@ def test_a_run_may_resume_with_another_format_for_moments(then):
 
 
 def through_flax(tree, target):
-    """Returns the tree that flax writes and reads back."""
+    """Returns the tree after flax has written it and read it back."""
     return serialization.from_bytes(target, serialization.to_bytes(tree))
 
 
@@ -112,7 +112,7 @@ def through_numpy(tree, target):
 
 
 def through_jax(tree, target):
-    """The tree that jax's own serializer, which cannot read into pinned memory, has read."""
+    """Returns the tree from jax's own serializer, which cannot read into pinned memory."""
     leaves, treedef = jax.tree.flatten(tree)
     with tempfile.TemporaryDirectory() as folder:
         paths = [f"{folder}/{i}" for i in range(len(leaves))]
@@ -155,7 +155,7 @@ def test_flax_rejects_a_state_with_different_options():
 
 @pytest.fixture(scope="module")
 def after_six():
-    """The trees of a run saved after six steps."""
+    """Returns the trees of a run that was saved after six steps."""
     with Training(FIRST, SETTINGS) as training:
         training.go(6)
         return saved(training)
@@ -177,7 +177,7 @@ def after_six():
     ],
     ids=str,
 )
-def test_options_that_differ_from_the_saved_ones_are_rejected_by_name(after_six, changes, words):
+def test_options_that_differ_from_the_saved_run_are_rejected_by_name(after_six, changes, words):
     params, state, engine_state = after_six
     settings = dataclasses.replace(SETTINGS, **changes)
     fresh = runs.transformation(FIRST, settings).init(runs.initial(FIRST))
@@ -198,7 +198,8 @@ def test_a_saved_state_matches_the_template_and_leaves_in_different_groups_are_r
             assert isinstance(y, jax.ShapeDtypeStruct)
             assert x.sharding == y.sharding
             assert x.sharding.memory_kind == "pinned_host"
-        # As if a version divided leaves by a different rule: the first and the last swap places.
+        # Swaps the first and the last group, as if another version divided leaves by a different
+        # rule.
         groups = np.array(real["options"]["groups"])
         assert groups.tolist() == [0, 2, 0, 1]
         groups[[2, 3]] = 1, 0
@@ -234,7 +235,7 @@ def test_an_engine_shares_no_memory_with_the_state_that_it_returns_or_resumes_fr
         go(training, PLAN, 7)
         saved_tree = training.engine.state()
         params, state, _ = saved(training)
-        # In an open window, with sums; as NumPy arrays, which are writable.
+        # The window is open and has sums; the values are NumPy arrays, which are writable.
         values = jax.tree.map(np.array, saved_tree)
         assert any(leaf["total"].any() for leaf in values["leaves"])
         go(training, PLAN, PLAN.steps)
@@ -261,7 +262,7 @@ def test_masters_equal_those_of_the_reference():
         moved = 0
         for param, (name, (expected, *_)) in zip(slow.params, before.moments.items(), strict=True):
             assert masters[name].dtype == np.float32
-            # Parameters with provisional steps or a pending update.
+            # Other parameters have provisional steps or a pending update.
             is_cast = expected.astype(param.dtype) == param
             moved += np.count_nonzero(~is_cast)
             expected = np.where(is_cast, expected, param.astype(np.float32))
@@ -273,16 +274,16 @@ def test_masters_equal_those_of_the_reference():
             comparisons.assert_same_bits(np.asarray(masters[name]).astype(x.dtype), np.asarray(x))
 
 
-def test_masters_are_from_one_moment_or_rejected():
+def test_masters_from_different_steps_are_rejected():
     with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 5)
         for later in (training.flush, lambda: go(training, PLAN, 6)):
             each = zenflow_jax.iter_master_params(training.params, training.state, training.engine)
             next(each)
             later()
-            with pytest.raises(RuntimeError, match="while the masters of step 5 were read"):
+            with pytest.raises(RuntimeError, match="while the masters of step 5 were being read"):
                 list(each)
-    # Before the first step the engine adopts any parameters that it gets.
+    # Before the first step, the engine adopts all parameters that it gets.
     with Training(ONE, SETTINGS) as training:
         trees = training.params, runs.initial(ONE, seed=1)
         pair = [zenflow_jax.iter_master_params(x, training.state, training.engine) for x in trees]

@@ -1,4 +1,4 @@
-"""A resumed run needs trees from one run and one moment; all others are rejected."""
+"""A resumed run needs trees from the same run and the same step; all others are rejected."""
 
 import dataclasses
 import gc
@@ -15,7 +15,7 @@ from zenflow_jax._device.samples import fingerprints
 
 
 def other(leaves, step, seed, bad):
-    """The gradients of a run from the same weights, on different data."""
+    """Returns gradients for a run with the same weights on different data."""
     return runs.gradients(leaves, step, seed + 1, bad)
 
 
@@ -25,7 +25,7 @@ def refused(training, tree, words):
 
 
 def of(name):
-    return rf"values of \['{name}'\] in `params` changed .*together, and change none"
+    return rf"values of \['{name}'\] in `params` changed .*together, and do not change"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -53,7 +53,7 @@ def test_a_parameter_with_a_flipped_bit_is_rejected_by_name():
     with Training(SECOND, settings, donate=True) as training:
         # Non-finite values are compared, too.
         training.params["rows"] = training.params["rows"].at[7].set(jnp.nan)
-        for t in (1, 8, 11, 13):  # a skipped step, with updates in flight, or a flush
+        for t in (1, 8, 11, 13):  # after a skipped step, with updates in flight, or after a flush
             go(training, PLAN, t)
             params, state, engine_state = saved(training)
             resumed(training, (params, state, engine_state)).engine.close()
@@ -65,7 +65,7 @@ def test_a_parameter_with_a_flipped_bit_is_rejected_by_name():
             refused(training, (mixed, state, engine_state), of("rows"))
 
 
-def test_parameters_from_before_a_flush_are_rejected_and_those_after_it_need_the_new_state():
+def test_parameters_from_before_a_flush_are_rejected_and_later_ones_need_the_new_state():
     with Training(FIRST, SETTINGS) as training:
         training.go(10)  # a window has just closed
         params, state, engine_state = saved(training)
@@ -78,12 +78,12 @@ def test_parameters_from_before_a_flush_are_rejected_and_those_after_it_need_the
 
 def test_deleted_parameters_have_no_fingerprint_and_are_not_compared():
     def known():
-        """Returns whether the engine's state has a fingerprint, for each leaf."""
+        """Returns, for each leaf, whether the engine's state contains its fingerprint."""
         sums = training.engine.state()["counts"]["fingerprints"]
         return dict(zip(training.params, (sums != 0).tolist(), strict=True))
 
     with Training(FIRST, SETTINGS, donate=True) as training:
-        # Others may be loaded before the first step.
+        # Other parameters may be loaded before the first step.
         assert not any(known().values())
         training.go(11)
         assert all(known().values())
@@ -97,7 +97,7 @@ def test_deleted_parameters_have_no_fingerprint_and_are_not_compared():
         resumed(training, (mixed, state, engine_state)).engine.close()
         training.flush()
         assert all(known().values())
-        training.step()  # donates
+        training.step()  # donates the parameters
         assert not any(known().values())
 
 
@@ -108,7 +108,7 @@ def test_two_runs_resumed_from_one_checkpoint_are_separate_runs():
     first, second = resumed(training, checkpoint), resumed(training, checkpoint)
     second.gradients = other
     with first, second:
-        # They are the same run until their first step, so their states may be mixed.
+        # Until their first step, both are the same run, so their states may be mixed.
         resumed(training, (*saved(first)[:2], saved(second)[2])).engine.close()
         for each in (first, second):
             each.go(1)

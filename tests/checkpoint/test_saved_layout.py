@@ -20,7 +20,7 @@ NEWER = "layout_7_of_zenflow_jax_0_9"
 
 @pytest.fixture(scope="module")
 def checkpoint():
-    """A run in an open window, and its three trees."""
+    """Returns a run with an open window, and its three trees."""
     with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 6)
         yield training, saved(training)
@@ -48,13 +48,13 @@ def test_an_engine_state_with_another_layout_is_rejected_with_both_names(checkpo
     training, (params, state, engine_state) = checkpoint
     # Other differences between versions are not checked.
     other = {**engine_state, "layout": layout, "counts": {"unknown": np.int32(1)}}
-    with pytest.raises(ValueError, match=f"reads an `engine_state` of {NOW}; .* is {words}"):
+    with pytest.raises(ValueError, match=f"reads {NOW}, but .* is {words}"):
         resumed(training, (params, state, other))
 
 
 @pytest.fixture(scope="module")
 def of_0_2(tmp_path_factory):
-    """Files of `FIRST` that 0.2.0 wrote: the optimizer state with orbax, the rest `EngineSave`."""
+    """Unpacks files from 0.2.0 for `FIRST`: optimizer state by orbax, the rest by `EngineSave`."""
     folder = tmp_path_factory.mktemp("saved")
     with zipfile.ZipFile(Path(__file__).parents[1] / "fixtures" / "saved" / "0.2.0.zip") as file:
         file.extractall(folder)
@@ -64,7 +64,7 @@ def of_0_2(tmp_path_factory):
 def test_an_engines_files_from_0_2_are_rejected_with_both_names(checkpoint, of_0_2):
     training, (params, state, _) = checkpoint
     engine_state = read_engine_state(of_0_2 / "engine")
-    with pytest.raises(ValueError, match=rf"of {NOW}; .* is layout_1_of_zenflow_jax_0_2"):
+    with pytest.raises(ValueError, match=rf"{NOW}, .* is layout_1_of_zenflow_jax_0_2"):
         resumed(training, (params, state, engine_state))
 
 

@@ -1,7 +1,7 @@
 """Checks how XLA compiles every program for a GPU, without a GPU: `make test-compiled`.
 
 Wrong slices of host memory, or mail that is sent only at the end, occur only on a GPU, so all other
-tests pass with them. `figures.toml` has the expected figures for each minor version of jax.
+tests pass with them. `figures.toml` contains the expected figures for each minor version of jax.
 """
 
 import tomllib
@@ -17,7 +17,7 @@ from zenflow_jax._device import host_slices
 
 VERSION = ".".join(jax.__version__.split(".")[:2])
 FIGURES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())[VERSION]
-#: How much results of the scheduler differ between patch versions.
+#: The relative difference between the scheduler's results in patch versions.
 TOLERANCE = 0.03
 REFUSES = jax.__version_info__ < (0, 11, 1)
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_scripts_run")]
 
 
 def check(name, compiled):
-    """Compares with the table; the message has the new line for it."""
+    """Compares with the table; the error message contains the new line for the table."""
     figures = compiled.figures
     line = f'"{name}" = {{ {", ".join(f"{k} = {v}" for k, v in figures._asdict().items())} }}'
     assert not compiled.wrong
@@ -39,12 +39,12 @@ def check(name, compiled):
 
 
 @pytest.mark.parametrize("name", PLAIN if REFUSES else [*PLAIN, *STREAMING])
-def test_a_program_uses_host_memory_as_the_table_says(name):
+def test_a_program_uses_host_memory_as_in_the_table(name):
     check(name, (PLAIN | STREAMING)[name]())
 
 
 @pytest.mark.parametrize("name", STREAMING if REFUSES else [])
-def test_a_streaming_program_is_refused_by_a_jax_with_wrong_slices(name):
+def test_a_streaming_program_is_rejected_with_a_jax_that_has_wrong_slices(name):
     words = r"0\.11\.1 or newer.*Python 3\.12.*annotator"
     with pytest.raises((NotImplementedError, SettingsError), match=words):
         STREAMING[name]()
@@ -58,7 +58,7 @@ def test_wrong_slices_in_loops_are_found(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["streamed"] if REFUSES else [])
-def test_the_flag_named_in_the_refusal_prevents_wrong_slices(name, monkeypatch):
+def test_the_flag_named_in_the_error_prevents_wrong_slices(name, monkeypatch):
     monkeypatch.setattr(host_slices, "_DISABLED", True)
     plain = jax.stages.Lowered.compile
     options = {"xla_disable_hlo_passes": host_slices._PASS}

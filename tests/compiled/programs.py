@@ -23,12 +23,12 @@ class Figures(NamedTuple):
     """A program's figures in the table; `peak` in bytes per parameter, `hidden` as a share."""
 
     peak: float
-    hidden: float  # of the mail: sent before the last matmuls
-    to_host: int  # copies of whole arrays
+    hidden: float  # share of the mail that is sent before the last matmuls
+    to_host: int  # number of copies of whole arrays
     to_device: int
-    slices: int  # of host memory in loops, by the copy engine
+    slices: int  # slices of host memory in loops, by the copy engine
     kernels: int  # that read or write host memory
-    stacks: int  # of layers that are copied whole on the device: new weights into donated memory
+    stacks: int  # stacks of layers copied whole on the device: new weights into donated memory
 
 
 class Compiled(NamedTuple):
@@ -159,7 +159,7 @@ def hand_over(program: Callable) -> Compiled:
 
 
 def script_step(model: str | None = None, **settings: Any) -> Compiled:
-    """Compiles the script's step, of a decoder or of the model in a folder."""
+    """Compiles the script's step for a decoder, or for the model in a folder."""
     from train.huggingface.loading import read_folder
     from train.plan import planning as plans
 
@@ -205,7 +205,7 @@ PLAIN: dict[str, Callable[[], Compiled]] = {
     "enter": functools.partial(hand_over, boundary.enter),
     "script, encoder": functools.partial(script_step, "tests/fixtures/bert"),
 }
-#: Programs that slice host memory in loops, which jax before 0.11.1 compiles wrong.
+#: Programs that slice host memory in loops, which jax before 0.11.1 miscompiles.
 STREAMING: dict[str, Callable[[], Compiled]] = {
     "streamed": Step(streamed=True).compile,
     "streamed, float32, without clipping": Step(

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-# As in DeepSpeed's ZenFlow tutorial.
+# The config from DeepSpeed's ZenFlow tutorial.
 TUTORIAL = {
     "zero_optimization": {
         "stage": 2,
@@ -31,10 +31,10 @@ TRAINING = {
 RULES = "zero_optimization.zenflow"
 OFFLOAD = "zero_optimization.offload_optimizer"
 ADAM = "optimizer.params"
-REMOVE = Ellipsis  # prints the same in every process of the tests
+REMOVE = Ellipsis  # prints equally in every process of the tests
 
-# float32 against Python's floats, as a share of the highest rate; at most, 545,000 values of
-# DeepSpeed's own classes differed by 1.9e-7.
+# float32 compared with Python's floats, as a share of the highest rate; 545,000 values of
+# DeepSpeed's own classes differed by at most 1.9e-7.
 RATE_TOLERANCE = 1e-6
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

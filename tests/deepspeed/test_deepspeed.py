@@ -1,7 +1,7 @@
 """`from_deepspeed`: a DeepSpeed config becomes the same training here, or an error names the key.
 
-Compared with what DeepSpeed 0.19.8 makes of the same keys, by its documentation and source. Its
-schedules are `test_schedules.py`, what cannot be followed is `test_refused_configs.py`.
+Expected values are from DeepSpeed 0.19.8's documentation and source. `test_schedules.py` tests
+schedules, and `test_refused_configs.py` tests rejected configs.
 """
 
 import copy
@@ -36,12 +36,12 @@ from zenflow_jax.deepspeed import from_deepspeed
 
 
 def zenflow_section(**keys):
-    """A config whose `zenflow` section has only these keys."""
+    """Returns a config whose `zenflow` section has only these keys."""
     return changed({RULES: keys})
 
 
 def untranslated(config, **arguments):
-    """Returns the options; the one warning lists `not_translated`, or there is none."""
+    """Returns the options; checks that the only warning lists `not_translated`, if not empty."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = from_deepspeed(config, **arguments)
@@ -154,7 +154,7 @@ NOT_FOLLOWED = [
     ],
     ids=str,
 )
-def test_keys_have_their_deepspeed_meaning_or_are_listed(changes, expected, listed):
+def test_keys_have_deepspeeds_meaning_or_are_listed(changes, expected, listed):
     options, names = untranslated(changed(changes))
     assert names == listed
     of_all = vars(options) | options.arguments | {"learning_rate": options.learning_rate}
@@ -297,7 +297,7 @@ def test_step_counts_may_be_set_later():
         ((32, 8, None), None, (32, 4)),
         ((32, 8, None), 2, (32, 2)),
         ((None, 8, None), 2, (16, 1)),
-        ((32, 4, 2), None, (32, 2)),  # of four devices
+        ((32, 4, 2), None, (32, 2)),  # with four devices
         ((32, 4, 2), 4, (32, 2)),
         (("auto", 8, 2), None, (16, 2)),
     ],

@@ -10,8 +10,8 @@ import numpy as np
 import zenflow_jax
 from tests.runs import KERNEL, apply
 
-# Float32 parameters up to 3 (a unit in the last place is 2.4e-7), the same operations compiled
-# into another program, updates near 1e-2.
+# Float32 parameters up to 3 (a unit in the last place is 2.4e-7), from the same operations compiled
+# into another program; updates are near 1e-2.
 ATOL = 1e-6
 
 DEVICE = jax.devices()[0]
@@ -32,14 +32,15 @@ def make(learning_rate: Any = schedule, **options):
 def example_params(dtype: Any = "float32"):
     rng = np.random.default_rng(1)
     params = {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
-    # Committed to a device like a jitted step's results, or the second step would compile again.
+    # Committed to a device like a jitted step's results; otherwise the second step would compile
+    # again.
     return jax.device_put(jax.tree.map(lambda p: jnp.asarray(p, dtype), params), DEVICE)
 
 
 def gradients_at(step: int, dtype: Any = "float32"):
     rng = np.random.default_rng(100 + step)
     gradients = {
-        # Channels of very different size, so that selections move.
+        # Channels of very different size, so that selections change.
         k: rng.normal(size=s).astype(np.float32) * np.exp(rng.normal(size=(*s[:-1], 1)))
         for k, s in SHAPES.items()
     }
@@ -77,7 +78,7 @@ def assert_close(actual, desired):
 
 
 def exchanged(state):
-    """Returns the state after an exchange, as far as it affects the next step."""
+    """Returns the state after an exchange, as far as the next step depends on it."""
     return state._replace(token=jnp.zeros_like(state.token))
 
 

@@ -1,4 +1,4 @@
-"""Runs of a model with or without streamed layers, for tests of streaming."""
+"""Runs a model with or without streamed layers, for tests of streaming."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Losses whose own scans stream: the bits of the plain loss, or an error that names the line."""
+"""Losses with scans of their own: bit-identical to the plain loss, or an error with the line."""
 
 from functools import partial
 
@@ -71,7 +71,7 @@ def placed(params, x):
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     whole = partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P()))
     layers = jax.checkpoint(partial(jax.tree.map, whole))(params["layers"])
-    jax.tree.map(lambda w: w[0], layers)  # only for its shape, as in haliax
+    jax.tree.map(lambda w: w[0], layers)  # read only for its shape, as in haliax
     return jax.vmap(one_example, (None, 0))({"layers": layers}, x)
 
 
@@ -93,14 +93,14 @@ def nnx_case():
 
 CASES = {
     "linen": lambda: (linen_params(), linen),
-    "linen, cast in front": lambda: (linen_params(), linen_in_bfloat16),
+    "linen, cast before the scan": lambda: (linen_params(), linen_in_bfloat16),
     "nnx": nnx_case,
     "placed, with vmap": lambda: (stacks(), placed),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_whose_own_scan_streams_has_the_bits_of_the_plain_model(case):
+def test_a_model_whose_own_scan_streams_is_bit_identical_to_the_plain_model(case):
     params, model = CASES[case]()
     tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.3, max_grad_norm=0.1)
     state = zenflow_jax.find_state(tx.init(params))._replace(step=jnp.int32(1))
@@ -175,7 +175,7 @@ MISUSES = {
 
 
 @pytest.mark.parametrize("case", MISUSES)
-def test_any_other_read_of_a_stack_is_an_error_with_leaf_and_line(case):
+def test_any_other_read_of_a_stack_raises_an_error_that_names_leaf_and_line(case):
     model, message = MISUSES[case]
     params = stacks()
     weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
@@ -183,7 +183,7 @@ def test_any_other_read_of_a_stack_is_an_error_with_leaf_and_line(case):
         jax.eval_shape(streaming.stream_scans(model), weights, X)
 
 
-def test_layers_along_another_axis_are_an_error_in_linen():
+def test_layers_along_another_axis_are_rejected_in_linen():
     params = linen_params(axis=1)
     weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
     loss_fn = streaming.stream_scans(lambda w: Linen(1).apply({"params": w}, X, rngs=KEYS))

@@ -20,7 +20,7 @@ ATOL = 1e-6  # updates near 1e-2; float32 sums in different orders
 
 @pytest.mark.slow
 def test_a_run_with_streamed_layers_is_bit_identical_to_one_without():
-    # One step is skipped. Without compiler optimization, float32 sums have a different order.
+    # One step is skipped. Without compiler optimization, the order of float32 sums differs.
     assert_same_bits(*(run("bfloat16", stream=x, bad=7) for x in (True, False)))
 
 
@@ -46,7 +46,7 @@ def test_the_backward_scan_stacks_gradients_only_in_host_memory(stream):
     assert all(x.memory_space == kind for x in stacked)
 
 
-def test_packed_signs_are_normal_floats_to_which_zeros_may_be_added():
+def test_packed_signs_are_normal_floats_that_stay_equal_when_zeros_are_added():
     packed = np.uint32([0, 1, 3**19 - 1])
     floats = _as_floats(jnp.asarray(packed))
     normal = np.finfo(np.float32)
@@ -55,7 +55,7 @@ def test_packed_signs_are_normal_floats_to_which_zeros_may_be_added():
 
 
 def behind(tx):
-    # The norms and the mail were computed earlier.
+    # Changes the gradients after norms and mail were computed.
     return lambda *of: tx.update(jax.grad(loss)(*of), tx.init(None))[0]
 
 
@@ -86,7 +86,7 @@ MISUSES = of_a_small_mean, of_a_layer_used_twice
 
 
 @pytest.mark.parametrize("gradients_of", [*MISUSES, behind(optax.scale(0.5))])
-def test_gradients_from_other_than_one_use_end_the_run(gradients_of):
+def test_gradients_that_do_not_come_from_exactly_one_use_end_the_run(gradients_of):
     assert all(np.isnan(x).all() for x in updates_from(gradients_of))
 
 
@@ -119,7 +119,7 @@ def test_layers_may_be_split_over_several_scans():
 
 
 def test_a_derivative_through_stream_raises():
-    # It would be zero.
+    # The derivative would be zero.
     params = model("float32")
     state, batch = zenflow_jax.zenflow(1e-2).init(params), next(batches(1, "float32"))
     with pytest.raises(ValueError, match="inside the function that you differentiate"):
@@ -153,7 +153,7 @@ def test_other_values_of_send_gradients_are_rejected_by_name():
 def test_where_accepts_only_layers():
     params = model("float32")
     state = zenflow_jax.zenflow(1e-2).init(params)
-    with pytest.raises(ValueError, match="`where` names .*head"):
+    with pytest.raises(ValueError, match="`where` picks .*head"):
         streaming.stream(params, state, where=lambda path, leaf: True)
     chosen = streaming.stream(params, state, where=lambda path, leaf: "up" in str(path))
     kinds = {name: type(x).__name__ for name, x in chosen["layers"].items()}
@@ -198,5 +198,5 @@ def test_streamed_weights_are_not_parameters():
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
     state = tx.init(params)
     weights = streaming.stream(params, state)
-    with pytest.raises(ValueError, match=r"as `streaming.stream` returns it. Pass the parameters"):
+    with pytest.raises(ValueError, match=r"from `streaming.stream`. Pass the parameters"):
         tx.update(params, state, weights)

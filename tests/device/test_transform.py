@@ -1,4 +1,4 @@
-"""`zenflow()` as an optax user sees it: its state, arguments, updates and mail."""
+"""`zenflow()` from an optax user's view: its state, arguments, updates and mail."""
 
 import copy
 import dataclasses
@@ -56,7 +56,7 @@ def test_the_state_is_a_plain_pytree_without_callables():
         }
         return make(lambda count: 1e-2, **of_functions).init(example_params())
 
-    # New functions are never equal, so a treedef that held one would differ, too.
+    # New functions are never equal, so treedefs that held functions would differ, too.
     first, second = jax.tree.structure(state()), jax.tree.structure(state())
     assert first == second
     assert hash(first) == hash(second)
@@ -64,7 +64,7 @@ def test_the_state_is_a_plain_pytree_without_callables():
 
 
 def walk(node):
-    """Yields the leaves as big_vision's and similar savers find them, by their own walk."""
+    """Yields the leaves in the way that big_vision and similar code traverse a tree."""
     if dataclasses.is_dataclass(node):
         node = serialization.to_state_dict(node)
     if isinstance(node, dict):
@@ -165,12 +165,12 @@ def test_mask_selects_leaves_for_weight_decay_and_its_schedule_counts_from_zero(
         ((2, 3, 4), {"channel_axis": 2}, (2, 3, 2)),
         ((2, 3, 4), {"channel_axis": 0}, (1, 3, 4)),
         ((2, 3, 4), {"channel_axis": lambda path, leaf: np.int64(leaf.ndim - 1)}, (2, 3, 2)),
-        # The ratio is read as a decimal, and the count is rounded up.
+        # The ratio is interpreted as a decimal, and the count is rounded up.
         ((5, 3), {"topk_ratio": 0.0}, (0, 3)),
         ((31, 3), {"topk_ratio": 0.1}, (4, 3)),
         ((100, 2), {"topk_ratio": 0.07}, (7, 2)),
         ((5, 2), {"topk_ratio": 0.01}, (1, 2)),
-        # A leaf without deferred channels is resident, and so is one that the user names.
+        # A leaf without deferred channels is resident, and so is a leaf that the user names.
         ((0, 3), {"topk_ratio": 0.0}, None),
         ((), {"topk_ratio": 0.0}, None),
         ((3,), {"topk_ratio": 0.0}, None),
@@ -179,7 +179,7 @@ def test_mask_selects_leaves_for_weight_decay_and_its_schedule_counts_from_zero(
         ((5, 2), {"resident": lambda path, leaf: path[-1].key == "x"}, None),
     ],
 )
-def test_the_device_keeps_a_leafs_selected_channels_or_all(shape, options, kept):
+def test_the_device_keeps_a_leafs_selected_channels_or_all_channels(shape, options, kept):
     state = make(**options).init({"x": jnp.ones(shape)})
     (leaf,), mail = state.leaves, state.mail
     assert leaf.mu.shape == leaf.nu.shape == (shape if kept is None else kept)
@@ -229,8 +229,8 @@ def test_a_state_counts_consecutive_skipped_steps():
 
 
 def test_gradients_of_float16_leaves_are_checked_as_they_arrive_and_squared_in_float32():
-    # float16 has infinity above 65,504 and zero below 6e-8: cast to it, these gradients would be
-    # skipped, or would move nothing.
+    # float16 has infinity above 65,504 and zero below 6e-8: after a cast to float16, these
+    # gradients would be skipped or would not move anything.
     params = {"bias": jnp.ones(3, jnp.float16), "weight": jnp.ones((6, 3), jnp.float16)}
     for options in ({}, {"topk_ratio": 1.0}):
         tx = make(eps=0.0, max_grad_norm=1e6, **options)

@@ -28,7 +28,7 @@ def injected(learning_rate: Any = schedule, **options):
     return factory(learning_rate, **{**SETTINGS, **options})
 
 
-# Each takes zenflow's options and returns a transformation equivalent to zenflow alone.
+# Each function takes zenflow's options and returns a transformation equivalent to zenflow alone.
 WRAPPERS = {
     "chain": lambda **o: optax.chain(optax.scale(4.0), optax.scale(0.25), make(**o)),
     "masked": lambda **o: optax.masked(make(**o), {"bias": True, "weight": True}),
@@ -36,7 +36,7 @@ WRAPPERS = {
         {"ours": make(**o), "frozen": optax.set_to_zero()}, {"bias": "ours", "weight": "ours"}
     ),
     "inject_hyperparams": injected,
-    # Rates for each leaf that have equal values.
+    # A separate rate for each leaf, with equal values.
     "function of leaves": lambda **o: make(lambda path, leaf: lambda count: schedule(count), **o),
     "tree of rates": lambda **o: make({"bias": schedule, "weight": lambda t: schedule(t)}, **o),
     "injected tree": lambda **o: injected({"bias": schedule, "weight": lambda t: schedule(t)}, **o),

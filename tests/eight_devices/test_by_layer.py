@@ -1,4 +1,4 @@
-"""A run with streamed weights on a mesh: it has the losses of one device, and resumes."""
+"""A run with streamed weights on a mesh has the losses of a one-device run, and resumes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from train.model import cross_entropy
 from train.run import setup
 from zenflow_jax import layerwise
 
-# Nats, float32: sums over devices have a different order.
+# In nats, float32; the order of sums over devices differs.
 ATOL = 1e-5
 
 

@@ -1,4 +1,4 @@
-"""Resumes checkpoints that orbax writes inside a window, on the same devices and on others."""
+"""Resumes checkpoints that orbax writes inside a window, on the same or on other devices."""
 
 import functools
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
     [
         (0.05, (4096, 11008), 0.0625),
         (0.0625, (4096, 11008), None),  # already even
-        (0.05, (4096, 72), ""),  # 0.125 would be a different run
+        (0.05, (4096, 72), ""),  # 0.125 would make it a different run
     ],
 )
 def test_a_selected_count_that_fewer_devices_would_not_have_raises_a_warning(
@@ -90,7 +90,7 @@ def test_a_selected_count_that_fewer_devices_would_not_have_raises_a_warning(
 
     even = selected(ratio, 8) == selected(ratio, 1)
     said = "".join(r.getMessage() for r in caplog.records)
-    assert even == (advised is None) == ("only on a mesh that gives the same" not in said)
+    assert even == (advised is None) == ("only on a mesh that leads to the same" not in said)
     if advised:
         assert f"start the run with topk_ratio={advised} or with" in said
         assert selected(advised, 8) == selected(advised, 4) == selected(advised, 1)
@@ -99,7 +99,7 @@ def test_a_selected_count_that_fewer_devices_would_not_have_raises_a_warning(
 
 
 def test_a_selection_over_fewer_devices_is_rejected(tmp_path):
-    # The same number of channels on each: one device, and eight pieces of 32 or 16 channels.
+    # One device and eight pieces of 32 or 16 channels select the same number of channels.
     settings = Settings(topk_ratio=0.25, update_interval=2, select_interval=2)
     leaves = MORE_LEAVES[1:3]
     channels = meshes.shardings(meshes.make_mesh("fsdp"), "channels", leaves)

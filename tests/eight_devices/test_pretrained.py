@@ -1,4 +1,4 @@
-"""Hugging Face models on a mesh: each device reads its part, and nothing else changes."""
+"""Hugging Face models on a mesh: each device reads its part; results do not change."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_a_mesh_changes_no_bits_of_the_weights_or_the_files(tmp_path, name, scan
 @pytest.mark.parametrize("name", ["llama3", "bert"])
 def test_outputs_on_a_mesh_equal_those_of_transformers(name):
     pretrained = read_folder(FIXTURES / name)
-    # The devices that share a batch do not divide 3 or 2 rows: each gets a copy.
+    # 3 or 2 rows are not divisible by the devices that share a batch, so each device gets a copy.
     stream = NamedSharding(mesh(), PartitionSpec(None, None, "tensor"))
     graphdef, shapes = make(pretrained, scan_layers=True, stream_sharding=stream)
     params = load_weights(pretrained, shapes, weight_shardings(mesh(), shapes))

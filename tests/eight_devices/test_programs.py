@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 import zenflow_jax
 from benchmarks.collectives import collectives, compiled_step, placements
 from tests import runs
-from tests.compilations import compilations
 from zenflow_jax._exchange import pinned
 
 N = 4096
@@ -22,7 +21,7 @@ AHEAD = (runs.Leaf("narrow", (8, 16), -2, "bfloat16"), runs.Leaf("wide", (8, 32)
 
 
 def of_sgd_and_zenflow(sharding):
-    """Returns the collectives in a step of either kind."""
+    """Returns the collectives in a step with SGD, and in a step with zenflow."""
     tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, max_grad_norm=1.0)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
         return [collectives(compiled_step(x, sharding, N).as_text()) for x in (optax.sgd(1e-3), tx)]
@@ -33,7 +32,7 @@ def test_a_step_exchanges_only_the_scores_in_addition():
     base, ours = of_sgd_and_zenflow(sharding)
     added = sum(c.nbytes for c in ours) - sum(c.nbytes for c in base)
     assert len(base) > 0
-    # Four bytes per channel, and the leaf's sum for the norm.
+    # Expects four bytes per channel, and the leaf's sum for the norm.
     assert 0 < added <= 4 * N + 4
     assert GRADIENT > 2000 * added
 
@@ -45,37 +44,23 @@ def test_a_step_exchanges_only_the_scores_in_addition():
 def test_with_copies_a_step_also_exchanges_the_selected_rows(name):
     sharding = placements(jax.devices())[name]
     base, ours = of_sgd_and_zenflow(sharding)
-    # 5% of the channels in a device's block, rounded up. The compiler for CPUs makes four bytes of
-    # bfloat16's two, also in the sum of the gradients.
+    # 5% of the channels in a device's block, rounded up. The compiler for CPUs widens bfloat16 from
+    # two bytes to four, also in the gradients' sum.
     block = math.prod(sharding.shard_shape((N, N)))
     rows = block * 4 * 0.051
     added = sum(c.nbytes for c in ours) - sum(c.nbytes for c in base)
     # The block's signs, four to a byte, determine the provisional step.
     assert 0.04 / 0.05 * rows < added - block / 4 <= rows + 4 * N + 4
-    # The gradient is also summed where it was, over the devices with copies.
+    # As before, the gradient is also summed over the devices with copies.
     assert [c for c in ours if c.nbytes > block] == [c for c in base if c.nbytes > block]
-
-
-def divided():
-    """Runs leaves on four devices, twice."""
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
-    shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
-    options = runs.Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
-    return runs.Training(AHEAD, options, shardings=shardings)
 
 
 def test_the_pinned_memory_limit_applies_to_each_devices_mail(monkeypatch):
     asked = []
     monkeypatch.setattr(pinned, "check_pinned", lambda needs, _: asked.append(needs["mail"]))
-    with divided() as training:
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
+    with runs.Training(AHEAD, runs.CALM, shardings=shardings) as training:
         whole = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in AHEAD)
         mails = pinned.buffers(training.state)
         assert asked == [whole // 8 * mails] * 8
-
-
-def test_nothing_is_compiled_after_the_second_selection():
-    with divided() as training, compilations() as names:
-        training.go(8)
-        names.clear()
-        training.go(8)
-        assert names == []

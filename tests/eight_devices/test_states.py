@@ -32,7 +32,7 @@ def states_of(placement, **options):
 
 
 def test_a_leafs_state_follows_its_parameter():
-    # (32, 8), channels over fsdp and data, the rest over tensor.
+    # The shape is (32, 8): channels are divided over fsdp and data, the other axis over tensor.
     rows, mail = states_of("both")["rows"]
     where = {name: getattr(rows, name).sharding for name in ("mu", "nu", "scores", "steps")}
     wide = P(("fsdp", "data"), "tensor")
@@ -95,7 +95,7 @@ def test_parameters_and_states_on_other_devices_are_rejected():
 
 @pytest.mark.parametrize(
     ("kind", "again", "name"),
-    # The latter has as many numbers on each device as before, but for different channels.
+    # In the second case, each device keeps as many numbers as before, but for different channels.
     [(AUTO, P(), "mail"), (EXPLICIT, P("fsdp"), "mu")],
     ids=["replicated", "along another axis"],
 )
@@ -129,7 +129,7 @@ def test_a_moved_state_is_put_back_once_and_then_rejected(kind, again, name):
         with pytest.raises(ValueError, match=words):
             ours.exchange()
         ours.state = right
-        ours.exchange()  # as if nothing had happened
+        ours.exchange()  # as if the state had not moved
         expected.go(2)
         for each in ours, expected:
             each.flush()
@@ -206,7 +206,7 @@ class Model(nnx.Module):
 
 
 def update(model, optimizer, gradients):
-    """Takes a step with gradients given as pure arrays, under jit."""
+    """Takes a step under jit, with gradients that are pure arrays."""
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, gradients)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean

@@ -14,7 +14,7 @@ from zenflow_jax import streaming
 
 def shardings():
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
-    # The channel axis is a layer's first axis. Each device has a copy of one matrix.
+    # A layer's first axis is its channel axis. One of the two matrices is replicated.
     layers = {"up": P(), "down": P(None, "fsdp"), "scale": P()}
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), {"layers": layers, "head": P()})
 

@@ -98,7 +98,7 @@ def test_a_packed_folder_is_restored_and_checked(model, tmp_path, capsys):
 def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent)
     for arguments, message in (
-        ("model", "Name a second path"),
+        ("model", "Pass a second path"),
         ("model out --replace", "--replace takes one path"),
         ("model out --bound small", "must be a number above 0, such as 2^-24"),
         ("model out --bound nan", "must be a finite number above 0"),
@@ -127,7 +127,7 @@ def test_an_unsuitable_bound_is_reported(model, tmp_path, capsys):
     assert compress.main([*paths, "--bound", "2^-24"]) == 0
     out = capsys.readouterr().out
     assert "largest error: 5.96e-08 (2^-24.00), in `f`" in out
-    assert "1 tensors of I64 keep their bits" in out
+    assert "1 tensors (I64) are lossless" in out
 
 
 def test_a_checkpoint_is_not_packed(model, tmp_path, capsys):

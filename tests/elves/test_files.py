@@ -269,7 +269,7 @@ def test_a_base_makes_a_model_smaller_and_is_needed_to_read_it(tmp_path):
     assert content(tmp_path / "back") == content(source)
     # A different base is detected, a missing one named, and a moved one found.
     model(tmp_path / "wrong", seed=3)
-    with pytest.raises(elves.ElvesError, match="`bert.a` .* block 0: .*against another `model.a`"):
+    with pytest.raises(elves.ElvesError, match="`bert.a` .* block 0: .*a different `model.a`"):
         restore_path(tmp_path / "out", tmp_path / "back2", base=tmp_path / "wrong")
     base.rename(tmp_path / "moved")
     with pytest.raises(elves.ElvesError, match="`bert.a` .*the file .*base.* is missing.*--base"):
@@ -277,7 +277,7 @@ def test_a_base_makes_a_model_smaller_and_is_needed_to_read_it(tmp_path):
     assert not (tmp_path / "back2").exists()
     save_file({"other": noise(70)}, tmp_path / "x.safetensors")
     place = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
-    with pytest.raises(elves.ElvesError, match="`base`: .* have no tensor of the same name"):
+    with pytest.raises(elves.ElvesError, match="`base`: .* have no tensor with the same name"):
         pack_path(*place, Options(), base=tmp_path / "moved")
     # A packed base also works.
     pack_path(tmp_path / "moved", None, Options())
@@ -293,10 +293,10 @@ def test_unsuitable_paths_and_truncated_files_are_rejected(tmp_path):
     (tmp_path / "pickles").mkdir()
     (tmp_path / "pickles" / "weights.bin").write_bytes(b"x")
     for source, target, message in (
-        ("gone", "out", "gone does not exist. Name a safetensors file"),
-        ("in", "in/more/out", "Name a path outside"),
-        ("in/one.safetensors", "base", "base already exists. Name a new path"),
-        ("in", "gone/out", "is not in an existing folder. Name a new path"),
+        ("gone", "out", "gone does not exist. Pass a safetensors file"),
+        ("in", "in/more/out", "Pass a path outside"),
+        ("in/one.safetensors", "base", "base already exists. Pass a new path"),
+        ("in", "gone/out", "is not in an existing folder. Pass a new path"),
         ("pickles", "out", "pickles has no safetensors to pack"),
         ("cut", "out", "The safetensors file .*one.* is damaged"),
     ):

@@ -13,7 +13,7 @@ from zenflow_jax._host.state import HostState
 
 @dataclass
 class Hooks:
-    """Functions that the worker calls before it stores a mail, and before it updates a leaf."""
+    """Functions that the worker calls before storing a mail, and before updating a leaf."""
 
     mail: Callable[[], Any] = lambda: None
     update: Callable[[], Any] = lambda: None

@@ -1,4 +1,4 @@
-"""`attach`: bit-identical to a loop that calls `exchange`, for any form of step."""
+"""`attach`: results are bit-identical to a loop that calls `exchange`, for any form of step."""
 
 import copy
 import dataclasses
@@ -57,7 +57,7 @@ def pair_step(tx):
 
 @pytest.fixture(scope="module")
 def by_hand():
-    """The parameters of a loop that calls `exchange`, after each step and after a flush."""
+    """Returns the parameters of a loop that calls `exchange`, after each step and a flush."""
     step, (params, state), seen = pair_step(make()), start(make()), []
     with HostEngine(params, state, **KERNEL) as engine:
         for t in range(STEPS):
@@ -67,7 +67,7 @@ def by_hand():
         return [*seen, engine.flush(params, state)[0]]
 
 
-def test_a_step_of_parameters_and_state_exchanges_and_flushes_as_often_as_requested(by_hand):
+def test_a_step_with_parameters_and_state_exchanges_and_flushes_as_often_as_requested(by_hand):
     plain = pair_step(make())
 
     def with_a_key(key, *args):
@@ -83,7 +83,7 @@ def test_a_step_of_parameters_and_state_exchanges_and_flushes_as_often_as_reques
         both = step.flush(*both)
         assert_same_bits(both[0], by_hand[-1])
         assert step.engine.stats.steps == STEPS
-        # Counts the run's steps, which continue in another engine.
+        # `flush_every` counts the run's steps, also across engines.
         options = {"engine_state": step.engine.state(), **KERNEL}
     with attach(plain, flush_every=3, engine_options=options) as step:
         for t in range(STEPS, 10):
@@ -99,8 +99,8 @@ class OtherNames:
     opt_state: Any
 
 
-# How a train state is created from parameters and state, its field names, how they are read, and
-# how the step returns that state together with something else.
+# For each train state: a function that builds it from parameters and state, its field names, a
+# function that reads them, and a function that makes the step's result.
 STATES = {
     "dict, alone": (
         lambda p, s: {"params": p, "opt_state": s, "epoch": 3},
@@ -114,7 +114,7 @@ STATES = {
         operator.attrgetter("params", "opt_state"),
         (lambda state, other: (state, other), operator.itemgetter(0)),
     ),
-    "dataclass of other names, second": (
+    "dataclass with other names, second": (
         OtherNames,
         ("model", "opt_state"),
         operator.attrgetter("model", "opt_state"),
@@ -224,16 +224,16 @@ def test_with_multi_steps_a_flush_may_come_between_two_micro_batches(send_gradie
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def micro_step(params, opt_state, t):
-        # Of the step alone: the flush transfers no gradient.
+        # These gradients depend only on `t`, so a flush cannot change them.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = tx.update(gradients(PARAMS, t), opt_state, params)
         return optax.apply_updates(params, updates), opt_state, t
 
     outcomes = []
-    for flushes_after in (8, 9):  # the ninth makes no update
+    for flushes_after in (8, 9):  # the ninth micro-step does not make an update
         with attach(micro_step, engine_options=KERNEL) as step:
             params, state = start(tx)
-            both = jax.tree.map(jnp.copy, params), state  # which are donated
+            both = jax.tree.map(jnp.copy, params), state  # the step donates both
             for t in range(1, 15):
                 *both, _ = step(*both, t)
                 if t == flushes_after:

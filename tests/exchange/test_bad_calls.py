@@ -1,4 +1,4 @@
-"""Wrong calls of a running engine; `test_bad_input.py` has mistakes before that."""
+"""Wrong calls of a running engine; `test_bad_input.py` tests mistakes before a run."""
 
 import functools
 import operator
@@ -33,7 +33,7 @@ from zenflow_jax import HostEngine
 
 @pytest.fixture
 def running():
-    """An engine after its first exchange, with the result."""
+    """Yields an engine after its first exchange, with the result."""
     engine = HostEngine(PARAMS, STATE, host_kernel="numpy")
     yield engine, *engine.exchange(*step(PARAMS, STATE))
     engine.close()  # no `with`: leaving a block complains about unflushed updates
@@ -111,7 +111,7 @@ def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(runn
         made = engine.flush(*made)
     jax.tree.map(np.testing.assert_array_equal, made[0], undisturbed)
     assert engine.stats.steps == 5
-    # Before the first step, no exchange can be repeated.
+    # Before the first step, there is no exchange to repeat.
     with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
         call = functools.partial(other.exchange, PARAMS, STATE)
         assert_told(call, RuntimeError, "the state of a new step")
@@ -132,7 +132,7 @@ def test_mail_in_device_memory_is_put_back_once_and_then_rejected(running, undis
 NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
 
 
-# Errors in a mail are raised once it is read, some steps later.
+# Errors in a mail are raised when the mail is read, some steps later.
 @pytest.mark.parametrize(
     ("tx", "params", "word"),
     [

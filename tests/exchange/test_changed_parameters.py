@@ -1,4 +1,4 @@
-"""The engine rejects changes to the parameters by other code, and nothing else."""
+"""The engine rejects changes to the parameters by other code, but not correct runs."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def go(run):
 
 
 def go_and(call):
-    """The step that is compared, and the call that must reject it."""
+    """Returns a function that takes the compared step and makes the call that must reject it."""
 
     def end(run):
         run.go(1)
@@ -71,7 +71,7 @@ def test_parameters_changed_between_two_steps_are_rejected_by_name(settings, cha
         run.params = change(run.params)
         with pytest.raises(RuntimeError, match=f"{REFUSED} {words} in or after step 9"):
             end(run)
-        # And the engine does not continue by accident.
+        # The engine does not continue by accident, either.
         for call in (run.exchange, run.flush, run.engine.state):
             with pytest.raises(RuntimeError, match=f"{REFUSED}|was interrupted"):
                 call()
@@ -97,7 +97,7 @@ def filled(*numbers):
 
 
 def train(behind=(), params=PARAMS, between=lambda t, params: params, check="samples", **options):
-    """A run with a transformation after zenflow, or between its steps."""
+    """Trains with a transformation after zenflow, or with changes between steps."""
     tx = optax.chain(zenflow_jax.zenflow(1e-2, **{**OPTIONS, **options}), *behind)
 
     @jax.jit
@@ -122,14 +122,14 @@ def train(behind=(), params=PARAMS, between=lambda t, params: params, check="sam
 @pytest.mark.parametrize(
     ("behind", "options"),
     [
-        # Many resident leaves are compared in turn.
+        # There are many resident leaves, which are compared in turn.
         (
             optax.masked(optax.set_to_zero(), {name: name == "b1" for name in MANY}),
             {"params": MANY},
         ),
-        # Without the leaf that would reveal it.
+        # The tree lacks the leaf that would reveal the change.
         (optax.add_decayed_weights(1e-2), {"params": WITHOUT_RESIDENT, **NONE_SELECTED}),
-        # Provisional steps may move them as far in a window, but not in a single step.
+        # Provisional steps may move weights as far in a window, but not in a single step.
         (optax.scale(0.9), {"params": {"low": PARAMS["low"]}, **NONE_SELECTED}),
     ],
     ids=["frozen", "moving decay", "shorter steps in low precision"],
@@ -146,7 +146,7 @@ REST = {name: name != "bias" for name in PARAMS}
 @pytest.mark.parametrize(
     ("wrap", "warnings"),
     [
-        # With low-precision weights, a comparison may not see these.
+        # With low-precision weights, a comparison may miss these transformations.
         (lambda tx: optax.chain(optax.chain(optax.identity(), tx), optax.scale(0.9)), 1),
         (
             lambda tx: optax.MultiSteps(
@@ -192,7 +192,7 @@ def test_a_single_changed_number_is_rejected_if_all_are_compared(name, place, op
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
         {"b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "per_window", **NONE_SELECTED},
         {"provisional_share": 1.0, "update_interval": 4, "select_interval": 4},
-        # Numbers that an update of zero may change, or that equal nothing.
+        # Numbers that an update of zero may change, or that do not equal any number.
         {"params": filled(0.0, -0.0, 1e-40, -1e-40), "weight_decay": 0.0, **NONE_SELECTED},
         {"params": filled(np.nan), **MOVES},
     ],

@@ -29,7 +29,7 @@ from zenflow_jax._exchange.worker import Worker
 def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mail_dtype(
     dtype, transfer_dtype, sending
 ):
-    # As after loss scaling: in float16, gradients this small would be zero.
+    # Gradients are this small after loss scaling; in float16 they would be zero.
     leaves = (runs.Leaf("bias", (5,), None, dtype), runs.Leaf("rows", (12, 5), -2, dtype))
 
     def small(leaves, step, seed=0, bad=False):
@@ -75,7 +75,7 @@ def of_another_run(steps, seed):
 
 @pytest.mark.parametrize(
     "state_of",
-    # A sweep has the same seed, but different learning rates.
+    # Runs in a sweep have the same seed, but different learning rates.
     [of_an_earlier_step, of_another_run(2, 1), of_another_run(2, 0), of_another_run(0, 1)],
     ids=["earlier", "mid-run", "sweep", "first step"],
 )
@@ -113,7 +113,7 @@ def through_numpy(x):
     [(jnp.copy, "during_step"), (through_numpy, "per_window")],
     ids=["jnp.copy", "through NumPy"],
 )
-def test_flush_accepts_a_copied_state_but_no_earlier_state(duplicate, sending):
+def test_flush_accepts_a_copied_state_but_rejects_earlier_states(duplicate, sending):
     settings = dataclasses.replace(CALM, send_gradients=sending)
     with Training(FEW, settings) as run, Training(FEW, settings) as untouched:
         run.go(7)  # a window has just closed, and its update is in flight
@@ -131,7 +131,7 @@ def test_flush_accepts_a_copied_state_but_no_earlier_state(duplicate, sending):
                 RuntimeError, match="lack its updates|that the last `flush` returned"
             ):
                 call(*args)
-        # The rejected calls changed nothing.
+        # The rejected calls did not change anything.
         (run.params, run.state), run.t = flushed, 7
         untouched.go(7)
         untouched.flush()
@@ -177,7 +177,8 @@ def test_steps_and_exchanges_make_no_implicit_transfers():
                 training.exchange()
 
 
-# With sums on the device: two windows' step scalars and sums, and the step's own.
+# With sums on the device, these are two windows' step scalars and sums, and the current step's
+# scalars.
 @pytest.mark.parametrize(
     ("sending", "most"), [("during_step", 2), ("after_step", 1), ("per_window", 2 * 4 + 3)]
 )
@@ -197,7 +198,7 @@ def test_handed_over_state_does_not_stay_on_the_device():
         training.step()
         leaving = weakref.ref(training.state.leaves[2].mu)
         reselections = training.engine.stats.reselections
-        training.exchange()  # this leaf's turn
+        training.exchange()  # it is this leaf's turn
         training.settle()
         gc.collect()
         assert training.engine.stats.reselections == reselections + 1
@@ -224,7 +225,7 @@ def test_stats_count_steps_windows_and_bytes():
         window_lengths={2: 2},
         reselections=1,
         skipped_steps=1,
-        bytes_to_host=5 * mail + row + 4,  # and the channel's number
+        bytes_to_host=5 * mail + row + 4,  # 4 bytes for the channel's number
         bytes_to_device=2 * window + row,
         host_bytes=kept,  # mail is not counted here, and short windows need no sums
         pinned_bytes=4 * 2 * 2,  # the last step's gradient, in an open window
@@ -269,9 +270,7 @@ def test_consecutive_skipped_steps_warn_and_too_many_raise_even_across_a_checkpo
         ({"provisional_share": 0.5}, False, False),
     ],
 )
-def test_gradients_lost_at_the_end_of_a_run_are_warned_about_once(
-    caplog, options, saves, is_warned
-):
+def test_gradients_lost_at_the_end_of_a_run_cause_one_warning(caplog, options, saves, is_warned):
     with Training(FEW, dataclasses.replace(CALM, **options)) as run:
         run.go(CALM.update_interval + 1)
         run.flush()
@@ -299,10 +298,10 @@ def close_in_an_exception(engine):
     ],
     ids=["close", "collected", "saved", "exception"],
 )
-def test_an_engine_that_ends_without_a_flush_warns_once_of_updates_that_are_lost(
+def test_an_engine_that_ends_without_a_flush_warns_once_about_lost_updates(
     caplog, monkeypatch, end, warnings
 ):
-    monkeypatch.delattr(sys, "last_value", raising=False)  # of an earlier test
+    monkeypatch.delattr(sys, "last_value", raising=False)  # left by an earlier test
     run = Training(FEW, CALM)
     run.go(CALM.update_interval)
     end(run.engine)

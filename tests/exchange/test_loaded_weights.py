@@ -1,7 +1,7 @@
 """Weights loaded after `tx.init`, or after the engine was created, are trained.
 
-With `optax.adamw` the order makes no difference; a run that loads late is compared, bit by bit,
-with the same run that had its weights from the start.
+With `optax.adamw` the order makes no difference. Here, a run that loads weights late is compared,
+bit by bit, with a run that has the same weights from the start.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import zenflow_jax
 from tests import comparisons, runs
 from tests.runs import FIRST, Plan, Settings, Training
 
-# Rolling windows; channels change hands; FIRST's resident leaves are low-precision and float32.
+# Windows roll, channels are handed over, and FIRST's resident leaves are low-precision and float32.
 SETTINGS = Settings(
     topk_ratio=0.3, update_interval=2, select_interval=4, weight_decay=0.1, provisional_share=0.5
 )
@@ -24,14 +24,14 @@ def masters(run):
 
 
 def outcome(run, bad=()):
-    """The parameters after each of seven steps and a flush, and the masters."""
+    """Returns the parameters after each of seven steps and a flush, and the masters."""
     seen = [values for _, values in run.follow(Plan(7, bad))]
     run.flush()
     return [*seen, run.values(), masters(run)]
 
 
 def loaded(run, values, *, early=False):
-    """The run with other parameters, used for the engine and, if `early`, for the state too."""
+    """Makes a run with other parameters, for the engine and, if `early`, also for the state."""
     run.params = runs.place(values, None)
     if early:
         run.state = run.tx.init(run.params)

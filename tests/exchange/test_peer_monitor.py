@@ -1,6 +1,6 @@
 """Processes of one engine, one of which fails, closes, or ends.
 
-`test_several_processes.py` has a failure of a real engine.
+`test_several_processes.py` tests the failure of a real engine.
 """
 
 import gc
@@ -20,14 +20,14 @@ from tests.processes import run_together
 from zenflow_jax._exchange import peers
 from zenflow_jax._exchange.peers import CLOSED, PeerMonitor
 
-POLL_S = 0.3  # process 0 outlives the others by three polls, which must be enough
+POLL_S = 0.3  # process 0 outlives the others by three polls, which must suffice
 SOON_S = 0.5  # a grace period that a test waits for
-NEVER_S = 300.0  # and one that outlasts every test
+NEVER_S = 300.0  # a grace period that outlasts every test
 TIMEOUT_S = 120.0
 
 
 class Engine:
-    """The part of an engine that a monitor needs: its caller waits for `future`."""
+    """The part of an engine that a monitor needs; its caller waits for `future`."""
 
     def __init__(self, name: str, grace_s: float, processes: Sequence[int] = (0, 1), **more: Any):
         self.future: Future = Future()
@@ -39,13 +39,13 @@ class Engine:
         self.future.set_exception(RuntimeError(message))
 
     def raised(self, call: int) -> None:
-        """The caller gets a failure from that call, after this many other calls."""
+        """Raises the failure from call number `call`, after the earlier calls have passed."""
         for _ in range(call):
             self.watch.passed()
         self.watch.raised()
 
     def fails(self) -> None:
-        """The worker fails, and its caller gets the failure from its second call."""
+        """Makes the worker fail; the caller gets the failure from its second call."""
         self.watch.report("the moments ran away")
         self.raised(1)
 
@@ -60,7 +60,7 @@ def join(me: int, port: int, count: int) -> None:
 
 
 def collective() -> float:
-    """A sum over both processes: returns once both have called it."""
+    """Sums over both processes; returns once both have called it."""
     mesh = jax.make_mesh((2,), ("x",))
     x = jax.make_array_from_callback(
         (2,), jax.NamedSharding(mesh, jax.P("x")), lambda _: np.ones(1, np.float32)
@@ -87,10 +87,10 @@ def await_leave(engine: Engine, process: int) -> None:
 
 
 def go_on(me: int, port: int, count: int) -> None:
-    """Runs all cases in which no process may be ended, in turn."""
+    """Runs, in turn, all cases in which no process may be ended."""
     join(me, port, count)
 
-    # All fail, and raise at the same point. Process 0 may hear of process 1 first, or not.
+    # All fail, and raise at the same point. Process 0 may or may not hear of process 1 first.
     engine = Engine("all fail", SOON_S)
     engine.watch.report(f"mistake of process {me}")
     engine.raised(7)
@@ -98,7 +98,7 @@ def go_on(me: int, port: int, count: int) -> None:
     join_watches()
     assert collective() == 2
 
-    # One fails, and all raise at the same point.
+    # One process fails, and all raise at the same point.
     engine = Engine("one fails", SOON_S)
     if me == 1:
         engine.watch.report("a letter that UTF-8 lacks: \ud800, and many more" + "." * 5_000_000)
@@ -109,7 +109,7 @@ def go_on(me: int, port: int, count: int) -> None:
     join_watches()
     assert collective() == 2
 
-    # None fails, and one closes before the other, which nobody must wait for.
+    # No process fails, but one closes first, and the other must not wait for it.
     engine = Engine("one closes first", 0.0)
     if me == 0:
         await_leave(engine, 1)
@@ -134,7 +134,7 @@ def go_on(me: int, port: int, count: int) -> None:
 @pytest.mark.slow
 def test_a_program_continues_if_no_process_waits_for_another():
     for output in run_together("exchange.test_peer_monitor", "go_on", 2, 1):
-        assert output.endswith("the last line\n"), output  # nothing of ours or JAX's
+        assert output.endswith("the last line\n"), output  # no message from JAX or this library
 
 
 def test_one_process_needs_no_thread_or_service_and_several_need_jax_distributed():
@@ -148,11 +148,11 @@ def test_one_process_needs_no_thread_or_service_and_several_need_jax_distributed
 
 
 class Store:
-    """Replaces JAX's client: holds process 0's messages, possibly out of order."""
+    """Replaces JAX's client: keeps process 0's messages, possibly out of order."""
 
     def __init__(self):
         self.told: list[tuple[str, str]] = []
-        self.other_left: str | None = None  # where process 1 has
+        self.other_left: str | None = None  # the point at which process 1 left
         self.broken = False
         self.refused, self.written = threading.Event(), threading.Event()
 
@@ -200,7 +200,7 @@ def test_a_monitor_survives_an_unavailable_service_and_ends_after_its_engine_is_
     [(False, None), (True, None), (True, "point 6"), (True, CLOSED), (True, "point 7")],
     ids=["none has left", "the other is stuck", "elsewhere", "closed", "both at one point"],
 )
-def test_a_process_is_stuck_unless_all_have_left_at_one_point(store, capfd, left, other):
+def test_a_process_is_stuck_unless_all_have_left_at_the_same_point(store, capfd, left, other):
     engine = Engine("engine", SOON_S, exit_if_stuck=False)
     store.other_left = other
     engine.watch.report("the moments ran away")
@@ -208,7 +208,7 @@ def test_a_process_is_stuck_unless_all_have_left_at_one_point(store, capfd, left
         engine.raised(7)
     join_watches()
     said = capfd.readouterr().err.split("zenflow_jax: ")[1:]
-    words = ["left waiting", "most recent call first"] if other != "point 7" else []
+    words = ["keep waiting", "most recent call first"] if other != "point 7" else []
     for text, word in zip(said, words, strict=True):
         assert text.startswith("process 0 failed: the moments ran away")
         assert "`exit_if_stuck=False`" in text

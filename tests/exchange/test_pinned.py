@@ -1,4 +1,4 @@
-"""An engine's mail memory is pinned before the first step, because a GPU's driver must do it."""
+"""An engine's mail memory is pinned before the first step, because a driver does this slowly."""
 
 import dataclasses
 import gc
@@ -45,12 +45,12 @@ def test_a_new_engine_takes_mail_memory_once_and_returns_it(sending, taken):
             for leaf in state.leaves
             if not leaf.spec.resident
         )
-        blank = mail if sending == "during_step" else 0  # which the state has
+        blank = mail if sending == "during_step" else 0  # the state already has this one
         assert 0 <= pinned.buffers(state) * mail - sum(taken) - blank < mail
         before = bytes_in_host_memory()
         training.renew()
-        assert bytes_in_host_memory() <= before  # some of other tests' memory may have been freed
-        # The arrays of an engine's state are pinned themselves.
+        assert bytes_in_host_memory() <= before  # memory from other tests may have been freed
+        # The arrays in an engine's state are pinned, too.
         saved = training.engine.state()
         taken.clear()
         training.renew(engine_state=saved)

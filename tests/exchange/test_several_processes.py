@@ -23,7 +23,8 @@ from zenflow_jax import _engine
 
 HERE = "exchange.test_several_processes"  # for processes that run functions of this module
 
-SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
+# Windows and selections follow sums over all processes, and so do gradients on the device.
+DECIDED = dataclasses.replace(ADAPTIVE, send_gradients="per_window")
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
 
 
@@ -32,7 +33,7 @@ def work(me: int, port: int, count: int, *calls: Any) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
     for function, *args in calls:
-        print(function, flush=True)  # noqa: T201 - of one that fails the last that is heard
+        print(function, flush=True)  # noqa: T201 - if a process fails, this is its last output
         globals()[function](me, count, *args)
 
 
@@ -45,28 +46,23 @@ def on_all(axes: dict[str, int], placement: str) -> dict[str, NamedSharding]:
     return meshes.shardings(mesh_of_all(axes), placement)
 
 
-def train(me: int, count: int, *names: str) -> None:
-    """Runs with different placements, each compared with the reference."""
-    local = jax.local_device_count()
-    cases = {
-        "adaptive": ({"fsdp": count * local}, "channels", ADAPTIVE),
-        "summed": ({"fsdp": count, "tensor": local}, "both", SUMMED),
-    }
-    for axes, placement, settings in map(cases.__getitem__, names):
-        shardings = on_all(axes, placement)
-        shards = meshes.pieces(LEAVES, shardings)
-        expected, _ = comparisons.reference(LEAVES, settings, PLAN, shards=shards)
-        with Training(LEAVES, settings, shardings=shardings, donate=True) as training:
-            ours = []
-            for t, values in training.follow(PLAN):
-                ours.append(values)
-                for name, channels in training.selected().items():
-                    np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
-            comparisons.assert_close(ours, expected.params)
+def train(me: int, count: int) -> None:
+    """Runs with channels divided over processes, compared with the reference."""
+    shardings = on_all({"fsdp": count, "tensor": jax.local_device_count()}, "both")
+    shards = meshes.pieces(LEAVES, shardings)
+    expected, slow = comparisons.reference(LEAVES, DECIDED, PLAN, shards=shards)
+    assert len(set(np.diff(slow.turns[0].boundaries))) > 1
+    with Training(LEAVES, DECIDED, shardings=shardings, donate=True) as training:
+        ours = []
+        for t, values in training.follow(PLAN):
+            ours.append(values)
+            for name, channels in training.selected().items():
+                np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
+        comparisons.assert_close(ours, expected.params)
 
 
 def share(me: int, count: int) -> None:
-    """If all processes have copies, each does only its share of the work."""
+    """Checks that processes that hold the same copies each do only a share of the work."""
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with Training(LEAVES, STALE, shardings=shardings, donate=True) as training:
         training.go(9)
@@ -76,12 +72,12 @@ def share(me: int, count: int) -> None:
     offloaded = [leaf for leaf in LEAVES if leaf.axis is not None]
     assert updated * count == sum(math.prod(leaf.shape) for leaf in offloaded)
     mail = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in offloaded)
-    # Besides the mail, some channels are handed over, and each process sends its step scalars.
+    # In addition to mail, some channels are handed over, and each process sends its step scalars.
     assert moved < 0.8 * mail
 
 
 def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
-    """Resumes from a checkpoint, if there is one, and writes another."""
+    """Resumes from a checkpoint, if there is one, and writes a new checkpoint."""
     plan = Plan(until, bad=(12,))
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with Training(LEAVES, STALE, shardings=shardings, donate=True) as training:
@@ -100,14 +96,14 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
 
 
 def check_disagreement(training: Training, me: int, count: int) -> None:
-    """All processes reject a state that belongs to another run in the last process."""
+    """Checks that all processes reject a state if the last process has another run's state."""
     token = plus({"": training.state.token}, int(me == count - 1))[""]
     with pytest.raises(ValueError, match="the same checkpoint in every process"):
         zenflow_jax.HostEngine(training.params, training.state._replace(token=token))
 
 
 def check_refusal(training: Training, me: int, count: int) -> None:
-    """All processes reject a checkpoint that the last process cannot resume from."""
+    """Checks that all processes reject a checkpoint that the last process cannot resume from."""
     last = me == count - 1
     params = plus(training.params, int(last))
     words = r"\['bias'\].* in `params` changed" if last else f"Process {count - 1} rejected"
@@ -118,7 +114,7 @@ def check_refusal(training: Training, me: int, count: int) -> None:
 
 
 def check_gone(training: Training, me: int, count: int) -> None:
-    """Parameters that are deleted in the last process have no fingerprint in any."""
+    """Checks that parameters deleted in the last process have no fingerprint in any process."""
     if me == count - 1:
         training.params = plus(training.params, 0)
         gc.collect()
@@ -136,7 +132,7 @@ def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:
 
 
 def fail(me: int, count: int, failing: int) -> None:
-    """Raises in all processes when the worker of one, which has JAX's service, fails."""
+    """Checks that all processes raise an error when the worker next to JAX's service fails."""
     _engine.PeerMonitor = functools.partial(_engine.PeerMonitor, poll_s=0.2, grace_s=2.0)
 
     def explode():
@@ -154,9 +150,9 @@ def fail(me: int, count: int, failing: int) -> None:
 @pytest.mark.slow
 def test_two_processes_equal_the_reference_resume_as_one_or_two_and_fail_together(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    # Each time with an update in flight, and a step in an open window.
+    # Each time, an update is in flight, and the open window contains a step.
     pass_on(0, 1, "", 5, first)
-    calls = ("train", "summed", "adaptive"), ("share",), ("pass_on", first, 9, second), ("fail", 0)
+    calls = ("train",), ("share",), ("pass_on", first, 9, second), ("fail", 0)
     outputs = processes.run_together(HERE, "work", 2, 2, *calls, code=None)
     pass_on(0, 1, second, 13, "")
     for output in outputs:

@@ -1,4 +1,4 @@
-"""A run's recorded spans, and the two forms in which they are shown."""
+"""A run's recorded spans, and their two presentations."""
 
 import itertools
 import json
@@ -41,10 +41,10 @@ def test_every_step_and_every_window_has_its_spans(recorded):
     assert recorded.steps == range(1, STEPS + 1)
     for kind in ("step", "copy", "unread", "take in", "exchange"):
         assert sorted(by_number(recorded, kind)) == list(recorded.steps), kind
-    windows = list(recorded.steps)  # each step has that of one leaf or the other
+    windows = list(recorded.steps)  # at each step, one leaf or the other closes a window
     for kind in ("wait for uploads", "upload"):
         assert sorted(by_number(recorded, kind)) == windows, kind
-    # In several parts if mail was taken in meanwhile.
+    # An update has several parts if mail was taken in during it.
     assert sorted({span.number for span in of(recorded, "update")}) == windows
     # At the first boundary, after step 1 or 2; then every four steps, from 3 or 4 on.
     assert sorted(by_number(recorded, "hand over")) == [1, 2, 3, 4, 7, 8]
@@ -91,11 +91,11 @@ def test_the_stats_contain_the_seconds_of_all_spans():
     assert stats.work_s == seconds("take in", "update", "hand over", "wait for uploads")
     for kind in ("take in", "update", "copy", "upload"):
         assert stats.seconds[kind] == seconds(kind)
-    assert "unread" not in stats.seconds  # which is nobody's work
+    assert "unread" not in stats.seconds  # waiting is not work
 
 
-def test_a_trace_has_all_spans_and_puts_partly_overlapping_ones_in_separate_threads(tmp_path):
-    """A viewer draws them wrongly in one thread; nested spans may share a thread."""
+def test_a_trace_has_all_spans_and_puts_partly_overlapping_spans_in_separate_threads(tmp_path):
+    """Viewers misdraw partly overlapping spans in one thread; nested spans may share it."""
     times = [(0.0, 4.0), (1.0, 2.0), (2.0, 4.0), (3.0, 5.0), (4.0, 6.0)]
     spans = [Span("mail", "unread", *time, n) for n, time in enumerate(times)]
     spans += [Span("host", "update", 2.0, 3.0, 7)]

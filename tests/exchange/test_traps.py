@@ -1,4 +1,4 @@
-"""Traps that were known before the first line was written, and what must not happen in each.
+"""Traps in jax, XLA and threads, and the damage that each must not cause.
 
 A test here fails if the guard that it tests is removed. A CPU cannot show what happens to
 registered memory, or XLA's schedule and temporaries on a GPU.
@@ -30,13 +30,13 @@ from zenflow_jax._host.arrays import aligned_zeros
 OPTIONS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
 
 
-# The same matrix with zero, one and two leading unit axes: mail of one must not have the shape of
-# another, nor of its moments.
+# The same matrix with zero, one and two leading unit axes: the mail of one leaf must not have the
+# shape of another leaf or its moments.
 NESTED = tuple(Leaf(f"w{i}", (1,) * i + (6, 4), -2, "float32") for i in range(3))
 
 
 def test_every_donated_array_is_deleted():
-    # An array with a NumPy view is copied instead, silently on a CPU.
+    # An array with a NumPy view is copied instead, silently on a CPU; here, no array may be copied.
     with Training(FEW, OPTIONS, donate=True) as training:
         for t in range(1, 9):
             # Mail and norm are not inputs of the program, so they are dropped rather than donated.
@@ -63,7 +63,7 @@ def train(params, tx, step, steps=5):
 
 
 def beside_another_optimizer():
-    """Leaves that `zenflow` never sees, with shapes that its mail might have."""
+    """Returns leaves that `zenflow` never gets, with shapes that its mail might have."""
     ours = NESTED[:1]
     params = runs.initial(ours)
     names = dict.fromkeys(params, "ours")
@@ -80,11 +80,11 @@ def beside_another_optimizer():
 
 
 def donate_whatever_can_be_donated() -> None:
-    """Runs whose steps donate are bit-identical."""
-    warnings.simplefilter("ignore")  # that not every donated buffer can be used
+    """Checks that runs are bit-identical if their steps donate."""
+    warnings.simplefilter("ignore")  # not every donated buffer can be used
     alone = runs.initial(NESTED), runs.transformation(NESTED, OPTIONS)
     for name, (params, tx) in {"alone": alone, "partition": beside_another_optimizer()}.items():
-        os.write(2, f"{name}\n".encode())  # if one aborts, its last output
+        os.write(2, f"{name}\n".encode())  # if a run aborts, this is the last output
         plain = runs.jitted(tx)
         expected = train(params, tx, plain)
         step = jax.jit(plain.__wrapped__, donate_argnums=(0, 1, 2))
@@ -96,7 +96,7 @@ PROGRAMS = "step, merge, choose, enter, channel_rows, split, _rows, _compare"
 
 
 def compute_only_by_programs_of_their_own() -> None:
-    """Engines compile only the programs above: each eager operation would compile another."""
+    """Checks that engines compile only the programs above; an eager operation would add one."""
     expected = {f"jit({name})" for name in (*PROGRAMS.split(", "), "_master")}
     compiled = set()
     for sending in ("during_step", "per_window"):
@@ -147,7 +147,7 @@ def test_the_first_state_shares_no_buffer_with_the_parameters_or_itself():
 
 
 def test_an_upload_does_not_share_memory_with_its_source_array():
-    x = aligned_zeros((1024,))  # where the CPU backend would share the memory
+    x = aligned_zeros((1024,))  # the CPU backend would share memory of this size
     on_device = memory.upload(x, jax.devices()[0])
     x += 1
     np.testing.assert_array_equal(on_device, 0)
@@ -156,7 +156,8 @@ def test_an_upload_does_not_share_memory_with_its_source_array():
 @pytest.mark.parametrize("engine", [{}, {"prefetch_bytes": 100}], ids=["prefetched", "in part"])
 def test_memory_that_an_upload_may_still_read_is_not_overwritten(monkeypatch, engine):
     # On a GPU, an upload reads host memory after the call that started it has returned. This test
-    # assumes so until somebody has waited for it. Both the worker's thread and the caller upload.
+    # assumes that an upload reads until a thread has waited for it. Both the worker's thread and
+    # the caller upload.
     reading, clashes, lock = {}, [], threading.Lock()
     seen, waited_for = set(), jax.block_until_ready
 
@@ -216,7 +217,7 @@ def test_no_empty_array_goes_to_host_memory():
 def test_a_gradient_is_rounded_for_its_sum_by_an_operation_that_no_compiler_removes():
     # A GPU's compiler removes a cast to bfloat16 and back. A CPU's does not, so no result shows it.
     params = runs.initial(ONE)
-    options = {"provisional_share": None}  # which also rounds
+    options = {"provisional_share": None}  # provisional steps also round
     tx = zenflow_jax.zenflow(1e-2, send_gradients="per_window", **options)
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     program = jax.jit(tx.update).lower(wide, tx.init(params), params).as_text()

@@ -1,11 +1,11 @@
-"""Random sequences of what users do, right and wrong, against a model of what must hold.
+"""Random sequences of users' actions, right and wrong, against a model of the correct results.
 
-Whatever was done, a call may refuse it with an error that is written for users, or the parameters
-must be those of the slow reference. A wrong thing may go unnoticed for a while, as gradients are
-read late; by the next `flush` it must have been refused, or have done no harm. What was done right
-is never refused.
+After any sequence, either a call has raised an error that is written for users, or the parameters
+must equal the slow reference's. A mistake may go unnoticed for a while, because gradients are read
+late; by the next `flush` it must have been rejected, or must have done no harm. Correct actions are
+never rejected.
 
-A few of them belong to the suite. For as long as one likes, over more trees and settings::
+The suite runs a few sequences. This command runs more, over more trees and settings::
 
     ZENFLOW_SEQUENCES=1000 python -m pytest -q -n 0 --hypothesis-seed 1 \\
       tests/exchange/test_user_sequences.py
@@ -29,8 +29,8 @@ from tests.resuming import copied
 from tests.runs import Leaf, Training
 
 SEQUENCES = int(os.environ.get("ZENFLOW_SEQUENCES", "0"))
-# Each compiles once, which takes most of the time. These three cover all values of send_gradients,
-# both dtypes, steps with and without donation, and rolling and common windows.
+# Each world compiles once, which takes most of the time. These three cover all values of
+# send_gradients, both dtypes, steps with and without donation, and rolling and common windows.
 WORLDS = range(10_000) if SEQUENCES else (0, 4, 8)
 
 SEED = 3162
@@ -40,7 +40,7 @@ REFUSALS = (RuntimeError, ValueError, TypeError)
 
 
 class World(NamedTuple):
-    """Parameters, and how they are trained."""
+    """Parameters, and the settings of their training."""
 
     leaves: tuple[Leaf, ...]
     options: Settings
@@ -76,7 +76,7 @@ def world(number: int) -> World:
 
 
 class Checkpoint(NamedTuple):
-    """A saved run, and the model at that moment."""
+    """A saved run, and the model at the same moment."""
 
     arrays: tuple[Any, Any, Any]  # parameters, state, engine's state
     reference: Any
@@ -89,7 +89,7 @@ class Refused(Exception):
 
 
 class User:
-    """One user at work. Methods without `_` are the user's actions; `n` is a number they choose."""
+    """A user at work. Methods without `_` are actions, with a number `n` that the user chooses."""
 
     def __init__(self, number: int):
         self._world = world(number)
@@ -98,7 +98,7 @@ class User:
         self._start(0)
 
     def __call__(self, actions: list[tuple[str, int]]) -> None:
-        """Takes these actions, and flushes at the end; after a rejection another run begins."""
+        """Takes these actions, and flushes at the end; after a rejection, starts a new run."""
         for name, n in actions:
             try:
                 getattr(self, name)(n)
@@ -149,9 +149,7 @@ class User:
         self._reference.flush()
         after = self._run.values()
         self._flushed = any(not np.array_equal(after[name], x) for name, x in before.items())
-        if (
-            self._run.t > self._loaded_at
-        ):  # otherwise no step could have shown that anything is wrong
+        if self._run.t > self._loaded_at:  # otherwise no step could have revealed a mistake
             misuse, self._misuse = self._misuse, ""
             self._check(f"flush ({misuse})")
 
@@ -181,7 +179,7 @@ class User:
         run.params, run.state = kept
 
     def bring_to_the_host_and_back(self, n: int) -> None:
-        """Copies a state as pickling does, or a trainer that places it again."""
+        """Copies a state in the way of pickling, or of a trainer that places it again."""
         self._note("arrays of NumPy, or a state that was moved")
         name = ("params", "state")[n % 2]
         # Through NumPy: a CPU device does not copy between its memories (jax 0.10.2).
@@ -191,8 +189,8 @@ class User:
 
     def load_other_weights(self, n: int) -> None:
         t = self._run.t
-        # In a jitted step the library cannot raise, and a float32 parameter that is selected is its
-        # own master: there the next step starts from what it gets, as that of `optax.adamw` does.
+        # In a jitted step the library cannot raise, and a selected float32 parameter is its own
+        # master: there the next step starts from the parameter that it gets, as with `optax.adamw`.
         noticed = self._world.options.topk_ratio < 1 and not (t == 1 and self._unmailed)
         if t and not noticed:
             return
@@ -240,7 +238,7 @@ class User:
         elif any(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays[:2])):
             self._misuse = "a checkpoint of NumPy arrays"
         self._unmailed = self._misuse == "a checkpoint between a step and its exchange"
-        # If the parts differ harmlessly, they may come from any.
+        # If the parts differ harmlessly, they may come from any checkpoint.
         self._reference = copy.deepcopy(parts[0].reference)
         run = self._run
         run.params, run.state, engine_state = copied(arrays)
@@ -254,7 +252,7 @@ class User:
         self._misuse = self._misuse or misuse
 
     def _call(self, function: Any, **options: Any) -> Any:
-        """Calls; after a mistake, a rejection ends the run."""
+        """Calls a function; after a mistake, a rejection ends the run."""
         try:
             return function(**options)
         except REFUSALS as error:
@@ -263,7 +261,7 @@ class User:
             raise Refused from error
 
     def _check(self, after: str) -> None:
-        """The parameters equal the reference's, unless a mistake may still be detected."""
+        """Checks that the parameters equal the reference's, if no mistake can still be detected."""
         if not self._misuse:
             expected = dict(zip(self._run.params, self._reference.params, strict=True))
             try:
@@ -315,5 +313,5 @@ def test_correct_steps_after_a_flush_inside_a_window_are_accepted(number):
     user = User(number)
     both = ("train_past_a_flush", 2), ("save", 0), ("resume", 0), ("train_past_a_flush", 2)
     user([("train", 4), *both])
-    # Three for each engine whose flush changed the parameters: they equal the reference's.
+    # For each engine whose flush changed the parameters, three steps equal the reference's.
     assert user.right_after_flush == 6

@@ -1,6 +1,7 @@
-"""The worker: waiting, independence of timing, failures, and its end.
+"""The worker: waits, independence of timing, failures, and its end.
 
-Hooks slow it down until they are released. Tests check the order of events, never the clock.
+Hooks slow the worker down until they are released. Tests check the order of events, never the
+clock.
 """
 
 import functools
@@ -15,7 +16,7 @@ from tests.exchange.hooks import hooked, views_of_mail
 from tests.runs import BUSY, CALM, FEW, TOGETHER, Plan, Settings, Training
 from zenflow_jax._exchange.worker import Worker
 
-TIMEOUT_S = 60  # after this, a test fails that would otherwise hang
+TIMEOUT_S = 60  # after this time, a test that hangs fails
 
 PLAN = Plan(14, bad=(5,), flush_at=(8,))
 FIVE = tuple(runs.Leaf(f"w{i}", (6, 4), -2, "float32") for i in range(5))
@@ -28,7 +29,7 @@ def hooks(monkeypatch):
 
 @pytest.fixture
 def passes(hooks):
-    """Every piece of an update needs a permit; there are many."""
+    """Makes every piece of an update require a permit; there are many permits."""
     passes = threading.Semaphore(1000)
     hooks.update = lambda: passes.acquire(timeout=TIMEOUT_S)
     return passes
@@ -41,7 +42,7 @@ def take_all(passes):
 
 @functools.cache
 def undisturbed(settings, leaves=FEW):
-    """The parameters after each of twelve steps."""
+    """Returns the parameters after each of twelve steps."""
     with Training(leaves, settings) as training:
         return [values for _, values in training.follow(Plan(12))]
 
@@ -51,14 +52,14 @@ def test_a_run_is_bit_identical_with_any_timing_of_the_worker(hooks, monkeypatch
     with Training(FEW, BUSY) as training:
         expected = training.history(PLAN)
 
-    # Early: the worker is idle before each step.
+    # Early: the worker has finished its work before each step.
     with Training(FEW, BUSY) as training:
         for t, values in training.follow(PLAN):
             training.settle()
             comparisons.assert_same_bits(values, expected.params[t - 1])
         comparisons.assert_same_bits(training.moments(), expected.moments)
 
-    # Late: it works only when the caller waits for it.
+    # Late: the worker works only while the caller waits for it.
     waiting, wait = threading.Event(), Worker.wait
 
     def wait_and_let_work(*args):
@@ -97,7 +98,7 @@ def test_an_update_as_long_as_a_window_blocks_no_exchange_before_its_boundary(pa
         training.go(1)
         assert not update.done()
         comparisons.assert_same_bits(training.values(), expected[10])
-        # The boundary waits for it.
+        # The boundary waits for the update.
         threading.Timer(0.1, passes.release, [1000]).start()
         training.go(1)
         assert update.done()
@@ -152,7 +153,7 @@ def test_unreadable_mail_is_raised():
 
 
 def assert_ended(before):
-    """Checks that no new thread remains; some are told to end without a wait."""
+    """Checks that no new thread remains; some threads end only after they were told to."""
     for thread in set(threading.enumerate()) - before:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), thread.name
@@ -186,7 +187,7 @@ def test_close_frees_the_host_memory_and_the_stored_mail(monkeypatch):
 
 
 def test_an_engine_that_is_collected_on_its_own_thread_does_not_hang(hooks):
-    # The collector runs wherever memory is allocated, also on a kernel's thread.
+    # The collector runs wherever memory is allocated, even on a kernel's thread.
     forgotten = threading.Event()
 
     def collect():
@@ -234,7 +235,7 @@ def test_an_exception_leaves_the_with_block_unchanged(call):
         (Training.fail_elsewhere, "process 1 failed: the memory is gone"),
         (lambda _: None, "never reached the param"),
     ],
-    ids=["a failure that the caller has not heard of", "without a flush"],
+    ids=["a failure that the caller does not know of", "without a flush"],
 )
 def test_a_block_that_ends_with_updates_in_flight_raises(last, words):
     def leave():

@@ -1,4 +1,4 @@
-"""A leaf's states on the host in the middle of a run, and a step on them."""
+"""Makes a leaf's states on the host in the middle of a run, and takes steps on them."""
 
 import copy
 from typing import Any, NamedTuple
@@ -52,9 +52,9 @@ def new_state(
     """Returns a state in the middle of a run, with a different step count for every channel."""
     rng = np.random.default_rng(seed)
     master, mu, nu = rng.standard_normal((3, *shape)).astype(np.float32)
-    # The first moment's bias correction is 1 from 158 steps on, the second's is still far from it.
+    # From 158 steps on, the first moment's bias correction is 1, but the second's is far from 1.
     steps = 20 * rng.permutation(shape[0] * shape[2]).astype(np.int32)
-    # Second moments away from zero: directions near 1, as in training.
+    # Second moments are far from zero, so directions are near 1, as in training.
     nu = np.square(nu) + 0.1
     moments = new_moments(shape, compact=compact)
     for x, values in zip(moments, (mu, nu), strict=True):
@@ -81,13 +81,13 @@ def step(
     scale: float = 1.0,
     of_window: WindowStep = STEP,
 ) -> int:
-    """Takes the step with a gradient, or a list with factors; returns the number of chunks."""
+    """Takes a step with a gradient, or with (gradient, factor) pairs; returns the chunk count."""
     gradients = total if isinstance(total, list) else [(total, 1.0)]
     return sum(1 for _ in adam.adamw(*state, gradients, scale, active, of_window))
 
 
 def draw_channels(shape: tuple[int, ...], k: int) -> np.ndarray:
-    """Returns `k` channels of each entry, ascending."""
+    """Returns `k` channels for each entry, in ascending order."""
     entries, _, n, _ = shape
     rng = np.random.default_rng(0)
     drawn = [np.sort(rng.permutation(n)[:k]) for _ in range(entries)]

@@ -41,20 +41,20 @@ SHAPES = {  # (entries, rows, n, tail)
     "trailing, stacked": (3, 7, 11, 1),
     "a single channel": (2, 6, 1, 1),
 }
-# Steps of RATE on parameters near 1, computed in float32: a few roundings of 6e-8, and for optax
-# one of `1 - b2**t`, which float32 represents only to 3e-5.
+# Steps of RATE on parameters near 1, computed in float32, have a few rounding errors of 6e-8; optax
+# also rounds `1 - b2**t`, which float32 represents only to 3e-5.
 ATOL = 1e-6
-# Only the last rounding, of masters near 1.
+# Allows only the last rounding, of masters near 1.
 NEARLY_EXACT = {"rtol": 1e-7, "atol": 3e-8}
 
 
-# Each with some of the dtypes.
+# Each shape is tested with some of the dtypes.
 SHAPES_AND_DTYPES = list(zip(SHAPES.values(), itertools.cycle(DTYPES)))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES_AND_DTYPES, ids=SHAPES)
-def test_a_step_is_the_formula_on_active_channels_and_keeps_all_bits_of_others(
+def test_a_step_follows_the_formula_on_active_channels_and_keeps_all_bits_of_others(
     kernel, shape, dtype
 ):
     state, gradient = new_state(shape, dtype=dtype), new_gradient(shape, dtype)
@@ -71,7 +71,7 @@ def test_a_step_is_the_formula_on_active_channels_and_keeps_all_bits_of_others(
     total = np.empty(shape, np.float32)
     adam.accumulate(total, [(gradient, 1.0)], first=True)
     on = np.broadcast_to(by_channel(active), shape)
-    # All kinds of bits, including pairs that no master is split into.
+    # Uses all kinds of bits, including pairs that no master is split into.
     size = int((~on).sum())
     garbage = np.resize(np.float32([np.nan, -np.nan, np.inf, -0.0, 1e-45, -3e38]), size)
     for x in (state.mu.values, state.nu.values, total):
@@ -115,7 +115,7 @@ def test_first_steps_of_all_channels_equal_optax_adamw_and_the_formula(shape):
         np.testing.assert_allclose(state.masters.values, moved, **NEARLY_EXACT)
 
 
-# As many gradients as a compiled loop takes at once, and fewer.
+# Tests as many gradients as a compiled loop takes at once, and fewer.
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES_AND_DTYPES, ids=SHAPES)
 def test_results_do_not_depend_on_kernel_threads_or_tiles(shape, dtype):
     gradient_dtype, count = {
@@ -124,7 +124,7 @@ def test_results_do_not_depend_on_kernel_threads_or_tiles(shape, dtype):
     weighed = [(new_gradient(shape, gradient_dtype, i), 0.3 + i) for i in range(count)]
 
     def run(adam: HostAdam, *parts: int) -> list[bytes]:
-        """Sums this many gradients beforehand, several at once; the rest in the step."""
+        """Sums these numbers of gradients before the step, and all others in the step."""
         state = new_state(shape, dtype=dtype)
         active = some_channels(state)
         rest, total = weighed, np.empty(shape, np.float32)
@@ -189,7 +189,7 @@ def test_adamw_yields_between_chunks_and_keeps_its_initial_choice_of_channels(mo
     next(chunks)
     assert bits(*state) != bits(*unchanged)
     active[:] = True
-    assert len(list(chunks)) == 21  # all rows of two channels each
+    assert len(list(chunks)) == 21  # each chunk has all rows of two channels
     assert bits(*state) == bits(*unchanged)
 
 
@@ -204,7 +204,5 @@ def test_a_failure_in_a_thread_reaches_the_caller():
 
 def test_kernels_compile_if_nothing_can_be_cached():
     namespace: dict[str, Any] = {}
-    exec(
-        "def double(x):\n    return x * 2", namespace
-    )  # Numba finds no file beside which to cache it
+    exec("def double(x):\n    return x * 2", namespace)  # Numba finds no file to cache it next to
     assert numba_loops.compiled(namespace["double"])(4) == 8

@@ -13,7 +13,7 @@ from zenflow_jax._spec.scalars import window_step
 
 @pytest.fixture(scope="module")
 def numbers() -> np.ndarray:
-    """All lower 16 bits with some upper ones, and all upper bits with some lower ones."""
+    """Returns all lower 16 bits with some upper bits, and all upper bits with some lower bits."""
     upper = np.uint32([0, 1, 0x7F, 0x80, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
     upper = np.concatenate([upper, upper | np.uint32(0x8000)])
     every = np.arange(2**16, dtype=np.uint32)
@@ -27,12 +27,12 @@ def test_masters_are_read_back_and_uploads_are_their_casts_bit_for_bit(dtype, nu
     masters = new_masters(numbers, dtype)
     with np.errstate(all="ignore"):
         assert bits(masters.to_upload) == bits(numbers.astype(dtype))
-        # The casts of the stored masters, not only of the values written.
+        # Uploads are casts of the stored masters, not only of the written values.
         number, back = ~np.isnan(numbers), masters.as_float32()
         assert bits(masters.to_upload[number]) == bits(back[number].astype(dtype))
     expected = numbers.view(np.uint32).copy()
     if dtype == BFLOAT16:
-        # Halfway above an even number, the last bit changes.
+        # The last bit of a master halfway above an even number changes.
         expected -= (expected & 0x1FFFF) == 0x8000
     assert bits(back[number]) == bits(expected[number])
     assert np.isnan(back[~number]).all()
@@ -41,14 +41,14 @@ def test_masters_are_read_back_and_uploads_are_their_casts_bit_for_bit(dtype, nu
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
-def test_kernels_split_masters_alike_and_a_step_at_rate_zero_keeps_every_bit(
+def test_kernels_split_masters_equally_and_a_step_at_rate_zero_keeps_every_bit(
     kernel, dtype, numbers
 ):
     p = numbers[np.isfinite(numbers)].reshape(1, 1, 1, -1)
     masters, channels, steps = new_masters(p, dtype), np.int32([[0]]), np.zeros((1, 1), np.int32)
     adam, expected = HostAdam(kernel, 1), bits(masters)
     moved = Masters.zeros(p.shape, np.dtype(dtype))
-    for _ in range(2):  # as when channels change sides
+    for _ in range(2):  # as when channels are handed over
         adam.put([moved], channels, [p])
         (p,) = adam.take([moved], channels)
         assert bits(moved.as_float32()) == bits(masters.as_float32())
@@ -60,12 +60,12 @@ def test_kernels_split_masters_alike_and_a_step_at_rate_zero_keeps_every_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_become_masters_without_rounding(dtype):
-    """In chunks, the last one incomplete, from memory that is not contiguous."""
+    """Writes in chunks, of which the last is incomplete, from memory that is not contiguous."""
     x = np.random.default_rng(0).standard_normal((1, 1, 513, 514)).astype(dtype)
     assert x.size > 2 * CHUNK
     for weights in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[..., ::-1]):
         masters = new_masters(np.float32(1.001) * x.astype(np.float32), dtype)
-        masters.write(weights)  # which overwrites all earlier values
+        masters.write(weights)  # overwrites all earlier values
         assert bits(masters.as_float32()) == bits(np.ascontiguousarray(weights, np.float32))
 
 

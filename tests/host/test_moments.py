@@ -23,7 +23,8 @@ from zenflow_jax._host import moments, numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.moments import Moment, new_moments
 
-# Buckets inside a channel, at its end, and chunks of the compiled loops, in both layouts.
+# Shapes with buckets inside a channel and at its end, and chunks of the compiled loops, in both
+# layouts.
 WIDE = {  # (entries, rows, n, tail)
     "leading": (2, 1, 7, 37),
     "leading, whole buckets": (1, 1, 3, 96),
@@ -52,7 +53,7 @@ def rounded(x: np.ndarray, *, first: bool) -> np.ndarray:
 
 
 def numbers(shape: tuple[int, ...], *, first: bool) -> np.ndarray:
-    """Values of any size, in tiny, huge or zero buckets; second moments are nonnegative."""
+    """Returns values of any size, in tiny, huge or zero buckets; second moments are nonnegative."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(shape) * np.exp(4 * rng.standard_normal(shape))).astype(np.float32)
     x[rng.random(shape) < 0.2] = 0
@@ -61,7 +62,7 @@ def numbers(shape: tuple[int, ...], *, first: bool) -> np.ndarray:
 
 
 def of_channels(moment: Moment, channels: np.ndarray) -> list[bytes]:
-    """Codes and scales of some channels, bool (entries, n)."""
+    """Returns codes and scales of some channels, given as bool (entries, n)."""
     assert moment.scales is not None
     return bits(*(x.transpose(0, 2, 1, 3)[channels] for x in (moment.values, moment.scales)))
 
@@ -85,7 +86,7 @@ def test_written_moments_are_rounded_like_the_references_and_only_once(first, sh
     ],
     ids=str,
 )
-def test_a_step_equals_one_with_float32_moments_that_are_rounded_afterwards(kernel, dtype, shape):
+def test_a_step_equals_a_step_with_float32_moments_that_are_then_rounded(kernel, dtype, shape):
     gradients = [(new_gradient(shape, dtype, i), 0.3 + i) for i in range(5)]
     for threads, tile in ((1, None), (3, max(97, math.prod(shape) // 20))):
         state, plain = (new_state(shape, dtype=dtype, compact=x) for x in (True, False))

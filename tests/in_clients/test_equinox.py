@@ -1,4 +1,4 @@
-"""zenflow in loops of equinox: a scan over its own layers, and haliax' `Stacked`."""
+"""zenflow in loops of equinox: a scan over its own layers, and haliax's `Stacked`."""
 
 import equinox as eqx
 import haliax as hax
@@ -111,7 +111,7 @@ def loss_fn(model, tokens):
 
 
 def train(kind, tx, folder=None, *, stream=False, restart_at=None):
-    """Returns losses and weights; the run restarts from equinox' own files after a step."""
+    """Returns losses and weights; the run restarts from equinox's own files after a step."""
     model = kind(jax.random.key(0))
     where = is_trained(model)
     weights, rest = eqx.partition(jax.jit(lambda: model)() if kind is Model else model, where)

@@ -29,7 +29,7 @@ def make():
 
 
 def loop(tx, *, steps=10):
-    """Returns the losses of a loop over `stateless_call`, as in Keras' guide."""
+    """Returns the losses of a loop over `stateless_call`, as in Keras's guide."""
     model = make()
     weights = [v.value for v in model.trainable_variables]
     others = [v.value for v in model.non_trainable_variables]

@@ -1,4 +1,4 @@
-"""A trainer that resumes from its own checkpoint, even after a kill, is bit-identical."""
+"""A trainer that resumes from its own checkpoint is bit-identical, even if the run was killed."""
 
 import itertools
 import os
@@ -32,7 +32,7 @@ ATOL = 1e-6  # float32, sums in a different order
 
 
 class Killed(Recorder):
-    """Kills the process when a step begins: the last checkpoint may still be in progress."""
+    """Kills the process when a step begins; the last checkpoint may still be in progress."""
 
     def __init__(self, at: int):
         super().__init__()
@@ -44,7 +44,7 @@ class Killed(Recorder):
 
 
 def go(folder=None, devices=0, accumulate=None, steps=STEPS, hooks=(), **options):
-    """Runs, or resumes a run; returns the model's final weights, its first step, and the hooks."""
+    """Starts or resumes a run; returns the final weights, the run's first step, and the hooks."""
     tx, settings = zenflow(**(LATE | options)), {"gradient_accumulation_steps": accumulate}
     with mesh_of(devices):
         trainer = make_trainer(tx, steps, folder, devices=devices, **settings)
@@ -73,11 +73,11 @@ def test_a_killed_run_resumes_and_is_bit_identical(devices, accumulate, tmp_path
 
 
 def stop_at(step, folder, devices=0, **options):
-    """A run's first steps, with a checkpoint of the last of them, which ends no window."""
+    """Takes a run's first steps; the last one is saved, and does not end a window."""
     with mesh_of(devices):
         trainer = make_trainer(zenflow(**(LATE | options)), None, folder, step, devices)
         ZenFlowHooks(trainer, engine_options=ENGINE)
-        trainer.is_managed_externally = True  # the run stops before its end
+        trainer.is_managed_externally = True  # the run stops early
         trainer.train(list(itertools.islice(batches(), step)))
         trainer.close()
 

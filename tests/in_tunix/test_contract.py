@@ -1,4 +1,4 @@
-"""The parts of Tunix that `zenflow_jax.integrations.tunix` relies on, which are not public API."""
+"""Checks the private parts of Tunix that `zenflow_jax.integrations.tunix` relies on."""
 
 import importlib
 import importlib.metadata

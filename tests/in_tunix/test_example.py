@@ -1,4 +1,4 @@
-"""`examples/tunix_sft.py` as a user runs it, with tiny sizes, on four devices."""
+"""Runs `examples/tunix_sft.py` as users do, with tiny sizes, on four devices."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from examples import tunix_sft
 
 TINY = ["--length", "240", "--batch-size", "4", "--evaluate-every", "2", "--save-every", "2"]
 QWEN3 = Path(__file__).parents[1] / "fixtures" / "qwen3"
-LETTERS = "?" + string.ascii_lowercase + string.digits + " .,:#\nABEIRW"  # fewer than its tokens
+LETTERS = "?" + string.ascii_lowercase + string.digits + " .,:#\nABEIRW"  # fewer than tokens
 
 
 def losses(out):
@@ -41,7 +41,7 @@ def test_a_small_model_learns_and_the_same_command_resumes(tmp_path, capsys):
 
 
 def folder(path, **changes):
-    """The Hugging Face folder of a tiny Qwen3, whose tokens are letters."""
+    """Writes the Hugging Face folder of a tiny Qwen3 whose tokens are letters."""
     shutil.copytree(QWEN3, path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | changes))

@@ -24,7 +24,7 @@ from tests.in_tunix.trainers import (
 )
 from zenflow_jax.integrations.tunix import ZenFlowHooks, channel_axis
 
-# Float32, the same operations in a different order; weights near 1, updates near 1e-2.
+# Float32 operations in a different order; weights are near 1, updates near 1e-2.
 ATOL = 1e-6
 ADAMW = optax.adamw(1e-2, weight_decay=0.1)
 DEVICES = pytest.mark.parametrize("devices", [0, 1, 4], ids=["one", "mesh of one", "mesh of four"])
@@ -105,7 +105,7 @@ def test_the_step_is_compiled_once(devices, caplog):
     assert len(compiled) == 1, compiled
 
 
-def test_evaluations_that_flush_see_weights_that_training_does_not():
+def test_evaluations_that_flush_get_weights_that_training_does_not_get():
     seen = {}
     for evaluate in ("as_is", "flush"):
         recorder = Recorder()
@@ -125,7 +125,7 @@ def test_a_trainer_that_is_called_repeatedly_continues():
     with ZenFlowHooks(trainer, engine_options=ENGINE) as hooks:
         for _ in range(3):
             trainer.train(list(itertools.islice(data, 2)))
-        assert hooks.stats.window_lengths.get(1, 0) <= 1  # for the group that begins late
+        assert hooks.stats.window_lengths.get(1, 0) <= 1  # in the group that begins late
         hooks.flush()
     assert_same_bits(weights(trainer.model), once)
 

@@ -15,11 +15,11 @@ from tunix.utils import env_utils
 
 import zenflow_jax
 
-env_utils.setup_sharding_environment()  # as Tunix's models do
+env_utils.setup_sharding_environment()  # like Tunix's models
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 6
 ENGINE = {"host_kernel": "numpy"}
-#: Makes zenflow the same as AdamW.
+#: Makes zenflow equal AdamW.
 AS_ADAMW: dict[str, Any] = dict(update_interval=1, staleness=0)
 #: Windows of several steps, late updates, and a selection within 12 steps.
 LATE: dict[str, Any] = dict(update_interval=2, select_interval=4, topk_ratio=0.25)
@@ -43,7 +43,7 @@ class Model(nnx.Module):
 
 
 def mesh_of(devices: int) -> Any:
-    """Returns a mesh as Tunix's users make it, to enter with `with`; no mesh for 0 devices."""
+    """Returns a mesh for `with`, like those of Tunix's users; for 0 devices, there is no mesh."""
     if not devices:
         return contextlib.nullcontext()
     auto = (jax.sharding.AxisType.Auto,)
@@ -51,7 +51,7 @@ def mesh_of(devices: int) -> Any:
 
 
 def make_model(devices: int, dtype: Any = np.float32) -> Model:
-    """Returns a model, the same on all meshes; call it inside `with mesh_of(devices)`."""
+    """Returns a model that is equal on all meshes; call this inside `with mesh_of(devices)`."""
     model = Model(nnx.Rngs(0), dtype)
     if devices:
         state = nnx.state(model)
@@ -72,13 +72,13 @@ def config(steps: int, folder: Any = None, every: int = 2, **more: Any) -> Any:
 def make_trainer(
     tx: Any, steps: int, folder: Any = None, every: int = 2, devices: int = 0, **more: Any
 ) -> Any:
-    """Returns a trainer; call it inside `with mesh_of(devices)`. `kind` is its class."""
+    """Returns a trainer of the class `kind`; call this inside `with mesh_of(devices)`."""
     kind = more.pop("kind", peft_trainer.PeftTrainer)
     return kind(make_model(devices), tx, config(steps, folder, every, **more))
 
 
 def batches(seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Yields batches without end, the same at every call, for Tunix's default loss."""
+    """Yields endless batches for Tunix's default loss; every call yields equal batches."""
     rng = np.random.default_rng(seed)
     while True:
         yield {
@@ -99,7 +99,7 @@ def weights(model: nnx.Module) -> dict[str, np.ndarray]:
 
 
 class Conditional(peft_trainer.PeftTrainer):
-    """Accumulates gradients as Tunix after 0.1.7 and MaxText do: the update is in `nnx.cond`."""
+    """Accumulates gradients like Tunix after 0.1.7 and MaxText: the update is in `nnx.cond`."""
 
     def __init__(self, model: nnx.Module, optimizer: Any, settings: Any):
         every, settings.gradient_accumulation_steps = settings.gradient_accumulation_steps, None

@@ -25,7 +25,7 @@ def new_params(dtype=np.float32):
 
 
 def first(outer, batch):
-    # Positions are the same for all layers; the scale depends on the outer weights.
+    # All layers share the positions; the scale depends on the outer weights.
     return outer["table"][batch[:, :-1]], (jnp.arange(5.0), jnp.mean(outer["table"]))
 
 

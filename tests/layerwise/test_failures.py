@@ -40,7 +40,7 @@ def test_a_state_fits_only_the_same_frozen_layers():
     with layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=[0]) as trainer:
         state = trainer.state()
         for name in (-1, LAYERS):
-            with pytest.raises(ValueError, match=f"No layer is named .'{name}'.: .* 0 to 3"):
+            with pytest.raises(ValueError, match=f"There is no layer .'{name}'.: .* 0 to 3"):
                 trainer.master_params(name)
     for frozen in ([1], [0, 1], []):
         with pytest.raises(zenflow_jax.planning.UnfitRunError, match="and `frozen`"):
@@ -48,7 +48,7 @@ def test_a_state_fits_only_the_same_frozen_layers():
 
 
 def nan_in_layer(number, when):
-    """A model whose gradient, but not its loss, is not finite in one layer and those below."""
+    """Returns a model with a finite loss, but a non-finite gradient from one layer on downwards."""
 
     @jax.custom_vjp
     def break_gradient(x, broken):
@@ -72,7 +72,7 @@ def nan_in_layer(number, when):
     return {"first": broken_first, "layer": [make(i) for i in range(LAYERS)], "last": last}
 
 
-def test_a_non_finite_gradient_changes_nothing_after_the_backward_pass():
+def test_a_non_finite_gradient_changes_no_weights_with_updates_after_the_backward_pass():
     bad = BATCHES[2].copy()
     bad[0, 0] = -7
     batches = [*BATCHES[:2], bad, *BATCHES[3:5]]
@@ -152,7 +152,7 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
         ({"params": {"layers": []}}, TypeError, '"outer" and "layers"'),
         ({"params": {"outer": {}, "layers": {"up": SQUARE}}}, TypeError, "is a mapping"),
         ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
-        ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` and .* differ"),
+        ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` differs from"),
     ],
 )
 def test_unsuitable_arguments_are_rejected(change, error, text):
@@ -176,7 +176,7 @@ def test_calls_after_an_interrupted_step_are_rejected(monkeypatch):
         monkeypatch.setattr(trainer._dispatcher, "_send", interrupt)
         with pytest.raises(KeyboardInterrupt):
             trainer.step(BATCHES[1])
-        assert reported == ["KeyboardInterrupt()"]  # to other processes, which would wait
+        assert reported == ["KeyboardInterrupt()"]  # other processes would wait otherwise
         with pytest.raises(RuntimeError, match="interrupted"):
             trainer.params()
         trainer.close()

@@ -61,7 +61,8 @@ def test_a_run_equals_adamw(updates, parts, inputs, kernel):
 
 def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
     limit = 0.7  # norms are at least 0.9
-    # Without memory or curvature AdamW moves by the sign; a large eps makes it follow the size.
+    # Without memory of earlier gradients, AdamW moves by the sign; a large eps makes it follow the
+    # size.
     adam = {"learning_rate": 1.0, "b1": 0.0, "b2": 0.0, "eps": 1e4, "weight_decay": 0.0}
     moves = {}
     for updates in ("after_backward", "during_backward"):
@@ -82,7 +83,7 @@ def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
 
 
 @pytest.mark.parametrize(("inputs", "memory"), [("device", "device"), ("host", "pinned_host")])
-def test_layer_inputs_wait_in_the_memory_that_inputs_names(inputs, memory, monkeypatch):
+def test_layer_inputs_wait_in_the_memory_that_is_set_by_inputs(inputs, memory, monkeypatch):
     keep, kinds = Dispatcher._keep, set()
 
     def kept(*args):
@@ -117,7 +118,7 @@ def test_micro_batches_are_weighted():
 
 
 def test_layers_may_be_of_several_kinds_be_frozen_or_hold_parts_of_a_table():
-    """Like a decoder with a split vocabulary: an embedding, layers, a norm."""
+    """Trains a model like a decoder with a split vocabulary: an embedding, layers, a norm."""
     outer = new_params()["outer"]
     rows, head = np.split(np.asarray(outer["table"]), 3), np.split(np.asarray(outer["head"]).T, 3)
 

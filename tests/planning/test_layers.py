@@ -46,9 +46,9 @@ def test_state_and_bytes_on_the_bus_equal_a_trainers(host_state):
     assert plan.checkpoint == 12 * plan.parameters == 12 * (1 + LAYERS) * WIDTH**2
 
 
-def test_the_device_holds_two_layers_two_gradients_and_inputs_unless_they_are_on_the_host():
+def test_the_device_holds_two_layers_two_gradients_and_inputs_that_are_not_on_the_host():
     plan, compiled = planned(), planned(compiles=True)
-    # In addition to the outer weights and their gradient.
+    # This is in addition to the outer weights and their gradient.
     assert plan.device["weights"] == plan.device["gradients of weights"] == 3 * ONE
     assert compiled.by == "compiler"
     assert compiled.device_bytes == plan.device_bytes + compiled.device[TEMPORARIES]
@@ -73,7 +73,7 @@ def test_a_step_takes_as_long_as_its_bottleneck():
         steps[updates] = slow.step_s
         assert slow.bottleneck == "host"
         assert slow.host_s <= slow.step_s <= slow.host_s + slow.seconds["compute"]
-        # A batch larger by this factor hides it.
+        # A batch that is larger by this factor hides the bottleneck.
         larger = planned(device=ample, bandwidth=1e7 * slow.compute_from, updates=updates)
         assert larger.hidden == pytest.approx(0.95, abs=0.05)
     assert steps["during_backward"] < steps["after_backward"]

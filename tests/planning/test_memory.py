@@ -46,10 +46,10 @@ def test_the_formula_covers_all_arrays_of_an_engine_and_its_mail(sending, rollin
     ],
     ids=str,
 )
-def test_no_more_updates_wait_on_the_device_than_the_formula_says(
+def test_the_formula_limits_the_updates_that_wait_on_the_device(
     changes, prefetch_bytes, prefetched, monkeypatch
 ):
-    uploaded, most = {True: [], False: []}, {True: 0, False: 0}  # at a boundary, before it
+    uploaded, most = {True: [], False: []}, {True: 0, False: 0}  # True: at a boundary
 
     def upload(*args):
         arrays = memory.upload(*args)
@@ -60,7 +60,7 @@ def test_no_more_updates_wait_on_the_device_than_the_formula_says(
         most[late] = max(most[late], size)
         return arrays
 
-    # No selections: hand-overs are uploads, too.
+    # No channels are selected, because hand-overs are uploads, too.
     settings = Settings(**{**vars(SETTINGS), "topk_ratio": 0.0, **changes})
     leaves = tuple(Leaf(f"w{i}", (8, 8 + i), -2, "bfloat16") for i in range(6))
     with Training(leaves, settings, prefetch_bytes=prefetch_bytes) as training:
@@ -86,9 +86,9 @@ def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():
     counts = 4 * 512
     assert need().state == 12 * 512**2 + counts
     assert need(host_state="compact").state == 6.1875 * 512**2 + counts
-    # A hand-over takes masters and moments of selected channels.
+    # A hand-over needs masters and moments of selected channels.
     assert need(ratio=0.25).hand_over == 12 * 128 * 512
-    # The mail that is read, the one that is written, and a blank one; all of it in longer windows.
+    # There is a mail that is read, a mail that is written, and a placeholder.
     assert need(window=1).mail == 3 * 2 * 512**2
     assert need(window=3).mail == 5 * 2 * 512**2
     # Only long windows in rolling groups need sums.

@@ -32,7 +32,7 @@ def without_compiler(monkeypatch):
 
 @pytest.fixture
 def with_compiler(monkeypatch):
-    """A compiler for which each example takes 1 MB. Returns the list of compiled steps."""
+    """Replaces the compiler: each example takes 1 MB. Returns the list of compiled steps."""
     compiled = []
 
     def compiled_peak(run, origin, mesh):
@@ -46,7 +46,7 @@ def with_compiler(monkeypatch):
 
 
 def planned(*arguments):
-    """The plan for a command."""
+    """Returns the plan for a command."""
     command = read_command_line(arguments, program="p")
     return planning.plan_run(command.settings, command.planning)
 
@@ -110,7 +110,7 @@ def test_a_plan_that_does_not_fit_lists_commands_that_do(with_compiler, monkeypa
         again = planned(*arguments, *room)
         assert again.plan == way.plan
         assert again.plan.fits
-    # It takes nearly all of the memory.
+    # The plan takes nearly all of the memory.
     program, _, rest = commands[0].partition(" -m train.finetune ")
     assert program == "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python"
     settings = read_command_line(shlex.split(rest), program="p").settings

@@ -49,7 +49,7 @@ def test_products_in_loops_count_for_every_iteration_and_convolutions_by_their_w
     assert unused == 0
 
 
-def test_a_plans_arguments_are_the_compiled_steps_and_its_peak_is_xlas():
+def test_a_plan_equals_the_compiled_steps_arguments_and_xlas_peak():
     settings = settings_of("llama3", scan_layers=True, sequence_length=8)
     planned = planned_step(settings, folder_of_config(settings.model), None)
     compiled = planned.step.lower(*planned[1:]).compile()
@@ -57,14 +57,14 @@ def test_a_plans_arguments_are_the_compiled_steps_and_its_peak_is_xlas():
     by_shapes = library.plan(*planned)
     batch = sum(x.size * 4 for x in jax.tree.leaves(planned.batch))
     state = by_shapes.device["weights"] + by_shapes.device["optimizer state"]
-    # The step's arguments, except counts that no step reads.
+    # Both are the step's arguments, except counts that no step reads.
     assert state + batch == pytest.approx(memory.argument_size_in_bytes, rel=0.01)
     plan = library.plan(*planned, compiled=compiled)
     engine = plan.device.get("uploads", 0) + plan.device.get("mail under way", 0)
     assert plan.device_bytes - engine == peak_bytes(compiled)
     assert (by_shapes.by, plan.by) == ("shapes", "compiler")
     assert TEMPORARIES not in by_shapes.device
-    assert f"without gradients and activations, which {INSTALL} adds" in by_shapes.advice
+    assert f"which the plan includes after {INSTALL}" in by_shapes.advice
     assert "without" not in plan.advice
 
 
@@ -96,7 +96,7 @@ def test_the_peak_excludes_late_uploads_and_loops_wait_for_them():
     assert (late.device["uploads"], late.late, plan.late) == (0, plan.device["uploads"], 0)
     assert late.step_s - plan.step_s == pytest.approx(late.to_device / late.gpu.bus, rel=1e-3)
     assert late.busy == plan.busy
-    # A boundary has weights, state and uploads; a step has more or less.
+    # A boundary needs weights, state and uploads; a step may need more or less.
     assert late.device_bytes == plan.device_bytes
     step = plan.device_bytes - plan.device["uploads"]
     assert late.with_peak(step + 8).device_bytes == late.device_bytes
@@ -111,7 +111,7 @@ def test_the_hosts_work_matches_the_log_and_its_time_matches_the_staleness():
         tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.0, update_interval=window, **options)
         return needs_of(zenflow_jax.find_state(tx.init(params)))
 
-    # 26 bytes for an update, 2 for each of four mails on arrival and when read, 2 for the upload.
+    # An update takes 26 bytes, each of four mails 2 on arrival and 2 when read, the upload 2.
     in_turn, together = work(), work(rolling=False)
     assert in_turn.mean == in_turn.busiest == 8 * 64**2 * ((24 + 2) / 4 + 2 + 2)
     assert work(16).mean < in_turn.mean
@@ -141,7 +141,7 @@ def planned(bandwidth, optimizer="zenflow"):
 def test_how_busy_the_host_is_follows_its_bandwidth():
     fast, slow = planned(1e15), planned(1e3)
     assert fast.busy < 1e-3
-    # Transfers are the same at any host bandwidth, and large for so small a step.
+    # Transfers do not depend on the host bandwidth, and are large for a step this small.
     assert fast.hidden == 1 / fast.bus
     assert "of the available time. The bus needs" in fast.advice
     assert slow.hidden < 0.01

@@ -1,4 +1,4 @@
-"""Leaves that close their windows together: small trees, with groups worked out by hand."""
+"""Groups of leaves that close their windows together, worked out by hand for small trees."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests import runs
 
 
 def ranges_of(params, interval=4, **options):
-    """Returns where each leaf's ranges begin, their groups, and the number of groups."""
+    """Returns each leaf's ranges (first entries and groups), and the number of groups."""
     tx = zenflow_jax.zenflow(1e-2, update_interval=interval, **options)
     state = jax.eval_shape(tx.init, params)
     ranges = {}
@@ -23,22 +23,22 @@ def ranges_of(params, interval=4, **options):
 
 
 def leaves_of(*rows):
-    """Leaves w0, w1, ... with these numbers of rows, each with two channels."""
+    """Returns leaves w0, w1, ... with these numbers of rows and two channels each."""
     return {f"w{i}": jnp.zeros((n, 2)) for i, n in enumerate(rows)}
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "expected"),
     [
-        # The largest first, each into the group with the fewest bytes.
+        # The largest leaf goes first, and each leaf goes into the group with the fewest bytes.
         ((3, 9, 4, 7, 5), {"interval": 3}, [1, 0, 2, 1, 2]),
         ((8, 7, 6, 5, 4), {"interval": 2}, [0, 1, 1, 0, 0]),
-        # Among equal leaves, and among equal groups, the first one.
+        # Among equal leaves and equal groups, the first is chosen.
         ((2, 2, 2, 2, 2), {"interval": 3}, [0, 1, 2, 0, 1]),
         ((2, 4, 2, 4), {"interval": 2}, [0, 0, 1, 1]),
-        # A leaf larger than its share has its own group.
+        # A leaf that is larger than a group's share gets its own group.
         ((2, 100, 2, 2), {"interval": 2}, [1, 0, 1, 1]),
-        # With fewer leaves there are fewer groups; a one-step window has one.
+        # With fewer leaves there are fewer groups; a one-step window has one group.
         ((2, 3), {}, [1, 0]),
         # Windows that close together have one group, too.
         ((2, 3, 4), {"rolling": False}, [0, 0, 0]),
@@ -59,24 +59,25 @@ def test_groups_of_leaves_equal_the_results_worked_out_by_hand(rows, options, ex
 
 
 def test_sizes_are_bytes_and_resident_leaves_are_in_no_group():
-    # 48, 80 and 32 bytes: the small leaf joins the one with the most elements.
+    # 48, 80 and 32 bytes: the small leaf joins the leaf with the most elements.
     half, single, small = jnp.zeros((6, 4), jnp.bfloat16), jnp.zeros((5, 4)), jnp.zeros((2, 4))
     ranges, _ = ranges_of({"half": half, "single": single, "small": small}, 2)
     assert [group for _, (group,) in ranges.values()] == [1, 0, 1]
     params = {"bias": jnp.zeros(1000), "kept": jnp.zeros((100, 100)), **leaves_of(3, 3)}
     ranges, groups = ranges_of(params, resident=lambda path, _: path[-1].key == "kept")
     assert (ranges["w0"], ranges["w1"], groups) == (([0], [0]), ([0], [1]), 2)
-    # Without any other leaf there is one group, whose windows have nothing to update.
+    # Without other leaves there is one group, whose windows have nothing to update.
     assert ranges_of({"bias": jnp.zeros(5)}, topk_ratio=1.0)[1] == 1
 
 
 @pytest.mark.parametrize(
     ("interval", "expected"),
     [
-        # 336, 160 and 384 bytes. In halves 144 + 192 and 128 + 256: the groups have 256, 320, 304.
+        # Leaves have 336, 160 and 384 bytes. Cut into 144 + 192 and 128 + 256, groups have 256,
+        # 320, 304.
         (3, {"layers": ([0, 3], [2, 1]), "rows": ([0], [2]), "wide": ([0, 1], [1, 0])}),
-        # In halves they would have 256, 192, 160 and 272: too uneven. In four and three, from one
-        # layer of 48 bytes and one of 128: 208, and three times 224.
+        # With halves the groups would have 256, 192, 160 and 272 bytes, which is too uneven. With
+        # four and three ranges (a layer has 48 or 128 bytes): 208, and three times 224.
         (
             4,
             {
@@ -85,7 +86,7 @@ def test_sizes_are_bytes_and_resident_leaves_are_in_no_group():
                 "wide": ([0, 1, 2], [1, 2, 3]),
             },
         ),
-        # Already even in one piece.
+        # Groups are already even with uncut leaves.
         (2, {"layers": ([0], [1]), "rows": ([0], [1]), "wide": ([0], [0])}),
     ],
     ids=str,

@@ -1,6 +1,4 @@
-"""Leaves are known by their paths: the trained part, all parameters and a model's whole state are
-one run's, in any call, and what is not the same leaf is refused by name.
-"""
+"""Leaves are identified by their paths; a call may pass a part or all of a model's state."""
 
 from typing import NamedTuple
 
@@ -18,7 +16,7 @@ TX = zenflow_jax.zenflow(1e-2, topk_ratio=0.25, update_interval=1)
 
 
 class Model(nnx.Module):
-    """Statistics and random state lie between the parameters, and look like them."""
+    """A model with statistics and random state between the parameters, which look like them."""
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(4, rngs=rngs)
@@ -36,7 +34,7 @@ def step_nnx(model, optimizer):
 
 
 def train(made_with, exchanged):
-    """Returns the parameters after some steps with an engine that gets other parts of the model."""
+    """Returns the parameters after some steps, exchanged with different parts of the model."""
     model = Model(nnx.Rngs(0))
     nnx.update(model, jax.device_put(nnx.state(model), DEVICE))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
@@ -110,7 +108,7 @@ def test_leaves_with_other_paths_are_rejected_with_both_paths(made, passed, word
             lambda: zenflow_jax.HostEngine(passed, state),
             lambda: engine.flush(passed, state),
             lambda: zenflow_jax.master_params(passed, state, engine),
-            # Also between two boundaries, before any change.
+            # The engine also rejects them between two boundaries, before any change.
             lambda: engine.exchange(passed, TX.update(made, state, made)[1]),
         ):
             with pytest.raises(ValueError, match="`params` lacks") as caught:
@@ -120,7 +118,7 @@ def test_leaves_with_other_paths_are_rejected_with_both_paths(made, passed, word
 
 @jax.tree_util.register_pytree_with_keys_class
 class Twins(list):
-    """A user's own container, in which all leaves have one path."""
+    """A user's own container, in which all leaves have the same path."""
 
     def tree_flatten_with_keys(self):
         return [(jax.tree_util.GetAttrKey("w"), leaf) for leaf in self], None
@@ -142,7 +140,7 @@ def test_leaves_with_the_same_path_are_rejected():
 def test_trained_leaves_are_found_among_others_and_in_different_containers():
     made = jax.device_put({"w": (W, V), "b": jnp.zeros(3)}, DEVICE)
     passed = {"b": made["b"], "w": list(made["w"])}
-    # Frozen leaves are before, between and after the trained ones, and have their shape.
+    # Frozen leaves come before, between and after the trained leaves, and have their shape.
     frozen = {"a": W, "r": "base", "u": np.ones((8, 3)), "z": jax.random.key(0)}
     ends = []
     for first, second, last in (

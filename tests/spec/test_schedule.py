@@ -19,15 +19,15 @@ def letter(boundary):
     return mark.upper() if boundary.synchronous else mark
 
 
-# Events after each step: "." nothing, "c" a window closes, "s" and channels are selected;
-# uppercase if the update reaches the parameters at once; "a" if the last window's update arrives
-# while no window closes. Settings are window, select, warm-up, groups, staleness; there is
-# a row for each group.
+# Events after each step: "." for none, "c" if a window closes, "s" if channels are also selected
+# (uppercase if the update reaches the parameters at once), "a" if the last window's update arrives
+# while no window closes. Settings are window, select, warm-up, groups, staleness; there is a row
+# for each group.
 BOUNDARIES = [
     ((1, 1, 0, 1, 0), ["SSSSSS"]),
     ((1, 3, 0, 1, 1), ["scsccsccs"]),  # the first selection is at the first boundary
     ((2, 6, 0, 1, 2), [".s.c.s.c.c.s.c"]),
-    ((2, 4, 1, 1, 2), ["S.c.s.c.s"]),  # with a warm-up, at its end
+    ((2, 4, 1, 1, 2), ["S.c.s.c.s"]),  # with a warm-up, the first selection is at its end
     ((3, 6, 2, 1, 3), ["CS..c..s..c..s"]),
     ((4, 4, 3, 1, 4), ["CCS...s...s"]),
     # Groups that close their windows in turn.
@@ -52,7 +52,7 @@ def test_windows_close_and_channels_are_selected_as_in_the_table(settings, expec
         letters, waits = "", False
         for t in range(1, len(row) + 1):
             boundary = schedule.boundary(t, state, group)
-            # It may report this even if nothing waits yet.
+            # The boundary may report an arrival even if no update waits yet.
             arrives = waits and boundary.arrives
             letters += letter(boundary).replace(".", "a" if arrives else ".")
             waits = waits and not arrives
@@ -62,10 +62,10 @@ def test_windows_close_and_channels_are_selected_as_in_the_table(settings, expec
         assert letters == row, group
 
 
-# The same with a state: for each step [its length so far, ripe leaves of four, windows since the
-# selection, share kept], and the event after it.
+# The same for adaptive rules: for each step the state (window length so far, ripe leaves of four,
+# windows since the selection, kept share), and the events after the steps.
 ADAPTIVE = [
-    # At least 0.7 of four is three leaves; a window's first step decides nothing.
+    # At least 0.7 of four is three leaves; a window's first step does not decide.
     ((AutoWindow(4, 0.7), 8, 0, True), [(0, 4, 0, 1), (1, 2, 0, 1), (2, 3, 0, 1)], "..s"),
     (
         (AutoWindow(4, 0.7), 8, 0, True),
@@ -73,13 +73,13 @@ ADAPTIVE = [
         "...s",
     ),
     ((AutoWindow(1), 8, 0, True), [(0, 0, 0, 1), (0, 0, 1, 1)], "sc"),
-    # A selection every five steps, at the end of the window that contains the fifth.
+    # Channels are selected every five steps, at the end of the window that contains the fifth step.
     (
         (AutoWindow(3), 5, 1, True),
         [(0, 0, 0, 1), (0, 4, 0, 1), (1, 4, 0, 1), (0, 0, 1, 1), (1, 0, 1, 1), (2, 0, 1, 1)],
         "S.c..s",
     ),
-    # Below the share, or after three windows.
+    # Channels are selected below the share, or after three windows.
     (
         (2, AutoSelect(0.9, 3), 0, False),
         [(0, 0, 0, 1), (1, 0, 0, 0.5), (0, 0, 0, 0.5), (1, 0, 0, 0.89)],
@@ -99,7 +99,7 @@ ADAPTIVE = [
 
 
 def at_once(window, select, warm_up, overlap):
-    """A schedule with one group, whose updates wait for the next boundary or not at all."""
+    """Returns a schedule with one group, whose updates wait for the next boundary or not at all."""
     whole = None if isinstance(window, AutoWindow) else window
     return Schedule(window, select, warm_up, 1, whole if overlap else 0, None)
 
@@ -109,7 +109,8 @@ def test_adaptive_schedules_decide_as_in_the_table(settings, known, expected):
     schedule = at_once(*settings)
     got = []
     for t, (length, ripe, windows, kept) in enumerate(known, start=1):
-        # Two counted steps: a sum is ripe from half of the other side's value on.
+        # Two steps have counted, so a leaf is ripe if its deferred sum is at least half the
+        # selected sum.
         schedule_state = ScheduleState(
             length=np.int32(length),
             counted=np.float32(2 if length else 0),
@@ -131,14 +132,14 @@ def test_a_rule_sets_the_number_of_leaves_that_must_be_ripe():
 @pytest.mark.parametrize(
     ("options", "name", "expected"),
     [
-        # A selection every sixteen of the longest windows.
+        # Channels are selected every sixteen of the longest windows.
         (dict(update_interval=3), "select", 48),
         (dict(update_interval=AutoWindow(max_interval=5)), "select", 80),
-        # An update arrives a step after its window, or at the next window's end.
+        # An update arrives one step after its window, or at the end of the next window.
         (dict(update_interval=3), "staleness", 1),
         (dict(update_interval=3, rolling=False), "staleness", 3),
         (dict(update_interval=AutoWindow()), "staleness", None),
-        # No provisional step if no window outlasts its step.
+        # There are no provisional steps if no window outlasts its step.
         (dict(update_interval=1, staleness=0, provisional_share=0.5), "provisional_share", None),
         (dict(update_interval=1, provisional_share=0.5), "provisional_share", 0.5),
     ],

@@ -260,7 +260,7 @@ def test_a_run_keeps_the_template_with_the_model_and_prompts_use_it(tmp_path, ca
         prompt = generate.read_prompt(options, tokenizer)
         text = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
         assert text == f"{BEGIN}[ Who? ]"
-        assert "as the run was trained (chat)" in prompt.description
+        assert "as in training (chat)" in prompt.description
 
 
 @pytest.mark.parametrize(

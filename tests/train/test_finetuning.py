@@ -100,7 +100,7 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         ({"micro_batches": 3}, "`micro_batches`: must be a number that divides batch_size, 4"),
         ({"sequence_length": 600}, "`sequence_length`: 600 exceeds the 20 positions of the model"),
         # Messages that only a training run has.
-        ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; for that model"),
+        ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; otherwise"),
         ({"steps": 0, "validation_share": 1.5}, "must be a share above 0 and below 1"),
         ({"validation_share": 1.0}, "must be a share above 0 and below 1"),
     ):
@@ -165,10 +165,10 @@ def test_an_evaluation_before_and_after_a_run_has_the_runs_results(tmp_path, cap
     text = capsys.readouterr().out
     assert everything(tmp_path) == before
     untrained = shown(text)
-    assert "on 3 examples of validation" in text
-    assert "an example, with learned text in ⟦⟧" in text
+    assert "on 3 validation examples" in text
+    assert "an example; the model is trained on the text in ⟦⟧" in text
     assert finetune.main([config, "--steps", "0", "--validation-share", "1"]) == 0
-    assert "on 24 examples of validation" in capsys.readouterr().out
+    assert "on 24 validation examples" in capsys.readouterr().out
 
     test = scripts.write(tmp_path / "test.csv", CSV.replace("so,it is a film\n", ""))
     assert finetune.main([config, "--steps", "2", "--run", "a"]) == 0
@@ -185,7 +185,7 @@ def test_an_evaluation_before_and_after_a_run_has_the_runs_results(tmp_path, cap
     for step, figures in ((0, untrained), (2, trained)):
         then = {name: x for (at, name), x in in_run.items() if at == step and name in FIGURES}
         assert figures == pytest.approx(then, abs=1e-4)
-    assert "newly initialized, as " in text
+    assert "newly initialized, because " in text
     heads = "head has the 3 classes no, perhaps, yes; the data has the 3 classes kind, so, unkind"
     assert heads in text
 
@@ -193,7 +193,7 @@ def test_an_evaluation_before_and_after_a_run_has_the_runs_results(tmp_path, cap
     rows = ["--data", str(test), "--validation-share", "1"]
     assert finetune.main([config, "--steps", "0", "--model", of_run, *rows]) == 0
     text = capsys.readouterr().out
-    assert "on 16 examples of validation" in text
+    assert "on 16 validation examples" in text
     assert "newly initialized" not in text
 
     # An export has neither the data nor its classes, only what the checkpoints say about them.

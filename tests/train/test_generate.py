@@ -91,7 +91,7 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
     _, graphdef, params = load(folder, scan_layers=True)
     tokens = list(continue_tokens(graphdef, params, prompt, most=9, ends={tokenizer.end}))
     assert out == tokenizer.tokens.decode(tokens) + "\n"
-    assert f"{len(prompt)} tokens of prompt, as it is" in err
+    assert f"{len(prompt)} prompt tokens, as it is" in err
     assert "9 tokens" in err
     assert "cut off by --max-tokens 9" in err
     sampled = ["--model", folder, "the cat", "--max-tokens", 9, "--top-k", 40]
@@ -106,7 +106,7 @@ def test_a_runs_training_format_determines_the_prompt_format(folder, tmp_path):
     config = json.loads((copy / "config.json").read_text())
     tokenizer = read_tokenizer(copy, vocabulary=1000)
     for task, form, said in (
-        ("alpaca", "auto", "in Alpaca's template, as the run was trained (alpaca)"),
+        ("alpaca", "auto", "in Alpaca's template, as in training (alpaca)"),
         ("alpaca", "text", "as it is"),
         ("language", "auto", "as it is"),
         (None, "auto", "as it is; --format chat puts it into the chat template"),

@@ -5,7 +5,7 @@ import os
 import random
 import re
 import signal
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from tests.processes import output, start
 from tests.train.scripts import cut_short, flip_a_bit, largest_file
 from train import finetune
 from train.cli.settings import SettingsError
+from train.distributed.stopping import StopRequest
 from train.run.folder import LOCK, run_lock
 
 STEPS = 63
@@ -26,8 +27,17 @@ STEPS = 63
 pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 
 
-def start_run(config: Path, run: str, *options: str) -> subprocess.Popen:
-    return start("-m", "train.finetune", config, "--run", run, *options)
+def stopped_after(last: int) -> Callable[[StopRequest, int], int | None]:
+    """Returns `StopRequest.after` for a process that gets SIGTERM in a step."""
+
+    def after(stop: StopRequest, step: int, after=StopRequest.after) -> int | None:
+        if step == last:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while after(stop, step) is None:
+                pass  # another thread handles the signal
+        return after(stop, step)
+
+    return after
 
 
 def changed_at(folder: Path) -> dict[Path, float]:
@@ -38,27 +48,31 @@ def changed_at(folder: Path) -> dict[Path, float]:
 # One test, so that no second worker makes the same runs.
 @pytest.mark.slow
 def test_a_stopped_and_killed_run_is_bit_identical_and_a_finished_run_is_not_changed(
-    tmp_path, capsys
+    tmp_path, capsys, monkeypatch
 ):
     config = kill_test.write_config(tmp_path, steps=STEPS)
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     seldom = "--save-every", "40"  # saves are most of a run's time
     assert finetune.main([str(config), "--run", whole.name, *seldom]) == 0
-    first = start_run(config, interrupted.name, "--timeline", str(tmp_path / "trace.json"))
-    assert any(line.startswith("step") for line in first.stdout)
-    first.send_signal(signal.SIGTERM)
-    code, stopped = output(first)
-    assert code == 128 + signal.SIGTERM
-    message, command = stopped.splitlines()[-2:]
-    step = re.fullmatch(r"stopped by SIGTERM after step (\d+), which is saved.*", message)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "after", stopped_after(7))
+        command = [
+            str(config),
+            "--run",
+            interrupted.name,
+            "--timeline",
+            str(tmp_path / "trace.json"),
+        ]
+        assert finetune.main(command) == 128 + signal.SIGTERM
+    message, command = capsys.readouterr().err.splitlines()[-2:]
+    assert re.fullmatch("stopped by SIGTERM after step 7, which is saved.*", message)
     assert command == f"python -m train.finetune {interrupted}/settings.toml --run interrupted"
-    assert f'"step": {step}' in (tmp_path / "trace.json").read_text(encoding="utf-8")
+    assert '"step": 7' in (tmp_path / "trace.json").read_text(encoding="utf-8")
 
-    second = start_run(config, interrupted.name)
+    killed = start("-m", "train.finetune", config, "--run", interrupted.name)
     checkpoints = interrupted / "checkpoints"
-    kill_test.kill_at("writing", second, checkpoints, random.Random(0), 0.0)
-    assert output(second)[0] == -signal.SIGKILL
-    capsys.readouterr()
+    kill_test.kill_at("writing", killed, checkpoints, random.Random(0), 0.0)
+    assert output(killed)[0] == -signal.SIGKILL
     assert finetune.main([command.split()[3], "--run", interrupted.name, *seldom]) == 0
     assert re.search(r"resuming from checkpoint \d+ in ", capsys.readouterr().out)
     assert differences(whole, interrupted) == []

@@ -41,7 +41,9 @@ def test_a_name_is_a_folder_in_the_hubs_cache_unless_a_local_folder_has_that_nam
 
 @pytest.mark.usefixtures("cache")
 def test_a_model_missing_from_the_cache_gives_one_line_and_a_wrong_path_is_not_requested(tmp_path):
-    with pytest.raises(ModelError, match=r"org/other is not a folder.*LocalEntryNotFound.*downl"):
+    with pytest.raises(
+        ModelError, match=r"org/other is neither a folder.*LocalEntryNotFound.*downl"
+    ):
         read_folder("org/other")
     (tmp_path / "runs").mkdir()
     for path in ("runs/modl", "modl", "a/b/c"):
@@ -88,15 +90,19 @@ def test_a_model_is_downloaded_once_and_without_pickles(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         code = """if True:
+            import sys
             from train.plan.planning import folder_of_config
             from train.huggingface.loading import read_folder
-            print(len([*folder_of_config("org/name").folder.iterdir()]))
-            print(read_folder("org/name").folder)
+            for _ in range(2):
+                print(len([*folder_of_config("org/name").folder.iterdir()]))
+                print(read_folder("org/name").folder, flush=True)
+                sys.stdin.readline()  # until the test reads the rest
         """
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            count, folder = assert_ends(start("-c", code)).splitlines()
+            process = start("-c", code)
+            count, folder = (process.stdout.readline().strip() for _ in range(2))
         finally:
             server.shutdown()
             thread.join()
@@ -106,4 +112,4 @@ def test_a_model_is_downloaded_once_and_without_pickles(tmp_path, monkeypatch):
     for name in names:
         assert (Path(folder) / name).read_bytes() == (files / name).read_bytes()
     # From an unreachable Hub.
-    assert assert_ends(start("-c", code)).splitlines() == [str(len(names)), folder]
+    assert assert_ends(process).splitlines() == [str(len(names)), folder]

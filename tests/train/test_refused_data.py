@@ -41,7 +41,7 @@ FILES = {
         ("a.txt", "", r"a\.txt: the file is empty"),
         ("a.txt", b"the\n\xe9\n", r"a\.txt, line 2: the text is not UTF-8: 0xe9"),
         ("a.txt", "a", r"the train part of .* has 1 tokens.*`validation_share`"),
-        ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: the text has a NUL"),
+        ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: there is a NUL"),
         (
             "a.jsonl",
             '{"text": "a"}\n{text: 1}\n',
@@ -55,10 +55,10 @@ FILES = {
             r"line 1: the field 'weight' must be 1, but is 0",
         ),
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: must be an object"),
-        ("a.csv", "a,b", r"a\.csv is another file. Name a file \*\.txt or \*\.jsonl or "),
-        ("dev.txt", "a", r"has no training data \(train\*, .*\), but dev\.txt"),
+        ("a.csv", "a,b", r"a\.csv is not such a file. Pass a \*\.txt or \*\.jsonl or "),
+        ("dev.txt", "a", r"has no training data \(train\*, .*\)\. .* dev\.txt"),
         ("train-test.txt", "a", r"train-test\.txt could be training or other data"),
-        ("parts/a.txt", "a", r"has no training data .*, but parts"),
+        ("parts/a.txt", "a", r"has no training data .* contains parts"),
     ],
     "alpaca": [
         ("a.json", '[\n{"instruction": "a",}]', r"a\.json: the text is not valid JSON .*line 2"),
@@ -113,7 +113,7 @@ FILES = {
             r"'chosen' .*training on preferences",
         ),
         ("a.jsonl", told(videos=["a.mp4"]), r"field 'videos' .* only text"),
-        ("a.jsonl", told(system="a"), r"field 'system' .* message of the role 'system'"),
+        ("a.jsonl", told(system="a"), r"field 'system' .* message with the role 'system'"),
         ("a.jsonl", told(train=False), r"the field 'train' must be 1, but is False"),
         ("a.jsonl", answer(weight=0.5), r"message 2: .* must be 0 or 1, but is 0.5"),
         (
@@ -141,17 +141,21 @@ FILES = {
     ],
     "classification": [
         ("a.csv", "", r"the file has no examples"),
-        ("a.csv", "text,lable\na,b\n", r"'label' is missing .* Name it with --label-column"),
+        ("a.csv", "text,lable\na,b\n", r"'label' is missing .* Pass its name with --label-column"),
         ("a.csv", "text,text,label\na,b,c\n", r"column 'text' is repeated. Rename all but one"),
-        ("a.csv", GOOD + "good, but long,kind\n", r"line 4: 3 columns, but .* has 2.*quotation"),
-        ("a.csv", GOOD + '"good,kind\nbad,so\n', r"line 4: the row to line .* is not valid CSV"),
+        ("a.csv", GOOD + "good, but long,kind\n", r"line 4: .* 3 columns, but .* has 2.*quotation"),
+        ("a.csv", GOOD + '"good,kind\nbad,so\n', r"line 4: the row that ends .* not valid CSV"),
         ("a.csv", GOOD + "good,\n", r"line 4: column 'label' has no label"),
         ("a.csv", "text,label\na,b\nc,b\n", r"has 1 classes in 2 rows: 'b'"),
-        ("a.csv", MANY, r"has 30 classes in 30 rows: 'b0', 'b1', 'b10'. Name a"),
-        ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: 3 columns, but .* has 2.*as CSV"),
+        ("a.csv", MANY, r"has 30 classes in 30 rows: 'b0', 'b1', 'b10'. Pass a"),
+        ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: the row has 3 columns, but .* has 2.*as CSV"),
         ("a.csv", GOOD.replace("\n", "\r"), r"line 1 is not valid CSV"),
-        ("a.jsonl", '{"text": "a", "label": 0.5}\n', r"line 1: column .* has no class, but .*0.5"),
-        ("a.jsonl", '{"review": "a"}\n', r"'text' is missing .* Name it with --text-column"),
+        (
+            "a.jsonl",
+            '{"text": "a", "label": 0.5}\n',
+            r"line 1: .* a class, but contains 0.5",
+        ),
+        ("a.jsonl", '{"review": "a"}\n', r"'text' is missing .* Pass its name with --text-column"),
     ],
 }
 
@@ -189,7 +193,7 @@ def test_ignored_fields_are_listed_once_with_their_counts(tmp_path, decoder, tas
     if task == "chat":
         template = read_template(tmp_path, decoder.tokens, TEMPLATE)
         notes = answers.make_chat(path, decoder, template, **options).notes
-        assert f"{path}: 2 of 2 conversations begin with a system message: prompt" in notes[-1]
+        assert f"{path}: 2 of 2 conversations begin with a system message, so prompt" in notes[-1]
     elif task == "alpaca":
         notes = answers.make_alpaca(path, decoder, **options).notes
     else:

@@ -99,10 +99,10 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     shard.write_bytes(whole[:-1])
     assert_refused(folder, shard, f"{len(whole) - 1} bytes", "Copy the file again")
     shard.unlink()
-    assert_refused(folder, shard, "of none", "Copy the file again")
+    assert_refused(folder, shard, "is missing", "Copy the file again")
 
     shutil.copyfile(folder / "model-00001-of-00002.safetensors", shard)
-    assert_refused(folder, folder, "which the model in its config.json has")
+    assert_refused(folder, folder, "which the model in its config.json needs")
     (folder / index).write_text("{}")
     assert_refused(folder, folder / index, "`weight_map`")
     (folder / index).unlink()

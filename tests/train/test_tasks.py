@@ -191,12 +191,12 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_are_dropped(
     task = alpaca_task(folder, decoder, length=len(prompt))
     assert len(task.train) == 2
     assert task.notes[0].endswith(
-        "train.json: left out 1 of 3 examples without an answer to learn that begins within "
+        "train.json: left out 1 of 3 examples, in which no answer to train on begins within "
         f"{len(prompt)} tokens"
     )
     lengths = sorted(len(prompt) + n for n in (len(answer) + 5, len(answer) + 1, 1))
     assert f"median {lengths[1]} tokens" in task.overview[0]
-    counts = f"; 1 were cut to {len(prompt) + 1}, 1 dropped; 2 train, 2 validate"
+    counts = f"; 1 were cut to {len(prompt) + 1}, 1 dropped; 2 for training, 2 for validation"
     assert task.overview[0].endswith(counts)
     assert task.train[0]["tokens"].tolist() == [*prompt, answer[0]]
     assert task.train[1]["tokens"].tolist() == [*prompt, decoder.end]  # an empty answer
@@ -204,7 +204,7 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_are_dropped(
         assert task.train[i]["weights"].tolist() == [0] * (len(prompt) - 1) + [1]
         assert task.train.lengths[i] == task.train.longest == len(prompt)
 
-    with pytest.raises(DataError, match="in none of 3 examples an answer"):
+    with pytest.raises(DataError, match="in none of 3 examples does an answer"):
         alpaca_task(folder, decoder, length=len(prompt) - 1)
 
 

@@ -145,7 +145,7 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
     figures = summary(folder)
     assert figures["best_step"] == 6
     assert [figures[name] for name in SCHEDULE] == [None] * 4  # adamw has none
-    assert "model.safetensors has the weights of step 6, the best" in capsys.readouterr().out
+    assert "model.safetensors contains the weights of step 6, the best" in capsys.readouterr().out
     assert_weights_of_checkpoint(folder, 6, folder)
 
     # The others' also, by themselves.
@@ -153,7 +153,7 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
         assert finetune.main([*command, "--export", name, str(tmp_path / name)]) == 0
         assert_weights_of_checkpoint(folder, step, tmp_path / name)
     for name, target, options, expected in (
-        ("7", "new", [], r"`--export`: 7 is no checkpoint .* 6, 12, 13 \(val"),
+        ("7", "new", [], r"`--export`: 7 is not a checkpoint .* 6, 12, 13 \(val"),
         ("best", "best", [], "is not new or empty"),
         ("best", "new", ["--width", "32"], "`width`: is 32, but was 16 .*Pass --width 16, or"),
     ):
@@ -182,7 +182,7 @@ def test_a_run_that_stops_early_has_its_best_weights_and_resumes_as_if_uninterru
     figures = summary(folder)
     assert (figures["steps"], figures["best_step"]) == (12, 6)
     assert figures["validation_after"] == {"loss": 3.5}
-    assert "stopping after step 12: no better validation in 2" in capsys.readouterr().out
+    assert "stopping after step 12: no improvement in 2 validations" in capsys.readouterr().out
     assert_weights_of_checkpoint(folder, 6, folder)
     assert start("early", [], *options) == 0
     assert "Pass a larger --early-stopping-patience" in capsys.readouterr().out

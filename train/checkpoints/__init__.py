@@ -1,1 +1,1 @@
-"""A run's checkpoints: written, read, and compared with the run that resumes from them."""
+"""Writes and reads a run's checkpoints, and compares them with the run that resumes."""

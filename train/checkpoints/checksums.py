@@ -10,8 +10,8 @@ CHECKSUMS = "checksums.json"
 
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
-    """Returns size and CRC-32 of each file in the items' folders."""
-    # Files next to the items are left out: orbax writes them last, and need not read them.
+    """Returns the size and CRC-32 of each file in the items' folders."""
+    # Files next to the items are left out: orbax writes them last, and does not need to read them.
     files = sorted(p for p in folder.glob("*/**/*") if p.is_file())
     return {p.relative_to(folder).as_posix(): _checksum(p) for p in files}
 

@@ -1,4 +1,4 @@
-"""The run's description in each checkpoint, which a resumed run must match."""
+"""Describes a run in its checkpoints; a run that resumes must match the description."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAY_CHANGE = frozenset(
     "max_skipped b1 b2 eps early_stopping_patience".split()
 )
 
-# Settings that determine the weights' purpose and layout, and which are best.
+# Settings that determine the weights' purpose and layout, and which weights are best.
 OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers stream best".split()
 
 
@@ -28,10 +28,10 @@ def description(
 ) -> dict[str, Any]:
     """Returns the facts that a resumed run must share; `data` is a checksum.
 
-    The full warm-up is given in rounds.
+    The full warm-up is stored in rounds.
     """
     fixed = {k: v for k, v in settings.items() if k not in MAY_CHANGE | {"full_warm_up_share"}}
-    # The two other values are bit-identical and interchangeable.
+    # The other two values give bit-identical results, so either may follow the other.
     sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
     fixed["stream"] = _of_shapes(settings["stream"], config)
@@ -59,7 +59,7 @@ def _of_shapes(stream: str, config: Any) -> str:
 
 
 def _as_strings(config: Any) -> dict[str, str]:
-    # Array shapes do not show everything, such as the base of the rotations.
+    # Array shapes do not reveal everything: not the rotations' base, for example.
     return {} if config is None else {name: str(x) for name, x in config._asdict().items()}
 
 
@@ -82,10 +82,10 @@ def check_same_run(
         if before != value:
             raise SettingsError(
                 f"`model`: its config.json has the {name} {value}, but the model in {folder} has "
-                f"{before}. Name the model of that run."
+                f"{before}. Pass that run's model."
             )
     if saved["data"] != wanted.get("data", saved["data"]):
         raise SettingsError(
-            f"the data differs from the data of the run that wrote {folder}: in its files (for "
-            "standard_library: in the Python version), its tokenizer, or its chat template."
+            f"the data differs from that of the run that wrote {folder}: the files (for "
+            "standard_library: the Python version), the tokenizer or the chat template."
         )

@@ -1,4 +1,4 @@
-"""Reads the checkpoints of a run, and finds the intact, the newest and the best.
+"""Reads a run's checkpoints, and finds the newest intact checkpoint and the best.
 
 `writing.py` describes a checkpoint's contents.
 """
@@ -36,20 +36,20 @@ class Restored(NamedTuple):
 
 
 def check_path(folder: Path) -> None:
-    """Raises if orbax could not read from `folder`, because it treats paths as patterns."""
+    """Raises an error if orbax, which treats paths as patterns, could not read from `folder`."""
     folder = folder.absolute()
     if signs := re.findall(r"[][*?\\]", str(folder)):  # orbax 0.12.8
         raise SettingsError(
-            f"`output_dir`: checkpoints cannot be read from {folder}, because of the "
-            f"{signs[0]} in its path. Name another --output-dir, or rename the folder."
+            f"`output_dir`: checkpoints cannot be read from {folder}, because its "
+            f"path contains {signs[0]}. Pass another --output-dir, or rename the folder."
         )
 
 
 class SavedCheckpoints:
     """The checkpoints of one run. Every process must make the same calls."""
 
-    # The end of the sentence with the remedy for a mismatch.
-    _otherwise = "or give the settings.toml of that run as the config file."
+    # The end of the sentence on how to fix a mismatch.
+    _otherwise = "or pass that run's settings.toml as the config file."
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class SavedCheckpoints:
     def newest(self) -> int | None:
         """Returns the step of the newest intact checkpoint; None if there are no checkpoints.
 
-        Names newer, damaged checkpoints; raises `SettingsError` if all are damaged.
+        Reports newer, damaged checkpoints; raises `SettingsError` if all are damaged.
         """
         step = self._newest_whole() if processes.is_first() else None
         text = processes.from_first("" if step is None else str(step))
@@ -94,8 +94,8 @@ class SavedCheckpoints:
     ) -> Restored:
         """Restores the checkpoint of `step`; raises `SettingsError` if it belongs to another run.
 
-        Consumes `params` and `opt_state`: each restored array replaces the fresh array; with
-        `only_engine`, they stay.
+        Unless `only_engine` is True, consumes `params` and `opt_state`: each restored array
+        replaces the fresh array.
         """
         run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}
@@ -120,9 +120,9 @@ class SavedCheckpoints:
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
             rated = ", ".join(str(s) for s in steps if s in self._figures) or "none"
-            remedy = " Train with --keep-best, or name a step." if wanted == "best" else ""
+            remedy = " Train with --keep-best, or pass a step." if wanted == "best" else ""
             raise SettingsError(
-                f"`--export`: {wanted} is no checkpoint in {self._folder}, which has {listed} "
+                f"`--export`: {wanted} is not a checkpoint in {self._folder}, which has {listed} "
                 f"(validated: {rated}).{remedy}"
             )
         self._read_checked(step)
@@ -134,7 +134,7 @@ class SavedCheckpoints:
         if problem := processes.from_first(find_damage(folder) or ""):
             raise CheckpointError(
                 f"checkpoint {step} in {self._folder} is damaged: "
-                f"{problem}. Use another one, or at the end of a run --no-keep-best."
+                f"{problem}. Use another one or, at the end of a run, --no-keep-best."
             )
         saved, others = split_arrays({"params": like, "opt_state": ()})
         run = self._read_run(step)
@@ -148,7 +148,7 @@ class SavedCheckpoints:
             return reader.restore(self._folder / str(step) / "run")
 
     def _read_checked(self, step: int) -> dict[str, Any]:
-        """Reads a checkpoint's record, checks that it is this run's, and keeps its figures."""
+        """Reads a checkpoint's record, checks that it is from this run, and keeps its figures."""
         run, folder = self._read_run(step), self._folder / str(step)
         check_same_run(folder, run, self._description, otherwise=self._otherwise)
         self._figures = dict(run["figures"])
@@ -189,13 +189,13 @@ class SavedCheckpoints:
             listed = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())
             raise SettingsError(
                 f"all checkpoints in {self._folder} are damaged "
-                f"({listed}). Restore a copy, or name another --run to start again."
+                f"({listed}). Restore a copy, or pass another --run to start again."
             )
         return None
 
 
 def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a checkpoint's arrays by name, and the remaining arrays: blank mail, empty arrays."""
+    """Returns a checkpoint's arrays by name, and the rest: placeholder mail and empty arrays."""
     mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):
@@ -240,10 +240,10 @@ def check_arrays(
         if saved.get(name) != wanted.get(name):
             raise SettingsError(
                 f"the array `{name}` is {saved.get(name, 'absent')} in {folder}, but "
-                f"{wanted.get(name, 'absent')} in this run: another model, optimizer or mesh, or "
-                f"another layout (zenflow_jax {version} wrote it, this is "
+                f"{wanted.get(name, 'absent')} in this run: the model, optimizer, mesh or layout "
+                f"differs (zenflow_jax {version} wrote the checkpoint, this is "
                 f"{zenflow_jax.__version__}). Pass {folder.parent.parent / 'settings.toml'} as the "
-                "config, or name another --run to start again."
+                "config, or pass another --run to start again."
             )
 
 

@@ -2,8 +2,8 @@
 
     checkpoints/300/state   parameters and optimizer state, by orbax, without mail
     checkpoints/300/engine  the engine's state, written from its own memory
-    checkpoints/300/run     step, settings, names of the arrays, unfinished metrics (JSON)
-    checkpoints/300/checksums.json   size and CRC-32 of every file in these
+    checkpoints/300/run     step, settings, array names, unfinished metrics (JSON)
+    checkpoints/300/checksums.json   size and CRC-32 of every file in these folders
     checkpoints/damaged-400   a checkpoint that was found damaged and is ignored
 
 The step is the position in the data (`tasks/batches.py`). A checkpoint gets its final name when it
@@ -39,9 +39,9 @@ from train.distributed import processes
 
 
 class Checkpoints(SavedCheckpoints):
-    """The checkpoints of the run that writes them; keeps the newest `keep`."""
+    """Writes a run's checkpoints, and keeps the newest `keep`."""
 
-    _otherwise = "or name another --run to start again."
+    _otherwise = "or pass another --run to start again."
 
     def __init__(self, folder: Path, *, keep: int, keep_best: bool, **reading: Any):
         super().__init__(folder, **reading)
@@ -60,7 +60,7 @@ class Checkpoints(SavedCheckpoints):
         self.wait()
         if self._manager is not None:  # None after a failed save
             self._manager.close()
-        # Otherwise pending reads or writes may end later.
+        # After a failure, pending reads or writes may end later.
         if self._failed is None:
             sys.unraisablehook = self._unraisable
 
@@ -76,7 +76,7 @@ class Checkpoints(SavedCheckpoints):
                     new = old.with_name(f"damaged-{step}-{number}")
                 old.rename(new)
                 self._say(f"renamed the damaged checkpoint {old} to {new.name}; you can delete it")
-        processes.from_first("")  # renames before another process looks
+        processes.from_first("")  # no other process looks before this
 
     def save(
         self,
@@ -89,8 +89,8 @@ class Checkpoints(SavedCheckpoints):
     ) -> None:
         """Starts writing a checkpoint; training may continue, and donate the arrays, at once.
 
-        Waits for the previous save, and until the device has finished `step`; the writer then has
-        copies. On a CPU, it reads the arrays themselves, which the runtime does not donate
+        Waits for the previous save, and until the device has finished `step` and the writer has
+        copies. On a CPU, the writer reads the arrays themselves, which the runtime does not donate
         meanwhile (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is printed, not
         raised; the next save tries again. `progress` must be JSON; `figure`, from a validation,
         decides which checkpoint is best.
@@ -109,7 +109,8 @@ class Checkpoints(SavedCheckpoints):
             "progress": progress,
         }
         items: dict[str, Any] = {
-            # One file per process, because orbax would copy arrays to divide them among several.
+            # One file per process, because orbax would copy arrays to divide them among several
+            # files.
             "state": ocp.args.PyTreeSave(saved, ocdbt_target_data_file_size=0),
             "run": ocp.args.JsonSave(run),
         }
@@ -117,7 +118,7 @@ class Checkpoints(SavedCheckpoints):
             items["engine"] = zenflow_jax.EngineSave(engine)
         self._writing = step
         with self._failures():
-            # Forced, because orbax would skip a step that is older than its newest.
+            # Forced, because orbax would otherwise skip a step that is older than its newest.
             self._opened().save(step, args=ocp.args.Composite(**items), force=True)
 
     def poll(self) -> None:
@@ -142,7 +143,7 @@ class Checkpoints(SavedCheckpoints):
         self._figures[step] = figure
 
     def best(self, *, or_step: int) -> int:
-        """Returns the best checkpoint's step; `or_step` if better, or without `keep_best`."""
+        """Returns the best checkpoint's step; `or_step` if it is better, or without `keep_best`."""
         if not self._keep_best:
             return or_step
         # Process 0 has already removed the checkpoints that are not kept.
@@ -158,9 +159,10 @@ class Checkpoints(SavedCheckpoints):
                 cleanup_tmp_directories=True,  # from a killed run
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._seal,
-                    # Makes a folder that cannot be created an immediate error.
+                    # So a folder that cannot be created raises an error at once.
                     create_directories_asynchronously=False,
-                    # 125 GB, a 7B checkpoint, at 10 MB/s. By default, a save fails after 20 min.
+                    # Enough for 125 GB (a 7B checkpoint) at 10 MB/s. By default, a save fails after
+                    # 20 min.
                     timeout_secs=4 * 3600,
                 ),
             )
@@ -177,7 +179,8 @@ class Checkpoints(SavedCheckpoints):
 
     def _seal(self) -> None:
         # orbax's thread calls this in process 0 after all processes have written their files and
-        # before the folder gets its name (checked on orbax 0.12.8, which has no other such hook).
+        # before the folder gets its final name (checked on orbax 0.12.8, which has no other such
+        # hook).
         (folder,) = self._unnamed(self._writing)
         text = json.dumps(checksums(folder), indent=1)
         (folder / CHECKSUMS).write_text(text, encoding="utf-8")
@@ -192,8 +195,8 @@ class Checkpoints(SavedCheckpoints):
         try:
             yield
         except (OSError, ValueError) as error:
-            # tensorstore turns an OSError into a ValueError with its number (0.1.86). Any other
-            # ValueError is a bug.
+            # tensorstore (0.1.86) turns an OSError into a ValueError that contains its number. Any
+            # other ValueError is a bug.
             if isinstance(error, ValueError) and not re.search(r"(?i)\bos[ _]error", str(error)):
                 raise
             text = " ".join(str(error).split())
@@ -208,7 +211,7 @@ class Checkpoints(SavedCheckpoints):
             # (orbax 0.12.8).
             unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
             warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
-            # The manager would keep the unwritten arrays (orbax 0.12.8).
+            # The old manager would keep the unwritten arrays (orbax 0.12.8).
             failed, self._manager = self._manager, None
             if failed is not None:
                 # A save writes in several threads; this raises the errors after the first.
@@ -222,7 +225,7 @@ class Checkpoints(SavedCheckpoints):
 
 @dataclasses.dataclass
 class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
-    """Decides which checkpoints are kept; orbax's `BestN` keeps all without a metric."""
+    """Decides which checkpoints are kept; orbax's `BestN` keeps all steps without a metric."""
 
     newest: int
     best: Callable[[Iterable[int]], int | None] | None

@@ -1,8 +1,8 @@
 """Reads command lines into dataclasses with argparse, and explains a mistake in one line.
 
-A field that is an `option` has its name, type, default, help and limits in one place. The class
-that declares it is its group; a field that is a dataclass has all options of that class. A type
-such as `Annotated[str, "DIR"]` names the value in the help.
+A field that is an `option` has its name, type, default, help and limits in one place. In the help,
+options are grouped by the class that declares them; a field that is a dataclass stands for all
+options of that class. A type such as `Annotated[str, "DIR"]` sets the value's name in the help.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def option(
     """Declares an option as a field of a dataclass; an option without a default is required.
 
     A `positional` value has no name. `out_of_bounds` finds values that are not `above` a number, or
-    not at least `least`. `tasks` that read the option are in its help; "" stands for all.
+    not at least `least`. The help lists the `tasks` that read the option; "" means all tasks.
     """
     if tasks:
         help = f"{tasks.replace(' ', ', ')}: {help}"

@@ -1,7 +1,7 @@
 """Reads a run's settings and a start's options from a file and a command line.
 
 A TOML file without tables overrides the defaults of `Settings`, and options override the file;
-options of `Launch`, `Start` and `Planning` are never in a file. A mistake is a `SettingsError`.
+options of `Launch`, `Start` and `Planning` are never in a file. A mistake raises a `SettingsError`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Launch:
         host, _, port = self.coordinator.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise SettingsError(
-                f"`--coordinator`: must be HOST:PORT, but is {self.coordinator}. Name the machine "
+                f"`--coordinator`: must be HOST:PORT, but is {self.coordinator}. Pass the machine "
                 "of process 0 and a free port, such as 10.0.0.1:29500."
             )
         if not 0 <= self.process < self.processes:
@@ -54,7 +54,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Start: options that are not keys of the TOML file."""
+    """Start: options that are not keys in the TOML file."""
 
     timeline: File | None = option(None, "Draw the last steps: .png, .svg, .pdf or .json.")
     export: tuple[str, str] | None = option(
@@ -78,7 +78,7 @@ class Start:
 class Planning:
     """Planning: memory and speed of a run, without starting it (docs/planning.md)."""
 
-    plan: bool = option(False, "Show the run's needs, and settings that fit.")
+    plan: bool = option(False, "Show the run's memory and time, and settings that fit.")
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = option(
         None, "GPU to plan for. Default: this machine's, or h100."
     )
@@ -108,7 +108,7 @@ def shipped() -> list[str]:
 
 
 def load_settings(path: str | Path) -> Settings:
-    """Reads a TOML file of `Settings` fields, or a shipped file by its name.
+    """Reads a TOML file of `Settings` fields, or a built-in file by its name.
 
     Whole numbers are accepted for floats.
     """
@@ -160,15 +160,15 @@ def to_toml(values: Mapping[str, Any]) -> str:
 
 
 def _check_place(config: Path, output_dir: str, run: str | None) -> None:
-    """Raises if a resumable run's settings would start it again in another folder."""
+    """Raises an error if a resumable run's settings would start it again in another folder."""
     folder = config.absolute().parent
     if config.name != "settings.toml" or folder.name != run:
         return
     if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
         raise SettingsError(
             f"`--run`: the folder of {config} is not in {Path(output_dir).absolute()}. Paths in "
-            "a run's settings are relative to the folder where it was started: start it there "
-            "again."
+            "a run's settings are relative to the folder where it was started: start it there, "
+            "too."
         )
 
 
@@ -178,8 +178,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         near = did_you_mean(path.stem, [file.stem for file in path.parent.glob("*.toml")])
         raise SettingsError(
-            f"{path}: the config file cannot be read: {error.strerror}.{near} (Configs in "
-            f"zenflow_jax have names: {', '.join(shipped())}.)"
+            f"{path}: the config file cannot be read: {error.strerror}.{near} (Built-in "
+            f"configs: {', '.join(shipped())}.)"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         data = "" if path.suffix == ".toml" else " Pass data with --data, after a config's name."

@@ -1,6 +1,7 @@
 """Declares the settings of a training run; `command_line.py` reads them.
 
-A function that needs many settings takes one of the groups, so that its signature shows which.
+A function that needs many settings takes one of the groups, so that its signature shows which
+settings it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class SettingsError(Failure):
 
 
 def task_name(settings: Mapping[str, Any]) -> str:
-    """Returns the task that the trained model's config names."""
+    """Returns the task that the trained model's config records."""
     is_own = settings["task"] == "classification"
     return PAIRS if is_own and settings.get("second_text_column") else settings["task"]
 
@@ -59,7 +60,7 @@ class ModelSettings(_Group):
     heads: int = option(4, "Attention heads; width / heads must be even.", above=0, tasks=_OWN)
     ffn: int = option(640, "Inner size of the SwiGLU layers.", above=0, tasks=_OWN)
     dtype: Literal["bfloat16", "float32"] = option(
-        "bfloat16", "Dtype of matrix products; except with adamw also of matrices on the device."
+        "bfloat16", "Dtype of matrix products and, except with adamw, of matrices on the device."
     )
     scan_layers: bool = option(
         False,
@@ -89,11 +90,11 @@ class DataSettings(_Group):
         None, "Jinja template. Default: the one in the model's folder.", tasks="chat"
     )
     packing: Literal["separate", "joined"] = option(
-        "separate", "Whether texts in one sequence attend to each other (joined).", tasks="language"
+        "separate", "joined: texts in one sequence attend to each other.", tasks="language"
     )
     validation_share: float = option(
         0.1,
-        "Share of the data to validate on, without validation files (val*, dev*).",
+        "Share of the data to validate on, if there are no validation files (val*, dev*).",
         tasks=f"{_OWN} {_USERS}",
     )
     corpus_megabytes: float = option(4.0, "Size of the text.", above=0, tasks=_OWN)
@@ -104,7 +105,7 @@ class TrainingSettings(_Group):
     """Training: batches, steps and devices."""
 
     seed: int = option(0, "Seed for split, initial weights and batch order.", least=0)
-    steps: int | None = option(None, "Steps; 0: only evaluate. Default: as --epochs.", least=0)
+    steps: int | None = option(None, "Steps; 0: only evaluate. Default: --epochs.", least=0)
     epochs: float = option(1.0, "Passes over the training data, if --steps is not set.", above=0)
     batch_size: int = option(8, "Sequences per step, over all devices.", above=0)
     sequence_length: int = option(128, "Tokens per sequence (bytes for standard_library).", above=0)
@@ -125,13 +126,13 @@ class AdamSettings(_Group):
     schedule: Literal["cosine", "linear", "constant"] = option(
         "cosine", "Learning rate after the peak; cosine ends at a tenth of it, linear at zero."
     )
-    warmup_steps: int = option(0, "Steps of the linear warm-up.", least=0)
+    warmup_steps: int = option(0, "Number of steps in the linear warm-up.", least=0)
     warmup_share: float | None = option(None, "The same as a share of all steps.")
-    b1: float = option(0.9, "Adam's decay of the first moment.")
-    b2: float = option(0.999, "Adam's decay of the second moment.")
+    b1: float = option(0.9, "Adam's decay rate for the first moment.")
+    b2: float = option(0.999, "Adam's decay rate for the second moment.")
     eps: float = option(1e-8, "Adam's epsilon.", above=0)
     weight_decay: float = option(0.01, "Weight decay, except for biases and norms.", least=0)
-    max_grad_norm: float | None = option(None, "Clip the global gradient norm to this.", above=0)
+    max_grad_norm: float | None = option(None, "Limit for the global gradient norm.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,39 +154,39 @@ class ZenFlowSettings(_Group):
     )
     window_scaling: float | Literal["auto", "none"] = option(
         "auto",
-        "Exponent of a window's steps in its learning rate. auto: 0.5 if rolling, else none.",
+        "Exponent of a window's length in its learning rate. auto: 0.5 if rolling, else none.",
     )
     provisional_share: float = option(0.5, "Provisional step, in learning rates; 0: none.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings(_Group):
-    """Host, with zenflow and offload: how gradients reach it, and its update."""
+    """Host, with zenflow and offload: how gradients reach it, and how it updates weights."""
 
     send_gradients: Literal["during_step", "after_step", "per_window"] = option(
-        "during_step", "When gradients leave the device; per_window: after summing them there."
+        "during_step", "When gradients leave the device; per_window: after being summed there."
     )
     stream: Literal["none", "gradients", "weights"] = option(
         "none",
-        "gradients: scanned layers send theirs one layer at a time, in the backward pass. "
-        "weights: they are in host memory, one program runs each layer (with offload).",
+        "gradients: scanned layers send their gradients layer by layer, in the backward pass. "
+        "weights: the weights are in host memory, and one program runs each layer (with offload).",
     )
     layer_updates: Literal["after_backward", "during_backward"] = option(
         "after_backward",
-        "With --stream weights, when the host updates layers; during_backward hides its work.",
+        "With --stream weights, when the host updates layers; during_backward hides this work.",
     )
     layer_inputs: Literal["device", "host"] = option(
         "device", "With --stream weights, where the layers' inputs wait for the backward pass."
     )
     transfer_dtype: Literal["bfloat16"] | None = option(
-        None, "Round float32 gradients to this for the transfer. Default: no rounding."
+        None, "Round float32 gradients to this dtype for the transfer. Default: no rounding."
     )
     host_kernel: Literal["numba", "numpy"] = option("numba", "Implementation of the host update.")
     host_state: Literal["float32", "compact"] = option(
         "float32", "Adam's moments on the host: 8 bytes per parameter, or 2.2 (compact)."
     )
     threads: int | None = option(
-        None, "Threads of the host update. Default: all cores but one.", above=0
+        None, "Threads for the host update. Default: all cores but one.", above=0
     )
     prefetch_bytes: int | None = option(None, "Limit for pending updates on the device, in bytes.")
 
@@ -194,8 +195,8 @@ class HostSettings(_Group):
 class OutputSettings(_Group):
     """Output: metrics, validations and checkpoints."""
 
-    output_dir: Dir = option("runs", "Folder of all runs.")
-    run: str | None = option(None, "Name of a new run, or of one to resume. Default: a new one.")
+    output_dir: Dir = option("runs", "Folder for all runs.")
+    run: str | None = option(None, "Name of a new run, or of a run to resume. Default: a new run.")
     log_every: int = option(10, "Steps between rows of metrics.csv.", above=0)
     evaluate_every: int = option(0, "Steps between validations; 0: only before and after.", least=0)
     eval_batches: int | None = option(None, "Batches per validation. Default: all.", above=0)
@@ -204,8 +205,8 @@ class OutputSettings(_Group):
     )
     save_every: int = option(100, "Steps between checkpoints; 0: only at the end.", least=0)
     keep: int = option(2, "Number of newest checkpoints to keep.", above=0)
-    keep_best: bool = option(False, "Keep the checkpoint that validates best; write its weights.")
-    best: str | None = option(None, "Metric that decides, such as macro_f1. Default: the task's.")
+    keep_best: bool = option(False, "Keep the checkpoint with the best metric; write its weights.")
+    best: str | None = option(None, "Metric to compare, such as macro_f1. Default: the task's.")
     early_stopping_patience: int | None = option(
         None, "Stop after this many validations in a row without improvement.", above=0
     )
@@ -258,18 +259,18 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
         for share, count in _SHARES.items():
             both = getattr(self, share) is not None and getattr(self, count)
-            self._check(share, not both, f"left out, as {count} is set")
+            self._check(share, not both, f"left out, because {count} is set")
         is_name = self.run is None or (self.run.strip(".") and re.fullmatch(r"[\w.-]+", self.run))
         folder = "the name of a folder in output_dir (letters, digits, . _ -)"
         self._check("run", bool(is_name), folder)
         divisor = f"a number that divides batch_size, {self.batch_size}"
         self._check("micro_batches", self.batch_size % self.micro_batches == 0, divisor)
         if self.early_stopping_patience is not None:
-            wanted = "{}, as early_stopping_patience is set"
+            wanted = "{}, because early_stopping_patience is set"
             self._check("keep_best", self.keep_best, wanted.format("True"))
             self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
         for name, expected in _OF_STREAMS[self.stream].items():
-            allowed = f"{expected!r}, as stream is {self.stream!r}"
+            allowed = f"{expected!r}, because stream is {self.stream!r}"
             self._check(name, getattr(self, name) == expected, allowed)
         # Each head rotates pairs of channels.
         multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
@@ -299,7 +300,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
                 self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
-# Shares of all steps, and the number of steps that each replaces.
+# Shares of all steps, each with the number of steps that it replaces.
 _SHARES = {"full_warm_up_share": "full_warm_up_rounds", "warmup_share": "warmup_steps"}
 _NOT_BY_LAYER = {"layer_updates": "after_backward", "layer_inputs": "device"}
 # Required values for each kind of stream.

@@ -1,7 +1,7 @@
-"""The processes of a run: how they connect, agree and end.
+"""Handles a run's processes: how they connect, agree and end.
 
 A jitted step on a mesh is one program that all processes must call, so each decision about the next
-call must be the same in all. Only process 0 prints and writes.
+call must be the same in all processes. Only process 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jax.experimental import multihost_utils
 from train.cli.command_line import PROGRAM, Launch
 from train.cli.settings import SettingsError
 
-# How long a process may be silent before jax ends the others, and how long a process that ends
-# waits for the others, which may hang in a step that it has left.
+# How long a process may be silent before jax ends the others, and how long an ending process waits
+# for the others, which may hang in a step that it has left.
 TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
 
 
 def join(launch: Launch) -> None:
-    """Connects this process with those that `launch` or SLURM names, before jax starts."""
+    """Connects this process with those in `launch` or in SLURM's step, before jax starts."""
     if launch.processes is not None:
         jax.distributed.initialize(
             launch.coordinator,
@@ -59,8 +59,8 @@ def check_same(settings: str, data: int) -> None:
     others = np.flatnonzero(checksums != checksums[0])
     if len(others):
         raise SettingsError(
-            f"settings or data of process {', '.join(map(str, others))} differ from process 0's. "
-            "Start all with the same command and files."
+            f"the settings or data of process {', '.join(map(str, others))} differ from those of "
+            "process 0. Start all processes with the same command and files."
         )
 
 
@@ -82,7 +82,7 @@ def from_first(text: str) -> str:
 
 
 def gather(x: jax.Array | np.ndarray) -> np.ndarray:
-    """Gathers an array, whose shards may be in several processes, in each process."""
+    """Gathers an array in each process, even if its shards are in several processes."""
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
@@ -97,14 +97,14 @@ def _refuse_mpirun() -> None:
     is_srun = all(os.environ.get(name) == os.environ.get(its) for name, its in slurms.items())
     if int(os.environ.get(size, 1)) > 1 and (open_mpi or not is_srun):
         raise SettingsError(
-            "mpirun needs --coordinator, --processes and --process. Start: "
+            "mpirun needs --coordinator, --processes and --process. Run: "
             f"mpirun ... sh -c 'exec {PROGRAM} ... --coordinator HOST:PORT "
             f"--processes ${size} --process ${rank}', with the machine of rank 0 as HOST."
         )
 
 
 def _slurm_devices() -> list[int] | None:
-    """Returns all GPUs of the node if it runs one process; None for one GPU per process."""
+    """Returns all of the node's GPUs if it runs one process; None for one GPU per process."""
     gpus = os.environ.get("SLURM_GPUS_ON_NODE")
     one_per_node = os.environ.get("SLURM_STEP_NUM_NODES") == os.environ["SLURM_STEP_NUM_TASKS"]
     return list(range(int(gpus))) if gpus and one_per_node else None

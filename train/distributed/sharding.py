@@ -1,14 +1,14 @@
 """Places a run's arrays on a mesh of devices, according to a table of rules.
 
-    --mesh data=2,fsdp=2,tensor=2     eight devices, numbered in this order, the last axis fastest
+    --mesh data=2,fsdp=2,tensor=2     eight devices; the last axis varies fastest
 
     axis      weights                batch
     data      a copy on each device  split
     fsdp      split                  split
     tensor    split                  a copy on each device
 
-Devices are numbered node by node, so name the axis that may cross nodes first: `data`, which sends
-the least. To shard another model, or shard differently, change `RULES`.
+Devices are numbered node by node, so begin with the axis that may span nodes: `data`, which sends
+the least. To shard another model, or to shard differently, change `RULES`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MESH_AXES = ("data", "fsdp", "tensor")
 
 BATCH_AXES = ("data", "fsdp")  # a batch is split over these, by sequences
 
-# A pattern, searched in a leaf's path (`blocks/0/gate/kernel`), and the mesh axis of each
-# dimension, or None to leave it whole. The first match decides; axes that the mesh lacks are
-# ignored. The stack axis of blocks, or of vocabulary parts, is never split.
+# A pattern, matched against a leaf's path (`blocks/0/gate/kernel`), and the mesh axis of each
+# dimension, or None to leave the dimension whole. The first match decides; axes that the mesh lacks
+# are ignored. The stack axis of blocks, or of vocabulary parts, is never split.
 #
 # `tensor` splits the inner dimension of a pair of matrices, columns of the first and rows of the
 # second, so that a block sums over devices once per pair. `fsdp` splits the other dimension: its
 # devices gather a matrix before they use it.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    # (vocabulary, width). With rows by `tensor` and columns by `fsdp`, like a second matrix, the
-    # compiler would split lookups by both, and then move all of them.
+    # (vocabulary, width). If `tensor` split rows and `fsdp` columns, as in a pair's second matrix,
+    # the compiler would split lookups by both, and then move all of them.
     (r"^embed/embedding$", ("fsdp", "tensor")),
-    (r"^(positions|types)/embedding$", (None, None)),  # of an encoder: small
+    (r"^(positions|types)/embedding$", (None, None)),  # an encoder's, which are small
     (r"/(query|key|value|gate|up)/kernel$", ("fsdp", "tensor")),  # (width, heads * d or ffn)
     (r"/(query|key|value|up)/bias$", ("tensor",)),
     (r"/(attention_out|down)/kernel$", ("tensor", "fsdp")),  # (heads * d or ffn, width)
@@ -50,8 +50,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"norm/(scale|bias)$", (None,)),  # (width,) or (d,): small, so replicated
 )
 
-# Leaves that are replicated if they are not divisible: a loaded model's vocabulary is given, and
-# BERT's, for instance, is divisible by 2 but not by 4.
+# Leaves that are replicated if they are not divisible: a loaded model's vocabulary size is fixed,
+# and BERT's, for instance, is divisible by 2 but not by 4.
 UNEVEN = r"^(embed/embedding|head/kernel)$"
 
 
@@ -73,7 +73,7 @@ def make_mesh(text: str | None) -> Mesh | None:
 
 
 def mesh_over(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh with axes of these sizes, over all devices or the given ones."""
+    """Returns a mesh with axes of these sizes, over all devices or over `devices`."""
     # With Auto, the compiler derives placements inside the step from its arguments. With jax's
     # default, Explicit, the model would have to specify the placement of some results.
     auto = (AxisType.Auto,) * len(axes)
@@ -97,8 +97,8 @@ def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> Named
     if batch_size % parts:
         times = f", times {micro_batches} micro-batches" if micro_batches > 1 else ""
         raise SettingsError(
-            f"`batch_size`: must be a multiple of {parts}, the number of devices along "
-            f"{' and '.join(axes)} of the mesh{times}, but is {batch_size}. It counts the "
+            f"`batch_size`: must be a multiple of {parts}, the number of devices along the mesh "
+            f"axes {' and '.join(axes)}{times}, but is {batch_size}. It counts the "
             "sequences on all devices together: pass "
             f"--batch-size {math.ceil(batch_size / parts) * parts}, or another --mesh."
         )
@@ -119,7 +119,7 @@ def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
 
 
 def committed(tree: Any, mesh: Mesh | None = None) -> Any:
-    """Returns the arrays committed to their devices, like jit's results, to compile the step once.
+    """Commits arrays to their devices, like jit's results, so that the step is compiled only once.
 
     Uncommitted arrays are replicated on the mesh.
     """
@@ -138,7 +138,7 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """Returns the sizes of the axes in `text`, in order; errors as for `make_mesh`."""
+    """Returns the sizes of the axes in `text`, in order, or raises the errors of `make_mesh`."""
     axes: dict[str, int] = {}
     for pair in text.split(","):
         name, _, size = (part.strip() for part in pair.partition("="))
@@ -146,7 +146,7 @@ def mesh_axes(text: str) -> dict[str, int]:
             form = "`axis=size` pairs, separated by commas, such as data=2,fsdp=4"
             raise _mesh_error(form, repr(text))
         if name not in MESH_AXES:
-            raise _mesh_error(f"axes among {', '.join(MESH_AXES)}", f"`{name}`")
+            raise _mesh_error(f"only the axes {', '.join(MESH_AXES)}", f"`{name}`")
         if name in axes:
             raise _mesh_error("every axis once", f"`{name}` twice")
         axes[name] = int(size)
@@ -160,7 +160,8 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         rule = (None, *rule)
     if rule is None or len(rule) != len(shape):
         raise SettingsError(
-            f"`{name}` {shape} needs a rule in train/distributed/sharding.py, has {rule or 'none'}."
+            f"`{name}` {shape} needs a rule in train/distributed/sharding.py, but has "
+            f"{rule or 'none'}."
         )
     axes = []
     for dimension, (size, axis) in enumerate(zip(shape, rule, strict=True)):
@@ -169,8 +170,7 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         elif size % mesh.shape[axis]:
             if not re.search(UNEVEN, name):
                 raise _mesh_error(
-                    f"a size of `{axis}` that divides dimension {dimension} of the leaf `{name}`, "
-                    f"which is {size}",
+                    f"a size of `{axis}` that divides {size}, dimension {dimension} of `{name}`",
                     f"{axis}={mesh.shape[axis]}",
                 )
             axis = None

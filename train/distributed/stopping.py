@@ -1,11 +1,11 @@
-"""Handles signals that stop a run: it saves after its step, and prints how to resume.
+"""Handles signals that stop a run: the run saves after its step, and prints how to resume.
 
 Python runs a handler only when the main thread leaves the compiler or a wait for the device. To
 respond at once, a separate thread receives signals through the pipe of `signal.set_wakeup_fd`.
 
 If there is nothing to save, or at a second signal, the process ends at once. With several
-processes, a signal to one is enough; jax then finds a step at which all can stop. SIGUSR1 is
-treated as SIGTERM, because many batch scripts send it before a time limit.
+processes, a signal to any of them is enough; jax then finds a step after which all can stop.
+SIGUSR1 is treated as SIGTERM, because many batch scripts send it before a time limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StopRequest:
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._number: int | None = None
-        self._nothing_to_save: str | None = "no step of this start was done"
+        self._nothing_to_save: str | None = "no step has been done since the start"
         self._lock = threading.Lock()  # guards the two attributes above
         self._before = {}
 
@@ -65,6 +65,7 @@ class StopRequest:
         for number, handler in self._before.items():
             if handler is not None:  # None: not set from Python
                 signal.signal(number, handler)
+        _swapped_handler(signal.SIGTERM, self._of_sigterm)  # jax's, for the process's next run
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._end)  # ends the thread
 
@@ -107,7 +108,7 @@ class StopRequest:
             _exit_now(number, f"aborted by {name}; the last checkpoint is unchanged")
         if why is not None:
             _exit_now(number, f"stopped by {name}: {why}")
-        self._say(f"{name}: stopping after this step, saving; again to abort")
+        self._say(f"{name}: stopping after this step and saving; send another signal to abort")
         if not self._alone:
             own = _swapped_handler(signal.SIGTERM, self._of_sigterm)
             signal.raise_signal(signal.SIGTERM)  # on this thread, so handled when it returns
@@ -135,7 +136,7 @@ def how_to_resume(signal_number: int, step: int, folder: Path) -> str:
     saved = f"stopped by {signal.Signals(signal_number).name} after step {step}, which is saved."
     run = f"--run {shlex.quote(folder.name)}"
     if "SLURM_JOB_ID" in os.environ:
-        return f"{saved} Resume with the same sbatch or srun and {run}"
+        return f"{saved} Resume with the same sbatch or srun command and {run}"
     command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} {run}"
     also = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
     return f"{saved} Resume with:\n{command}{also}"

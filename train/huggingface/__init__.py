@@ -1,1 +1,1 @@
-"""Folders in the layout of Hugging Face: config, tensors, tokenizer and chat template."""
+"""Hugging Face folders: config, tensors, tokenizer and chat template."""

@@ -1,8 +1,8 @@
-"""Chat templates: render the messages of a conversation, and find the answers in the text.
+"""Renders conversations with chat templates, and finds the answers in the text.
 
-A template is a Jinja program, run here in a sandbox as in `transformers`, except that the date is
-always `DATE`, so that examples stay the same. Some templates mark the assistant's part with `{%
-generation %}`. In others, it is found by rendering the conversation only up to an answer.
+A template is a Jinja program. It runs in a sandbox as in `transformers`, except that the date is
+always `DATE`, so that examples stay the same. Some templates mark the assistant's text with `{%
+generation %}`. In others, this text is found by rendering the conversation only up to an answer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ DATE = datetime.datetime(2024, 7, 26)
 
 ASSISTANT = "assistant"
 
-# Placed around the assistant's text while a template is rendered. They are Unicode noncharacters,
-# so no text contains them.
+# Placed around the assistant's text while a template is rendered. Both are Unicode noncharacters,
+# which texts do not contain.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 # Replaces an answer to find its position, because the answer's text may also occur elsewhere.
 _PLACE = "\ufdd2"
@@ -43,7 +43,7 @@ Message = Mapping[str, Any]  # "role", usually "content", and other fields that 
 
 
 class ConversationError(ValueError):
-    """A template cannot render a conversation; the message is appended to its location."""
+    """A template cannot render a conversation. The caller adds the conversation's location."""
 
 
 class Conversation(NamedTuple):
@@ -52,7 +52,7 @@ class Conversation(NamedTuple):
 
 
 class ChatTemplate:
-    """A template; `special` has the special tokens' texts by name, `marks` all such texts."""
+    """A template. `special` maps names of special tokens to texts; `marks` contains all texts."""
 
     def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
         self.text = text
@@ -62,7 +62,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        # Jinja's own filter is for HTML.
+        # Jinja's own filter escapes HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = DATE.strftime
@@ -88,7 +88,7 @@ class ChatTemplate:
     ) -> Conversation:
         """Renders the messages, and returns the ranges of the assistant's answers in the text.
 
-        Messages whose index is in `skipped` do not count as answers.
+        Messages whose index is in `skipped` are not treated as answers.
         """
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
@@ -99,7 +99,7 @@ class ChatTemplate:
             )
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if any(x in text for x in (_BEGIN, _END, _PLACE)):
-            raise ConversationError("the text has a noncharacter from U+FDD0 to U+FDD2")
+            raise ConversationError("the text contains a noncharacter from U+FDD0 to U+FDD2")
         whole = self._render(messages, False, tools)
         _check_written(whole, messages, tools or (), self.where)
         of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
@@ -111,8 +111,8 @@ class ChatTemplate:
             if learned != of_assistant:
                 if len(spans) != len(of_assistant):
                     raise ConversationError(
-                        f"some answers are not learned, but {self.where} has {len(spans)} "
-                        f"`{{% generation %}}` for {len(of_assistant)} answers"
+                        f"some answers are excluded from training, but {self.where} has "
+                        f"{len(spans)} `{{% generation %}}` for {len(of_assistant)} answers"
                     )
                 spans = [spans[of_assistant.index(i)] for i in learned]
             return Conversation(text, [(start, stop) for start, stop in spans if start < stop])
@@ -151,8 +151,9 @@ class ChatTemplate:
     def _stop(self, whole: str, ended: str, placed: str) -> int | None:
         """Returns the end of an answer, found with a placeholder in its place.
 
-        The last message can be rendered differently: with a thought before it, or with an end of
-        text after the end of the answer. The common part after the answer is its end.
+        The last message may be rendered differently: with a thought before it, or with an
+        end-of-text token after the answer's ending. So the ending is whatever both texts share
+        after the answer.
         """
         behind, rest = (text.rpartition(_PLACE)[2] for text in (ended, placed))
         if _PLACE not in ended or _PLACE not in placed or not whole.endswith(rest):
@@ -165,7 +166,7 @@ class ChatTemplate:
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
             return self._template.render(**self.special, messages=list(messages), **options)
-        # A template can fail like any program.
+        # A template may fail like any other program.
         except Exception as error:
             raise ConversationError(
                 f"the template in {self.where} rejects the messages: {error}"
@@ -195,7 +196,7 @@ def read_template(
             return ChatTemplate(text, special, marks, str(path))
     raise TokenizerError(
         f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in "
-        f"{CONFIG}. Put one there as {TEMPLATE}, or train with --chat-template FILE."
+        f"{CONFIG}. Add one as {TEMPLATE}, or train with --chat-template FILE."
     )
 
 
@@ -213,13 +214,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_written(
     whole: str, messages: Sequence[Message], tools: Sequence[Any], where: str
 ) -> None:
-    """Raises if a rendered text lacks a tool, a call, or a text of a user or the system."""
-    remedy = "Pass another template with --chat-template, or leave it out"
+    """Raises an error if the text lacks a tool, a call, or a user or system message's text."""
+    remedy = "Pass another template with --chat-template, or leave this part out"
     if not all(name in whole for name in _functions(tools)):
         raise ConversationError(f"the template in {where} skips `tools`. {remedy}")
     for number, message in enumerate(messages, 1):
         role, calls = message["role"], _functions(message.get("tool_calls") or ())
-        # Answers are searched later, and templates may encode a tool's result.
+        # Answers are located later, and templates may encode a tool's result.
         text = "" if role in (ASSISTANT, "tool") else str(message.get("content") or "").strip()
         lost = [] if text in whole else ["content"]
         lost += ["tool_calls" for name in calls if name not in whole]
@@ -243,7 +244,7 @@ def _start(
     messages: int,
 ) -> int | None:
     """Returns the start of the answer in message `i`."""
-    if i == 0:  # many templates need a message
+    if i == 0:  # many templates need at least one message
         placed = with_place(messages)
         return len(os.path.commonprefix([placed, whole])) if _PLACE in placed else None
     prompt = rendered(i, ask=True)

@@ -1,6 +1,6 @@
-"""Reads the config.json of a Hugging Face folder: the kind of model, and its sizes.
+"""Reads a Hugging Face folder's config.json: the kind of model, and its sizes.
 
-A setting that requires a model function that is not implemented here is an error.
+A setting raises an error if it requires a feature that this project's models do not have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from train.model.encoder import EncoderConfig
 CONFIG = "config.json"
 TASK = "zenflow_task"  # the key for the task that a run trained
 
-# The supported models: `model_type` of the config, and the class of `transformers`.
+# The supported models: `model_type` in the config, and the class in `transformers`.
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -29,7 +29,7 @@ ARCHITECTURES: Mapping[str, Literal["decoder", "encoder"]] = {
     kind: "decoder" if name.endswith("CausalLM") else "encoder" for kind, name in CLASSES.items()
 }
 
-# The sizes that both architectures have.
+# Sizes that both architectures have.
 SIZES = {
     "vocabulary": "vocab_size",
     "width": "hidden_size",
@@ -39,10 +39,10 @@ SIZES = {
     "positions": "max_position_embeddings",
 }
 
-# Only these may have attention windows in some layers.
+# The only kinds that may have attention windows in some layers but not in others.
 QWEN = ("qwen2", "qwen3")
 
-# Values that a key must have if it is present, because the models here support no others.
+# Values that a key must have if it is present, because the project's models support no other value.
 FIXED: Mapping[str, Mapping[str, Any]] = {
     "decoder": {
         "hidden_act": "silu",
@@ -60,7 +60,7 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-# The defaults of the classes of `transformers`.
+# The defaults in `transformers`.
 ROPE_BASE = 10_000.0
 QWEN3_HEAD_WIDTH = 128
 
@@ -70,7 +70,7 @@ class ModelError(Failure):
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
-    """Returns the sizes and options of the model, from the content `raw` of the file `path`."""
+    """Returns the model's sizes and options, from `raw`, the content of the file `path`."""
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise ModelError(
@@ -78,7 +78,7 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderCo
         )
     keys = _Keys(path, raw)
     for key, value in FIXED[ARCHITECTURES[kind]].items():
-        keys.check(key, raw.get(key) in (None, value), f"{value!r} for the models here")
+        keys.check(key, raw.get(key) in (None, value), f"{value!r}, the only supported value")
     sizes = {name: keys.count(key) for name, key in SIZES.items()}
     if ARCHITECTURES[kind] == "decoder":
         return _decoder(keys, kind, **sizes)
@@ -116,9 +116,10 @@ def _decoder(keys: _Keys, kind: str, **sizes: int) -> DecoderConfig:
 
 
 def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
-    """Returns base and scaling of the rotations, from the keys of old and new configs."""
+    """Returns the rotations' base and scaling, from the keys of old and new configs."""
     # transformers 5 has `rope_parameters`, with the base inside; earlier versions have
-    # `rope_scaling` and `rope_theta`. If both exist, all read `rope_scaling`; null means none.
+    # `rope_scaling` and `rope_theta`. If both exist, all versions read `rope_scaling`; null means
+    # none.
     name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     scaling = keys.raw.get(name)
     outer_base = keys.positive("rope_theta", ROPE_BASE)
@@ -136,7 +137,7 @@ def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
             return base, LinearRope(inner.positive("factor"))
         case "llama3":
             low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
-            inner.check("high_freq_factor", low < high, f"more than {low}, the low one")
+            inner.check("high_freq_factor", low < high, f"more than the low factor, {low}")
             positions = inner.count("original_max_position_embeddings")
             return base, Llama3Rope(inner.positive("factor"), low, high, positions)
     raise inner.error(kind_key, "'default', 'linear' or 'llama3'")
@@ -154,16 +155,16 @@ def _window(keys: _Keys, kind: str, layers: int) -> int | None:
         # Qwen's classes use the window in these layers. Other classes ignore the key, but other
         # programs do not.
         same = named == sliding or (kind in QWEN and window is not None)
-        keys.check("layer_types", same, f"the attention of `sliding_window`, {window}")
+        keys.check("layer_types", same, f"consistent with `sliding_window`, {window}")
         sliding = named
     # All layers must be alike, because they may be scanned.
     alike = all(sliding) or not any(sliding)
-    keys.check("use_sliding_window", alike, "the same attention in all layers")
+    keys.check("use_sliding_window", alike, "a value that gives all layers the same attention")
     return window if any(sliding) else None
 
 
 class _Keys:
-    """Reads keys of a config by type; errors name the key and the file."""
+    """Reads a config's keys by type; errors name the key and the file."""
 
     def __init__(self, path: Path, raw: Mapping[str, Any], prefix: str = ""):
         self.path, self.raw, self.prefix = path, raw, prefix

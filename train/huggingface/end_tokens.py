@@ -1,4 +1,4 @@
-"""Completes a trained folder: the tokens that end an answer, and a single chat template.
+"""Completes a trained folder: adds the tokens that end an answer, and keeps one chat template.
 
 Other programs read end tokens only from generation_config.json; `train.generate` also finds them in
 the chat template.
@@ -44,7 +44,7 @@ def answer_end_tokens(
 
 
 def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
-    """Writes the end tokens that `train.generate` would find to files that other programs read."""
+    """Writes the end tokens, as `train.generate` finds them, to files that other programs read."""
     if not (folder / TOKENIZER).is_file():
         return
     # Programs differ in which of several chat templates they read.

@@ -1,7 +1,7 @@
-"""Models from the Hugging Face Hub: `org/name` is a folder in the Hub's local cache.
+"""Finds models on the Hugging Face Hub: `org/name` becomes a folder in the Hub's local cache.
 
-`huggingface_hub` decides where the cache is, which token it sends, and whether it downloads:
-HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
+The variables HF_HOME, HF_TOKEN and HF_HUB_OFFLINE tell `huggingface_hub` where the cache is, which
+token to send, and whether to download.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from train.huggingface.config import ModelError
 
-# All files of a model, without pickles or a second copy of the weights.
+# All files that a model needs, without pickles or a second copy of the weights.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 NO_FILES = ("*/*", "consolidated*")
 
@@ -23,7 +23,7 @@ def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     # A misspelled name of a local folder is not looked up on the Hub.
     if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return folder
-    from huggingface_hub import snapshot_download  # local folders need not wait for it
+    from huggingface_hub import snapshot_download  # local folders do not need it
 
     try:
         options = {"allow_patterns": list(files), "ignore_patterns": list(NO_FILES)}
@@ -31,8 +31,8 @@ def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
     except (OSError, ValueError) as error:  # the Hub's errors and network errors
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"`model`: {name} is not a folder, nor available from the Hub: {reason} "
+            f"`model`: {name} is neither a folder nor available from the Hub: {reason} "
             f"({type(error).__name__}). Check the name and the network, log in with `hf auth "
             f"login` for a gated model, or copy a folder that `hf download {name} --local-dir DIR` "
-            "has made elsewhere."
+            "has downloaded elsewhere."
         ) from error

@@ -16,5 +16,5 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     except (ValueError, RecursionError) as problem:  # not UTF-8, or not JSON
         raise error(f"{path} is not valid JSON ({problem}).") from problem
     if not isinstance(content, dict):
-        raise error(f"{path} has a JSON {type(content).__name__}, not an object.")
+        raise error(f"{path} contains a JSON {type(content).__name__}, not an object.")
     return content

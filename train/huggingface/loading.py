@@ -31,7 +31,7 @@ from train.model.blocks import INIT_STD
 from train.model.decoder import Decoder, DecoderConfig
 from train.model.encoder import BertClassifier, EncoderConfig
 
-# Modules that a folder may lack, such as heads for other purposes.
+# Modules that a folder may lack; they are then newly drawn.
 OPTIONAL = ("pooler", "classifier")
 
 # Tensors that can safely be ignored.
@@ -49,7 +49,7 @@ class Pretrained(NamedTuple):
     architecture: Literal["decoder", "encoder"]
     config: DecoderConfig | EncoderConfig
     tensors: Mapping[str, Tensor]  # by name without prefix; only usable tensors
-    labels: int | None  # number of labels of the folder's classification head; None without one
+    labels: int | None  # number of labels in the folder's classification head, if any
     raw: Mapping[str, Any]  # the content of config.json
 
     @property
@@ -99,7 +99,7 @@ def _has_own_head(headers: Mapping[str, Tensor]) -> bool:
 def make_model(
     config: DecoderConfig | EncoderConfig, *, labels: int, **options: Any
 ) -> Decoder | BertClassifier:
-    """Makes the model of a config with random weights; an encoder's head has `labels`."""
+    """Makes a config's model with random weights; `labels` is the size of an encoder's head."""
     if isinstance(config, DecoderConfig):
         return Decoder(config, **options)
     return BertClassifier(config, labels=labels, **options)
@@ -116,8 +116,9 @@ def load_weights(
     """Reads the folder's weights into a tree of model parameters with these `shapes`.
 
     Reads leaf by leaf, and only the shards on this process's devices, so that host memory needs
-    room only for the largest leaf. With `shardings` None, everything is on the first device. `anew`
-    names modules that are drawn although the folder has them. The draws depend only on `seed`.
+    room only for the largest leaf. If `shardings` is None, everything is on the first device.
+    `anew` lists modules that are drawn even if the folder contains them. Drawn values depend only
+    on `seed`.
     """
     if shardings is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
@@ -175,25 +176,25 @@ def _check_tensors(pretrained: Pretrained) -> None:
     folder, tensors = pretrained.folder, pretrained.tensors
     if missing := expected.keys() - tensors.keys():
         raise ModelError(
-            f"{folder} lacks {first_of(missing)}, which the model in its config.json has."
+            f"{folder} lacks {first_of(missing)}, which the model in its config.json needs."
         )
     if extra := tensors.keys() - expected.keys():
         raise ModelError(
-            f"{tensors[min(extra)].file} also has "
+            f"{tensors[min(extra)].file} also contains "
             f"{first_of(tensors[name].name for name in extra)}, unlike the model in config.json."
         )
     for name, shape in expected.items():
         tensor = tensors[name]
         if tensor.shape != shape or tensor.dtype not in DTYPES:
             raise ModelError(
-                f"`{tensor.name}` in {tensor.file}: must have the shape {shape} and a dtype of "
-                f"{', '.join(DTYPES)}, but is {tensor.shape} {tensor.dtype}."
+                f"`{tensor.name}` in {tensor.file}: must have the shape {shape} and a dtype out "
+                f"of {', '.join(DTYPES)}, but has {tensor.shape} and {tensor.dtype}."
             )
 
 
 @functools.lru_cache(maxsize=16)
 def shapes_of(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
-    """Returns the shapes of a model's parameters; scanned, to trace only one block."""
+    """Returns the shapes of a model's parameters. Blocks are scanned, to trace only one."""
 
     def params():
         dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}

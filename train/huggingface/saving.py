@@ -1,6 +1,6 @@
-"""Writes a trained model as a Hugging Face folder, in the layout of its original.
+"""Writes a trained model as a Hugging Face folder, in its original's layout.
 
-Tensors are gathered and written one by one, so that host memory holds one leaf.
+Tensors are gathered and written one by one, so that host memory holds only one leaf at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from train.huggingface.tensors import (
 )
 from train.model.decoder import DecoderConfig
 
-# Copied unchanged: all tokenizer files, and the settings for text generation.
+# Files that are copied unchanged: the tokenizer's, and the settings for text generation.
 COPIED = tuple(
     "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
     "added_tokens.json vocab.txt vocab.json merges.txt chat_template.jinja chat_template.json "
@@ -54,9 +54,10 @@ class Entry(NamedTuple):
 
 
 def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarray]) -> None:
-    """Writes a safetensors file tensor by tensor, so that memory holds only one.
+    """Writes a safetensors file tensor by tensor, so that memory holds only one at a time.
 
-    A file is the length of the header (8 bytes, little-endian), the header (JSON), and all bytes.
+    A file consists of the header's length (8 bytes, little-endian), the header (JSON), and all
+    tensors' bytes.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     metadata = {"format": "pt"}  # `transformers` requires it
@@ -81,7 +82,7 @@ def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.n
             "permissions, and start the run again: it resumes from its last checkpoint."
         ) from error
     finally:
-        # All processes must gather; otherwise they would wait for a process that has failed.
+        # All processes must gather; otherwise the rest would wait for a process that has failed.
         for _ in tensors:
             pass
 
@@ -96,19 +97,19 @@ def save_folder(
     texts: Mapping[str, str] | None = None,
     task: str | None = None,
 ) -> None:
-    """Writes a folder that `read_folder` and `transformers` load.
+    """Writes a folder that `read_folder` and `transformers` can load.
 
-    All processes must call it; the first process writes atomically. Each tensor gets its dtype in
-    the original folder, and a new tensor gets the most frequent dtype.
+    All processes must call it; the first process writes atomically. Each tensor keeps its dtype
+    from the original folder; a new tensor gets the most frequent dtype.
 
     Args:
-        path: A new folder, or one that contains only a model, which is replaced.
+        path: A new folder, or a folder that contains only a model, which is replaced.
         pretrained: The original folder of the model.
-        params: Its parameters, scanned or not: jax arrays, or complete NumPy arrays.
-        labels: Names of the classes by id; () for the folder's own names.
+        params: The model's parameters, scanned or not, as jax arrays or complete NumPy arrays.
+        labels: Class names by id; () keeps the folder's own names.
         values: Arrays that replace the leaves of `params`; each is requested when it is written.
-        texts: Files of the new folder, by name, that replace copies.
-        task: The task that the parameters were trained on, for the config.
+        texts: Contents of files in the new folder, by name; they replace copies.
+        task: The task that the parameters were trained on, which the config records.
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
@@ -137,7 +138,7 @@ def save_folder(
             if task is not None and isinstance(pretrained.config, DecoderConfig):
                 complete_folder(part, pretrained.config.vocabulary, task)
             if path.exists():
-                sync_all(part)  # if it fails, the old model stays
+                sync_all(part)  # if this fails, the old model is kept
                 exchange(part, path)
                 shutil.rmtree(part)
 
@@ -172,7 +173,7 @@ def _gathered(
 def _config(
     pretrained: Pretrained, entries: Sequence[Entry], labels: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the config of the original folder, updated."""
+    """Returns the original folder's config, updated."""
     config = dict(pretrained.raw)
     config["architectures"] = [CLASSES[config["model_type"]]]
     widest = max(entries, key=lambda entry: entry.bytes)
@@ -184,22 +185,22 @@ def _config(
         if labels:
             config["id2label"] = {str(i): name for i, name in enumerate(labels)}
             config["label2id"] = {name: i for i, name in enumerate(labels)}
-        # From the previous head; without it, the number of labels decides.
+        # This key is the previous head's; without it, the number of labels decides.
         config.pop("problem_type", None)
     return config
 
 
 def _check_replaceable(path: Path, origin: Path) -> None:
-    """Rejects to replace a folder that is not a model's, or the original of the model."""
+    """Raises an error if `path` is the original folder, or contains anything but a model."""
     if path.resolve() == origin.resolve():
         raise ModelError(
-            f"{origin} is the folder from which the model was read. Name another folder."
+            f"{origin} is the folder that the model was read from. Pass another folder."
         )
     names = {file.name for file in path.iterdir()} if path.exists() else set()
     others = names - {*COPIED, CONFIG, SINGLE, INDEX}
     others = [x for x in others if not re.fullmatch(r"model-.*\.safetensors", x)]
     if others:
         raise ModelError(
-            f"{path} has files other than a model: {', '.join(sorted(others)[:3])}. Name a new "
-            "folder."
+            f"{path} contains files that are not part of a model: "
+            f"{', '.join(sorted(others)[:3])}. Pass a new folder."
         )

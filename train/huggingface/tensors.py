@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face folder: their names, their files, and how to read parts.
+"""Finds the tensors in a Hugging Face folder, and reads parts of them.
 
     leaf of the model                tensor, after its prefix `model.` or `bert.`
     blocks/3/query/kernel (in, out)  layers.3.self_attn.q_proj.weight (out, in)
-    blocks/query/kernel (n, in, out) the same of all n layers
+    blocks/query/kernel (n, in, out) the same for all n layers
     head/kernel (n, in, words)       lm_head.weight (n words, in), part by part; `embed` likewise
 
 Only safetensors are read, never pickles. Files are mapped into memory, so that only requested parts
@@ -30,7 +30,7 @@ from train.huggingface.json_files import read_object
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Supported dtypes, by their names in the format.
+# Supported dtypes, by their names in safetensors.
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -73,7 +73,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# The prefix of all tensors except a head's, if the model has a head.
+# The prefix of all tensors except the head's, if the model has a head.
 PREFIXES = {"decoder": "model.", "encoder": "bert."}
 HEADS = {"decoder": "lm_head.", "encoder": "classifier."}
 
@@ -82,31 +82,31 @@ _ROWS = 4096
 
 
 class Tensor(NamedTuple):
-    """The location of a tensor, from the header of its file."""
+    """A tensor's location, from its file's header."""
 
     file: Path
     name: str  # in the file
-    dtype: str  # a key of DTYPES, or another name of the format
+    dtype: str  # a key of DTYPES, or another dtype in safetensors
     shape: tuple[int, ...]
 
 
 class Source(NamedTuple):
-    """The tensors of a leaf."""
+    """The tensors that a leaf consists of."""
 
-    names: tuple[str, ...]  # without prefix; one, or one per layer
+    names: tuple[str, ...]  # one name, or one per layer, without prefix
     shape: tuple[int, ...]  # of each tensor
-    stacked: bool  # whether the leaf has an axis over tensors, or over parts of one
+    stacked: bool  # whether the leaf has an axis over tensors, or over one tensor's parts
     transposed: bool
-    parts: int = 1  # of a vocabulary, whose rows are divided
+    parts: int = 1  # number of parts that a vocabulary's rows are divided into
 
     @property
     def entry(self) -> tuple[int, ...]:
-        """Returns the shape of one entry of a stack."""
+        """Returns the shape of one entry in a stack."""
         return (self.shape[0] // self.parts, *self.shape[1:])
 
 
 def leaf_name(path: Any) -> str:
-    """Returns the path of a leaf in a tree, such as `blocks/3/query/kernel`."""
+    """Returns a leaf's path in the tree, such as `blocks/3/query/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -133,7 +133,7 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
 
 
 def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
-    """Returns all tensors of a folder by name without prefix, from the files' headers."""
+    """Returns a folder's tensors, by their names without prefix, from the files' headers."""
     single, index = folder / SINGLE, folder / INDEX
     tensors = _read_header(single) if single.exists() else _read_index(folder, index)
     named: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
 
 def transpose(x: np.ndarray, out: np.ndarray) -> None:
     """Writes the transpose of `x` to `out` in tiles, about five times as fast as NumPy alone."""
-    # As integers, because NumPy is slower with other dtypes, such as bfloat16.
+    # Copies integers, because NumPy is slower with other dtypes, such as bfloat16.
     kind = f"u{x.dtype.itemsize}"
     rows, columns = out.view(kind), x.view(kind)
     for i in range(0, rows.shape[0], 64):
@@ -200,7 +200,7 @@ class Reader(contextlib.ExitStack):
 
 
 def _opened(path: Path) -> Any:
-    """Opens a file of tensors, plain or packed by `train.compress`, for a `with` block."""
+    """Opens a tensor file, plain or packed by `train.compress`, for a `with` block."""
     if elves.is_packed(path):
         return elves.open(path, threads=len(os.sched_getaffinity(0)))
     return safe_open(path, "numpy")
@@ -217,9 +217,9 @@ def _read_header(path: Path) -> list[Tensor]:
     except elves.ElvesError as error:
         raise ModelError(str(error)) from error
     except (OSError, SafetensorError) as error:
-        size = f"{path.stat().st_size} bytes" if path.exists() else "none"
+        problem = f"({path.stat().st_size} bytes) is damaged" if path.exists() else "is missing"
         raise ModelError(
-            f"the safetensors file {path}, of {size}, is damaged ({error}). Copy the file again."
+            f"the safetensors file {path} {problem} ({error}). Copy the file again."
         ) from error
 
 
@@ -227,8 +227,8 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not index.exists():
         others = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
         raise ModelError(
-            f"{folder} has no {SINGLE} or {INDEX}, but {others}. Pass a folder of safetensors, "
-            "as save_pretrained of transformers writes it."
+            f"{folder} has no {SINGLE} or {INDEX}, only {others}. Pass a folder with safetensors, "
+            "such as one written by transformers' `save_pretrained`."
         )
     files = read_object(index, ModelError).get("weight_map")
     if not isinstance(files, dict):
@@ -240,7 +240,7 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
 
 
 def first_of(names: Iterable[str]) -> str:
-    """Names the first of several tensors, and the number of others."""
+    """Returns a phrase with the first of several tensors, and the number of the rest."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 1} more" if len(ordered) > 1 else ""
     return f"the tensor `{ordered[0]}`{more}"

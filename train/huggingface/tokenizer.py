@@ -1,10 +1,10 @@
-"""A Hugging Face folder's tokenizer, and its begin, end and padding tokens.
+"""Reads a Hugging Face folder's tokenizer, and its begin, end and padding tokens.
 
 The begin token is the token that the post-processor in tokenizer.json puts before a text, as in
-`transformers`; if it puts none, `bos_token` if tokenizer_config.json has `"add_bos_token": true`.
-`bos_token` alone only names a token.
+`transformers`. Without such a token, it is `bos_token`, but only if tokenizer_config.json contains
+`"add_bos_token": true`.
 
-The end and padding tokens come from the first of these files that names one:
+The end and padding tokens come from the first of these files that contains one:
 `tokenizer_config.json`, `special_tokens_map.json` (`eos_token`, `pad_token`), `config.json`,
 `generation_config.json` (`eos_token_id`, `pad_token_id`).
 """
@@ -93,7 +93,7 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
         raise TokenizerError(
             f"`tokenizers` {tokenizers.__version__} cannot read a tokenizer from {path}: {error}."
         ) from error
-    # The task sets lengths, and some files contain lengths meant for other uses.
+    # The task sets lengths; some files contain lengths that are meant for other uses.
     tokens.no_truncation()
     tokens.no_padding()
     return tokens
@@ -108,7 +108,7 @@ def _front(folder: Path, tokens: tokenizers.Tokenizer) -> int | None:
         raise TokenizerError(
             f"{folder / TOKENIZER}: `post_processor` puts the {len(front)} tokens "
             f"{', '.join(map(str, map(tokens.id_to_token, front)))} in front of a text; at most "
-            "one is supported. Remove the others from it."
+            "one is supported. Remove the others from the post-processor."
         )
     return front[0] if front else None
 
@@ -120,7 +120,7 @@ def _special(
     tokens: tokenizers.Tokenizer,
     vocabulary: int,
 ) -> int | None:
-    """Returns the id of the `bos`, `eos` or `pad` token, None if there is none."""
+    """Returns the id of the `bos`, `eos` or `pad` token, or None if there is none."""
     for name in _NAMED:
         token = entries.get(name, {}).get(f"{kind}_token")
         if isinstance(token, dict):  # a token with its flags
@@ -129,13 +129,13 @@ def _special(
             number = tokens.token_to_id(token) if isinstance(token, str) else None
             if number is None:
                 raise TokenizerError(
-                    f"{folder / name}: `{kind}_token` is {token!r}, which {TOKENIZER} lacks. Name "
+                    f"{folder / name}: `{kind}_token` is {token!r}, which {TOKENIZER} lacks. Use "
                     "a token from that file."
                 )
             return number
     for name in _NUMBERED:
         number = entries.get(name, {}).get(f"{kind}_token_id")
-        if isinstance(number, list) and number:  # the first of several ends is the usual end
+        if isinstance(number, list) and number:  # of several end tokens, the first is the usual one
             number = number[0]
         if number is not None and number != -1:  # some configs write -1 for none
             if type(number) is not int or not 0 <= number < vocabulary:

@@ -1,1 +1,1 @@
-"""A run's metrics: measured, logged, sent to trackers, and summarized at the end."""
+"""Measures a run's metrics, logs them, sends them to trackers, and summarizes them."""

@@ -24,22 +24,22 @@ BEHIND = 4
 
 
 class NotFiniteError(Failure):
-    """A run makes no progress, or cannot make any."""
+    """A run makes no progress, or cannot make progress."""
 
 
 class Row(NamedTuple):
     """The metrics of one interval of steps. Rates also cover the previous interval."""
 
     step: int  # the last step of the interval, counted from 1
-    loss: float  # mean over steps that count, nats per token or label; NaN if there are none
-    tokens_per_s: float | None  # without padding; None if all its steps compiled
-    wait_share: float  # share of the time in which the loop waited for the host
-    skipped: int  # steps of the interval with a non-finite gradient
+    loss: float  # mean over steps that were not skipped, nats per token or label; NaN if all were
+    tokens_per_s: float | None  # without padding; None if all steps compiled
+    wait_share: float  # share of time that the loop waited for the host
+    skipped: int  # steps in the interval with a non-finite gradient
 
 
 class Totals(NamedTuple):
     seconds: float
-    tokens_per_s: float | None  # None if all steps compiled, as the first of each length does
+    tokens_per_s: float | None  # None if all steps compiled, as each length's first step does
     wait_share: float
 
 
@@ -63,11 +63,11 @@ class UnreadStep(NamedTuple):
 
 
 class Meter:
-    """Turns the losses of all steps into a `Row` for the first and each `log_every` of them.
+    """Turns the losses of all steps into a `Row` for the first step and every `log_every` steps.
 
     Call `start` when the first steps are compiled and finished, `step` after every step and its
     exchange, `drain` and `finish` after the last step. A resumed run passes its `steps_done` and
-    `state`. `max_skipped` skipped steps in a row are an error, with the `remedy`.
+    `state`. `max_skipped` skipped steps in a row raise an error that contains the `remedy`.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Meter:
         self._paused_s = 0.0
         self.total_skipped = int(self._unread[-1].skipped) if self._unread else self._skipped
         self._skipped_in_a_row = 0
-        # The last step that is known to have been skipped or not.
+        # The last step for which it is known whether it was skipped.
         self._known = self._begun = steps_done
         self._max_skipped, self._remedy = max_skipped, remedy
 
     def start(self) -> None:
-        """Starts the clock. Earlier steps must have no tokens, because they are not in any rate."""
+        """Starts the clock. Earlier steps must have no tokens, because no rate includes them."""
         self._started = Mark(0, self._now(), self._waited_s())
         # Two intervals, because the last interval's steps may seem to take no time.
         self._last_two = deque([self._started], maxlen=2)
@@ -165,7 +165,7 @@ class Meter:
     def _fail(self) -> NoReturn:
         first = self._known - self._skipped_in_a_row + 1
         raise NotFiniteError(
-            f"steps {first} to {self._known} were skipped, as their gradients are not finite. "
+            f"steps {first} to {self._known} were skipped, because their gradients are not finite. "
             f"{self._remedy}"
         )
 

@@ -73,7 +73,7 @@ class RunLog:
                 closing.callback(self._reporter.finish)
 
     def begin(self, step: int) -> None:
-        """Notes that this start's first step is compiled and finished."""
+        """Records that this start's first step is compiled and finished."""
         self._begun = step, time.monotonic()
         line = f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s"
         show(self._console, line)
@@ -125,7 +125,7 @@ class NoLog(contextlib.nullcontext):
 
 
 def check_reporter(kind: str) -> None:
-    """Raises if the tracker's package is not installed, before the run starts."""
+    """Raises an error before the run starts if the tracker's package is not installed."""
     if kind != "none" and importlib.util.find_spec(kind) is None:
         raise SettingsError(
             f"`report_to`: the package for {kind} is not installed. Install it: pip install {kind}"
@@ -165,7 +165,7 @@ def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[R
         return []
     except (ValueError, KeyError, csv.Error):
         last = rows[-1].step if rows else 0
-        say(f"{path} is damaged: its rows of the steps from {last + 1} to {until} are lost")
+        say(f"{path} is damaged: its rows for the steps from {last + 1} to {until} are lost")
     return rows
 
 

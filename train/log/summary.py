@@ -1,4 +1,4 @@
-"""A run's results, in its folder and on the screen.
+"""Writes a run's results to its folder, and shows them on the screen.
 
 settings.toml         all settings, as a config file, with a copy of a chat template that it names
 metrics.csv, validation.csv   (`run_log.py`)
@@ -34,8 +34,8 @@ Validations = Sequence[tuple[int, Mapping[str, float]]]
 SHOWN = (
     ("parameters", "parameters", ","),
     ("steps", "steps", ","),
-    ("resumed_at", "of them before this start", ","),
-    ("skipped", "steps skipped, gradient not finite", ","),
+    ("resumed_at", "steps before this start", ","),
+    ("skipped", "steps skipped (gradient not finite)", ","),
     ("tokens_per_s", "tokens/s", ",.0f"),
     ("bytes_per_parameter_and_step", "bytes moved per parameter and step", ".2f"),
     ("wait_share", "share of time waiting for the host", ".1%"),

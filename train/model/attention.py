@@ -1,4 +1,4 @@
-"""Attention with cuDNN's flash kernel if available, otherwise in its plain form.
+"""Computes attention with cuDNN's flash kernel if available, otherwise in the plain form.
 
 The plain form keeps float32 scores of all pairs of positions in memory; the kernel does not.
 """
@@ -24,9 +24,9 @@ def attention(
 ) -> jax.Array:
     """Returns the mixed values `(b, t, heads, d)` for queries of that shape.
 
-    Keys and values are `(b, t, kv_heads, d)`. `mask` is broadcast to `(b, heads, t, t)` and says
-    which keys a query sees; `causal` hides later positions, and a `window` all but the last
-    `window` positions, including the query's own.
+    Keys and values are `(b, t, kv_heads, d)`. `mask` is broadcast to `(b, heads, t, t)` and selects
+    the keys that a query attends to; `causal` hides later positions, and a `window` all but the
+    last `window` positions, including the query's own.
     """
     # jax does not count the position itself.
     local = None if window is None or window >= q.shape[1] else (window - 1, 0)

@@ -1,7 +1,7 @@
-"""A stack of equal blocks: written out or scanned, rematerialized or not, with equal results.
+"""Runs a stack of equal blocks, scanned or not, rematerialized or not, with equal results.
 
-If scanned, every leaf has a leading axis over the layers, and the compiler sees one block. If
-written out, a layer's gradients can leave the device while earlier layers' backward pass runs.
+If scanned, every leaf has a leading axis over the layers, and the compiler sees one block. If not,
+a layer's gradients can leave the device during the backward pass of earlier layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INIT_STD = 0.02  # `initializer_range` of nearly all supported models
 class Stacked(nnx.Module):
     """A model around equal blocks, each made by `make` with its own `rngs`.
 
-    Scanned, they are one block whose leaves are stacks; otherwise a list with the same weights.
+    If scanned, they form one block whose leaves are stacks; otherwise a list with the same weights.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Stacked(nnx.Module):
 
 
 def stack(make: Callable[..., nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """Makes a module whose leaves are stacks of those that `make` creates with `rngs`."""
+    """Makes a module whose leaves are stacks of the leaves that `make` creates with `rngs`."""
     return nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
 
 
@@ -79,7 +79,7 @@ def placed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
 
 
 def linear(n_in: int, n_out: int, *, bias: bool, **options) -> nnx.Linear:
-    """Makes a normal matrix `(n_in, n_out)`, deviation `INIT_STD`, with an optional zero bias."""
+    """Makes a matrix `(n_in, n_out)`, normal with deviation `INIT_STD`, and optionally a bias."""
     return nnx.Linear(n_in, n_out, use_bias=bias, kernel_init=rounded_normal, **options)
 
 

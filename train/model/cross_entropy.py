@@ -1,9 +1,9 @@
-"""The next-token loss for a large vocabulary, without all logits in memory at once.
+"""Computes the next-token loss for a large vocabulary, without all logits in memory at once.
 
-Logits of 8,192 tokens for 150,000 words take 5 GB in float32, and so does their gradient. Here each
-part of the vocabulary has its turn, and its logits are recomputed for the gradient. Dividing the
-vocabulary, not the batch, completes the gradient of each part of the head at once, so that no sum
-is kept next to the head.
+Logits of 8,192 tokens for 150,000 words take 5 GB in float32, and so does their gradient. Here the
+parts of the vocabulary take turns, and a part's logits are recomputed for the gradient. Because the
+vocabulary is divided, not the batch, the gradient of a part of the head is complete at once, and no
+sum is kept next to the head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def token_losses(x: jax.Array, head: jax.Array, targets: jax.Array, axis: int) -
     Args:
         x: Output of the last layer `(b, t, width)`, in the dtype of the computation.
         head: The matrix that maps `x` to logits, in any float dtype; cast to the dtype of `x`.
-        targets: Words `(b, t)`, integers. The loss of an invalid number is NaN.
+        targets: Words `(b, t)`, integers. The loss of an invalid index is NaN.
         axis: The axis of the vocabulary in `head`, 0 or 1; the other is the width.
     """
     return _forward(x, head, targets, axis)[0]

@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2 and 3, Qwen 2, 2.5 and 3, and Mistral as one decoder with options.
+"""Implements Llama 2 and 3, Qwen 2, 2.5 and 3, and Mistral as one decoder with options.
 
 It has RMSNorm before each half of a block, rotary positions, attention in which several query heads
 share a key head, and SwiGLU. Matrices are `(in, out)`, stored in `weight_dtype` and multiplied in
@@ -32,7 +32,7 @@ from train.model.blocks import Stacked, embedding, linear, placed
 
 
 class LinearRope(NamedTuple):
-    """Slows all rotations down by `factor`, so that longer texts turn as far as before."""
+    """Slows all rotations down by `factor`, so that longer texts are rotated as far as before."""
 
     factor: float
 
@@ -43,7 +43,7 @@ class Llama3Rope(NamedTuple):
     factor: float
     low: float
     high: float
-    positions: int  # of the original training
+    positions: int  # in the original training
 
 
 class DecoderConfig(NamedTuple):
@@ -54,7 +54,7 @@ class DecoderConfig(NamedTuple):
     kv_heads: int  # a divisor of `heads`
     head_width: int  # even; `heads * head_width` may differ from `width`
     ffn: int  # inner width of the SwiGLU layer
-    positions: int  # of the longest supported sequence; longer sequences give bad results
+    positions: int  # the longest supported sequence; longer sequences give bad results
     norm_eps: float = 1e-5  # added to the mean square
     rope_base: float = 1e4  # the slowest rotation turns once in about 6 times this many positions
     rope_scaling: LinearRope | Llama3Rope | None = None
@@ -65,14 +65,14 @@ class DecoderConfig(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of earlier positions, of one block or stacked for all of them."""
+    """Keys and values for earlier positions, of one block or stacked for all blocks."""
 
     keys: jax.Array  # ([blocks,] b, s, kv_heads, d), rotated
     values: jax.Array  # the same shape
 
 
 class Decoder(Stacked):
-    """Logits of the next token; matrices are kept in `weight_dtype`, norms in float32."""
+    """Computes the next token's logits; matrices are kept in `weight_dtype`, norms in float32."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Decoder(Stacked):
             head = self.head.kernel.get_value()
             return vocabulary.token_losses(self.norm(x), head, targets, self.embed.dtype)
         axes = () if self.stream_sharding is None else self.stream_sharding.mesh.axis_names
-        # `tensor` divides the logits.
+        # The mesh axis `tensor` divides the logits.
         if "tensor" in axes or self.config.vocabulary <= cross_entropy.PART:
             logits = self._logits(x)
             return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -160,8 +160,8 @@ class Decoder(Stacked):
     ) -> tuple[jax.Array, Cache]:
         """Returns the float32 logits `(b, vocabulary)` after `tokens` `(b, t)`, and the cache.
 
-        The cache has the `start` tokens before them; `start + t` is at most `s`. This needs stacked
-        blocks.
+        The cache contains the `start` tokens before them; `start + t` is at most `s`. Requires
+        stacked blocks.
         """
         x = self.embed(tokens.astype(jnp.int32))
         cos, sin = rotations(self.config, (start + jnp.arange(tokens.shape[1]))[None])
@@ -211,9 +211,10 @@ class DecoderBlock(nnx.Module):
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, text: jax.Array | None
     ) -> jax.Array:
-        """Maps the stream `(b, t, width)`; a token sees only tokens with its number in `text`."""
+        """Maps the stream `(b, t, width)`; a token attends only to its own `text`."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
-        # Recomputed in each block, because keeping it for the backward pass would take (t, t).
+        # The mask is recomputed in each block, because keeping it for the backward pass would take
+        # a (t, t) array.
         mask = None if text is None else (text[:, :, None] == text[:, None, :])[:, None]
         mixed = attention(q, k, v, mask=mask, causal=True, window=self.config.window)
         return self._mixed_in(x, mixed)
@@ -221,13 +222,13 @@ class DecoderBlock(nnx.Module):
     def extend(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: Cache, start: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """Returns the same for positions from `start`; the cache starts with earlier positions."""
+        """Maps the stream for positions from `start`; the cache contains earlier positions."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
         cache = Cache(
             jax.lax.dynamic_update_slice_in_dim(cache.keys, k, start, axis=1),
             jax.lax.dynamic_update_slice_in_dim(cache.values, v, start, axis=1),
         )
-        # The distance of each token from each position of the cache.
+        # The distance of each token from each position in the cache.
         behind = start + jnp.arange(x.shape[1])[:, None] - jnp.arange(cache.keys.shape[1])[None]
         seen = behind >= 0
         if self.config.window is not None:
@@ -244,7 +245,7 @@ class DecoderBlock(nnx.Module):
         )
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)  # float32
-        # Rounded only after the rotation.
+        # Values are rounded only after the rotation.
         q, k = (rotate(heads, cos, sin).astype(v.dtype) for heads in (q, k))
         return q, k, v
 
@@ -292,7 +293,7 @@ def _norm(width: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def parts_that_stream(config: Any, stream: str) -> int:
-    """Returns the number of parts in which embedding and head stream; 1 if they do not."""
+    """Returns the number of parts that embedding and head stream in; 1 if they do not stream."""
     if stream == "none" or not isinstance(config, DecoderConfig) or config.tied:
         return 1
     return vocabulary.parts_of(config.vocabulary)

@@ -29,7 +29,7 @@ class EncoderConfig(NamedTuple):
 
 
 class BertClassifier(Stacked):
-    """Computes the logits for a sequence or a pair of sequences; arguments as for `Decoder`."""
+    """Computes the logits for a sequence or a pair of sequences, with `Decoder`'s arguments."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class BertClassifier(Stacked):
         return self.logits_after(self.run_blocks(*self.block_inputs(tokens, types, mask)))
 
     def block_inputs(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> Any:
-        """Returns the stream `(b, t, width)` in `compute_dtype`, and the mask of attention."""
+        """Returns the stream `(b, t, width)` in `compute_dtype`, and the attention mask."""
         x = self.embed(tokens.astype(jnp.int32)) + self.types(types.astype(jnp.int32))
         x = x + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = self.embed_norm(x).astype(x.dtype)

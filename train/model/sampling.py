@@ -20,7 +20,7 @@ from train import Failure
 class Sampling(NamedTuple):
     temperature: float = 0.0  # divides the logits; 0 is greedy
     top_k: int | None = None  # the number of most likely tokens to sample from; None for all
-    top_p: float | None = None  # sample from the fewest tokens that reach this probability
+    top_p: float | None = None  # sample from the fewest tokens that together reach this probability
 
 
 LIKELIEST = Sampling()
@@ -36,22 +36,21 @@ def continue_tokens(
     sampling: Sampling = LIKELIEST,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yields the tokens with which a decoder of stacked blocks continues a prompt, up to an end."""
+    """Yields the tokens that a decoder with stacked blocks adds to a prompt, up to an end token."""
     key = jax.random.key(seed)
     cache = nnx.merge(graphdef, params).empty_cache(1, len(prompt) + most)
     choose = partial(_extend, graphdef, sampling, params, key)
     token, cache = choose(cache, jnp.asarray(np.asarray(prompt, np.int32)), 0)
     for start in range(len(prompt), len(prompt) + most):
         # The device starts the next token before this token is known, because one extra step costs
-        # less than a wait at each.
+        # less than a wait at every token.
         following = token
         if start < len(prompt) + most - 1:
             following, cache = choose(cache, token, start)
         number = int(token[0])
         if number < 0:
             raise Failure(
-                "some logits are not finite: a weight of the model is infinite or NaN, or --dtype "
-                "is too narrow for it."
+                "some logits are not finite: a weight is infinite or NaN, or too large for --dtype."
             )
         yield number
         if number in ends:

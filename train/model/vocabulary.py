@@ -1,6 +1,6 @@
-"""Embedding and head in parts of the vocabulary, which are scanned like layers.
+"""Splits embedding and head into parts of the vocabulary, which are scanned like layers.
 
-Their gradients thus leave the device part by part. Both are stacks of parts, as returned by
+So their gradients leave the device part by part. Both are stacks of parts, as returned by
 `streaming.stream`.
 """
 
@@ -26,20 +26,20 @@ T = TypeVar("T")
 
 
 def parts_of(words: int) -> int:
-    """Returns the number of equal vocabulary parts; 1 if it is small, or its parts large."""
+    """Returns the number of equal parts; 1 if the vocabulary is small, or parts would be large."""
     parts = max(i for i in range(1, MOST + 1) if words % i == 0)
     return parts if cross_entropy.PART < words <= parts * LARGEST * cross_entropy.PART else 1
 
 
 def make_parts(make: Callable[..., nnx.Module], words: int, parts: int, rngs: nnx.Rngs) -> Any:
-    """Makes an embedding or head for `words` words; if in parts, a stack with one per part."""
+    """Makes an embedding or head for `words` words; several parts form a stack."""
     if parts == 1:
         return make(words, rngs=rngs)
     return stack(partial(make, words // parts), parts, rngs)
 
 
 def embedded(table: Any, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the rows `(b, t, width)` of a table `(parts, words, width)`; NaN for no word."""
+    """Returns the rows `(b, t, width)` of a table `(parts, words, width)`; NaN for other tokens."""
     _, words, width = table.shape
 
     def add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:

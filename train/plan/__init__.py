@@ -1,1 +1,1 @@
-"""The memory and speed of a run, before it starts."""
+"""Plans a run's memory and speed before it starts."""

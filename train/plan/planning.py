@@ -1,6 +1,6 @@
 """Plans a run's memory and speed, and other settings that fit.
 
-This reads no weights and needs no device. `zenflow_jax.planning` has the arithmetic.
+Planning reads no weights and needs no device. `zenflow_jax.planning` contains the arithmetic.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from zenflow_jax import planning
 
 # The maximum number of suggested settings.
 WAYS = 3
-# For a run whose steps and classes depend on its data; sizes do not depend on these.
+# Values for a run whose steps and classes depend on its data; sizes do not depend on them.
 STEPS, LABELS = 1000, 2
 # Without a device, jax 0.11.2 cannot select a deterministic matrix product.
 _OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": False}
-# Settings that save memory, in the order in which they are tried.
+# Settings that save memory, in the order that they are tried in.
 _SAVING = {"host_state": "compact", "remat": True}
 _SAVING_BY_LAYERS = {
     "host_state": "compact",
@@ -59,7 +59,7 @@ _BY_LAYERS = {
 
 
 class Way(NamedTuple):
-    """Other settings with which a run fits."""
+    """Other settings that make a run fit."""
 
     changes: Mapping[str, Any]  # values by name
     plan: planning.Plan
@@ -68,7 +68,7 @@ class Way(NamedTuple):
 class RunPlan(NamedTuple):
     settings: StepSettings
     plan: planning.Plan
-    ways: tuple[Way, ...]  # other settings, which fit, if the run does not
+    ways: tuple[Way, ...]  # other settings that fit, if the run does not
 
 
 class _Planner:
@@ -92,10 +92,10 @@ class _Planner:
         self._peak = functools.cache(lambda run: compiled_peak(run, self.origin, self.mesh))
 
     def plan(self, run: StepSettings, *, compiles: bool) -> planning.Plan:
-        """Plans a run; without the compiler, without gradients and activations."""
+        """Plans a run, without gradients and activations unless it `compiles`."""
         if run.stream == "weights":
             return plan_layers(run, self.origin, self.mesh, compiles=compiles, **self._machine)
-        # The step does not depend on these.
+        # The step does not depend on these settings.
         same = dataclasses.replace(run, host_state="float32", prefetch_bytes=None)
         host = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
         plan = planning.plan(*self._step(same), **host, **self._machine)
@@ -107,7 +107,7 @@ class _Planner:
             plan = self.plan(run, compiles=False)
             if plan.fits and self.by_compiler:
                 plan = self.plan(run, compiles=True)
-        except SettingsError:  # such as a batch that the mesh does not divide
+        except SettingsError:  # such as a batch size that the mesh does not divide
             return None
         return plan if plan.fits else None
 
@@ -132,7 +132,7 @@ def plan_run(settings: Settings, options: Planning) -> RunPlan:
 
 
 def _changes(settings: StepSettings, smallest: int) -> Iterator[dict[str, Any]]:
-    """Yields other settings: each that saves memory, all with smaller batches, then by layers."""
+    """Yields settings to try: each that saves memory, all with smaller batches, then by layers."""
     by_layers = settings.stream == "weights"
     saving = _changed(settings, _SAVING_BY_LAYERS if by_layers else _SAVING)
     if settings.optimizer == "adamw":
@@ -153,7 +153,7 @@ def _changed(settings: StepSettings, values: Mapping[str, Any]) -> dict[str, Any
 
 
 def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | None) -> int:
-    """Returns a device's bytes at the peak of a step, according to the compiler."""
+    """Returns the bytes on a device at a step's peak, according to the compiler."""
     return planning.peak_bytes(compiled_step(planned_step(run, origin, mesh, placed=True)))
 
 
@@ -167,7 +167,7 @@ def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
 
 
 def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
-    """Returns the mesh in the setting, of described GPUs or of this machine's CPU devices."""
+    """Returns the setting's mesh, of described GPUs or of this machine's CPU devices."""
     sizes = mesh_axes(text) if text else {"data": 1}
     if described:
         return planning.described_mesh(device, sizes)
@@ -236,7 +236,7 @@ def plan_layers(
     compiles: bool,
     **machine: Any,
 ) -> planning.LayerPlan:
-    """Plans a run whose weights stream; `machine` has the rest of `plan_layerwise`'s arguments."""
+    """Plans a run whose weights stream; `machine` is passed to `plan_layerwise`."""
     kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
     graphdef, shapes = jax.eval_shape(lambda: models.split(build()))
     if divided is not None:

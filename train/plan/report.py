@@ -1,4 +1,4 @@
-"""Prints a plan: a table of the needs, the advice, and commands that fit."""
+"""Prints a plan: a table of what a run needs, the advice, and commands that fit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Converts a model to the functions and weights of `zenflow_jax.layerwise`, and back.
 
-A decoder whose embedding and head are in parts has a layer for each part. Then `carry` is the
+A decoder whose embedding and head are in parts has a layer for each part. Then `carry` contains the
 stream and the first word of the next part; after the norm, also the sums over the words so far.
 """
 
@@ -32,13 +32,13 @@ class LayeredModel(NamedTuple):
     layers: Sequence[Callable[[Any, Any, Any], Any]]
     last: Callable[[Any, Any, Batch], Any]  # for the loss
     judge: Callable[[Any, Any, Batch], Any]  # for `make_validate`
-    parts: int  # of embedding and head
+    parts: int  # number of parts of embedding and head
     blocks: int
     model: Any  # the model's parameters, as shapes
     shapes: Any = None  # of the trainer's weights, with shardings
 
     def divide(self, outer: Mapping[str, Any], blocks: Iterable[Any]) -> dict[str, Any]:
-        """Divides a model's parameters, arrays or shapes, into those of the trainer."""
+        """Divides a model's parameters (arrays or shapes) into the trainer's parameters."""
         if self.parts == 1:
             return {"outer": outer, "layers": blocks}
         embed, head = _parts(outer["embed"]["embedding"]), _parts(outer["head"]["kernel"])
@@ -67,13 +67,13 @@ class LayeredModel(NamedTuple):
                 yield np.stack([processes.gather(of_layer(begin + i)) for i in range(self.parts)])
 
     def whole(self, params: Any) -> tuple[Any, Iterator[Any]]:
-        """Returns a model's parameters as shapes, and their values, from the trainer's."""
+        """Returns a model's parameters as shapes, and their values from the trainer's weights."""
         outer, *layers = params["outer"], *params["layers"]
         return self.model, self.leaves(lambda i: outer if i == "outer" else layers[int(i)])
 
 
 def layered(graphdef: nnx.GraphDef, params: Any) -> LayeredModel:
-    """Returns the functions of a model whose blocks are written out."""
+    """Returns the functions of a model whose blocks are not stacked."""
     model = nnx.merge(graphdef, params)
     blocks = list(model.blocks)
     block_def = nnx.split(blocks[0])[0]
@@ -162,7 +162,7 @@ def _of(
 
 
 def _parts(stack: Any) -> list[Any]:
-    """Returns the parts of a vocabulary, arrays or shapes."""
+    """Returns the parts of a vocabulary, as arrays or shapes."""
     count, sharding = len(stack), stack.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))

@@ -1,4 +1,4 @@
-"""A run's folder: its name, its lock and its settings."""
+"""Manages a run's folder: its name, its lock and its settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.distributed import processes
 from train.huggingface.chat_template import TEMPLATE
 from train.run import models
 
-# Names the process that holds the lock. The file stays when the run ends.
+# A file that names the process that holds the lock. It is kept when the run ends.
 LOCK = "lock"
 
 # The files that a run overwrites.
@@ -26,9 +26,9 @@ WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
 def make_run_folder(settings: Settings) -> Path:
-    """Returns the folder of the run, the same for every process.
+    """Returns the run's folder, which is the same in every process.
 
-    A named run may have an earlier start; without a name, the folder is new.
+    A named run may have been started before; without a name, the folder is new.
     """
     output_dir, run = settings.output_dir, settings.run
     if not processes.is_first():
@@ -40,12 +40,12 @@ def make_run_folder(settings: Settings) -> Path:
         names = {p.name for p in folder.iterdir()}
     except OSError as error:
         problem = f"cannot write to {output_dir} ({error.strerror})"
-        raise SettingsError(f"`output_dir`: {problem}. Name another --output-dir.") from error
-    # A start that ended before its first checkpoint has left the lock file, and may start over.
+        raise SettingsError(f"`output_dir`: {problem}. Pass another --output-dir.") from error
+    # A run that ended before its first checkpoint has left the lock file, and may start over.
     written = names & ({models.WEIGHTS, models.FOLDER} if LOCK in names else WRITTEN)
     if written and "checkpoints" not in names:
         raise SettingsError(
-            f"`run`: {folder} has a {min(written)}, but no checkpoints to resume from. Name a new "
+            f"`run`: {folder} has a {min(written)}, but no checkpoints to resume from. Pass a new "
             "--run."
         )
     processes.from_first(str(folder))
@@ -87,7 +87,7 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             file.seek(0)
             raise SettingsError(
                 f"`run`: {folder} is in use by another process: "
-                f"{file.read().strip() or 'unknown'}. Stop it (on SIGTERM it saves), or name "
+                f"{file.read().strip() or 'unknown'}. Stop it (it saves on SIGTERM), or pass "
                 "another --run."
             ) from None
         except OSError:  # some file systems have no locks

@@ -1,4 +1,4 @@
-"""A run in progress: `resume`, `loop`, `finish`, `report`, in this order."""
+"""Drives a run: call `resume`, `loop`, `finish` and `report`, in this order."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class Run:
         except UnfitRunError as error:
             raise SettingsError(str(error)) from error
         if timeline and (host := self.training.host) and processes.is_first():
-            # Closed whether or not the run succeeds.
+            # Written whether or not the run succeeds.
             self.stack.callback(
                 lambda: summary.write_timeline(timeline, host.timeline, self.console)
             )
-        self.checkpoints.rename_damaged()  # only now, because this start is valid
+        self.checkpoints.rename_damaged()  # only now that this start is known to be valid
         self._open_log(progress)
         if not self.done:
             check_finite(self._validated(0), self.job.causes_of_infinity)
@@ -109,14 +109,14 @@ class Run:
             larger = "--steps" if steps == self.job.settings.steps else "--early-stopping-patience"
             self._say(
                 f"{self.folder} has completed all {done} steps. Pass a larger {larger} to "
-                f"continue it, with {self.folder / 'settings.toml'} as the config, or name "
+                f"continue it, with {self.folder / 'settings.toml'} as the config, or pass "
                 "another --run to start again."
             )
             return True
         self._say(f"resuming from checkpoint {done} in {self.folder}")
         if done > steps:
             raise SettingsError(
-                f"`steps`: must be at least {done}, completed in {self.folder}, but is {steps}."
+                f"`steps`: must be at least {done}, already done in {self.folder}, but is {steps}."
             )
         return False
 
@@ -141,8 +141,8 @@ class Run:
             log_every=job.settings.log_every,
             stats=(lambda: host.stats) if host else None,
             max_skipped=job.settings.max_skipped,
-            remedy=f"{job.causes_of_infinity} With --run {self.folder.name}, and a lower "
-            "--learning-rate, a start resumes from the last checkpoint, if any; another --run "
+            remedy=f"{job.causes_of_infinity} With --run {self.folder.name} and a lower "
+            "--learning-rate, the run resumes from its last checkpoint, if any; another --run "
             "starts again.",
             steps_done=done,
             state=metered,
@@ -156,7 +156,7 @@ class Run:
         # this counts as waiting); `_save`, until the step is finished and copied, and the previous
         # save is written.
         saved = self.done
-        lengths: set[int | None] = set()  # batch lengths for which the step is compiled
+        lengths: set[int | None] = set()  # batch lengths that the step is compiled for
         if self.done < self.steps:
             self._say("compiling the training step")
         for step in range(self.done + 1, self.steps + 1):
@@ -180,11 +180,11 @@ class Run:
             if self._has_stopped_early():
                 self.steps = step
                 patience = self.job.settings.early_stopping_patience
-                self._say(f"stopping after step {step}: no better validation in {patience}")
+                self._say(f"stopping after step {step}: no improvement in {patience} validations")
                 break
         if saved < self.steps:
             # Saved before the final flush, so that a run that is resumed with more steps equals a
-            # run that had them from the start.
+            # run that had these steps from the start.
             self._save(self.steps)
         self.checkpoints.wait()
         if number := self.stop.end(f"all {self.steps} steps are done and saved"):
@@ -233,7 +233,7 @@ class Run:
         except CheckpointError as error:
             if not processes.is_first():
                 raise  # before this, other processes show nothing
-            model = f"{self.folder / written} has the weights of step {best}"
+            model = f"{self.folder / written} contains the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
         return Result(totals, best, written)
 
@@ -253,7 +253,7 @@ class Run:
         self.console.print(summary.summary_table(figures))
         if self.job.settings.keep_best:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
-            self._say(f"{ended.written} has {weights}")
+            self._say(f"{ended.written} contains {weights}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
         use = summary.command_of_use(self.folder / ended.written, task_name(self.job.values))
         if use and ended.written == models.FOLDER:
@@ -262,7 +262,7 @@ class Run:
     def _write_model(self, best: int) -> str:
         """Writes the weights of the best step; returns the name of their file or folder."""
         if best != self.steps:
-            # As validated, without the updates that were pending then.
+            # As validated, without the updates that were pending at that step.
             weights = self.training.weights_of(self.checkpoints, best)
         else:
             weights = self.training.final_weights()
@@ -304,7 +304,7 @@ class Run:
         }
 
     def _validated(self, step: int) -> dict[str, float]:
-        """Returns the metrics after `step`, the last one taken."""
+        """Returns the metrics after `step`, the last step taken."""
         if not self.validations or self.validations[-1][0] != step:
             self.training.wait()
             self._log_rows(whole=True)  # before the validation's line
@@ -353,5 +353,5 @@ def _mean_length(counts: Mapping[int, int]) -> float | None:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Returns whether an action is due after this step, given its interval, 0 for never."""
+    """Returns whether an action is due after this step, given its interval (0: never)."""
     return every > 0 and step % every == 0

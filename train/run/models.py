@@ -1,4 +1,4 @@
-"""A run's model: created from the settings' sizes, or loaded from a folder."""
+"""Makes a run's model, from the settings' sizes or from a folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make(
     labels: Sequence[str] = (),
     seed: int,
 ) -> Model:
-    """Creates the model of a `builder`, with the same weights on any mesh or without one."""
+    """Creates the model of a `builder`, with the same weights on any mesh or without a mesh."""
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
         graphdef, params = split(build())
@@ -70,7 +70,7 @@ def make_layered(
 ) -> tuple[Model, LayeredModel]:
     """Creates the same model for `layerwise.Trainer`, with the trainer's parameters.
 
-    Blocks of a folder are read when the trainer takes them, so that they need not fit on the
+    Blocks are read from a folder when the trainer takes them, so that they need not all fit on the
     devices.
     """
     graphdef, model = abstract_layered(build, mesh)
@@ -118,18 +118,18 @@ def abstract_layered(
 
 
 def _heads_to_draw(origin: loading.Pretrained, labels: Sequence[str]) -> tuple[str, ...]:
-    # The head is kept if it has these labels, in this order if it names them.
+    # The head is kept if it has these labels, in this order if its classes have names.
     names = [name.lower() for name in origin.class_names]
     fitting = ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
     return () if names in fitting else ("classifier",)
 
 
 def describe_new_weights(model: Model, labels: Sequence[str]) -> str:
-    """Returns a line about weights that the folder lacked; "" if it had all."""
+    """Returns a line about weights that the folder lacks; "" if it lacks none."""
     if not model.drawn:
         return ""
     folder, names = model.origin.folder, model.origin.class_names
-    line = f"newly initialized, as {folder} has no such weights: {', '.join(model.drawn)}"
+    line = f"newly initialized, because {folder} lacks them: {', '.join(model.drawn)}"
     if names and "classifier/kernel" in model.drawn:
         heads, own = (f"{len(x)} classes {', '.join(x[:5])}" for x in (names, labels))
         line += f" (its head has the {heads}; the data has the {own})"
@@ -166,8 +166,8 @@ def builder(
 ) -> Callable[[], nnx.Module]:
     """Returns a function that makes the model of these settings with random weights.
 
-    `sharding` is the batch's. If layers stream, embedding and head also stream, in parts, unless
-    they are tied.
+    `sharding` is the batch's sharding. If layers stream, embedding and head also stream, in parts,
+    unless they are tied.
     """
     parts = parts_that_stream(config, run.stream)
     more = {"parts": parts} if parts > 1 else {}
@@ -186,7 +186,7 @@ def builder(
 
 
 def template_files(chat_template: str | None) -> dict[str, str]:
-    """Returns the files, by name, that replace those of the model's folder in the new folder."""
+    """Returns the files, by name, that replace copies from the model's folder in the new folder."""
     return {} if chat_template is None else {TEMPLATE: read_template_text(Path(chat_template))}
 
 

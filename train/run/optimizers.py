@@ -1,4 +1,4 @@
-"""Optimizers from the settings."""
+"""Makes optimizers from the settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.cli.settings import OptimizerSettings, SettingsError, steps_of
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
-    """Warms up linearly to the peak, then decays: cosine to a tenth, linear to zero, or not."""
+    """Warms up linearly, then decays in a cosine to a tenth, linearly to zero, or not at all."""
     peak, share = settings.learning_rate, settings.warmup_share
     warm_up = settings.warmup_steps if share is None else steps_of(share, settings.steps)
     rest = max(settings.steps - warm_up, 1)
@@ -105,5 +105,5 @@ def decayed(params):
 
 
 def _is_no_matrix(path: tuple[Any, ...], _: Any) -> bool:
-    # By name, because a bias of stacked blocks also has two axes.
+    # Selects by name, because a bias of stacked blocks also has two axes.
     return jax.tree_util.keystr(path[-1:], simple=True) in ("bias", "scale")

@@ -51,7 +51,7 @@ class Sources(NamedTuple):
 
 class Job(NamedTuple):
     settings: Settings  # final
-    values: Mapping[str, Any]  # the same, for the records
+    values: Mapping[str, Any]  # the same settings, to be recorded
     mesh: Mesh | None
     task: Task
     texts: Mapping[str, str]
@@ -65,13 +65,13 @@ class Job(NamedTuple):
 
 
 def read(settings: Settings, *, timeline: Path | None) -> Sources:
-    """Reads and checks everything except weights; arguments and errors are as for `train`."""
+    """Reads and checks everything except weights, with the arguments and errors of `train`."""
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
     if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
-            "`--timeline`: needs steps with host work (zenflow or offload), but the run has "
+            "`--timeline`: needs steps with host work (zenflow or offload), but the run uses "
             f"{settings.optimizer} with steps {settings.steps}."
         )
     if settings.steps == 0:
@@ -94,7 +94,7 @@ def read(settings: Settings, *, timeline: Path | None) -> Sources:
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
-    """Creates model, compiled functions and optimizer state; `check` may end a validation."""
+    """Creates model, compiled functions and optimizer state; `check` may interrupt a validation."""
     settings, mesh, task = sources.settings, sources.mesh, sources.task
     batches = Batches(
         task.train,
@@ -189,7 +189,7 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
         compiler_options=DETERMINISTIC,
         state=state,
     )
-    job.model.params.clear()  # else the outer weights would stay on the device a second time
+    job.model.params.clear()  # otherwise the outer weights would stay on the device twice
     return trainer
 
 
@@ -201,15 +201,15 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
         say(line)
     model, layered, judge = make_model(sources)
     if drawn := models.describe_new_weights(model, task.labels):
-        say(f"{drawn}. These figures are at chance level.")
+        say(f"{drawn}. So these figures are at chance level.")
     with contextlib.ExitStack() as stack:
         weights = model.params
         if layered is not None:
             weights = stack.enter_context(layered.without_training(weights))
             model.params.clear()  # as `make_trainer` does
         figures = make_validate(judge, task, sample)(weights)
-    model_name = settings.model or "a model that is not trained"
-    say(f"{model_name} on {sample.examples} examples of validation:")
+    model_name = settings.model or "an untrained model"
+    say(f"{model_name} on {sample.examples} validation examples:")
     for name, value in figures.items():
         per = f" nats per {task.target}" if name == "loss" else ""
         say(f"{name} {value:.4f}{per}")
@@ -218,11 +218,11 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
 
 
 def _check_evaluation(run: str | None, model: str | None, output_dir: str) -> None:
-    """Rejects an evaluation of an ambiguous model: a run's settings name both run and model."""
+    """Rejects an evaluation of an ambiguous model: a run's settings contain both run and model."""
     trained = Path(output_dir) / str(run) / models.FOLDER
     if run is not None and (model is None or Path(model).resolve() != trained.resolve()):
         raise SettingsError(
             f"`steps`: 0 with the run {run} would only show metrics of "
             f"{model or 'an untrained model'}. For the model that the run has trained, pass "
-            f"--model {trained}; for that model, pass --run None."
+            f"--model {trained}; otherwise pass --run None."
         )

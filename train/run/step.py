@@ -30,10 +30,10 @@ DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
 
 
 class PerExample(NamedTuple):
-    """Loss and prediction of each of the `b` examples of a batch."""
+    """The loss and prediction for each of a batch's `b` examples."""
 
     losses: jax.Array  # (b,) float32, cross-entropy in nats, summed over the example's targets
-    targets: jax.Array  # (b,) float32, their number
+    targets: jax.Array  # (b,) float32, the number of targets
     predictions: jax.Array | None  # (b,) int32, the most likely label; None for language models
 
 
@@ -68,7 +68,7 @@ def of_labels(model: Any, batch: Batch) -> PerExample:
 def mean_loss(result: PerExample) -> tuple[jax.Array, jax.Array]:
     """Returns the mean loss of a batch, and the number of its targets."""
     targets = result.targets.sum()
-    # Without targets, the loss is zero, because answers can be cut off.
+    # Without targets, which is possible if answers are cut off, the loss is zero.
     return result.losses.sum() / jnp.maximum(targets, 1), targets
 
 
@@ -86,10 +86,10 @@ def make_train_step(
 ) -> Callable:
     """Returns the jitted step, which works for any optimizer and number of devices.
 
-    It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of
-    steps skipped so far (int32). Gradients of `micro_batches` are summed in float32. With `stream`,
-    gradients of scanned layers leave layer by layer. `placement` has the shardings of parameters
-    and state, which the compiler could otherwise change.
+    It maps parameters, optimizer state and a batch to the new parameters and state, the loss, and
+    the number of steps skipped so far (int32). Gradients of `micro_batches` are summed in float32.
+    With `stream`, gradients of scanned layers leave layer by layer. `placement` contains the
+    shardings of parameters and state, which the compiler could otherwise change.
     """
 
     def loss_of(params, batch):
@@ -152,7 +152,7 @@ def make_judge(
 
 
 def judged(result: PerExample, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the summed loss of a batch's real rows, their targets, and all predictions."""
+    """Returns the summed loss and number of targets of a batch's real rows, and all predictions."""
     rows = batch[ROWS]
     return (result.losses * rows).sum(), (result.targets * rows).sum(), result.predictions
 

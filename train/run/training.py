@@ -89,12 +89,12 @@ class StepTraining:
         return self.params, (x for _, x in masters)
 
     def weights_of(self, checkpoints: Checkpoints, step: int) -> tuple[Any, None]:
-        """Returns the weights of a checkpoint, in place of the current ones."""
+        """Returns the weights of a checkpoint, in place of the current weights."""
         return checkpoints.weights(step, self.params), None
 
 
 class LayerTraining:
-    """Runs one program per layer, with weights in host memory; same methods as `StepTraining`."""
+    """Runs one program per layer, with weights in host memory; has `StepTraining`'s methods."""
 
     def __init__(self, job: Job, layered: LayeredModel):
         self._job, self._layered = job, layered

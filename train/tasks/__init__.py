@@ -1,4 +1,4 @@
-"""Tasks: training examples and validation examples.
+"""Tasks, which provide training and validation examples.
 
 All tasks but `standard_library` tokenize everything at the start, in chunks, into memory-mapped
 files on disk (`encoding.py`). The same files and seed give the same examples.
@@ -14,12 +14,12 @@ from train.tasks.batches import Source
 class Task(NamedTuple):
     """Training and validation examples, and facts about them.
 
-    An example is a dict of NumPy arrays, with T the sequence length:
+    An example is a dict of NumPy arrays, where T is the sequence length:
 
-    * of a language model, `tokens` (T + 1,), any integer dtype. If not every target counts, also
-      `weights` (T,) uint8. If texts share an example and must not see each other, also
+    * for a language model, `tokens` (T + 1,), any integer dtype. If not every target counts, also
+      `weights` (T,) uint8. If an example contains texts that must not attend to each other, also
       `positions` (T,) int32, the position of each input in its text, 0 at its start;
-    * of a classification, `tokens` (T,) int32, `types` (T,) uint8 (which sentence of a pair),
+    * for a classification, `tokens` (T,) int32, `types` (T,) uint8 (which sentence of a pair),
       `mask` (T,) uint8 (1 for tokens, 0 for padding) and `label` () int32.
     """
 

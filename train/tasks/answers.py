@@ -1,15 +1,15 @@
-"""Answers to instructions, and in conversations: only the answers are learned.
+"""Trains on answers to instructions, and on answers in conversations.
 
     alpaca  {"instruction": "...", "input": "...", "output": "..."}, as in Stanford's Alpaca
     chat    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
 
-A file has one such object per line, or, as *.json, a list of them, or is a table with such columns
-(`tables.py`).
+A file contains one such object per line or, if it is *.json, a list of objects; or it is a table
+with these columns (`tables.py`).
 
-Prompt and answer of an instruction are tokenized separately, so that the prompt has the same tokens
+An instruction's prompt and answer are tokenized separately, so that the prompt has the same tokens
 as in `train.generate`: `[begin] prompt answer end`. The chat template turns a conversation into one
-text, in which only the assistant's parts with their ends count, except messages with weight 0
-(`fields.py`).
+text. In this text only the assistant's answers with their end tokens count in the loss, except
+messages with weight 0 (`fields.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PROMPT = (
 
 
 class Answers(Examples):
-    """Examples with `length` predicted tokens, of which only marked tokens count."""
+    """Examples with `length` predicted tokens; only the marked tokens count in the loss."""
 
     def __init__(self, encoded: Encoded, rows: np.ndarray, length: int, pad: int):
         super().__init__(encoded, rows, most=length + 1, longest=length, pad=pad)
@@ -64,13 +64,13 @@ class Answers(Examples):
 
 
 def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
-    """Creates the task of answering instructions; arguments and errors as for `task_of_answers`."""
+    """Creates the task of answering instructions, with the arguments of `task_of_answers`."""
     encode_files = partial(_encode_instructions, tokenizer)
     return task_of_answers(data, tokenizer, encode_files, **options)
 
 
 def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
-    """Creates the task of answering in conversations; arguments as for `task_of_answers`."""
+    """Creates the task of answering in conversations, with the arguments of `task_of_answers`."""
     special = [n for n, t in tokenizer.tokens.get_added_tokens_decoder().items() if t.special]
 
     def encode_files(paths: list[Path], notes: list[str]) -> Iterator[Encoded]:
@@ -115,13 +115,13 @@ def task_of_answers(
         where, count = common_place(paths), len(encoded.whole)
         if not len(rows):
             raise DataError(
-                f"{where}: in none of {count} examples an answer to learn begins within "
+                f"{where}: in none of {count} examples does an answer to train on begin within "
                 f"{sequence_length} tokens. Use a longer `sequence_length`."
             )
         if len(rows) < count:
             notes.append(
-                f"{where}: left out {count - len(rows)} of {count} examples without an answer to "
-                f"learn that begins within {sequence_length} tokens"
+                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer to "
+                f"train on begins within {sequence_length} tokens"
             )
         sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
     if len(sides) == 1:
@@ -139,13 +139,13 @@ def prompt(instruction: str, context: str = "") -> str:
 def _encode_instructions(
     tokenizer: Tokenizer, paths: list[Path], notes: list[str]
 ) -> Iterator[Encoded]:
-    """Yields prompts and answers as tokens, each pair between a begin (if any) and an end."""
+    """Yields prompts and answers as tokens; begin (if any) and end tokens surround each pair."""
     fields = Fields("instruction", "input", "output", refused=OF_INSTRUCTIONS)
     texts = expect_examples(paths, partial(_instructions, fields=fields))
     for chunk in encode(tokenizer, texts, special=False, together=2):
         prompts, outputs = np.diff(chunk.starts).reshape(-1, 2).T
         tokens, starts = enclose(chunk.tokens, chunk.starts[::2], tokenizer)
-        # Begin and prompt do not count; answer and end do.
+        # The begin token and the prompt do not count; the answer and the end token do.
         lengths = np.stack([prompts + (tokenizer.begin is not None), outputs + 1], axis=1)
         counts = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.reshape(-1))
         yield Encoded(tokens, counts, starts, np.diff(starts))
@@ -155,7 +155,7 @@ def _encode_instructions(
 def encode_conversations(
     tokenizer: Tokenizer, conversations: Iterator[Conversation]
 ) -> Iterator[Encoded]:
-    """Yields chunks of conversations as tokens, in order, without begin and end."""
+    """Yields chunks of conversations as tokens, in order, without begin and end tokens."""
     dtype = smallest_dtype(tokenizer.vocabulary)
     for chunk in chunks(conversations, lambda conversation: len(conversation.text)):
         ids, counts, lengths = [], [], [0]
@@ -174,7 +174,7 @@ def encode_conversations(
 
 
 def _instructions(path: Path, fields: Fields) -> Iterator[str]:
-    """Yields prompt and answer of each example alternately."""
+    """Yields each example's prompt, then its answer."""
     for where, record in records(path):
         fields.check(where, record)
         check_instruction(where, record)

@@ -1,7 +1,7 @@
-"""Batches of examples: shuffled, placed on devices, and the same after a resume.
+"""Makes batches of examples: shuffled, placed on devices, and the same after a resume.
 
 An example is a dict of NumPy arrays (`tasks/` lists them); a batch is the same dict with a leading
-axis. Batch `i` depends only on the seed and `i`, on any number of devices and processes.
+axis. Batch `i` depends only on the seed and `i`, not on the numbers of devices and processes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Shuffled:
         mesh: Mesh | None = None,
         buckets: int = 1,
     ):
-        import grain  # takes 0.3 s; only its shuffle is used, which needs no table
+        import grain  # importing takes 0.3 s; only the shuffle is used, which needs no table
 
         self._source = source
         self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed)
@@ -62,21 +62,21 @@ class _Shuffled:
         self._part = 0 if self._padded is None else math.ceil(self._padded.longest / buckets)
         self._size = batch_size
         self._sharding = mesh and batch_sharding(mesh, batch_size)
-        # The rows of a batch on this process.
+        # The rows of a batch in this process.
         rows = np.arange(batch_size) if mesh is None else own_rows(self._sharding, batch_size)
-        self._rows: list[int] = rows.tolist()  # grain accepts only Python's integers
+        self._rows: list[int] = rows.tolist()  # grain accepts only Python integers
 
     def _number(self, place: int) -> int:
         return int(self._order[place])
 
     def _bucket(self, numbers: list[int]) -> int:
-        """Returns the length to which a batch of these examples is padded."""
+        """Returns the length that a batch of these examples is padded to."""
         longest = int(self._padded.lengths[numbers].max())
         needed = math.ceil(longest / self._part) * self._part
         return min(max(needed, self._part), self._padded.longest)
 
     def _batch(self, own: list[dict[str, np.ndarray]], numbers: list[int]) -> Batch:
-        """Returns the batch of the examples `numbers`; this process has the `own` examples."""
+        """Returns the batch with the examples `numbers`; `own` are this process's examples."""
         if self._padded and (behind := self._padded.longest - self._bucket(numbers)):
             own = [{n: x[:-behind] if x.ndim else x for n, x in e.items()} for e in own]
         stacked = {name: np.stack([e[name] for e in own]) for name in own[0]}
@@ -101,7 +101,7 @@ class Batches(_Shuffled):
     def __init__(self, source: Source, **options: Any):
         super().__init__(source, **options)
         if self._size > len(source):
-            most = f"at most {len(source)}, all the training data"
+            most = f"at most {len(source)}, the number of training examples"
             raise SettingsError(f"`batch_size`: must be {most}, but is {self._size}.")
         # Finding an example's number takes longer than reading the example.
         self._order = self._order.repeat()
@@ -116,7 +116,7 @@ class Batches(_Shuffled):
         return self._batch([self._source[numbers[row]] for row in self._rows], numbers)
 
     def tokens(self, i: int) -> int | None:
-        """Returns the tokens of batch `i` on all devices together; None if there is no padding."""
+        """Returns the number of tokens in batch `i` on all devices; None if there is no padding."""
         return int(self._padded.lengths[self._numbers(i)].sum()) if self._padded else None
 
     def length(self, i: int) -> int | None:
@@ -124,7 +124,7 @@ class Batches(_Shuffled):
         return self._bucket(self._numbers(i)) if self._padded else None
 
     def _numbers(self, i: int) -> list[int]:
-        # Also covers other processes' examples, because all must get the same length.
+        # Also covers other processes' examples, because all processes must use the same length.
         # Cached, because it is called three times in a row for each batch.
         if self._last[0] != i:
             self._last = i, [self._number(i * self._size + row) for row in range(self._size)]
@@ -132,7 +132,7 @@ class Batches(_Shuffled):
 
 
 class Sample(_Shuffled):
-    """The same batches in every iteration, each example once: for validation.
+    """The same batches in every iteration, with each example once, for validation.
 
     The last batch is filled up with copies of the first example, which have 0 in `ROWS`.
     """
@@ -147,7 +147,7 @@ class Sample(_Shuffled):
         for first in range(0, self.examples, self._size):
             places = [first + row for row in self._rows]
             rows = [np.asarray(place < self.examples, np.float32) for place in places]
-            # Copies of the first example, on this or another process, fill up the batch.
+            # Copies of the first example, in this or another process, fill up the batch.
             last = min(first + self._size, self.examples)
             numbers = [self._number(n) for n in (0, *range(first, last))] if self._padded else []
             own = [self._source[self._number(n if n < self.examples else 0)] for n in places]

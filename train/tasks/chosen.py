@@ -1,4 +1,4 @@
-"""Creates the task that the settings name."""
+"""Creates the task that the settings choose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
     if origin.architecture != kind:
         raise SettingsError(
             f"`model`: the task {task} needs {KINDS[kind]}, but {origin.folder} is "
-            f"{KINDS[origin.architecture]}. Name another --model or --task."
+            f"{KINDS[origin.architecture]}. Pass another --model or --task."
         )
     check_length(settings.sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
@@ -47,7 +47,7 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
 
 
 def class_names(origin: Pretrained) -> tuple[str, ...]:
-    """Returns the class names of the folder's head; () if it has none or does not name them."""
+    """Returns the class names of the folder's head; () without a head or without names."""
     names = origin.class_names
     return () if any(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 

@@ -1,12 +1,12 @@
-"""Classification of texts, or of pairs of texts, from a user's file.
+"""Classifies texts or pairs of texts from a user's file.
 
 A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The classes are the
-labels that occur, numbers ascending and others alphabetically, unless a table or the model's head
-names the classes. Labels are compared as text.
+labels that occur, with numbers in ascending order and other labels in alphabetical order, unless a
+table or the model's head lists the classes. Labels are compared as text.
 
-CSV: columns are separated by commas, or by semicolons, tabs or bars if the header has the columns
-only with these. TSV: a line is a row; quotation marks around a text are removed, because
-spreadsheets add them. Rows without text are left out and named in a note.
+CSV: columns are separated by commas, or by semicolons, tabs or bars if only those yield the needed
+columns. TSV: a line is a row; quotation marks around a text are removed, because spreadsheets add
+them. Rows without text are left out and listed in a note.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", tables.SUFFIX)
 
 SEPARATORS = (",", ";", "\t", "|")
 
-QUOTE = "Put a text with a separator in it between quotation marks"
-AS_CSV = "Save texts with tabs or line breaks in them as CSV"
+QUOTE = "Put quotation marks around a text that contains a separator"
+AS_CSV = "Save texts that contain tabs or line breaks as CSV"
 
-# With more labels than this, the number of examples shows whether they are classes.
+# Above this number, whether labels are accepted as classes depends on the number of examples.
 MANY_CLASSES = 20
 
 
 class Columns(NamedTuple):
     text: str
     label: str
-    second: str | None = None  # the column of the other text of a pair
+    second: str | None = None  # the column with a pair's second text
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -86,9 +86,10 @@ def make(
     seed: int,
     known: Sequence[str] = (),
 ) -> Task:
-    """Creates the task of classifying a file's texts; arguments as for `task_of_answers`.
+    """Creates the task of classifying a file's texts, with the arguments of `task_of_answers`.
 
-    If the model's head has all labels as `known` classes, ignoring case, these are used.
+    If all labels are `known` classes of the model's head, ignoring case, the head's classes are
+    used.
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
@@ -126,7 +127,7 @@ def _balance(classes: Sequence[str], ids: list[int]) -> str:
 
 
 def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -> list[str]:
-    """Returns the labels that occur, sorted, or the known labels if these include all of them."""
+    """Returns the labels that occur, sorted, or the `known` classes if they include all labels."""
     classes = sorted(set(labels))
     if {label.lower() for label in classes} <= {name.lower() for name in known}:
         return list(known)
@@ -136,7 +137,7 @@ def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -
         listed = ", ".join(shorten(repr(label)) for label in classes[:3])
         raise DataError(
             f"{data}: column {column!r} has {len(classes)} classes in {len(labels)} rows: {listed}."
-            " Name a column with at least two, and few, with --label-column."
+            " Pass a column with at least two classes, but not too many, to --label-column."
         )
     return classes
 
@@ -150,14 +151,14 @@ def _ids(side: Rows, classes: list[str], known: Sequence[str], column: str) -> l
         ids.append(exact.get(label, folded.get(label.lower(), -1)))
         if ids[-1] < 0:
             raise DataError(
-                f"{place}: the label {label!r} in column {column!r} is not in the training data: "
-                f"{shorten(', '.join(map(repr, exact)))}."
+                f"{place}: the label {label!r} in column {column!r} is not in the training data, "
+                f"which contains {shorten(', '.join(map(repr, exact)))}."
             )
     return ids
 
 
 def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
-    """Returns the rows of the files; notes name omitted rows."""
+    """Returns the files' rows; adds sentences about omitted rows to `notes`."""
     rows = Rows([], [], [])
     for path in paths:
         names = tables.class_names(path, columns.label) if tables.is_table(path) else None
@@ -181,17 +182,17 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
 def _text(where: str, record: dict[str, Any], column: str) -> str:
     if record.get(column, "") is None:
         return ""
-    return text_field(where, record, column, remedy="Name it with --text-column")
+    return text_field(where, record, column, remedy="Pass its name with --text-column")
 
 
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
-    """Returns a row's label as text, the same for 1, 1.0 and "1.0"; `names` are for numbers."""
+    """Returns a row's label as text, equal for 1, 1.0 and "1.0"; `names` maps ids to names."""
     if column not in record:
-        text_field(where, record, column, remedy="Name it with --label-column")
+        text_field(where, record, column, remedy="Pass its name with --label-column")
     match label := record[column]:
         case bool():
             return str(label).lower()
-        case float() if label.is_integer():  # number columns with gaps have floats
+        case float() if label.is_integer():  # columns of numbers with gaps contain floats
             return _label(where, {column: int(label)}, column, names)
         case int() if names is None:
             return str(label)
@@ -201,8 +202,8 @@ def _label(where: str, record: dict[str, Any], column: str, names: list[str] | N
             return re.sub(r"^(-?\d+)\.0+$", r"\1", label.strip())
         case int() | str() | None:  # such as -1 for unlabelled rows
             raise DataError(f"{where}: column {column!r} has no label.")
-    problem = f"column {column!r} has no class, but {shorten(repr(label))}"
-    raise DataError(f"{where}: {problem}. Name another column with --label-column.")
+    problem = f"column {column!r} must contain a class, but contains {shorten(repr(label))}"
+    raise DataError(f"{where}: {problem}. Pass another column with --label-column.")
 
 
 def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -220,7 +221,7 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     for number, cells in rows:
         where = f"{path}, line {number}"
         if len(cells) != len(names):
-            problem = f"{len(cells)} columns, but the header has {len(names)}"
+            problem = f"the row has {len(cells)} columns, but the header has {len(names)}"
             raise DataError(f"{where}: {problem}. {remedy}.")
         yield where, dict(zip(names, cells, strict=True))
 
@@ -243,8 +244,8 @@ def _rows(path: Path, columns: Columns, is_tsv: bool) -> Iterator[tuple[int, lis
                 yield number, [_unquoted(cell) for cell in cells] if is_tsv else cells
     except csv.Error as error:
         raise DataError(
-            f"{path}, line {begin}: the row to line {reader.line_num} is not valid CSV ({error}). "
-            'Write each `"` inside a text as `""`.'
+            f"{path}, line {begin}: the row that ends on line {reader.line_num} is not valid CSV "
+            f'({error}). Write each `"` inside a text as `""`.'
         ) from error
     finally:
         csv.field_size_limit(longest)

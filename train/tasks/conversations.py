@@ -1,4 +1,4 @@
-"""Conversations in files: checks their messages, and renders them with a chat template."""
+"""Reads conversations from files, checks messages, and renders them with a chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYSTEM = "system"  # the role
 
 
 class Conversations:
-    """Reads conversations; counts unread fields and conversations with a system message."""
+    """Reads conversations, and counts fields that it does not read, and system messages."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
@@ -44,7 +44,7 @@ class Conversations:
         if self._with_system:
             notes.append(
                 f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
-                "system message: prompt the model with one, too (zenflow-generate --system)"
+                "system message, so prompt the model with one, too (zenflow-generate --system)"
             )
         return notes
 
@@ -65,7 +65,7 @@ class Conversations:
 
 
 def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:
-    """Returns the messages of a record, and the indices of those that are not learned."""
+    """Returns a record's messages, and the indices of messages that are excluded from training."""
     if MESSAGES not in record:
         names = ", ".join(map(repr, record)) or "none"
         remedies = (text for name, text in fields.REMEDIES.items() if name in record)
@@ -88,7 +88,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         got = shorten(repr(message))
         raise DataError(f'{where}: must be {{"role": ..., "content": ...}}, but is {got}.')
-    # Files that were tables have a column for each field of any message.
+    # In files made from tables, every message has all fields that occur in any message.
     message = {name: value for name, value in message.items() if value is not None}
     for name, value in message.items():
         fields.refuse(where, name, value, fields.OF_MESSAGES)

@@ -1,7 +1,7 @@
 """Tokenizes texts in chunks into flat arrays: all tokens, and the start of each text.
 
 A tokenizer's own results take hundreds of bytes per token. The arrays are memory-mapped files, so
-that data may be larger than memory; the files have no names, so a killed run leaves none.
+that data may be larger than memory; the files have no names, so a killed run leaves none behind.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from train.huggingface.tokenizer import Tokenizer
 from train.tasks.batches import DataError
 
-# A chunk ends with the text that reaches one of these limits. All cores encode it, each a text at a
-# time, so it should contain several texts; a million characters take about 150 MB.
+# A chunk ends with the text that reaches one of these limits. All cores encode the chunk, one text
+# per core at a time, so it should contain several texts; a million characters take about 150 MB.
 CHUNK_TEXTS = 4096
 CHUNK_CHARACTERS = 2**20
 
@@ -49,8 +49,8 @@ def encode(
 ) -> Iterator[Encoded]:
     """Yields chunks of the texts, or pairs of texts, as tokens; second texts are marked.
 
-    The tokenizer adds `special` tokens, and cuts texts longer than `longest`. A chunk has a
-    multiple of `together` texts.
+    With `special`, the tokenizer adds special tokens. It cuts texts that are longer than `longest`.
+    The number of texts in a chunk is a multiple of `together`.
     """
     tokens, cutting = tokenizer.tokens, None
     if longest is not None:
@@ -116,7 +116,7 @@ def smallest_dtype(vocabulary: int) -> np.dtype:
 def enclose(
     tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Puts a begin (if any) and an end token around each text; returns tokens and starts."""
+    """Puts a begin token (if any) and an end token around each text; returns tokens and starts."""
     around = [tokenizer.end] if tokenizer.begin is None else [tokenizer.begin, tokenizer.end]
     # At the same position, `insert` keeps the order: an end, then the next begin.
     places = np.stack([starts[:-1], starts[1:]][-len(around) :], axis=1).reshape(-1)

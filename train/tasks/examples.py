@@ -1,4 +1,4 @@
-"""Tokenized examples: padded, split and described."""
+"""Pads, splits and describes tokenized examples."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from train.tasks.batches import DataError, Padded, Source
 from train.tasks.encoding import Encoded, Text, encode, store_tokens
 from train.tasks.files import split
 
-#: The maximum number of characters of each part in the shown example.
+#: The maximum number of characters in each part of the shown example.
 CHARACTERS = 240
 
 
 class Examples:
-    """Examples with at most `most` tokens; models get `longest` of them. Subclasses index."""
+    """Examples of at most `most` tokens; models get `longest` tokens. Subclasses add indexing."""
 
     def __init__(self, encoded: Encoded, rows: np.ndarray, *, most: int, longest: int, pad: int):
         self.longest = longest
@@ -35,7 +35,7 @@ class Examples:
     def _choose(self, rows: np.ndarray) -> None:
         starts = self._encoded.starts
         self._rows = rows
-        #: The number of inputs of each example.
+        #: The number of inputs in each example.
         self.lengths = np.minimum(starts[rows + 1] - starts[rows], self._most)
         self.lengths -= self._most - self.longest
 
@@ -46,7 +46,7 @@ class Examples:
         raise NotImplementedError
 
     def _filled(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns tokens and marks of example `i`, and their number before padding."""
+        """Returns the tokens and marks of example `i`, and their number before padding."""
         start, stop = self._encoded.starts[self._rows[i] :][:2]
         size = min(stop - start, self._most)
         tokens = np.full(self._most, self._pad, np.int32)
@@ -130,10 +130,12 @@ def task_of(
     labels: Sequence[str] = (),
     notes: Iterable[str] = (),
 ) -> Task:
-    """Creates the task for these examples; `checksum` covers other facts of a resumed run."""
+    """Creates the task for these examples; `checksum` covers anything besides the examples."""
     checksum = validation.checksum(train.checksum(checksum))
     shown = train if len(train) else validation
-    lengths = f"{train.describe_lengths()}; {len(train)} train, {len(validation)} validate"
+    lengths = (
+        f"{train.describe_lengths()}; {len(train)} for training, {len(validation)} for validation"
+    )
     return Task(
         train=train,
         validation=validation,
@@ -147,7 +149,7 @@ def task_of(
 def describe_example(
     source: Source, tokenizer: Tokenizer, *, labels: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Returns the first example as text, with marks around the learned part; () if empty."""
+    """Returns the first example as text, with marks around the part that counts; () if empty."""
     if not len(source):
         return ()
     example = source[0]
@@ -161,15 +163,15 @@ def describe_example(
         weights = example.get("weights", np.ones(len(tokens) - 1))
         stop = source.lengths[0] + 1 if isinstance(source, Padded) else len(tokens)
         text = _marked(tokens[:stop], np.append(0, weights)[:stop], tokenizer)
-    return (f"an example, with learned text in ⟦⟧: {text!r}",)
+    return (f"an example; the model is trained on the text in ⟦⟧: {text!r}",)
 
 
 def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Returns the text of the tokens, with marks around those that are learned."""
+    """Returns the text of the tokens, with marks around those that count in the loss."""
     borders = [0, *np.flatnonzero(np.diff(learned)) + 1, len(tokens)]
     parts, before = [], ""
     for start, stop in itertools.pairwise(borders):
-        # Always decodes from the start, as a part's first token may otherwise lose its space.
+        # Always decodes from the start, because a part's first token may otherwise lose its space.
         text = tokenizer.tokens.decode(tokens[:stop].tolist(), skip_special_tokens=False)
         part, before = text[len(before) :], text
         if len(part) > CHARACTERS:

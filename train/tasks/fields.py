@@ -1,6 +1,6 @@
-"""Fields of records that a task does not read.
+"""Handles fields of records that a task does not read.
 
-Fields that control learning are obeyed or rejected. Other fields are counted, for a note.
+Fields that control training are obeyed or rejected. Other fields are counted for a note.
 docs/finetuning.md has the same table.
 """
 
@@ -15,12 +15,12 @@ from train.tasks.batches import DataError
 from train.tasks.files import shorten
 
 _PAIRS = (
-    "That is preference data (DPO, KTO), and training on preferences is not supported. Keep "
-    "only the good answers, without that field"
+    "This is preference data (DPO, KTO), and training on preferences is not supported. Keep "
+    "only the good answers, without this field"
 )
-_MEDIA = "Models here read only text. Leave out those examples"
-_PARTS = "Answers are learned as a whole, or not at all with `weight` 0. Remove the field"
-_KWARGS = "Templates do not receive it here. Remove the field, or write it into the messages"
+_MEDIA = "The models read only text. Leave out these examples"
+_PARTS = "An answer is used as a whole or, with `weight` 0, not at all. Remove the field"
+_KWARGS = "Templates do not receive this field. Remove it, or write it into the messages"
 
 REFUSED = {
     **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), _PAIRS),
@@ -30,7 +30,7 @@ REFUSED = {
     **dict.fromkeys(("train_detail", "training_detail"), _PARTS),
 }
 OF_CHATS = REFUSED | {
-    "system": "Write it into a first message of the role 'system'",
+    "system": "Write it into a first message with the role 'system'",
     "functions": "Rename it to `tools`, each as {'type': 'function', 'function': ...}",
     **dict.fromkeys(("documents", "chat_template_kwargs"), _KWARGS),
 }
@@ -38,10 +38,11 @@ OF_MESSAGES = REFUSED | {
     "function_call": "Write it into `tool_calls`, as [{'type': 'function', 'function': ...}]",
 }
 OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
-    ("system", "history"), "Alpaca has no such field. Write conversations and use --task chat"
+    ("system", "history"),
+    "Alpaca has no such field. Write conversations, and use --task chat",
 )
 
-# 1 or true if an example or message is learned, 0 or false if not.
+# 1 or true to train on an example or message, 0 or false not to.
 WEIGHTS = ("weight", "loss_weight", "train")
 OF_ANSWERS = (*WEIGHTS, "training", "loss")
 
@@ -53,15 +54,15 @@ RENAMED |= {"question": "instruction", "prompt": "instruction"}
 RENAME_ITEMS = "Rename `from` to `role` and `value` to `content`"
 REMEDIES = {
     "conversations": f"Rename `conversations` to `messages`. In its items: {RENAME_ITEMS}",
-    "instruction": "That is an instruction: use --task alpaca",
-    "text": "That is text: use --task language",
+    "instruction": "This is an instruction: use --task alpaca",
+    "text": "This is text: use --task language",
 }
 
 
 class Fields:
-    """Rejects records with unsupported fields that control learning, and counts other fields.
+    """Rejects records with unsupported fields that control training, and counts other fields.
 
-    Tables have a column for each field, so an empty field counts as absent.
+    Tables have a column for each field, so an empty field is treated as absent.
     """
 
     def __init__(self, *read: str, refused: Mapping[str, str] = REFUSED):
@@ -78,7 +79,7 @@ class Fields:
                 self._others[name] += 1
             elif value != 1:
                 problem = f"{where}: the field {name!r} must be 1, but is {shorten(repr(value))}."
-                raise DataError(f"{problem} Leave out that example.")
+                raise DataError(f"{problem} Leave out this example.")
 
     def notes(self, where: object) -> list[str]:
         """Returns a sentence that lists the 12 most frequent other fields with their counts."""
@@ -100,7 +101,7 @@ def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> Non
 
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
-    """Returns whether to learn a message; removes the fields that decide it."""
+    """Returns whether to train on a message, and removes the fields that decide this."""
     learned = of_assistant = message["role"] == ASSISTANT
     for name in OF_ANSWERS:
         value = message.pop(name, None)
@@ -111,15 +112,15 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
             raise DataError(f"{where}: the field {name!r} must be 0 or 1, but is {got}.")
         if value and not of_assistant:
             raise DataError(
-                f"{where}: the field {name!r} is {value!r}, but only messages of the role "
-                f"{ASSISTANT!r} are learned. Remove the field."
+                f"{where}: the field {name!r} is {value!r}, but training uses only "
+                f"messages with the role {ASSISTANT!r}. Remove the field."
             )
         learned = learned and bool(value)
     return learned
 
 
 def check_instruction(where: str, record: Mapping[str, Any]) -> None:
-    """Raises a `DataError` if a record has a field under another format's name."""
+    """Raises a `DataError` if a record uses another format's name for a field."""
     if "instruction" not in record and ("messages" in record or "conversations" in record):
         raise DataError(f"{where}: the record is a conversation. Use --task chat.")
     for old, new in RENAMED.items():

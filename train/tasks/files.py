@@ -37,19 +37,19 @@ class Files(NamedTuple):
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     """Finds a task's files in a file or folder; their names end in one of `suffixes`.
 
-    In a folder, names decide which files train or validate (`_side_of`); test data is left out. If
-    no name marks training data, files without a side train.
+    In a folder, names decide which files are for training or validation (`_side_of`); test data is
+    left out. If no name marks training data, files without a side are used for training.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
     kinds = " or ".join("*" + suffix for suffix in suffixes)
     if not data.is_dir():
-        problem = "is another file" if data.exists() else "does not exist"
-        raise DataError(f"`data`: {data} {problem}. Name a file {kinds}, or a folder of them.")
+        problem = "is not such a file" if data.exists() else "does not exist"
+        raise DataError(f"`data`: {data} {problem}. Pass a {kinds} file, or a folder of them.")
     names = sorted(
         path.name
         for path in data.iterdir()
-        # Without files that `datasets` adds.
+        # Omits files that `datasets` adds.
         if path.name.lower().endswith(suffixes) and not path.name.startswith((".", "dataset_info"))
     )
     of_side: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
@@ -57,20 +57,20 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         of_side[_side_of(name)].append(name)
     notes, unnamed = [], of_side[None]
     if of_side["train"] and unnamed:
-        notes.append(f"{data}: left out {', '.join(unnamed)}, beside train*")
+        notes.append(f"{data}: left out {', '.join(unnamed)}, because there are train* files")
     if of_side["test"]:
         notes.append(f"{data}: left out the test data {', '.join(of_side['test'])}")
     train = of_side["train"] or unnamed
     if not train:
         present = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "nothing"
-        raise DataError(f"{data} has no training data (train*, {kinds}), but {present}.")
+        raise DataError(f"{data} has no training data (train*, {kinds}). It contains {present}.")
     return Files([data / x for x in train], [data / x for x in of_side["validation"]], notes)
 
 
 def _side_of(name: str) -> str | None:
-    """Returns the side in the first or last word of a name; None if there is none.
+    """Returns the side that a name's first or last word indicates, or None.
 
-    `train-00000-of-00002` and `chat_train` name a side; `trains` and `how-to-train-a-dog` do not.
+    `train-00000-of-00002` and `chat_train` indicate one; `trains` and `how-to-train-a-dog` do not.
     """
     words = re.findall(r"[^-_. \d]+", _SHARD.sub("", Path(name).stem.lower()))
     sides = {
@@ -85,9 +85,9 @@ def _side_of(name: str) -> str | None:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields lines of UTF-8 with their numbers, from 1; only a newline ends a line."""
+    """Yields lines of UTF-8 text, numbered from 1; only a newline ends a line."""
     # Opened in binary mode: in text mode, Python would also split lines at carriage returns, and
-    # could not name the line with the wrong encoding.
+    # could not report which line has the wrong encoding.
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -98,12 +98,14 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                     f"{error.start + 1} of the line ({error.reason})."
                 ) from error
             if "\0" in text:  # usually UTF-16, or a damaged file
-                raise DataError(f"{path}, line {number}: the text has a NUL. Convert it to UTF-8.")
+                raise DataError(
+                    f"{path}, line {number}: there is a NUL. Convert the text to UTF-8."
+                )
             yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the JSON objects of a list, of lines or of a table, each with its location."""
+    """Yields the JSON objects in a list, in lines or in a table, each with its location."""
     if tables.is_table(path):
         yield from tables.rows(path)
         return
@@ -156,9 +158,10 @@ def text_field(
 def split(
     sizes: np.ndarray, *, validation_share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices of training and validation examples, ascending; both if n > 1.
+    """Returns the indices of training and validation examples; neither is empty if n > 1.
 
-    Examples in random order are for validation if their `sizes` `(n,)` still fit in the share.
+    Goes through the examples in random order, and uses each for validation if its entry in `sizes`
+    `(n,)` still fits in the share.
     """
     if validation_share == 1:
         return np.arange(0), np.arange(len(sizes))

@@ -1,10 +1,10 @@
-"""Prediction of the next token in any text: text files, JSONL, or tables with a text field.
+"""Trains on the next token of any text: text files, JSONL, or tables with a text field.
 
 A document is a text file, a line of JSONL, or a row of a table. Its tokens are followed by an end
 token, and preceded by a begin token if the model was trained with one. All documents of a side are
 joined and cut into windows of T + 1 tokens that overlap by one: every token is predicted once per
-epoch. Documents in a window do not see each other unless they are `joined`; the first token of a
-document is not a target. If no set of documents matches the validation share, the end of the
+epoch. Documents in a window do not attend to each other unless they are `joined`; the first token
+of a document is not a target. If no set of documents matches the validation share, the end of the
 longest document is used for validation.
 
 A long document is tokenized in pieces, cut after a newline or else before a space, because a
@@ -28,8 +28,8 @@ from train.tasks.examples import describe_example
 from train.tasks.fields import Fields
 from train.tasks.files import common_place, find_files, lines, records, split, text_field
 
-# Four per chunk, for four cores. With pieces of 2**20, 20 MB of text took 430 MB of memory besides
-# the tokens instead of 150 MB, in the same time.
+# Four pieces per chunk, for four cores. With pieces of 2**20 characters, 20 MB of text took 430 MB
+# of memory instead of 150 MB, in addition to the tokens, and the same time.
 PIECE_CHARACTERS = CHUNK_CHARACTERS // 4
 SUFFIXES = (".txt", ".jsonl", tables.SUFFIX)
 
@@ -44,7 +44,7 @@ def make(
     joined: bool = False,
     field: str = "text",
 ) -> Task:
-    """Creates the task of predicting the next token; arguments as for `task_of_answers`."""
+    """Creates the task of predicting the next token, with the arguments of `task_of_answers`."""
     files = find_files(data, SUFFIXES)
     notes, checksum = list(files.notes), int(joined)
     sides: list[Documents] = []
@@ -82,7 +82,7 @@ class Documents(NamedTuple):
 class Windows:
     """Overlapping windows of `length + 1` tokens over joined documents.
 
-    If there are several documents, and they are not `joined`, windows have positions.
+    If there are several documents, and they are not `joined`, windows contain positions.
     """
 
     def __init__(self, documents: Documents, length: int, *, joined: bool = False):
@@ -118,7 +118,7 @@ def as_one(tokens: np.ndarray) -> Documents:
 
 
 def _split(documents: Documents, *, validation_share: float, seed: int) -> list[Documents]:
-    """Splits by whole documents, or cuts the longest if whole documents miss the share."""
+    """Splits by whole documents, or cuts the longest document if no such split fits the share."""
     tokens, begins, lengths = documents
     wanted = validation_share * lengths.sum()
     if len(lengths) > 1:
@@ -174,13 +174,13 @@ def _pieces_of(
 
 
 def _documents(path: Path, field: str, fields: Fields) -> Iterator[Iterable[str]]:
-    """Yields the documents of a file; a text file comes line by line."""
+    """Yields the documents in a file; a text file is one document, read line by line."""
     if path.name.lower().endswith(".txt"):
         yield (line for _, line in lines(path))
         return
     for where, record in records(path):
         fields.check(where, record)
-        yield [text_field(where, record, field, remedy="Name it with --text-column")]
+        yield [text_field(where, record, field, remedy="Pass its name with --text-column")]
 
 
 def _cut(parts: Iterable[str]) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Real text on every machine: the source files of Python's standard library.
+"""Reads real text that every machine has: the source files of Python's standard library.
 
-A byte is a token. The files are shuffled with the seed and cut off at the requested size; the first
-files are for validation. Each side is joined, with a zero byte before each file.
+Each byte is a token. The files are shuffled with the seed and cut off at the requested size; the
+first files are for validation. Each side is joined, with a zero byte before each file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY = 256  # the values of a byte
 
 FILE_START = b"\0"  # occurs in no source file
 
-# Installed packages, parts that many distributions omit, and tables in the form of code.
+# Folders with installed packages, parts that many distributions omit, and tables as code.
 SKIPPED_FOLDERS = frozenset(
     "site-packages dist-packages __pycache__ test tests idlelib turtledemo encodings "
     "pydoc_data".split()
@@ -44,7 +44,8 @@ def source_files(root: Path) -> list[Path]:
     """Returns the Python source files below `root`, as sorted relative paths."""
     paths = []
     for folder, subfolders, names in os.walk(root):
-        # In place, so that the walk does not enter them, because site-packages can be huge.
+        # Changed in place, so that the walk does not enter these folders: site-packages can be
+        # huge.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     return sorted(paths, key=Path.as_posix)
@@ -53,7 +54,7 @@ def source_files(root: Path) -> list[Path]:
 def split_files(
     root: Path, files: list[Path], *, seed: int, max_bytes: int, validation_share: float
 ) -> tuple[list[Path], list[Path]]:
-    """Splits `files`, of at most `max_bytes`, into sorted training and validation files."""
+    """Splits `files`, up to `max_bytes`, into sorted training and validation files."""
     shuffled = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     ends = np.cumsum([(root / path).stat().st_size for path in shuffled])
     # A file that crosses a limit belongs to the side before the limit.
@@ -71,7 +72,7 @@ def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:
         raise DataError(
-            f"{len(text)} bytes of text fill no window of {sequence_length} bytes. Raise "
+            f"{len(text)} bytes of text are too few for {sequence_length}-byte windows. Raise "
             "`corpus_megabytes`."
         )
     return Windows(as_one(text), sequence_length)

@@ -1,7 +1,7 @@
-"""Parquet tables, as Hugging Face's `datasets` writes them.
+"""Reads Parquet tables, as written by Hugging Face's `datasets`.
 
-Needs `pyarrow`, in the extra `data`. A row is a dict by column, like a JSON object. Nested objects
-lose their nulls, because a column gives all objects the fields of any object.
+Needs `pyarrow`, in the extra `data`. A row is a dict with an entry per column, like a JSON object.
+Nested objects lose their nulls, because all objects in a column have the same fields.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ def _opened(path: Path) -> Iterator[Any]:
         size = path.stat().st_size if path.exists() else 0
         raise DataError(
             f"{path}: pyarrow cannot read a table from its {size} bytes ({error}). A repository "
-            "cloned without git-lfs has only pointers."
+            "cloned without git-lfs contains only pointers."
         ) from error

@@ -17,7 +17,7 @@ from zenflow_jax._spec.rules import check_int_or_none
 class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     """Writes an engine's state from the engine's own memory, while the run continues.
 
-    orbax finds it by the arguments `EngineSave` and `EngineRestore`.
+    orbax chooses this handler for the arguments `EngineSave` and `EngineRestore`.
 
     Examples:
         >>> import orbax.checkpoint as ocp, zenflow_jax
@@ -43,7 +43,7 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
 
         def close_after() -> None:
             # If orbax cannot create the folder, it never writes, and raises only at the next save.
-            # The run waits for the stream, and would deadlock before that (orbax 0.12.8).
+            # Until then the run would wait for the stream, a deadlock (orbax 0.12.8).
             with contextlib.suppress(Exception):  # raised by orbax
                 written.result()
             stream.close()
@@ -78,8 +78,8 @@ class EngineSave(ocp.args.CheckpointArgs):
 
     Attributes:
         engine: The engine.
-        copy_bytes: Maximum number of bytes for copies. None: one byte for each of this process's
-            offloaded parameters. With 16 bytes each, training never waits.
+        copy_bytes: Maximum number of bytes for copies. None means one byte for each of this
+            process's offloaded parameters. With 16 bytes each, training never waits.
 
     Raises:
         TypeError: If `engine` is not a `HostEngine`.

@@ -1,9 +1,9 @@
 """Restores an engine's saved state into the host half, if it fits the run.
 
 Parameters, optimizer state and engine state must be from the same moment. Each engine draws a
-number, the same in all of the run's processes, which determines the tokens in the optimizer's and
+number, which all processes in the run share, and which determines the tokens in the optimizer's and
 the engine's state: equal steps and tokens prove the same moment. Parameters carry no token, so the
-engine's state has a checksum of each, its fingerprint.
+engine's state contains a checksum of each parameter, its fingerprint.
 """
 
 import contextlib
@@ -43,8 +43,9 @@ def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np
     piece = piece_of(x, index)
     if piece is None and not x.is_fully_addressable:
         raise ValueError(
-            f"The restored {name} of {part.spec.name} lacks this process's part {part.index}: it "
-            f"is on {x.sharding}. Restore with `abstract_engine_state(opt_state)` as the template."
+            f"The restored {name} of {part.spec.name} lacks this process's part {part.index}; its "
+            f"sharding is {x.sharding}. Restore with `abstract_engine_state(opt_state)` as the "
+            "template."
         )
     return np.asarray(x)[index] if piece is None else piece
 
@@ -58,20 +59,20 @@ def join_run(
     progress: Progress,
     updates: Updates,
 ) -> int:
-    """Resumes a saved state, if any; agrees with other processes on the run's number."""
+    """Resumes a saved state, if there is one; agrees with other processes on the run's number."""
     step, token = int(read(state.step)), int(read(state.token))
     devices = devices_of(weights)
     if engine_state is None:
         return agree(None, step, token, devices)
     specs = [leaf.spec for leaf in state.leaves]
-    sums = fingerprints(weights, specs)  # in all processes, even after an error in one
+    sums = fingerprints(weights, specs)  # in all processes, even after an error in one of them
     try:
         counts = counts_from_tree(engine_state["counts"])
         _check_selection(offloaded, state)
         before = _resume_host(worker, counts, engine_state["leaves"], offloaded)
         refusal = find_difference(counts, step, token, sums, specs)
     except (OSError, ValueError) as error:
-        # The other processes may have read the state without an error, and be waiting.
+        # The other processes may have read the state without an error, and may be waiting.
         with contextlib.suppress(ValueError):
             agree(str(error), step, token, devices)
         raise
@@ -89,8 +90,8 @@ def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
         channels = host_channels(part.of(states[part.leaf].channels), part)
         if channels.size and not 0 <= channels.min() <= channels.max() < part.spec.n:
             raise UnfitRunError(
-                f"Fewer devices than now divided the channel axis of {part.spec.name} when its "
-                "channels were selected. Resume with at most as many devices along this axis."
+                f"When the channels of {part.spec.name} were selected, its channel axis was split "
+                "over fewer devices than now. Resume with at most as many devices along this axis."
             )
 
 
@@ -154,14 +155,14 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
 
 
 def _check_layout(written: Any) -> None:
-    """Rejects a different layout, from files or from any saver's tree."""
+    """Rejects a different layout, whether from files or from another checkpoint library's tree."""
     names = written if isinstance(written, Mapping) else {}
     if list(names) != [_version.LAYOUT_NAME]:
         layout = ", ".join(names) or "unknown, from a version before 0.2.0"
         raise UnfitRunError(
-            f"This version reads an `engine_state` of {_version.LAYOUT_NAME}; the layout of this "
-            f"one is {layout}. Continue with the version that wrote it, or start a new run from "
-            "its parameters, with `tx.init(params)`."
+            f"This version reads {_version.LAYOUT_NAME}, but the layout of this `engine_state` is "
+            f"{layout}. Continue with the version that wrote it, or start a new run from its "
+            "parameters, with `tx.init(params)`."
         )
 
 
@@ -176,7 +177,7 @@ _MAY_CHANGE = (
 
 
 def _describe_options(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str, str]:
-    """Describes the result of `options_of` in words, with the names used in messages."""
+    """Describes the result of `options_of`, with the names that error messages use."""
     words = {
         f"`{name}`": _number(*np.ravel(x).tolist())
         for name, x in options.items()
@@ -195,7 +196,7 @@ def _describe_options(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> 
 
 
 def _number(number: float | int, rule: float = 0.0, share: float = 0.0) -> str:
-    def text(x: float | int) -> str:  # all of its digits, as float32
+    def text(x: float | int) -> str:  # all digits of a float32
         return np.format_float_positional(np.float32(x), trim="-")
 
     words = "None" if number < 0 else text(number)
@@ -218,16 +219,16 @@ def fingerprints_alive(
 
 
 def _as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
-    """Returns fingerprints to save, with 1 instead of 0; waits for them."""
+    """Waits for fingerprints to save, and returns them with 1 instead of 0."""
     return np.maximum(np.array(jax.device_get(sums), np.uint32), 1)
 
 
 def find_difference(
     counts: Counts, step: int, token: int, sums: Sequence[jax.Array], specs: Sequence[LeafSpec]
 ) -> str | None:
-    """Describes how state or parameters differ from a saved engine's; None if they match.
+    """Describes how state or parameters differ from a saved engine's state; None if they match.
 
-    `sums` are the parameters' fingerprints; a 0 in `counts` matches any.
+    `sums` are the parameters' fingerprints; a 0 in `counts` matches any fingerprint.
     """
     same = (counts.fingerprints == 0) | (counts.fingerprints == _as_saved(sums))
     changed = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
@@ -245,14 +246,14 @@ def find_difference(
         return None
     return (
         f"{problem}. Save and restore parameters, optimizer state and engine state together, and "
-        "change none of them in between."
+        "do not change them in between."
     )
 
 
 def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:
     """Draws the run's number at random, and returns the same number in every process.
 
-    It waits for the other processes, and raises if any has a `refusal` or a different state.
+    Waits for the other processes, and raises if any process has a `refusal` or a different state.
     """
     own = [secrets.randbits(31), int(refusal is not None), step, token]
     several = len({device.process_index for device in devices}) > 1
@@ -268,9 +269,9 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
             )
         if moment != first[2:]:
             raise ValueError(
-                f"Process {process} restored a state from step {moment[0]}, and process {leader} "
-                f"one from step {first[2]} or another run. Restore the same checkpoint in every "
-                "process."
+                f"Process {process} restored a state from step {moment[0]}, but process {leader} "
+                f"restored a state from step {first[2]} or from another run. Restore the same "
+                "checkpoint in every process."
             )
     return first[0]
 

@@ -1,7 +1,7 @@
 """Captures an engine's state at one moment, for a tree in memory or for files.
 
-Each process writes one file, from the host's own memory, while the run continues. The file has the
-parts that this process saves, each under its place in the leaf (`stored.py` reads them).
+Each process writes one file, from the host's own memory, while the run continues. The file contains
+the parts that this process saves, each under its place in the leaf (`stored.py` reads them).
 """
 
 import contextlib
@@ -31,9 +31,9 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
 from zenflow_jax._host.state import HostLeaf
 
-# Elements to assemble at once, if the format in memory differs from the file's.
+# The number of elements to assemble at once, if the formats in memory and in the file differ.
 _CHUNK = 1024 * 1024
-# How often a waiting thread checks whether it should end.
+# The interval at which a waiting thread checks whether it should end.
 _POLL_S = 0.1
 
 
@@ -67,7 +67,7 @@ class Saver:
         self._weights = [weakref.ref(x) for x in weights]
 
     def has_noted(self, weights: Sequence[jax.Array]) -> bool:
-        """Returns whether `weights` are the parameters noted last."""
+        """Returns whether `weights` are the last noted parameters."""
         return all(x is known() for x, known in zip(weights, self._weights, strict=True))
 
     def tree(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Saver:
 
 
 class Snapshot:
-    """The host's leaves at one moment, in the order of saving; each has `nbytes` and can `copy`.
+    """The host's leaves at one moment, in the order of saving; each has `nbytes` and `copy()`.
 
     A leaf that is overwritten before it is saved is copied, if there is room for copies; otherwise
     its writer waits for the saver, which saves that leaf next.
@@ -151,7 +151,7 @@ class Snapshot:
 
     @property
     def done(self) -> bool:
-        """Returns whether no writer still has to wait for the saver."""
+        """Returns whether writers no longer have to wait for the saver."""
         with self._condition:
             return self._in_use is None and self._unsaved.keys() <= self._copied
 
@@ -201,7 +201,7 @@ class Snapshot:
             self._condition.notify_all()
 
     def _reads(self, i: int) -> bool:
-        """Returns whether the saver reads memory of leaf `i`, or will."""
+        """Returns whether the saver is reading leaf `i`'s memory, or will read it."""
         return self._in_use == i or (i in self._unsaved and i not in self._copied)
 
 
@@ -211,11 +211,11 @@ class EngineStream:
 
     offloaded: OffloadedLeaves
     arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # for each offloaded leaf
-    small: Mapping[str, Any]  # counts and options, the same in all processes
+    small: Mapping[str, Any]  # counts and options, which are equal in all processes
     everywhere: Any  # the sharding for arrays of `small`
     before: Sequence[np.ndarray | None]  # for each part, as `Updates.before`
     adam: HostAdam  # sums mail, on the thread that writes
-    # For each saved part, its arrays' places in the leaf's arrays; empty sums are left out.
+    # For each saved part, the places of its arrays in the leaf's arrays; empty sums are left out.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
     snapshot: Snapshot  # the host's arrays of these parts
     processes: Sequence[int]  # ascending; each writes a file

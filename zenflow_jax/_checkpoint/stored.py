@@ -1,7 +1,7 @@
 """Files with an engine's state: written in pieces, in any order, and read on demand.
 
-They use the safetensors format. That format's own library only writes whole arrays from memory, for
-which there is no room during a save. `saving.py` describes the contents.
+They use the safetensors format. The safetensors library can write only whole arrays from memory,
+which has no room for them during a save. `saving.py` describes the contents.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ def write_state(
     """Writes this process's file of a saved state to an existing folder.
 
     Each of `processes` writes one file. `small` is a tree of arrays; `leaves` lists the large
-    arrays. `tensors` has dtype and shape of the pieces in this file; `chunks` has their elements in
-    order, each with the piece's name and first index.
+    arrays. `tensors` gives the dtype and shape of each piece in this file; `chunks` yields their
+    elements in order, each chunk with the piece's name and first index.
     """
     flat = dict(_flat(small, ""))
     tensors = {name: (x.dtype, x.shape) for name, x in flat.items()} | dict(tensors)
@@ -51,7 +51,7 @@ def write_state(
     number, count = processes.index(jax.process_index()), len(processes)
     shapes = [{name: (x.dtype.name, x.shape) for name, x in leaf.items()} for leaf in leaves]
     metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
-    # Names, not elements: parts of a leaf that share channels write the same step counts.
+    # Checks names, not elements, because parts of a leaf that share channels write the same counts.
     missing = {name for name, (_, shape) in tensors.items() if 0 not in shape}
     with _new_file(folder / file_name(number, count), tensors, metadata) as write:
         whole = ((name, 0, x) for name, x in flat.items())
@@ -79,7 +79,7 @@ def _new_file(
 ) -> Iterator[Callable[..., None]]:
     """Makes a new file, which is on disk when the block ends without an error.
 
-    Until then it has no header, so it is unreadable. `arrays` has each array's dtype and shape.
+    Until then it has no header, so it is unreadable. `arrays` gives each array's dtype and shape.
     Yields `write(name, begin, elements)`.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -135,12 +135,13 @@ class _Tensor:
             change = "overwritten"
         raise (FileNotFoundError if change == "deleted" else ValueError)(
             f"{self.path} was {change} after the engine's state was restored. Restore again, and "
-            "keep that checkpoint until the engine is made: it reads the large arrays itself."
+            "keep that checkpoint until the engine is created, because the engine reads the large "
+            "arrays."
         )
 
 
 def _stamp(file: int) -> tuple[int, int]:
-    """Returns size and modification time, to recognize another file with the same name."""
+    """Returns size and modification time, which identify a file that was replaced."""
     status = os.fstat(file)
     return status.st_size, status.st_mtime_ns
 
@@ -192,12 +193,12 @@ class StoredArray:
         self._name = f"leaves/{leaf}/{name}"
         self.shape = shape
         self.dtype = dtype
-        self.pieces: dict[tuple[int, ...], _Tensor] = {}  # by their start
+        self.pieces: dict[tuple[int, ...], _Tensor] = {}  # by their start indices
         # Sums of windows without steps are not written.
         self._zero_elsewhere = name == "total"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a part: `index` has a slice with start and stop for each axis."""
+        """Reads a part; `index` contains a slice with start and stop for each axis."""
         out = aligned_zeros([s.stop - s.start for s in index], self.dtype)
         read = 0
         for start, piece in self.pieces.items():
@@ -250,8 +251,8 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
     if len(moments) > 1:
         steps = " and ".join(str(step) for step, _ in sorted(moments))
         raise ValueError(
-            f"{folder} mixes files from several saves, of steps {steps} or other runs. Use another "
-            "checkpoint, or keep only the files of one save in the folder."
+            f"{folder} mixes files from several saves, of steps {steps} or of other runs. Use "
+            "another checkpoint, or keep only the files of one save in the folder."
         )
     return tree
 
@@ -265,7 +266,8 @@ def _check_files(folder: Path, paths: Sequence[Path], processes: int) -> None:
     raise (FileNotFoundError if missing else ValueError)(
         f"{folder} {f'lacks {missing[0]}' if missing else f'also has {extra[0]}'}: `EngineSave` "
         f"writes one file for each of {processes} processes. Use another checkpoint, or keep only "
-        "the files of one save there. If another saver wrote `engine.state()`, restore with it."
+        "the files of one save there. If another library saved `engine.state()`, restore with that "
+        "library."
     )
 
 

@@ -1,7 +1,8 @@
-"""An engine's state as a tree of arrays, which any number of devices and processes can read.
+"""An engine's state as a tree of arrays, which can be read on any number of devices and processes.
 
-Arrays are global and in host memory. Large arrays are placed like their leaf's parts, so a saver
-writes each part once, from a process that has it. Small arrays are replicated on every device.
+Arrays are global and in host memory. Large arrays are placed like their leaf's parts, so a
+checkpoint library writes each part once, from a process that holds it. Small arrays are replicated
+on every device.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ _NUMBERS = "step windows token skipped reselections open_steps counted pending".
 
 
 def options_of(state: ZenFlowState) -> dict[str, Any]:
-    """Returns the options that a resumed run must share with the saved one, as numbers."""
+    """Returns the options that a resumed run must share with the saved run, as numbers."""
     schedule = state.schedule
     specs = [leaf.spec for leaf in state.leaves]
     rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups)) for s in specs]
@@ -43,7 +44,8 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
             name: np.array(-1 if (x := getattr(schedule, name)) is None else x, np.float32)
             for name in sorted(numbers)
         },
-        # 1 for "per_window", whose sums the optimizer state has; the other two are bit-identical.
+        # 1 for "per_window", whose sums are in the optimizer state; the other two are
+        # bit-identical.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
         # For each leaf: channel axis (-1 if resident), selected channels, weight decay, ranges.
         "leaves": np.array(rows, np.int32).reshape(-1, 4),
@@ -108,7 +110,8 @@ def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
     return {
         "counts": _counts_to_tree(counts, state.schedule),
         "options": options_of(state),
-        # Named as in the optimizer state, so that savers that compare names show both versions.
+        # Named as in the optimizer state, so that a library that compares names shows both
+        # versions.
         "layout": {_version.LAYOUT_NAME: np.array(_version.LAYOUT, np.int32)},
     }
 
@@ -172,7 +175,7 @@ def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any
         del arrays["total"]  # the sums are mail in the optimizer state
     arrays["steps"] = counts(spec.n)
     if spec.k:  # orbax cannot write empty arrays
-        # Channels selected while the pending update's window, if any, was open.
+        # The channels that were selected while the pending update's window was open.
         arrays["before"] = counts(spec.k)
     return arrays
 
@@ -184,6 +187,6 @@ def place_of(name: str, part: Part, spec: LeafSpec) -> tuple[slice, ...]:
     assert part.spec.axis is not None
     channels = part.index[part.spec.axis]
     if name == "before":
-        # Each piece on the channel axis has its share of the selected channels, in order.
+        # Each piece of the channel axis holds its share of the selected channels, in order.
         channels = slice(channels.start * spec.k // spec.n, channels.stop * spec.k // spec.n)
     return (*part.index[: len(part.spec.stack)], channels)

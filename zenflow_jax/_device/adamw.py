@@ -1,6 +1,6 @@
 """One AdamW step on float32 arrays with a step count per channel, and the sum of gradients.
 
-The functions are pure and elementwise. `_host/adam.py` is the twin on NumPy arrays.
+The functions are pure and elementwise. `_host/adam.py` is the counterpart for NumPy arrays.
 """
 
 import jax
@@ -40,7 +40,7 @@ def adamw(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """Returns the change in masters `p` and the new moments, as `optax.adamw` computes them.
 
-    All are float32. `steps`, int32, counts each channel's Adam steps, this step included.
+    All are float32. `steps` (int32) counts each channel's Adam steps, including this step.
     """
     mu = scalars.b1 * mu + scalars.one_minus_b1 * g
     nu = scalars.b2 * nu + scalars.one_minus_b2 * jnp.square(g)
@@ -56,7 +56,7 @@ def change_of(
     *,
     decay: bool,
 ) -> Float[Array, "..."]:
-    """Returns the change in `p` from the moments after the step; arguments as for `adamw`."""
+    """Returns the change in `p`, given the moments after the step; arguments as for `adamw`."""
     t = steps.astype(jnp.float32)
     corrected = mu / (1 - scalars.b1**t), nu / (1 - scalars.b2**t)
     direction = corrected[0] / (jnp.sqrt(corrected[1]) + scalars.eps)

@@ -1,7 +1,7 @@
 """Device programs that the engine runs between steps: merge, choose, enter and measure.
 
-Each is one program for all leaves. Parameters are always whole leaves; if `specs` are for ranges,
-so are all other arrays.
+Each program handles all leaves. Parameters are always whole leaves; if `specs` describe ranges, all
+other arrays are ranges, too.
 """
 
 import math
@@ -31,7 +31,7 @@ Specs = tuple[LeafSpec, ...]
 
 
 def split_uploads(uploads: Sequence[Any], specs: Sequence[LeafSpec]) -> tuple[list[Any], list[Any]]:
-    """Returns the uploads that a merge donates to its result, and those that it keeps."""
+    """Returns the uploads that a merge donates to its result, and the uploads that it keeps."""
     pairs = list(zip(uploads, map(_becomes_weight, specs), strict=True))
     return [x for x, becomes in pairs if becomes], [x for x, becomes in pairs if not becomes]
 
@@ -51,7 +51,8 @@ def merge(
     """Returns the parameters with a window's update on deferred channels.
 
     `donated` and `kept` come from `split_uploads`; `specs` are for leaves or ranges. `during` and
-    `after` are rows of the channels selected during the window and since; the update has neither.
+    `after` are rows of the channels selected during the window and since then; the update contains
+    neither.
     """
 
     def merge_leaf(
@@ -104,7 +105,7 @@ def choose(
     *,
     specs: Specs,
 ) -> tuple[Arrays, Array, Arrays, Arrays]:
-    """Returns the channels to select, also as rows, the current masters, and zero scores."""
+    """Returns the channels to select, the same channels as rows, their masters, and zero scores."""
 
     def choose_in_leaf(
         shard: Shard, weight: Any, scores: Array, channels: Array, master: Array | None

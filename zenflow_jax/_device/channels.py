@@ -1,8 +1,8 @@
 """Channels: their axis, their scores, and their selection.
 
 A leaf is `(*stack, *rows, n, *tail)`: each stack entry has `n` channels along the channel axis, and
-`k` of them are selected. Rows exist only if the channel axis is a matrix's last axis, a tail only
-if it is not. Because of `shards.py`, these functions see only one device's piece, which selects
+`k` of them are selected. There are rows only if the channel axis is a matrix's last axis, and a
+tail only if it is not. Through `shards.py`, these functions get one device's piece, which selects
 among its own channels.
 """
 
@@ -14,7 +14,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 
 
 def broadcast_channels(per_channel: Shaped[Array, "..."], spec: LeafSpec) -> Shaped[Array, "..."]:
-    """Adds unit axes to `(*stack, channels)`, so that it broadcasts against the leaf."""
+    """Adds unit axes to an array `(*stack, channels)`, so that it broadcasts against the leaf."""
     assert spec.axis is not None
     rows = spec.axis - len(spec.stack)
     tail = len(spec.shape) - spec.axis - 1
@@ -45,7 +45,7 @@ def take(x: Shaped[Array, "..."], index: Int[Array, "..."], spec: LeafSpec) -> S
 
 
 def positions(channels: Int[Array, "... k"], n: int) -> Int[Array, "... n"]:
-    """Returns each channel's place among the selected channels; -1 if it is deferred."""
+    """Returns each channel's place among the selected channels, or -1 for a deferred channel."""
 
     def in_entry(channels):
         place = jnp.arange(channels.shape[0], dtype=jnp.int32)

@@ -1,7 +1,7 @@
-"""Builds the state before the first step, placed as `update` returns it.
+"""Builds the state before the first step, with the placement of `update`'s results.
 
-If the shardings of the first and second states differ even in spelling, jit compiles the step
-twice. So on a mesh, the first state also comes out of jit.
+If the first and second states' shardings differ even in spelling, jit compiles the step twice. So
+on a mesh, the first state is also made by jit.
 """
 
 from collections.abc import Mapping
@@ -32,12 +32,12 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
         check_placement(leaves, specs)
     build = partial(_build, specs=specs, static=static)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        # Shapes in, shapes out: shapes have no values for masters.
+        # Shapes have no values for masters, so the result consists of shapes, too.
         return with_shardings(jax.eval_shape(build, leaves), leaves)
     weights = [jnp.asarray(p) for p in leaves]
     if not specs and not isinstance(params, Mapping | list | tuple | None):
         # `optax.tree_map_params` passes a placeholder, neither arrays nor an empty container, and
-        # expects it in the places of per-leaf states.
+        # expects it in place of per-leaf states.
         return build(weights)._replace(leaves=params, mail=params)
     like = next(iter(weights), None)
     if traced or all(spec.placement is None for spec in specs):
@@ -64,8 +64,8 @@ def _build(
             partial(_first_leaf, spec=spec), spec, [Layout(spec).block], leaf_layout(spec)
         )
         leaves.append(make(p))
-    # Tokens start from a number that differs between runs and is the same when a run is repeated,
-    # so that an engine recognizes another run's state. A few leaves of the parameters determine it.
+    # Tokens start from a number that differs between runs, but not when a run is repeated, so that
+    # an engine recognizes another run's state. The number is computed from a few leaves.
     few = slice(None, None, len(weights) // 8 + 1)
     bits = sum(fingerprints(weights[few], specs[few]), start=jnp.zeros((), jnp.uint32))
     each, step_scalars = None, None
@@ -82,7 +82,7 @@ def _build(
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         grad_norm=jnp.zeros((), jnp.float32),
         leaves=LeafStates(tuple(leaves), static),
-        mail=each,  # pyright: ignore[reportArgumentType] - the caller adds what is None here
+        mail=each,  # pyright: ignore[reportArgumentType] - the caller replaces None
         token=(bits & 0x3FFFFFFF).astype(jnp.int32),
         step_scalars=step_scalars,  # pyright: ignore[reportArgumentType]
         layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
@@ -117,9 +117,9 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
 def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
     """Makes one leaf's mail before the first step.
 
-    It has the shape of mail if sums start from it, or if either branch of `optax.MultiSteps` may
-    return it. Otherwise it is one element per device, with the same sharding, and not empty,
-    because some savers reject empty arrays.
+    The array has the shape of mail if sums start from it, or if a branch of `optax.MultiSteps` may
+    return it. Otherwise it is one element per device, with the same sharding; it is not empty,
+    because some checkpoint libraries reject empty arrays.
     """
     if not sending.in_step:
         rank = len(spec.shape)

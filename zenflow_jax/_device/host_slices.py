@@ -1,9 +1,9 @@
-"""Rejects slices of host memory inside loops where XLA for GPUs gets them wrong.
+"""Rejects slices of host memory inside loops if XLA for GPUs miscompiles them.
 
-XLA annotates such a slice with an offset and a step in bytes, which its runtime uses to copy. In
-jax 0.10.2 and 0.11.0, they do not match the index (openxla/xla#46231, fixed in 0.11.1): layers are
-silently read and written in the wrong order. jax knows a program's device when it lowers the
-program, so such slices go through an identity without a lowering for GPUs.
+XLA annotates such a slice with an offset and a step in bytes, which its runtime uses for the copy.
+In jax 0.10.2 and 0.11.0, these numbers do not match the index (openxla/xla#46231, fixed in 0.11.1):
+layers are silently read and written in the wrong order. jax knows a program's device when it lowers
+the program, so such slices go through an identity without a lowering for GPUs.
 """
 
 import os
@@ -28,9 +28,9 @@ _sliced_p.def_abstract_eval(lambda x: x)
 
 
 def check_slices(x: jax.Array) -> jax.Array:
-    """Returns `x`; a GPU program that reads it fails to lower if XLA would get slices wrong.
+    """Returns `x`; a GPU program that reads it fails to lower if XLA would miscompile its slices.
 
-    It cannot be differentiated.
+    The function cannot be differentiated.
     """
     return x if jax.__version_info__ >= _FIXED else _sliced_p.bind(x)
 
@@ -40,8 +40,8 @@ def _refuse() -> None:
         return
     raise NotImplementedError(
         f"jax {jax.__version__} reads and writes streamed layers in the wrong order on GPUs "
-        "(openxla/xla#46231). Install jax 0.11.1 or newer, which needs Python 3.12; or set "
-        f"XLA_FLAGS=--xla_disable_hlo_passes={_PASS} before Python starts, at some cost of speed."
+        "(openxla/xla#46231). Install jax 0.11.1 or newer, which needs Python 3.12, or set "
+        f"XLA_FLAGS=--xla_disable_hlo_passes={_PASS} before Python starts, which costs some speed."
     )
 
 

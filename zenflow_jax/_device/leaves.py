@@ -12,9 +12,9 @@ from zenflow_jax._spec.leaf import LeafSpec, plain_name
 
 
 class Places:
-    """Finds a state's leaves in a caller's tree, which may have more leaves, by key path.
+    """Finds a state's leaves by key path in a caller's tree, which may contain other leaves.
 
-    It searches once for each structure, because callers pass a tree at every step.
+    Searches only once for each structure, because callers pass a tree at every step.
     """
 
     def __init__(self, specs: Sequence[LeafSpec]):
@@ -23,7 +23,7 @@ class Places:
         self._known: list[tuple[Any, list[int]]] = []
 
     def __call__(self, params: Any) -> tuple[list[Any], Any, list[int]]:
-        """Returns the leaves of `params`, their structure, and each state leaf's index in them."""
+        """Returns the leaves of `params`, their structure, and the index of each state leaf."""
         leaves, treedef = jax.tree.flatten(params)
         for structure, places in self._known:
             if structure == treedef:
@@ -45,20 +45,21 @@ class Places:
         if missing:
             unknown = sorted(by_name.keys() - set(names))
             raise ValueError(
-                f"`params` lacks {first_names(missing)}, which the state was "
-                f"made for, among its {len(paths)} leaves"
-                f"{f', and has {first_names(unknown)} instead' if unknown else ''}. Pass the tree "
-                "that `tx.init` saw: for an nnx model `nnx.state(model)`, and no `optax.flatten`."
+                f"`params` lacks {first_names(missing)}, which the state was made for, among its "
+                f"{len(paths)} leaves"
+                f"{f', and has {first_names(unknown)} instead' if unknown else ''}. Pass the "
+                "tree that `tx.init` got: `nnx.state(model)` for an nnx model, and a tree without "
+                "`optax.flatten`."
             )
         return [by_name[name] for name in names]
 
 
-#: A run with frozen leaves passes the trained leaves, all parameters, and the model's whole state.
+#: A run with frozen leaves passes trees of trained leaves, all parameters, and the model's state.
 _STRUCTURES = 4
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Lists the first few names, and the number of others."""
+    """Lists the first few names, and the number of further names."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(name or "a bare array" for name in names[:4]) + more
 
@@ -76,7 +77,7 @@ def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
 
 
 def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list[int]]:
-    """Returns the `Places` of `params`, after a check of shapes and dtypes."""
+    """Returns the result of `Places` for `params`, after checking shapes and dtypes."""
     specs = [leaf.spec for leaf in state.leaves]
     weights, treedef, places = Places(specs)(params)
     check_leaves([weights[i] for i in places], specs)
@@ -84,7 +85,7 @@ def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list
 
 
 def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
-    """Returns the parameters' leaves; rejects trees that do not fit the state."""
+    """Returns the parameters' leaves; rejects trees that do not match the state."""
     if not isinstance(state, ZenFlowState):
         raise ValueError(
             f"The state is a {type(state).__name__}. Pass the ZenFlowState that `tx.init(params)` "
@@ -99,7 +100,8 @@ def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
         leaves = jax.tree.leaves_with_path(tree, is_leaf=is_streamed)
         if len(leaves) != len(specs):
             raise ValueError(
-                f"`{argument}` has {len(leaves)} leaves. Pass the {len(specs)} that `init` saw."
+                f"`{argument}` has {len(leaves)} leaves. Pass the {len(specs)} leaves that `init` "
+                "got."
             )
         for (path, x), spec in zip(leaves, specs, strict=True):
             name, shape, is_real = plain_name(path), x.shape, jnp.issubdtype(x.dtype, jnp.floating)
@@ -108,20 +110,20 @@ def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
                 dtype = spec.dtype.name if argument == "params" else "real floating point"
                 raise ValueError(
                     f"`{argument}` has {x.dtype} {shape} at {name}. Pass {dtype} {spec.shape} at "
-                    f"{spec.name}, as `init` saw it."
+                    f"{spec.name}, like the leaf that `init` got."
                 )
             if is_streamed(x) and argument == "params":
                 raise ValueError(
-                    f"`params` has {name} as `streaming.stream` returns it. Pass the parameters "
+                    f"`params` contains {name} from `streaming.stream`. Pass the parameters "
                     "themselves."
                 )
     return jax.tree.leaves(params)
 
 
 def check_outside_of_shard_map(
-    name: str, remedy: str = "call it on the gradients that come out"
+    name: str, remedy: str = "call it outside, on the resulting gradients"
 ) -> None:
-    """Rejects calls inside `shard_map` and `pmap`, where each device would decide on its own."""
+    """Rejects calls inside `shard_map` and `pmap`, where each device would decide separately."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def mail_rank(specs: Sequence[LeafSpec]) -> int:
-    """Returns the rank of all arrays in host memory: higher than any array's on the device.
+    """Returns the rank of all arrays in host memory, which exceeds the rank of any device array.
 
     If jit chooses shardings, XLA may alias a donated buffer to an output of the same shape and
     dtype in the *other* memory, and the process aborts. Unit axes make such a pair impossible.
@@ -40,7 +40,7 @@ def shape_with_rank(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 
 def without_units(entries: Sequence[T], rank: int) -> tuple[T, ...]:
-    """Drops the entries for unit axes, from one entry per mail axis to one per leaf axis."""
+    """Drops the entries for mail's unit axes, which leaves one entry per leaf axis."""
     return (*entries[: rank - 2], *entries[-2:])
 
 
@@ -58,7 +58,7 @@ def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.
 
 
 def copy_to_host(pieces: Any) -> Any:
-    """Starts copying a tree of arrays, each on one device, to pinned host memory next to it.
+    """Starts copying a tree of single-device arrays to pinned host memory next to each device.
 
     Plain copies run at any time; a device program would wait for its turn.
     """
@@ -73,8 +73,8 @@ def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
 def commit(tree: Any, like: Any) -> Any:
     """Commits the arrays in `tree` to the device that holds `like`, if that is one device.
 
-    A jitted step returns a committed state; jit would compile it again after an uncommitted first
-    state.
+    A jitted step returns a committed state; after an uncommitted first state, jit would compile the
+    step again.
     """
     if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return tree
@@ -101,8 +101,8 @@ def read(x: jax.Array) -> np.ndarray:
     """Reads this process's first piece of an array that remains in use; read-only.
 
     The result is a view if the piece is in host memory: copy it to keep it. jax caches the NumPy
-    value (since jax 0.11 a view) in the array object that it came from, which would block the
-    array's donation. So this function, unlike `view`, goes through another array object.
+    value (a view since jax 0.11) in the array object that was read, which would block the array's
+    donation. So this function, unlike `view`, goes through another array object.
     """
     piece = x.addressable_data(0)
     alias = jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, [piece])
@@ -112,7 +112,7 @@ def read(x: jax.Array) -> np.ndarray:
 def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
     """Copies a tree of NumPy arrays to the device; the result never shares memory with them.
 
-    The copies may still run when this returns: do not change an array before the result is ready.
+    The copies may still be running on return: do not change an array until the result is ready.
     """
     if device.platform == "cpu":
         # The CPU backend aliases aligned NumPy memory even with `may_alias=False` (jax 0.10.0 to
@@ -133,7 +133,7 @@ def zeros_like(x: jax.Array, sharding: jax.sharding.Sharding | None = None) -> j
 
 
 def in_host_memory(x: jax.Array) -> jax.Array:
-    """Returns a placeholder if it is in host memory, else zeros like it in host memory."""
+    """Returns a placeholder that is in host memory, or zeros like it in host memory."""
     return x if x.sharding.memory_kind == HOST else zeros_like(x, x.sharding.with_memory_kind(HOST))
 
 

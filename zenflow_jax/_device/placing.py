@@ -30,10 +30,10 @@ from zenflow_jax._spec.mesh import placement_of
 def check_placement(
     weights: Sequence[Any], specs: Sequence[LeafSpec], *, abstract: bool = False
 ) -> None:
-    """Raises if a parameter is not where `init` saw it: on one device, or on a mesh.
+    """Rejects a parameter that is not where `init` saw it: on one device, or on a mesh.
 
-    `abstract` says that `weights` are shapes with shardings. Then a mesh of one device counts as a
-    mesh, because states that are made under jit and outside jit differ on it in their treedef.
+    With `abstract`, `weights` are shapes with shardings. Then a mesh with one device counts as a
+    mesh, because on such a mesh, states made under jit and outside jit have different treedefs.
     """
     for weight, spec in zip(weights, specs, strict=True):
         if not abstract and (not isinstance(weight, jax.Array) or isinstance(weight, Tracer)):
@@ -65,28 +65,29 @@ def check_placement(
             )
         ):
             raise ValueError(
-                f"{spec.name} has the sharding {weight.sharding}, but `tx.init` saw it divided by "
-                f"the mesh axes {expected.block} of {dict(expected.mesh.shape)}. Keep it there, "
-                "for example with `jax.jit(step, out_shardings=...)`."
+                f"{spec.name} has the sharding {weight.sharding}, but in `tx.init` it was divided "
+                f"by the mesh axes {expected.block} of {dict(expected.mesh.shape)}. Keep that "
+                "sharding, for example with `jax.jit(step, out_shardings=...)`."
             )
     devices = {frozenset(weight.sharding.device_set) for weight in weights}
     if len(devices) > 1:
         names = sorted(sorted(map(str, group)) for group in devices)
         raise ValueError(
-            f"Leaves are on different devices: {names[0]} and {names[1]}. Put all on the same."
+            f"Leaves are on different devices: {names[0]} and {names[1]}. Put them all on the same "
+            "devices."
         )
 
 
 def _is_typed_as_host(x: jax.Array) -> bool:
-    """Returns whether the type of an array in host memory has that memory, for tracing.
+    """Returns whether an array in host memory is also typed as such, which matters for tracing.
 
-    In jax 0.10.2, an array that was assembled from pieces, as savers do, has a different type.
+    In jax 0.10.2, an array that a checkpoint library assembled from pieces has a different type.
     """
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
-    """Adds a real state's shardings, as far as known, to an abstract state."""
+    """Adds a real state's shardings to an abstract state, as far as they are known."""
     known = [x.sharding for x in leaves if x.sharding is not None]
     meshes = [x for x in known if isinstance(x, NamedSharding) and not x.mesh.empty]
     if not known or (not meshes and isinstance(known[0], NamedSharding)):
@@ -127,7 +128,7 @@ def put_back(
 ) -> tuple[ZenFlowState, int]:
     """Returns the state with each array where `tx.init` put it, and the number of moved arrays.
 
-    `memories` includes arrays in the wrong memory. A step accepts both, but is compiled for each.
+    `memories` includes arrays in the wrong memory: a step accepts them, but is compiled again.
     """
     moved = 0
     on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
@@ -167,13 +168,14 @@ def place(params: Any, opt_state: Any) -> Any:
     memory, or its arrays on other devices.
 
     Args:
-        params: The parameters, in place.
-        opt_state: Their optimizer state. On a mesh of several devices, `zenflow` needs
-            `param_shardings` to make it under jit.
+        params: The parameters, correctly placed.
+        opt_state: The parameters' optimizer state. On a mesh of several devices, `zenflow` needs
+            `param_shardings` to make the state under jit.
 
     Returns:
-        The optimizer state. Arrays in place, and the states of other transformations, are the same
-        objects. For a step's `out_shardings`: `jax.tree.map(lambda x: x.sharding, opt_state)`.
+        The optimizer state. Arrays that are already in place, and other transformations' states,
+        are returned as they are. For a step's `out_shardings`, use
+        `jax.tree.map(lambda x: x.sharding, opt_state)`.
 
     Raises:
         ValueError: If the state was made for other parameters, or for another placement.
@@ -187,7 +189,7 @@ def place(params: Any, opt_state: Any) -> Any:
         'pinned_host'
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
-    state = jax.tree.map(jax.numpy.asarray, find_state(opt_state))  # savers may return NumPy arrays
+    state = jax.tree.map(jax.numpy.asarray, find_state(opt_state))  # restored arrays may be NumPy's
     weights = weights_in_place(params, state)
     return replace_state(opt_state, put_back(state, weights, memories=True)[0])
 
@@ -196,17 +198,16 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
     """Returns the shardings, with memory kinds, of the state that `tx.init` makes.
 
     Pass them to jit (`out_shardings` of the function that makes the state, `in_shardings` and
-    `out_shardings` of the step), or to a saver as the place of restored arrays.
+    `out_shardings` of the step), or to a checkpoint library for restored arrays.
 
     Args:
-        tx: A transformation with `zenflow` anywhere in it. On a mesh, `zenflow` needs
-            `param_shardings`.
+        tx: A transformation that contains `zenflow`. On a mesh, `zenflow` needs `param_shardings`.
         param_shapes: The parameters, or their shapes from `jax.eval_shape`.
         param_shardings: Tree of shardings like the parameters, or a prefix of it.
 
     Returns:
         A tree of shardings like the state. In other transformations, an array with a parameter's
-        path and shape has that parameter's sharding; all others are replicated.
+        path and shape has that parameter's sharding; all other arrays are replicated.
 
     Raises:
         ValueError: If `zenflow` does not know the mesh.
@@ -247,7 +248,7 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
 
 
 def weights_in_place(params: Any, state: ZenFlowState, *, abstract: bool = False) -> list[Any]:
-    """Returns the parameters of the state's leaves, whose placement `check_placement` accepts."""
+    """Returns the parameters of the state's leaves, after checking their placement."""
     leaves, _, places = match_leaves(params, state)
     weights = [leaves[i] for i in places]
     check_placement(weights, [leaf.spec for leaf in state.leaves], abstract=abstract)

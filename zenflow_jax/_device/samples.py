@@ -1,6 +1,6 @@
 """Checksums and samples of parameters, to detect changes by other code.
 
-Subnormal numbers and both zeros count as equal, because adding a zero may turn one into another.
+Subnormal numbers and both zeros count as equal, because adding zero may convert between them.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 
 
 def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
-    """Returns a uint32 checksum over all bits of each leaf, the same on any mesh."""
+    """Returns a uint32 checksum over all bits of each leaf, which does not depend on the mesh."""
     # Similar leaves share a program.
     bare = (dataclasses.replace(x.anonymous, k=0, transfer_dtype=None) for x in specs)
     return [_checksum(x, spec=spec) for x, spec in zip(weights, bare, strict=True)]
@@ -25,7 +25,7 @@ def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Ar
 
 def sample_of(block: Array) -> Array:
     """Returns some values from a device's block of a leaf, always at the same positions."""
-    # All layers of a stack, or 32 to 63 if it has more; about eight rows and columns of a matrix.
+    # All layers of a stack (32 to 63 if there are more); about eight rows and columns of a matrix.
     most = [32] * (block.ndim - 2) + [8, 8][max(2 - block.ndim, 0) :]
     strides = [max(size // m, 1) for size, m in zip(block.shape, most, strict=True)]
     return block[tuple(slice(stride // 2, None, stride) for stride in strides)]
@@ -42,7 +42,7 @@ def _sum_bits(shard: Shard, weight: Array, *, shape: tuple[int, ...]) -> Array:
     kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
     bits = jnp.where(small, jnp.uint32(0), bits)
-    # An odd factor loses no bits. Each position in the leaf has a different factor, to detect
+    # An odd factor does not lose bits. Each position in the leaf has a different factor, to detect
     # swaps.
     factor, stride = jnp.ones((), jnp.uint32), 2
     for axis in reversed(range(weight.ndim)):

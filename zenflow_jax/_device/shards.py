@@ -23,7 +23,7 @@ REPLICATED = PartitionSpec()
 
 
 class Layout:
-    """The partition specs of a leaf's arrays; all `REPLICATED` for a leaf on one device.
+    """The partition specs for a leaf's arrays; all are `REPLICATED` for a leaf on one device.
 
     Attributes:
         block: For the parameter and its updates.
@@ -45,7 +45,7 @@ class Layout:
             self.channels = partition_spec((*stack, place.block[spec.axis]))
 
     def mail(self, rank: int) -> PartitionSpec:
-        """Returns the spec of a part with mail's unit axes, as `memory.with_rank` adds them."""
+        """Returns the spec of a part with mail's unit axes, which `memory.with_rank` adds."""
         if self._place is None:
             return REPLICATED
         part, unit = self._place.part, ((),) * (rank - self._rank)
@@ -53,11 +53,11 @@ class Layout:
 
 
 class Shard:
-    """A leaf as one device sees it, inside `on_each_device`.
+    """A leaf from the view of one device, inside `on_each_device`.
 
     Attributes:
         block: The leaf's spec, as if this device's block were the whole parameter.
-        part: The same for the part that this device works on.
+        part: The leaf's spec, as if this device's part were the whole parameter.
         shares: For each axis, the mesh axes that divide a block among the devices that hold it.
     """
 
@@ -70,7 +70,7 @@ class Shard:
         self.shares: MeshAxes = ((),) * len(spec.shape) if place is None else place.shares
 
     def to_local(self, channels: jax.Array) -> jax.Array:
-        """Converts the leaf's `channels` to numbers on this device, which must have all of them."""
+        """Converts the leaf's `channels` to numbers on this device, which must hold all of them."""
         return channels - self._first_channel()
 
     def to_global(self, index: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ class Shard:
         return part
 
     def sum(self, per_channel: jax.Array) -> jax.Array:
-        """Sums over the devices that work on the same channels; over all, if resident."""
+        """Sums over the devices that work on the same channels; over all devices if resident."""
         return _psum(per_channel, [x for x, apart in self._divisions() if not apart])
 
     def sum_channels(self, x: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ class Shard:
         return _psum(x, [name for of_axis in names for name in of_axis])
 
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
-        """Sums over all devices, replicas included."""
+        """Sums over all devices, including replicas."""
         return _psum(x, () if self._place is None else self._place.mesh.axis_names)
 
     def first(self, axis: int) -> Any:
@@ -135,8 +135,8 @@ def on_each_device(
 ) -> Callable[..., Any]:
     """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
-    `takes` has a partition spec, or a prefix tree of specs, for each argument; for None, any value.
-    `gives` is the same for the result.
+    `takes` contains a partition spec, or a prefix tree of specs, for each argument; None allows any
+    value. `gives` is the spec, or tree of specs, for the result.
     """
     shard = Shard(spec)
     place = spec.placement
@@ -175,7 +175,7 @@ def on_each_device(
             mesh=place.mesh,
             in_specs=tuple(specs[i] for i in full),
             out_specs=gives,
-            # `Shard.gather` returns the same on all devices, but its type does not say so.
+            # `Shard.gather` returns equal values on all devices, but their type does not show this.
             check_vma=False,
         )(*(leaves[i] for i in full))
 
@@ -189,16 +189,16 @@ def each_leaf(
     gives: Callable[[Layout], Any],
     *columns: Iterable[Any],
 ) -> Iterator[Any]:
-    """Runs `on_each_device` for each leaf in turn; each column has an argument for every leaf."""
+    """Runs `on_each_device` for each leaf in turn; a column contains every leaf's argument."""
     for spec, *args in zip(specs, *columns, strict=True):
         layout = Layout(spec)
         yield on_each_device(f, spec, takes(layout), gives(layout))(*args)
 
 
 def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:
-    """Forces a traced gradient into its parameter's placement before anything reads it.
+    """Forces a traced gradient into its parameter's placement before it is read.
 
-    Otherwise the compiler may sum whole gradients over all devices to suit their first reader.
+    Otherwise the compiler may sum whole gradients over all devices to suit the first read.
     """
     place = spec.placement
     if place is None or place.explicit or not any(place.shares) or not isinstance(g, Tracer):

@@ -1,7 +1,7 @@
 """The state that `zenflow()` keeps between steps: a named tuple, with static facts in its treedef.
 
 The engine needs nothing else. Trees of shapes, shardings and partition specs also use these
-classes. Savers and trainers that walk the state find only arrays.
+classes. Checkpoint libraries and trainers that traverse the state find only arrays.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from zenflow_jax._spec.schedule import Schedule
 _ARRAYS = ("channels", "steps", "master", "mu", "nu", "scores")
 
 
-# Not a named tuple: savers and trainers build those again from their fields, without the spec.
+# Not a named tuple: other libraries rebuild named tuples from their fields, without the spec.
 @partial(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=("spec",))
 @dataclasses.dataclass(frozen=True, repr=False)
 class LeafState:
@@ -35,7 +35,7 @@ class LeafState:
     its arrays have the leaf's shape, and it has one step count, no channels and no scores.
     """
 
-    # Any, because trees of shapes and shardings have other leaves.
+    # Any, because trees of shapes and shardings have leaves of other types.
     channels: Int32[Array, "*stack k"] | Any  # ascending; None if resident
     steps: Int32[Array, "*stack k"] | Any  # () if resident
     master: Float32[Array, "*stack k tail"] | Any  # None: a float32 leaf is its own master
@@ -57,7 +57,7 @@ class LeafState:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """The settings that no step changes."""
+    """The settings, which do not change during a run."""
 
     schedule: Schedule  # when windows close and channels are selected
     send_gradients: SendGradients  # when gradients leave the device
@@ -92,23 +92,23 @@ class ZenFlowState(NamedTuple):
     """State of `zenflow()`: a pytree of arrays, with static settings in its treedef.
 
     Attributes:
-        step: int32 (). Steps taken, skipped steps included.
+        step: int32 (). Steps taken, including skipped steps.
         skipped: int32 (). Steps skipped because a gradient was not finite.
         skipped_in_a_row: int32 (). Steps skipped since the last step that counted.
         grad_norm: float32 (). The global norm of the last step's gradients, before clipping.
-        leaves: A sequence with a state for each leaf of the parameters, in order, and with the
-            settings in its treedef. It is not a tree like the parameters, because flax nnx passes
-            different trees to init and update.
-        mail: A tuple of each leaf's gradient, or its sum, depending on `send_gradients`; None for a
+        leaves: A sequence with each parameter leaf's state, in order, and with the settings in its
+            treedef. It is not a tree like the parameters, because flax nnx passes different trees
+            to init and update.
+        mail: A tuple with each leaf's gradient or sum, depending on `send_gradients`; None for a
             resident leaf. `exchange` replaces it after every step.
-        token: int32 (). Set by the engine's exchange, -1 after a step.
+        token: int32 (). The step token, which `exchange` sets; -1 after a step.
         step_scalars: The scalars in the mail.
         layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
             includes the number.
 
     With `send_gradients="during_step"`, mail is in pinned host memory, with unit axes. With
     "after_step", it stays on the device, where `exchange` replaces it with one element per device;
-    with "per_window", it is a sum on the device. With the last two, the state has nothing in host
+    with "per_window", it is a sum on the device. With the last two, no part of the state is in host
     memory: copies of a few scalars would make XLA:GPU keep all activations (benchmarks/LOG.md).
 
     Examples:
@@ -137,7 +137,7 @@ class ZenFlowState(NamedTuple):
         return self.leaves.static.send_gradients
 
     def __repr__(self) -> str:
-        # Code that walks optimizer states may put a placeholder here.
+        # Code that traverses optimizer states may put a placeholder here.
         if not isinstance(self.leaves, LeafStates):
             return f"ZenFlowState({self.leaves})"
         lines = [f"{self.leaves.static},", *map(repr, self.leaves)]
@@ -195,17 +195,17 @@ def put_state(whole: LeafState, part: LeafState) -> LeafState:
 
 
 def find_state(opt_state: Any) -> ZenFlowState:
-    """Finds the one `ZenFlowState` inside any optimizer state.
+    """Finds the only `ZenFlowState` inside any optimizer state.
 
     Args:
-        opt_state: The state of an optax transformation with `zenflow` anywhere in it.
+        opt_state: The state of an optax transformation that contains `zenflow`.
 
     Returns:
         The state, whose `step`, `skipped`, `skipped_in_a_row`, `grad_norm` and `leaves` may be read
         at any time.
 
     Raises:
-        ValueError: If `opt_state` has no `ZenFlowState`, or several.
+        ValueError: If `opt_state` does not contain exactly one `ZenFlowState`.
 
     Examples:
         >>> import jax.numpy as jnp, optax, zenflow_jax
@@ -218,8 +218,9 @@ def find_state(opt_state: Any) -> ZenFlowState:
         kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
         if is_nnx_state(opt_state):
             remedy = (
-                "An `nnx.State` has only arrays: pass its graphdef, `attach(step, graphdef=...)`; "
-                "or `nnx.merge` both, and pass model and optimizer to `engine.exchange_nnx`"
+                "An `nnx.State` contains only arrays: pass its graphdef, `attach(step, "
+                "graphdef=...)`, or `nnx.merge` both, and pass model and optimizer to "
+                "`engine.exchange_nnx`"
             )
         elif states:
             remedy = (
@@ -248,8 +249,9 @@ def register_flax_serialization() -> None:
         new = leaf.replace(**{x: serialization.from_state_dict(y, saved[x]) for x, y in arrays})
         if (shapes := _shapes(new)) != (expected := _shapes(leaf)):
             raise ValueError(
-                f"The saved state of {leaf.spec.name} has the shapes {shapes}, but the target "
-                f"has {expected}. Restore into `tx.init(params)` with the saved run's options."
+                f"The saved state of {leaf.spec.name} has the shapes {shapes}, but the target has "
+                f"the shapes {expected}. Restore into `tx.init(params)` with the saved run's "
+                "options."
             )
         return new
 

@@ -1,7 +1,7 @@
-"""Statistics for adaptive windows and selections, from numbers that a step computes anyway.
+"""Statistics for adaptive windows and selections, from numbers that a step computes in any case.
 
-The sums of squares per channel show how much gradient is deferred and how much is selected; the
-scores show what fraction of the best score is selected.
+The sums of squares per channel show how much of the gradient is deferred and how much is selected;
+the scores show which share of the best score is selected.
 """
 
 import math
@@ -22,7 +22,7 @@ def window_statistics(
 ) -> jax.Array:
     """Returns a step's statistics for `ScheduleState`: float32 [counted, *deferred, *selected].
 
-    They are zeros if the step is skipped. `squares` are sums per channel, before clipping.
+    All are zero if the step is skipped. `squares` are sums per channel, before clipping.
     """
     per_leaf = [
         _root_mean_squares(s, leaf.channels, verdict.factor, leaf.spec)
@@ -79,6 +79,6 @@ def _selected_and_best(
 ) -> tuple[jax.Array, jax.Array]:
     k = shard.part.k
     selected = jnp.take_along_axis(scores, shard.to_local(channels), axis=-1)
-    # Both are in descending order, so that equal scores have equal sums.
+    # Both are sorted in descending order, so that equal scores have equal sums.
     selected, best = (jax.lax.top_k(x, k)[0] for x in (selected, scores))
     return shard.sum_channels(jnp.sum(selected)), shard.sum_channels(jnp.sum(best))

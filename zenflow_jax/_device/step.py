@@ -32,15 +32,15 @@ from zenflow_jax._spec.scalars import AdamScalars
 class Verdict(NamedTuple):
     """The decision about a step, from the gradients of all leaves."""
 
-    factor: Any  # clips the gradient
+    factor: Any  # the clipping factor
     finite: Any  # whether the step counts
 
 
 class GradientParts(NamedTuple):
     """The values that a leaf's step reads from its gradient."""
 
-    squares: Any  # float32 sums of squares, per channel or over the whole resident leaf
-    gradient: Any  # selected channels, in the gradient's dtype
+    squares: Any  # float32 sums of squares, per channel, or over a whole resident leaf
+    gradient: Any  # the selected channels' gradient, in its own dtype
     signs: Any  # all signs, packed by `_pack_signs`, or the gradient itself; None if not needed
     mail: Any  # None for a resident leaf
 
@@ -55,23 +55,23 @@ def split_gradient(
     signs: bool,
     packing: type | None = None,
 ) -> GradientParts:
-    """Reads everything that a step needs from a whole gradient, in the gradient's own dtype.
+    """Reads all values that a step needs from a whole gradient, in the gradient's own dtype.
 
-    `rank` is the rank of mail in host memory. `signs` requests signs, for a provisional step;
-    `packing` is the dtype to pack them in.
+    `rank` is the rank of mail in host memory. `signs` requests the signs for a provisional step;
+    `packing` is the dtype that they are packed in.
     """
     crosses = not spec.resident and sending.in_step
     if not crosses:
         rank = len(spec.shape)
     signs = signs and not spec.resident
-    # A stack's whole gradient exists when its scan ends, so packing its signs saves nothing.
+    # A stack's whole gradient exists when its scan ends, so packing its signs does not save memory.
     if packing is None and crosses and not spec.stack:
         packing = jnp.uint8
     seen = _see(as_its_parameter(g, spec), channels, spec.anonymous, rank, signs, packing)
     return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
 
 
-# Inlined, so a jitted step has the same program; but jax traces all similar leaves only once.
+# Inlined, so a jitted step's program does not change, but jax traces all similar leaves only once.
 @partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)
 def _see(
     g: jax.Array,
@@ -110,8 +110,8 @@ def _split(
     # The barrier makes the copy the gradient's last use. The end of the copy then frees the
     # gradient, so the scheduler starts it as soon as the backward pass has computed the leaf.
     # Without the barrier, XLA:GPU delays some models' copies, and keeps all their gradients, until
-    # after the last matmul (benchmarks/LOG.md, gpu_program). A gradient that stays on the device
-    # also has the barrier: except for the copies, the program and the result are the same.
+    # after the last matmul (benchmarks/LOG.md, gpu_program). The barrier also applies to a gradient
+    # that stays on the device, so that except for the copies, the programs and results are equal.
     g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
     mail = with_rank(g.astype(spec.mail_dtype), rank)
     sign = g if signs and not packing else sign
@@ -119,29 +119,29 @@ def _split(
 
 
 def _packed_axis(shard: Shard) -> int:
-    """Returns the axis to pack signs along: the longest that devices do not share.
+    """Returns the axis to pack signs along: the longest axis that devices do not share.
 
-    It is never a stack axis, so that each stack entry's signs pack separately.
+    This is never a stack axis, so that each stack entry's signs are packed separately.
     """
     shape, shares = shard.part.shape, shard.shares
     axes = range(len(shard.part.stack), len(shape))
     return max(axes, key=lambda axis: (not shares[axis], shape[axis]))
 
 
-#: For each dtype, how many signs a number holds, and the base whose digits they are. For bytes, the
-#: base is four, because on a CPU shifts unpack faster than divisions.
+#: For each dtype, the number of signs that a number holds as digits, and their base. For bytes, the
+#: base is four, because shifts unpack faster than divisions on a CPU.
 _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
 def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """Packs the signs of `g` as digits: pieces along an axis, superposed, and the remainder.
+    """Packs the signs of `g` as digits: superposed pieces along an axis, and the remainder.
 
-    The two are not joined, because a concatenated gradient could then meet a second concatenation
-    in one kernel, which jax 0.10.2 and 0.11.0 miscompile on GPUs (jax-ml/jax#40588).
+    The two results are not joined, because a concatenated gradient could then meet a second
+    concatenation in one kernel, which jax 0.10.2 and 0.11.0 miscompile on GPUs (jax-ml/jax#40588).
     """
     count, base = _SIGNS[np.dtype(dtype)]
-    # Not `g > 0`: XLA would share this zero with the gradient's initial zeros, such as a scatter's,
-    # and keep that array, as large as the leaf, until this point.
+    # Not `g > 0`: XLA would share this zero with the gradient's initial zeros, for example of a
+    # scatter, and keep that array, which is as large as the leaf, until this point.
     sign = jnp.sign(g).astype(jnp.int8)
     digits = jnp.where(sign < 0, 2, sign).astype(jnp.uint8)
     packed, begin = [], 0
@@ -154,7 +154,7 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
 
 
 def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Array:
-    """Inverts `_pack_signs`, to int8, for an axis of `size`."""
+    """Inverts `_pack_signs`; returns int8 signs with an axis of `size`."""
     count, base = _SIGNS[np.dtype(packed[0].dtype)]
     # Joining 32-bit numbers would take ten times as long on a CPU.
     digits = [
@@ -167,7 +167,7 @@ def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Arra
 
 
 def _pieces(size: int, count: int) -> list[tuple[int, int]]:
-    """Cuts an axis into equal pieces, twice, because padding is much slower on a CPU."""
+    """Cuts an axis into equal pieces, and the remainder again, because padding is slow on a CPU."""
     cuts = [(count, size // count), (size % count, 1)]
     return [(pieces, width) for pieces, width in cuts if pieces * width]
 
@@ -186,7 +186,7 @@ def _signs_of_block(shard: Shard, signs: jax.Array | tuple[jax.Array, ...]) -> j
 def judge(
     squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None
 ) -> tuple[Verdict, jax.Array]:
-    """Decides whether a step counts, and the factor that clips its gradient; returns the norm, too.
+    """Decides whether a step counts, and computes the clipping factor; also returns the norm.
 
     The norm covers all gradients, before clipping.
     """
@@ -213,7 +213,7 @@ def step_selected(
     """
     length = None if seen.signs is None else length
     similar = leaf.replace(spec=dataclasses.replace(leaf.spec.anonymous, decay=leaf.spec.decay))
-    # The step does not read the mail, which therefore needs no partition spec here.
+    # The step does not read the mail, so the mail needs no partition spec here.
     seen = seen._replace(mail=None)
     fixed = tuple(x if isinstance(x, float) else None for x in scalars)
     others = [None if isinstance(x, float) else x for x in scalars]
@@ -244,7 +244,7 @@ def _step_similar(
 
 
 def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Verdict) -> jax.Array:
-    """Returns one leaf's sum for the open window, plus the step's gradient."""
+    """Adds the step's gradient to one leaf's sum for the open window."""
     part = Layout(spec).part
     add = on_each_device(
         lambda _, total, mail, verdict: add_gradient(total, mail, *verdict),
@@ -307,10 +307,10 @@ def _step(
 
 
 def current_masters(weights: jax.Array, leaf: LeafState, spec: LeafSpec) -> jax.Array:
-    """Returns a part's masters of selected channels; `weights` are their values in the parameter.
+    """Returns a part's masters of selected channels; `weights` are the parameter's values there.
 
     Before its first step, a master follows its parameter, so weights may be loaded after `init`, as
-    with `optax.adamw`, which keeps no masters. (`Updates.load` does the same on the host.)
+    with `optax.adamw`, which does not keep masters. (`Updates.load` does the same on the host.)
     """
     if leaf.master is None:
         return weights
@@ -327,7 +327,7 @@ def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds float32 numbers to the nearest in `dtype`.
+    """Rounds float32 numbers to the nearest number in `dtype`.
 
     A compiler may drop a pair of casts, but not this operation. `reduce_precision` alone flushes
     subnormal numbers to zero.
@@ -341,7 +341,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 def _spread_out(
     shard: Shard, change: jax.Array, index: jax.Array, unselected: jax.Array | None
 ) -> jax.Array:
-    """Returns a block's change: `change` on selected channels, `unselected` or 0 on the others."""
+    """Returns a block's change: `change` on selected channels, `unselected` or 0 on all others."""
     place = positions(index, shard.block.n)
     change = gather_to_channels(change, place, shard.block)
     unselected = jnp.zeros_like(change) if unselected is None else unselected

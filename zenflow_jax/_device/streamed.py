@@ -1,9 +1,9 @@
 """Stands in for layers whose gradients are read inside the backward scan.
 
-A `Streamed` has the weights of all layers, and *probes*: zeros in the shapes of `GradientParts`. A
-function with a custom derivative returns a layer's weights; its backward pass immediately turns the
-layer's gradient into the probes' gradients. So `jax.grad` stacks only the latter, and the weights'
-whole gradient never exists.
+A `Streamed` contains the weights of all layers, and *probes*: zeros in the shapes of
+`GradientParts`. A function with a custom derivative returns a layer's weights; its backward pass
+immediately turns the layer's gradient into the probes' gradients. So `jax.grad` stacks only the
+probes' gradients, and the weights' whole gradient never exists.
 """
 
 import dataclasses
@@ -26,20 +26,20 @@ class Probes(NamedTuple):
     """The gradient of a `Streamed`, of one layer or stacked."""
 
     passed: Any  # float32 (); `_ONCE` for each use of the layer's weights
-    norms: Any  # roots of `squares`: a mean of several gradients breaks this relation
+    norms: Any  # roots of `squares`: a mean of gradients breaks this relation
     squares: Any  # the rest as in `GradientParts`
     gradient: Any
-    signs: Any  # packed, `_as_floats`: a gradient must be a float
+    signs: Any  # packed by `_as_floats`, because gradients must be floats
     mail: Any
 
 
-#: Relative tolerance between a norm and the root of its squares, for any compiler. Means of
-#: gradients are further off in at least one channel.
+#: The relative tolerance between a norm and the root of its squares, for any compiler. Means of
+#: gradients exceed it in at least one channel.
 _OF_NORM = 1e-4
 #: Smaller gradients are not checked: their squares may be zero.
 _SMALL = 1e-18
 
-#: Large enough that a gradient norm before zenflow, which would be wrong, is infinite.
+#: Large enough to make a gradient norm before zenflow infinite, because that norm would be wrong.
 _ONCE = 1e30
 
 
@@ -60,11 +60,11 @@ class _Sending(NamedTuple):
 class Streamed:
     """Stacked layers for `scan_layers`, or their gradient, or one layer inside the scan.
 
-    It is not an array, so any other read fails.
+    A `Streamed` is not an array, so any other read fails.
     """
 
     weights: Any
-    channels: Any  # selected channels, copied to float32 because jax.grad needs floats
+    channels: Any  # selected channels, as float32 because jax.grad needs floats
     probes: Probes
     sending: _Sending
 
@@ -80,7 +80,7 @@ class Streamed:
         """Rejects conversion to an array, which all jax functions try."""
         raise TypeError(
             f"Only `streaming.scan_layers` can read the {self.dtype} {self.shape} that "
-            "`streaming.stream` returned. If the model has scans of its own, differentiate "
+            "`streaming.stream` returned. If the model has its own scans, differentiate "
             "`streaming.stream_scans(loss_fn)`, and pass this array as an argument. Move other "
             "operations on it into the scan's body."
         )
@@ -111,7 +111,7 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
 
 @jax.custom_jvp
 def _with_no_derivative(weights: Any) -> Any:
-    """Returns weights that reject a derivative through `stream`, which would be zero."""
+    """Returns weights that reject a derivative through `stream`, because it would be zero."""
     return check_slices(weights)
 
 
@@ -155,7 +155,8 @@ def layer_weights(layer: Streamed) -> jax.Array:
     if (weights.shape, weights.dtype, layer.channels.dtype) != (spec.shape, spec.dtype, np.float32):
         raise ValueError(
             f"A streamed layer is {weights.dtype} {weights.shape}, but `streaming.stream` returned "
-            f"{spec.dtype} {spec.shape}. Cast or reshape it in the scan's body, not before."
+            f"{spec.dtype} {spec.shape}. Cast or reshape it in the scan's body, not before the "
+            "scan."
         )
     return _passed(layer.sending, weights, layer.channels, layer.probes)
 
@@ -192,8 +193,8 @@ def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
 
 
 #: The bits of the smallest normal float32. The next 3**19 are all normal and finite, so adding
-#: zeros is safe. Negative numbers would allow 3**20, but XLA needs more memory to unpack them
-#: (benchmarks/LOG.md).
+#: zeros is safe. With negative numbers there would be 3**20, but XLA needs more memory to unpack
+#: them (benchmarks/LOG.md).
 _SMALLEST = np.uint32(1 << 23)
 
 
@@ -213,9 +214,9 @@ def parts_of(g: Streamed) -> GradientParts:
 
 
 def misused(gradients: Sequence[Any], leaves: Sequence[LeafState]) -> jax.Array:
-    """Returns whether any layer was not used exactly once, or had its gradient changed.
+    """Returns whether any layer was not used exactly once, or its gradient was changed.
 
-    Its mail then differs from the gradient.
+    The layer's mail then differs from its gradient.
     """
     pairs = [(g, leaf) for g, leaf in zip(gradients, leaves, strict=True) if is_streamed(g)]
     return jnp.any(jnp.stack([jnp.zeros((), bool), *(_misused(*pair) for pair in pairs)]))
@@ -227,8 +228,8 @@ def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
     apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _OF_NORM * norms + _SMALL
     wrong = [
         g.probes.passed != np.float32(_ONCE),
-        apart,  # False for NaN: the step is skipped
+        apart,  # False for NaN, for which the step is skipped
         g.channels != channels.astype(jnp.float32),  # different weights, or a different state
-        g.weights != 0,  # nonzero if read outside the scan; else constant zeros
+        g.weights != 0,  # nonzero if read outside the scan, else constant zeros
     ]
     return jnp.any(jnp.stack([jnp.any(x) for x in wrong]))

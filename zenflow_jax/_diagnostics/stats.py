@@ -18,25 +18,27 @@ class EngineStats:
 
     Attributes:
         steps: Number of exchanges.
-        window_lengths: Number of windows by length in steps, skipped steps included. If leaves take
-            turns, each group has separate windows.
+        window_lengths: Number of windows by length in steps, including skipped steps. If leaves
+            take turns, each group has separate windows.
         reselections: Number of channel selections in all groups, including the first.
         kept_share: The selected channels' share of the best k channels' score, averaged over the
-            groups' second-to-last boundaries. None before the first is read, and unless
-            `select_interval` is an `AutoSelect`.
-        put_back: Number of state arrays that other code, such as a trainer, had misplaced and the
+            groups' second-to-last boundaries. None before the first share is read, or if
+            `select_interval` is not an `AutoSelect`.
+        put_back: Number of state arrays that other code, such as a trainer, misplaced and the
             engine put back: at its start, and once after a step.
-        skipped_steps: Steps with a non-finite gradient, as far as their mail has been read.
-        skipped_in_a_row: Steps skipped since the last step that counted.
-        exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
+        skipped_steps: Number of steps with a non-finite gradient, among the steps whose mail has
+            been read.
+        skipped_in_a_row: Number of steps skipped since the last step that counted.
+        exchange_s: Seconds that the caller spent in `exchange` and `flush`, including waits.
         wait_s: Seconds that the caller waited for the host after the device had finished.
         work_s: Seconds that the worker worked, or waited for uploads.
-        seconds: Seconds of mail, of uploads and of each kind of the worker's work: the sums of the
-            spans in the rows "mail", "upload" and "host" of the timeline, by their kind.
+        seconds: Seconds of mail, uploads and the worker's work, by kind: the sums of the spans in
+            the timeline's rows "mail", "upload" and "host".
         bytes_to_host: Bytes of mail read, and of channels handed over.
-        bytes_to_device: Bytes of updates, and of channels handed over, for each receiving device.
+        bytes_to_device: Bytes of updates, and of channels handed over, once for each receiving
+            device.
         host_bytes: Bytes of the deferred half's NumPy arrays, which are not pinned.
-        pinned_bytes: Bytes of pinned mail that the worker keeps for its windows' updates, without
+        pinned_bytes: Bytes of pinned mail that the worker keeps for its windows' updates, excluding
             unread and placeholder mail.
 
     Examples:
@@ -72,7 +74,7 @@ class EngineStats:
 
 
 def check_skipped_steps(in_a_row: int, step: int, limit: int | None) -> None:
-    """Warns about consecutive skipped steps up to `step`; raises if there are `limit`."""
+    """Warns about consecutive skipped steps up to `step`; raises an error at `limit`."""
     if limit is not None and in_a_row >= limit:
         raise FloatingPointError(
             f"The gradients of the last {in_a_row} steps, up to step {step}, were not finite, and "

@@ -16,7 +16,7 @@ Row = Literal["device", "mail", "host", "upload", "caller"]
 #: The rows, in the order in which they are shown.
 ROWS: tuple[Row, ...] = ("device", "mail", "host", "upload", "caller")
 
-#: Kinds whose number is a window's; all other kinds have a step number.
+#: Kinds with a window's number; all other kinds have a step's number.
 OF_WINDOWS = frozenset(
     {"take in sums", "hand over", "update", "wait for uploads", "wait for save", "upload"}
 )
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The last spans of a run, as `HostEngine.timeline` returns them.
+    """The last spans of a run, from `HostEngine.timeline`.
 
     docs/timeline.md explains each row and kind of span, and their accuracy.
 
@@ -70,25 +70,25 @@ class Timeline:
 
     @property
     def steps(self) -> range:
-        """Returns the steps whose end is recorded. Slice them for the last few."""
+        """Returns the steps whose end is recorded. Slice this range to get the last few steps."""
         numbers = {
             span.number for span in self.spans if span.row == "device" and span.kind != "dispatch"
         }
         return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
     def during(self, steps: range) -> "Timeline":
-        """Returns the spans that overlap the time of those steps, uncut.
+        """Returns the spans that overlap the time of these steps, uncut.
 
-        That time ends when the next step starts or, after the last step, at a long idle gap.
+        This time ends when the next step starts or, after the last step, at a long idle gap.
         """
         start, end = self.bounds(steps)
         return Timeline(tuple(s for s in self.spans if s.end >= start and s.start <= end))
 
     def bounds(self, steps: range) -> tuple[float, float]:
-        """Returns start and end of those steps, in seconds of `time.perf_counter`.
+        """Returns the start and end of these steps, in seconds of `time.perf_counter`.
 
         Raises:
-            ValueError: If none of them is recorded.
+            ValueError: If none of these steps is recorded.
         """
         device = [span for span in self.spans if span.row == "device"]
         chosen = [span for span in device if span.number in steps]
@@ -110,10 +110,11 @@ class Timeline:
 
 
 class Recorder:
-    """Records spans, about a microsecond each; keeps the last `capacity`, and the sums of all.
+    """Records spans, in about a microsecond each; keeps the last `capacity` spans and all sums.
 
-    Each method but `timeline` and `seconds` belongs to one thread, so that no lock is needed:
-    `append` and `copy` are single C calls, a sum belongs to one thread, all else is replaced whole.
+    No lock is needed, because each method except `timeline` and `seconds` belongs to one thread:
+    `append` and `copy` are single C calls, each sum belongs to one thread, and all other data is
+    replaced whole.
     """
 
     def __init__(self, capacity: int = _CAPACITY):
@@ -128,7 +129,7 @@ class Recorder:
     def add(
         self, row: Row, kind: str, start: float, number: int, end: float | None = None
     ) -> float:
-        """Adds a span that ends now, or at `end`; returns the end. For any thread."""
+        """Adds a span that ends now or at `end`, and returns this time. For any thread."""
         end = time.perf_counter() if end is None else end
         self._spans.append(Span(row, kind, start, end, number))
         key = row, kind, threading.get_ident()
@@ -136,7 +137,7 @@ class Recorder:
         return end
 
     def called(self, kind: str, step: int, start: float) -> None:
-        """Records that the call from `start` returns now. For the caller."""
+        """Records that the call that began at `start` returns now. For the caller."""
         self._returned = self.add("caller", kind, start, step)
         for wait, begin, end in self._waits:
             self.add("caller", wait, begin, step, end)
@@ -164,7 +165,7 @@ class Recorder:
         self._arrived[step] = self.add("mail", "copy", self._step_end, step)
 
     def works_at(self, kind: str | None, number: int = 0) -> None:
-        """Starts a span of work; None while waiting for work. For the worker."""
+        """Starts a span of work; `kind` is None while waiting for work. For the worker."""
         last, now = self._work, time.perf_counter()
         if last is not None:
             if (last.kind, last.number) == (kind, number):

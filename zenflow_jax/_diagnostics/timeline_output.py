@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 12  # number of steps in a picture by default
-# In the legend's order. Pale colours are for spans without work: unknown, or waiting.
+# In the order of the legend. Pale colours mark spans without work: unknown, or waiting.
 _COLOURS = {
     "step": "#3b75af",
     "dispatch": "#c3d7ea",
@@ -42,8 +42,8 @@ def plot_timeline(
 ) -> "Figure":
     """Draws some steps: device, mail, host, upload and caller on one time axis.
 
-    Red marks the caller's waits for the host: stalls, if the device's row is empty meanwhile.
-    docs/timeline.md explains the rest.
+    Red marks the caller's waits for the host: they are stalls if the device's row is empty at that
+    time. docs/timeline.md explains the rest.
 
     Args:
         timeline: A `HostEngine.timeline`.
@@ -51,7 +51,7 @@ def plot_timeline(
         steps: The steps to draw; None draws the last twelve.
 
     Returns:
-        The picture, which matplotlib shows and saves.
+        The figure, which matplotlib can show and save.
 
     Raises:
         ImportError: If matplotlib is not installed.

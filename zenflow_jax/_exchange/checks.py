@@ -1,7 +1,7 @@
 """Checks the arguments that users pass to `HostEngine` and to its methods.
 
-Each call compares shardings with the last correct ones, because a compiled step returns the same
-objects every time. Step tokens prove that no mail was lost.
+Each call compares shardings with the last correct shardings, because a compiled step returns the
+same objects every time. Step tokens prove that no mail was lost.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def is_compact(host_state: Any) -> bool:
 
 
 def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any], int]:
-    """Returns the state, each leaf's parameter, and how many arrays had to be put back.
+    """Returns the state, each leaf's parameter, and the number of arrays that had to be put back.
 
     Trainers may move a state before they compile. A `fresh` state must come from `tx.init`.
     """
@@ -58,11 +58,11 @@ def _check_arrays(arrays: Sequence[Any]) -> None:
     for x in arrays:
         if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             raise TypeError(
-                f"The optimizer state has a {type(x).__name__} in place of a jax array. Pass the "
-                "state that `tx.init` or the step returned, outside jit (jit the step, and not "
-                "the function that `attach` returns). For flax nnx, pass model and optimizer to "
+                f"The optimizer state contains a {type(x).__name__} in place of a jax array. Pass "
+                "the state that `tx.init` or the step returned, outside jit (jit the step, not the "
+                "function that `attach` returns). For flax nnx, pass model and optimizer to "
                 "`exchange_nnx` or `flush_nnx`. Put NumPy arrays from a checkpoint where "
-                "`tx.init(params)` has them: `jax.device_put(x, like.sharding)`, as in "
+                "`tx.init(params)` puts them: `jax.device_put(x, like.sharding)`, as in "
                 "docs/checkpoints.md."
             )
 
@@ -72,7 +72,7 @@ def _check_one_run(state: ZenFlowState) -> None:
     shape = np.shape(state.step)
     if shape:
         raise ValueError(
-            f"The state combines {math.prod(shape)} runs, as `jax.vmap(tx.init)` makes it. Give "
+            f"The state combines {math.prod(shape)} runs, probably from `jax.vmap(tx.init)`. Give "
             "each run its own state, step and engine; stacked layers need no `vmap`."
         )
 
@@ -82,8 +82,8 @@ def _check_fresh(state: ZenFlowState) -> None:
     if step:
         raise ValueError(
             f"The state has taken {step} steps, but a new engine lacks the moments of the deferred "
-            "channels. Make the engine before the first step; or pass the `engine_state` that was "
-            "saved with this state; or start from the parameters alone, with `tx.init(params)`."
+            "channels. Make the engine before the first step, or pass the `engine_state` that was "
+            "saved with this state, or start from the parameters alone, with `tx.init(params)`."
         )
 
 
@@ -94,7 +94,7 @@ def _check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
         if of_weight != of_state:
             raise ValueError(
                 f"{leaf.spec.name} is on {of_weight}, but its state is on {of_state}. Call "
-                "`tx.init` when the parameters are in place."
+                "`tx.init` after placing the parameters."
             )
 
 
@@ -119,9 +119,9 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
 
 
 def _warn_of_later(opt_state: Any) -> None:
-    """Warns of transformations after zenflow, whose effect on a low-precision weight may round off.
+    """Warns of transformations after zenflow, whose effect may be hidden by rounding.
 
-    A mask that follows zenflow's own mask may hold all other leaves.
+    A mask after zenflow's own mask may contain all other leaves.
     """
     chains = jax.tree.leaves(opt_state, is_leaf=lambda x: type(x) is tuple)
     for chain in (x for x in chains if has_state(x) and type(x) is tuple):
@@ -130,16 +130,16 @@ def _warn_of_later(opt_state: Any) -> None:
         later = [x for x in chain[place + 1 :] if not isinstance(x, of_mask)]
         if later:
             _logger.warning(
-                f"Transformations follow zenflow in its chain: {len(later)}. They do not act on "
-                "the host's updates, and the engine can reject them only where they visibly change "
-                "a weight. Put zenflow last: set a variable rate with `learning_rate`, and freeze "
-                "leaves with `optax.partition`."
+                f"Other transformations follow zenflow in its chain ({len(later)}). They do not "
+                "act on the host's updates, and the engine can reject them only where they visibly "
+                "change a weight. Put zenflow last: set a variable rate with `learning_rate`, and "
+                "freeze leaves with `optax.partition`."
             )
         _warn_of_later(chain[place])
 
 
 def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
-    """Returns the `optax.MultiSteps` states around zenflow's, the outermost first."""
+    """Returns the `optax.MultiSteps` states around zenflow's state, the outermost first."""
     states, rest = [], opt_state
     while inner := [x for x in _states(rest, (optax.MultiStepsState,)) if has_state(x)]:
         states.append(inner[0])
@@ -181,14 +181,14 @@ class Expected:
                 "The state's leaves or settings differ from this engine's run. Make an engine for "
                 "each run."
             )
-        _check_arrays([state.step_scalars.ints])  # checking all would be slow
+        _check_arrays([state.step_scalars.ints])  # checking all arrays would be slow
         return state
 
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
         """Returns a step's state with all arrays in place; moves misplaced arrays once in a run.
 
-        On a mesh, each device would mistake its piece of a misplaced array for other channels. Mail
-        in device memory did not leave during the step, and occupies memory that it should free.
+        On a mesh, each device would mistake its piece of a misplaced array for other channels.
+        Gradients of mail in device memory did not leave during the step, and still occupy memory.
         """
         # Programs themselves reject arrays and parameters on different devices.
         watched = state.mail, state.leaves if self._on_mesh else ()
@@ -208,9 +208,9 @@ class Expected:
         if self._has_put_back:
             raise ValueError(
                 f"The state of {first_names(misplaced)} is not where `tx.init` put it, although it "
-                f"was put back before{_memory_of_mail(state)}. Leave the state where the step puts "
-                "it, or pass `jax.tree.map(lambda x: x.sharding, tx.init(params))`, with its "
-                "memory kinds, in the step's `out_shardings`."
+                f"was put back before{_memory_of_mail(state)}. Do not move the state after a step, "
+                "or pass `jax.tree.map(lambda x: x.sharding, tx.init(params))`, with its memory "
+                "kinds, in the step's `out_shardings`."
             )
         self._has_put_back = True
         self.put_back += moved
@@ -250,12 +250,12 @@ def _has_moved(old: LeafState, new: LeafState) -> bool:
 class Tokens:
     """The step tokens of one engine's states. Must be used from one thread only.
 
-    `number` identifies the run, and is the same in all processes. Two runs that resume from the
-    same checkpoint have different tokens.
+    `number` identifies the run, and is equal in all processes. Two runs that resume from the same
+    checkpoint have different tokens.
     """
 
     def __init__(self, state: ZenFlowState, number: int):
-        self.last = state.token  # in the last returned state
+        self.last = state.token  # the token in the last returned state
         self.number = int(read(state.token))  # the token as a Python number
         self._run = number
         # The token and number that a flush has replaced since the last step.
@@ -279,8 +279,8 @@ class Tokens:
     def is_repeated(self, state: ZenFlowState) -> bool:
         """Returns whether this is the last returned state, passed again for the first time.
 
-        Trainers that run their hooks again at the end pass it. So does a loop that drops its step's
-        results, whose next step `check_new_step` rejects.
+        Trainers that run their hooks again at the end pass this state. So does a loop that drops
+        its step's results; `check_new_step` then rejects its next step.
         """
         if self._repeated or not self._stepped or state.token is not self.last:
             return False
@@ -303,9 +303,9 @@ class Tokens:
             )
 
     def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
-        """Rejects any state but the last returned; returns whether this is a copy of it.
+        """Rejects any state but the last returned state; returns whether this is a copy of it.
 
-        A step without an update, a micro-batch of `optax.MultiSteps`, makes a copy. Waits for it.
+        A step without an update (a micro-batch of `optax.MultiSteps`) makes a copy. Waits for it.
         """
         self._check_flushed(state)
         self._repeated = False  # training may continue after a flush
@@ -322,7 +322,7 @@ class Tokens:
         )
 
     def _check_flushed(self, state: ZenFlowState) -> None:
-        """Rejects the last flush's argument, a copy of it, or a step made from it."""
+        """Rejects the state that the last flush replaced, a copy of it, or a step taken from it."""
         if self._replaced is None or state.token is self.last:
             return
         replaced, number = self._replaced
@@ -331,8 +331,8 @@ class Tokens:
             if number not in (int(read(state.token)), int(sent.unpack().token)):
                 return
         raise RuntimeError(
-            "Parameters and state are from before the last `flush`, and lack its updates. Continue "
-            "with its results: `params, opt_state = engine.flush(params, opt_state)`."
+            "Parameters and state are older than the last `flush`, and lack its updates. Continue "
+            "with the flush's results: `params, opt_state = engine.flush(params, opt_state)`."
         )
 
     def _make(self, number: int, like: jax.Array) -> None:
@@ -342,7 +342,7 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class CallerTree:
-    """A caller's `params`, which may have leaves that are not in the state."""
+    """A caller's `params`, which may contain leaves that are not in the state."""
 
     leaves: Sequence[Any]
     treedef: Any
@@ -362,7 +362,7 @@ class CallerTree:
         return jax.tree.unflatten(self.treedef, self.leaves)
 
     def with_offloaded(self, weights: Sequence[jax.Array]) -> "CallerTree":
-        """Returns this tree with `weights` in the places of the offloaded leaves."""
+        """Returns this tree with `weights` in place of the offloaded leaves."""
         leaves = list(self.leaves)
         for i, weight in zip(self.known.pick(self.places), weights, strict=True):
             leaves[i] = weight

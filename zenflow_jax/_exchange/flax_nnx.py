@@ -22,7 +22,7 @@ def is_graphdef(x: Any) -> bool:
 def merged_nnx(
     graphdef: Any, state: Any, fields: tuple[str, str] | None
 ) -> tuple[Any, Any, Callable[[], Any]]:
-    """Merges an `nnx.State`; returns its model, its optimizer, and a function for their state."""
+    """Merges an `nnx.State`; returns model, optimizer, and a function that returns their state."""
     from flax import nnx
 
     both = nnx.merge(graphdef, state)
@@ -35,7 +35,7 @@ def merged_nnx(
     )
     if (len(models), len(optimizers)) != (1, 1):
         raise TypeError(
-            f"The `nnx.State` is that of a {type(both).__name__} with {len(models)} models and "
+            f"The `nnx.State` belongs to a {type(both).__name__} with {len(models)} models and "
             f'{len(optimizers)} optimizers. Name one of each: `attach(step, fields=("model", '
             '"optimizer"))`.'
         )
@@ -43,7 +43,7 @@ def merged_nnx(
 
 
 def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Returns a pair's parameters and optimizer state; rejects anything else."""
+    """Returns a pair's parameters and optimizer state; rejects other objects."""
     from flax import nnx
 
     for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):

@@ -1,12 +1,12 @@
 """Detects changes to the parameters by other code.
 
-A comparison covers one step: values of some leaves before it, the step's update, and the values
-after it. A program on the device counts the values that differ, and the counts are read late, to
-avoid a wait. Every comparison takes the next few leaves.
+A comparison covers one step: the values of some leaves before the step, the step's update, and the
+values after the step. A program on the device counts the values that differ, and the counts are
+read late, to avoid a wait. Every comparison covers the next few leaves.
 
 The state determines the new values of selected channels: a low-precision leaf has a master, and a
-float32 leaf has moments from which its change follows. A deferred weight has moved by a provisional
-step, up or down, or has not moved.
+float32 leaf's change follows from its moments. A deferred weight has moved by a provisional step,
+up or down, or has not moved.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from zenflow_jax._device.step import provisional_change
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 from zenflow_jax._spec.schedule import Schedule
 
-# Leaves in one comparison. Each costs the dispatch of two small programs.
+# The number of leaves in one comparison. Each leaf costs the dispatch of two small programs.
 _LEAVES_PER_COMPARISON = 8
-# The minimum number of steps between comparisons; a prime, to cover all steps in a window.
+# The minimum number of steps between comparisons. A prime covers all steps in a window.
 _INTERVAL = 7
-# Channels compared in each stack entry.
+# The number of channels compared in each stack entry.
 _CHANNELS = 4
-#: Relative tolerances between two programs: for a step, whose `1 - b**n` may be off by a few units
-#: in the last place of the power (1% with b2 = 0.99999), and for a float32 parameter. A false
+#: Relative tolerances between two programs: for a step, because `1 - b**n` may be off by a few
+#: units in the last place of the power (1% with b2 = 0.99999), and for a float32 parameter. A false
 #: positive would abort a correct run; a transformation after `zenflow` changes steps by more.
 _OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
 
@@ -51,7 +51,7 @@ class _Extent:
 
     @property
     def channels(self) -> int | None:
-        """Returns the number of selected channels to compare in each stack entry; None for all."""
+        """Returns how many selected channels to compare in each stack entry, or None for all."""
         return None if self.everything else _CHANNELS
 
     def sample(self, x: Array) -> Array:
@@ -62,12 +62,12 @@ class _Extent:
 class Integrity:
     """Checks the parameters of one engine's run. Must be used from one thread only.
 
-    All processes have the same counts, so the same call raises in each. `everything` compares all
-    values at each step, which needs a second copy of the parameters on the device.
+    All processes get the same counts, so the same call raises in each process. With `everything`,
+    all values are compared at each step, which needs a second copy of the parameters on the device.
     """
 
     def __init__(self, state: ZenFlowState, *, everything: bool):
-        self._error = ""  # the error message, once there is an error
+        self._error = ""  # the error message, after an error
         self._step = int(read(state.step))
         self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
         self._specs = [leaf.spec for leaf in state.leaves]
@@ -89,11 +89,11 @@ class Integrity:
             if changed:
                 self._error = (
                     f"Something other than zenflow changed {first_names(changed)} in or after step "
-                    f"{step}, and this engine takes no more steps. Pass each step the parameters "
-                    "that the last `exchange` or `flush` returned, and apply updates with "
-                    "`optax.apply_updates`. Put zenflow last in its chain; set a variable rate "
-                    "with `learning_rate` and `optax.inject_hyperparams`. To change weights during "
-                    "a run, call `flush` and `tx.init(params)`, then make a new engine."
+                    f"{step}, and this engine does not accept further steps. Pass each step the "
+                    "parameters that the last `exchange` or `flush` returned, and apply updates "
+                    "with `optax.apply_updates`. Put zenflow last in its chain; set a variable "
+                    "rate with `learning_rate` and `optax.inject_hyperparams`. To change weights "
+                    "during a run, call `flush` and `tx.init(params)`, then make a new engine."
                 )
         if self._error:
             raise RuntimeError(self._error)
@@ -101,7 +101,7 @@ class Integrity:
     def step_made(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
     ) -> None:
-        """Compares the step's results with the values that were noted before it."""
+        """Compares the step's results with the values that were noted before the step."""
         self._step += 1
         self._since += 1
         before, self._before = self._before, None
@@ -122,13 +122,13 @@ class Integrity:
         self._unread.append((self._step, names, counts))
 
     def forget(self) -> None:
-        """Drops the noted values, for changes to the parameters between steps."""
+        """Drops the noted values, because the parameters change between two steps."""
         self._before = None
 
     def note_parameters(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], *, if_due: bool
     ) -> None:
-        """Notes values before a step: all of them or, `if_due`, those of a few leaves."""
+        """Notes values before a step; with `if_due`, only when a comparison is due."""
         due = self._extent.everything or (if_due and self._since >= _INTERVAL)
         if self._batches and due:
             self._since = 0
@@ -174,7 +174,7 @@ def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, extent: _Ex
 def _compare(
     weight: Array, rows: _Rows, leaf: LeafState, sent: StepScalars, *, extent: _Extent
 ) -> Array:
-    # Scalars that the step has sent are in host memory.
+    # The scalars that the step sent are in host memory.
     on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
     step = on_device.unpack()
     layout = Layout(leaf.spec)
@@ -207,7 +207,7 @@ def _compare(
 
 
 def _strays(before: Array, after: Array, length: Array) -> Array:
-    """Returns where a value has neither stayed nor moved by a provisional step, up or down."""
+    """Returns a mask of values that neither stayed nor moved by a provisional step, up or down."""
     old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     slack = _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new) + length)
     moved = [old + provisional_change(before, step) for step in (length, -length)]
@@ -236,7 +236,7 @@ def _count_selected(
 
     old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     if leaf.master is not None:
-        # Either neighbour is correct, because a device compiler may omit a rounding.
+        # Both neighbours are accepted, because a device compiler may omit a rounding.
         kind = jnp.finfo(spec.dtype)
         expected = sampled(leaf.master)
         slack = float(kind.eps) / 2 * jnp.abs(expected) + float(kind.smallest_subnormal)

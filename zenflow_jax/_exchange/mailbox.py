@@ -2,8 +2,9 @@
 
 A step gets placeholder buffers for its mail in the state, and returns mail in new buffers, or in
 the same buffers if it donates them. `send` gives the mail to the worker, which frees it; `refill`
-puts placeholders back, usually the same every time, because no step reads them. With "after_step",
-a placeholder is one element per device; with "per_window", it is zeros for the next sums.
+puts placeholders back, usually the same buffers every time, because no step reads them. With
+"after_step", a placeholder is one element per device; with "per_window", it is zeros for the next
+sums.
 """
 
 from collections import deque
@@ -45,24 +46,25 @@ class Mailbox:
                 _sums_taker(state.mail, of_group(specs, group))
                 for group in range(state.schedule.groups)
             ]
-            self._placeholders = (), state.step_scalars  # only the state may hold sums
+            self._placeholders = (), state.step_scalars  # sums belong to the state alone
         # Whether each leaf still owns its placeholder. A step with a branch reads placeholders, and
-        # may donate each array only once. If the first step donates none, similar leaves share one.
+        # may donate each array only once. If the first step donates nothing, similar leaves share
+        # an array.
         self._unshared = self._sending.in_step
-        # Mail not yet waited for. Completion order differs across processes, and all must wait at
-        # the same points (`Worker.check`).
+        # Mail not yet waited for. The order of completion differs between processes, but all must
+        # wait at the same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
         # With "per_window", two windows' step scalars and two sums.
         self._most = IN_FLIGHT.get(state.send_gradients, 2 * state.schedule.longest_window + 2)
-        self._running: deque[StepScalars] = deque()  # from steps that the device may still run
+        self._running: deque[StepScalars] = deque()  # scalars of steps that may be running
         self._last: Mail | None = None
 
     def send(self, state: ZenFlowState, step: int) -> None:
-        """Hands the mail of `step` to the worker, waiting while too many are unread."""
+        """Hands the mail of `step` to the worker; waits while too many mails are unread."""
         while len(self._unread) >= self._most:
             self._take_back()
-        # Call this before handing over the mail: it releases the GIL, and the caller would get that
-        # back only after the worker's threads have visited every leaf.
+        # Call this before posting the mail: it releases the GIL, and after posting, the caller
+        # would get the GIL back only when the worker's threads have visited every leaf.
         token = self._tokens.advance(step, state.token)
         if self._sending.sums_on_device:
             gradients = []
@@ -105,7 +107,7 @@ class Mailbox:
         )
 
     def drain(self) -> None:
-        """Waits until all mail is read, so that its errors surface."""
+        """Waits until all mail is read, so that errors in it surface."""
         while self._unread:
             self._take_back()
 
@@ -133,7 +135,7 @@ def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
     """
     ranges = {i: spec for i, spec in specs.items() if spec.start is not None}
     # Zeros do not depend on an input, so on a mesh the compiler could place them anywhere. On one
-    # device, they are committed if the program's unused argument is.
+    # device, they are committed if the program's unused argument is committed.
     shardings = {i: mail[i].sharding for i in specs}
     placed = {i: x if isinstance(x, NamedSharding) else None for i, x in shardings.items()}
 

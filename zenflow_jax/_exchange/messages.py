@@ -18,7 +18,7 @@ from zenflow_jax._spec.scalars import MISUSED, USED, StepScalars
 class _Message:
     done: Future = field(default_factory=Future)
     begun: bool = False  # whether the worker has started it
-    arrived: Future | None = None  # resolves to its arrays in host memory; None without arrays
+    arrived: Future | None = None  # resolves to the arrays in host memory; None without arrays
 
     def arrays(self) -> Any:
         assert self.arrived is not None, "the message has no arrays"
@@ -49,25 +49,25 @@ class Mail(_Message):
             )
         if token == MISUSED:
             raise RuntimeError(
-                f"The gradients of streamed layers at step {step} are not as `jax.grad` returns "
-                "them, and the parameters are now NaN: something scaled or summed them, used a "
-                "layer twice or not at all, or read the weights outside. Fix the model "
+                f"The gradients of streamed layers at step {step} are not the gradients from "
+                "`jax.grad`, so the parameters are now NaN: some code scaled or summed them, used "
+                "a layer twice or never, or read the weights outside the scan. Fix the model "
                 '(docs/gradients.md, "Scanned layers"), and resume from a checkpoint.'
             )
-        if step == 0:  # scalars that no step has written
+        if step == 0:  # scalars that no step wrote
             raise RuntimeError(
                 f"The state has no mail of step {self.step}, because `update` did not write it: a "
                 "wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
                 "around `tx.update`), a dynamic loss scale kept the old state (`jnp.where(finite, "
-                "new, old)`), or it is fresh from `tx.init`. With `MultiSteps`, call `exchange` "
-                "only if `multi_steps.has_updated(opt_state)`. Leave out `apply_if_finite`, and "
-                "always use the new state: zenflow skips steps that are not finite."
+                "new, old)`), or the state is fresh from `tx.init`. With `MultiSteps`, call "
+                "`exchange` only if `multi_steps.has_updated(opt_state)`. Omit `apply_if_finite`, "
+                "and always use the new state: zenflow skips steps that are not finite."
             )
         if (step, token) != (self.step, self.token):
             raise RuntimeError(
                 f"The mail is from step {step} of a state that this engine did not return; the "
-                f"run's next step is {self.step}. Make an engine for each run, and pass each step "
-                "the state that the last `exchange` returned."
+                f"run's next step is {self.step}. Make an engine for each run, and pass the state "
+                "that `exchange` returned to the next step."
             )
 
 
@@ -77,17 +77,17 @@ class Sums(_Message):
 
     group: int
     gradients: list[jax.Array]  # one array for each of the group's leaves, on the device
-    last: Mail | None  # mail of the window's last step, if this engine has seen any
+    last: Mail | None  # mail of the window's last step, if this engine has seen it
 
 
 @dataclass(eq=False)
 class Close(_Message):
-    """Closes a group's open window. `done` gives its update, for each part and device.
+    """Closes a group's open window. `done` resolves to its update, for each part and device.
 
     Parts that are not prefetched have no update. If no step in the window counted, the list is
     empty. Channels may be handed over first: the worker owns the leaving arrays until `entered`
-    resolves to the newly selected channels' arrays for each part and device, (master, mu, nu,
-    steps) or None.
+    resolves to the newly selected channels' arrays, (master, mu, nu, steps) or None, for each part
+    and device.
     """
 
     group: int
@@ -102,12 +102,12 @@ class Close(_Message):
 
 
 class Receiver:
-    """Waits for the arrays of messages, so that the worker can continue an update meanwhile."""
+    """Waits for messages' arrays, so that the worker can continue an update in the meantime."""
 
     def __init__(self, offloaded: OffloadedLeaves, recorder: Recorder):
         self._offloaded, self._recorder = offloaded, recorder
         self._mail = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
-        # A second thread, so that the next window's scalars do not wait for a window's sums.
+        # A second thread, so that a window's sums do not hold up the next window's scalars.
         self._sums = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
 
     def receive(self, item: Mail | Sums, arrived: Callable[[], None]) -> None:
@@ -136,7 +136,7 @@ class Receiver:
         self._recorder.step_ended(item.step, times)
         jax.block_until_ready(pieces)
         self._recorder.mail_arrived(item.step)
-        # Dropped only now, after the caller did, because the last holder has to free them.
+        # Dropped only now, after the caller dropped them, because the last holder has to free them.
         item.gradients.clear()
         return pieces, step_scalars
 
@@ -145,7 +145,7 @@ class Receiver:
         parts = self._offloaded.groups[item.group].parts
         pieces = copy_to_host([part.of(item.gradients[part.leaf]) for part in parts])
         if item.last is not None:
-            item.last.arrays()  # waits for the step: the copy starts after it
+            item.last.arrays()  # waits for the step; the copy starts after the step
         start = time.perf_counter()
         jax.block_until_ready(pieces)
         item.gradients.clear()

@@ -1,7 +1,7 @@
-"""This process's parts of offloaded leaves: cut out of global arrays, and reassembled.
+"""Cuts this process's parts of offloaded leaves out of global arrays, and reassembles them.
 
 The host keeps each part of this process's devices once, however many devices hold it. All arrays on
-a mesh list their local pieces in the same order; a device's place in it is its *position*.
+a mesh list their local pieces in the same order; a device's place in this order is its *position*.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ class Part:
 
     leaf: int  # number among the offloaded leaves
     piece: int  # number of the device's piece; all ranges of a stacked leaf share a piece
-    spec: LeafSpec  # as if the part were the whole leaf
+    spec: LeafSpec  # the spec as if the part were the whole leaf
     index: tuple[slice, ...]  # the part's place in the leaf
-    first: int  # its first channel's number in the leaf
-    positions: tuple[int, ...]  # this process's devices that hold it
-    devices: tuple[Any, ...]  # the same, as jax devices
+    first: int  # the number of its first channel in the leaf
+    positions: tuple[int, ...]  # the positions of this process's devices that hold it
+    devices: tuple[Any, ...]  # the jax devices at these positions
     saved: bool  # whether this process saves it
 
     def of(self, x: jax.Array | None) -> jax.Array:
@@ -45,7 +45,7 @@ class Part:
         return x.addressable_data(self.positions[0])
 
     def cut(self, piece: np.ndarray) -> np.ndarray:
-        """Slices this part's range out of the device's piece, if the piece is larger."""
+        """Returns this part's range of the device's piece, which may be larger."""
         if self.spec.start is None or piece.shape[0] == self.spec.shape[0]:
             return piece
         return piece[self.index[0]]
@@ -72,7 +72,7 @@ class OffloadedLeaves:
 
     @classmethod
     def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
-        """Finds a state's leaves; uploads may use `prefetch_bytes` per device, None for all."""
+        """Finds a state's offloaded leaves, of which `prefetch_bytes` per device are prefetched."""
         places = [i for i, leaf in enumerate(state.leaves) if not leaf.spec.resident]
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
@@ -126,7 +126,7 @@ class Group:
 
     @functools.cached_property
     def on_one_device(self) -> bool:
-        """Returns whether its leaves are on one device, the run's only device."""
+        """Returns whether the group's leaves are on one device, the run's only device."""
         return all(spec.placement is None for spec in self.specs)
 
     @functools.cached_property
@@ -215,7 +215,7 @@ def new_host_state(
     parts, states = offloaded.parts, offloaded.pick(state.leaves)
     return HostState(
         [part.spec for part in parts],
-        # A generator, because besides the masters there is only room for a copy of one part.
+        # A generator, because apart from the masters there is room for a copy of only one part.
         (host_part(weights[part.leaf], part) for part in parts),
         (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
         adam,
@@ -232,7 +232,7 @@ def host_part(weight: jax.Array, part: Part) -> np.ndarray:
 
 
 def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
-    """Reads an array's values at `index`, if a shard in this process has them."""
+    """Reads an array's values at `index`, if a shard in this process contains them."""
     for shard in x.addressable_shards:
         ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]
         pairs = list(zip(index, ends, strict=True))
@@ -266,11 +266,11 @@ def assemble(
 
 
 def keep_sharding(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns `new`, with `old`'s exact sharding spelling.
+    """Returns `new` with `old`'s sharding, spelled in the same way.
 
-    jit distinguishes `P("data")` from `P("data", None)`, and compiles a step for each.
+    jit distinguishes `P("data")` from `P("data", None)`, and compiles a step for each spelling.
     """
-    # Identity first, because comparing is slower.
+    # Tests identity first, because comparing is slower.
     if new.sharding is old.sharding or not isinstance(old.sharding, NamedSharding):
         return new
     if new.sharding == old.sharding:

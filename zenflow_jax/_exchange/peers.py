@@ -22,11 +22,12 @@ import jax
 # A poll costs the service half a millisecond, so it can serve a thousand processes.
 POLL_S = 1.0
 GRACE_S = 30.0
-# Rank 0 runs the service. When it ends, JAX aborts the others, with messages that hide the reason,
-# so it ends last, after `LAST_BY` more polls.
+# Rank 0 runs the service. When rank 0 ends, JAX aborts the others with messages that hide the
+# reason, so rank 0 ends last, after `LAST_BY` more polls.
 SERVICE = 0
 LAST_BY = 3
-# The point of a process that left by closing its engine; others leave where they raise a failure.
+# The leaving point of a process that closes its engine; the others leave where they raise a
+# failure.
 CLOSED = "close"
 # Longer messages are truncated to this many characters.
 LONGEST = 4000
@@ -35,15 +36,16 @@ LONGEST = 4000
 class PeerMonitor:
     """Propagates failures between an engine's processes, through JAX's coordination service.
 
-    A process *leaves* the engine when it raises a failure to its caller, or closes. Processes that
-    have all left at the same point have dispatched the same programs, and none waits for another:
-    the monitor then ends silently. Otherwise, `grace_s` after a failure is known, each process ends
-    itself with code 1, and writes the message and its threads' stacks to stderr: some processes are
-    already stuck, and the others would be in their next collective. Each process announces this in
-    advance. The interpreter's exit has the same time limit. Polls are `poll_s` apart.
+    A process *leaves* the engine when it raises a failure to its caller, or closes. If all
+    processes left at the same point, they dispatched the same programs, and none waits for another:
+    the monitor then ends silently. Otherwise, `grace_s` after a failure is known, each process
+    writes the message and its threads' stacks to stderr, and exits with code 1: some processes are
+    already stuck, and the others would get stuck in their next collective. Each process announces
+    this in advance. The same time limit applies to the interpreter's exit. Polls are `poll_s`
+    apart.
 
-    Call `start` first, then the other methods, from any thread and any number of times. They
-    neither wait nor raise. `name` identifies the engine and is the same in all its `processes`.
+    Call `start` first, then the other methods, from any thread and any number of times. The other
+    methods neither wait nor raise. `name` identifies the engine in all its `processes`.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class PeerMonitor:
         return len(self._processes) < 2
 
     def start(self, on_failure: Callable[[str], None]) -> None:
-        """Starts the thread; it calls a bound method, held weakly, if another process fails."""
+        """Starts the thread, which calls a bound method, held weakly, if another process fails."""
         if self._idle:
             return
         self._on_failure = weakref.WeakMethod(on_failure)
@@ -97,7 +99,7 @@ class PeerMonitor:
         self._passed += 1
 
     def raised(self) -> None:
-        """Records that the caller's thread raises a failure, this process's or another's."""
+        """Records that the caller's thread raises a failure, from this process or another."""
         self._put("left", f"point {self._passed}")
 
     def close(self) -> None:
@@ -110,7 +112,7 @@ class PeerMonitor:
             self._events.put((kind, text[:LONGEST].encode(errors="replace").decode()))
 
     def _at_exit(self) -> None:
-        """Waits for all processes to leave, as JAX's own exit does later.
+        """Waits for all processes to leave, as JAX's own exit handler does later.
 
         The interpreter must not end while the thread is inside a request: C++ would abort.
         """
@@ -132,7 +134,7 @@ class PeerMonitor:
         announced = False
         while not self._all_left():
             if self._failed and not announced:
-                # Not in the first round, because usually all processes are about to raise it.
+                # Not in the first round, because usually every process is about to raise it.
                 self._announce()
                 announced = True
             # At exit, the main thread waits for this thread.
@@ -142,7 +144,7 @@ class PeerMonitor:
                 self._poll()
             except jax.errors.JaxRuntimeError:
                 # The service is down or overloaded. If it does not recover, JAX ends the processes,
-                # unless this process shut it down, which it may do after leaving.
+                # unless this process itself shut the service down, as it may do after leaving.
                 if self._me in self._left and not self._failed:
                     return
             now = time.monotonic()
@@ -153,7 +155,7 @@ class PeerMonitor:
             if self._exits and self._failed:
                 # The exit continues, and may get stuck; this thread does not outlive it.
                 if not announced:
-                    # This process's own error, if any, may not give the reason.
+                    # This process's own error may not give the reason.
                     self._announce()
                 self._done.set()
                 time.sleep(max(0.0, end - now))
@@ -167,7 +169,7 @@ class PeerMonitor:
                 return  # the others are slow, and JAX's exit has its own timeout
 
     def _all_left(self) -> bool:
-        """Returns whether all have left at the same point, and this process has announced it."""
+        """Returns whether all processes left at the same point, and this process announced it."""
         points = set(self._left.values())
         return (
             "left" in self._published and self._left.keys() == self._processes and len(points) == 1
@@ -189,7 +191,7 @@ class PeerMonitor:
     def _publish(self) -> None:
         for kind, known in self._known.items():
             if (text := known.get(self._me)) is not None and kind not in self._published:
-                # Overwrites, because a failed request may still have arrived.
+                # Overwrites, because a request that failed may still have arrived.
                 self._client.key_value_set(f"{self._directory}{self._me}/{kind}", text, True)
                 self._published.add(kind)
 
@@ -209,27 +211,27 @@ class PeerMonitor:
 
     def _announce(self) -> None:
         outcome = (
-            "will end with code 1, by `os._exit`, without cleanup"
+            "will exit with code 1 through `os._exit`, without cleanup"
             if self._exit_if_stuck
-            else "will be left waiting, because of `exit_if_stuck=False`"
+            else "will keep waiting, because of `exit_if_stuck=False`"
         )
         _write_stderr(
-            f"{self._describe_failure()}\n"
-            f"Process {self._me} {outcome} in {self._grace_s:g} s, unless all processes "
-            "leave the engine at the same point by then: they raise this failure, or `close`.\n"
+            f"{self._describe_failure()}\nProcess {self._me} {outcome} in {self._grace_s:g} s, "
+            "unless all processes leave the engine at the same point by then, either by raising "
+            "this failure or by calling `close`.\n"
         )
 
     def _end(self) -> None:
         """Ends the process, or reports why it is stuck."""
-        outcome = "ends with code 1"
+        outcome = "exits with code 1"
         if not self._exit_if_stuck:
             outcome = "keeps running, because of `exit_if_stuck=False`"
         _write_stderr(
-            f"{self._describe_failure()}\n"
-            f"Process {self._me} {outcome}. After {self._grace_s:g} s the processes have "
-            f"not all left the engine at the same point (those that left: {self._left}), and a "
-            "process that continues would wait in a collective forever. End the remaining "
-            "processes, and restart all from the last checkpoint. This process's threads:\n"
+            f"{self._describe_failure()}\nProcess {self._me} {outcome}. After {self._grace_s:g} s, "
+            "the processes have not all left the engine at the same point (left so far: "
+            f"{self._left}), and a process that continues would wait in a collective forever. End "
+            "the remaining processes, and restart all from the last checkpoint. This process's "
+            "threads:\n"
         )
         faulthandler.dump_traceback(2)
         if self._exit_if_stuck:
@@ -237,7 +239,7 @@ class PeerMonitor:
 
 
 def _write_stderr(text: str) -> None:
-    # Bypasses `sys.stderr`, whose lock a stuck thread may hold. The pipe may have no reader.
+    # Bypasses `sys.stderr`, because a stuck thread may hold its lock. The pipe may have no reader.
     with contextlib.suppress(OSError):
         os.write(2, f"zenflow_jax: {text}".encode())
 

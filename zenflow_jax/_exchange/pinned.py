@@ -30,14 +30,14 @@ _GPUS = ("gpu", "cuda", "rocm")
 
 
 def buffers(state: ZenFlowState) -> float:
-    """Returns the maximum number of mails in host memory at once, fractions included."""
+    """Returns the maximum number of mails in host memory at once, including fractions."""
     specs, shares = _offloaded(state)
     if state.send_gradients.sums_on_device:
         of_groups = [0.0] * state.schedule.groups
         for spec, share in zip(specs, shares, strict=True):
             for part in spec.ranges:
                 of_groups[part.group] += share * part.shape[0] / spec.shape[0]
-        # Sums for windows that are being updated, and for those that close next.
+        # Sums for windows that are being updated, and for windows that close next.
         return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
     written, placeholders = int(state.send_gradients.in_step), 0.0
     if written:  # the state's placeholder mail has full size
@@ -56,11 +56,11 @@ def buffers(state: ZenFlowState) -> float:
 
 
 def most_kept(state: ZenFlowState) -> float:
-    """Returns the maximum number of mails that a host would keep if it summed none."""
+    """Returns the maximum number of mails that a host would keep if it did not sum any."""
     specs, shares = _offloaded(state)
     window, staleness = state.schedule.longest_window, state.schedule.staleness
     if state.schedule.groups == 1:
-        # One window's mails, and those of the steps until its update has arrived.
+        # One window's mails, and the mails of the steps until its update has arrived.
         return float(window + (window if staleness is None else staleness))
     ages = range(1, window + 1)
     # The last range of a leaf frees the leaf's mail.
@@ -96,7 +96,7 @@ def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
 
 
 def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
-    """Rejects a run that needs more pinned memory than jax has for one of its devices."""
+    """Rejects a run that needs more pinned memory than jax has for one of the run's devices."""
     mail, selected = Counter[Any](), Counter[Any]()
     for part in offloaded.parts:
         for device in _senders(state, part):
@@ -109,12 +109,12 @@ def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
 
 
 def check_pinned(needs: Mapping[str, int | float], platform: str) -> None:
-    """Rejects `needs`, bytes by name, that exceed the limit of one GPU's pinned memory."""
+    """Rejects `needs` (bytes by name) if they exceed one GPU's limit of pinned memory."""
     if platform not in _GPUS:
         return
     text = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     try:
-        # XLA's own default, which it also uses for invalid numbers.
+        # XLA's own default, which also replaces invalid numbers.
         limit = int(text) if text else 64
     except ValueError:
         raise UnfitRunError(
@@ -128,8 +128,8 @@ def check_pinned(needs: Mapping[str, int | float], platform: str) -> None:
             f"One GPU's pinned host memory is too small: the limit is {limit} GiB, but the run "
             f"needs {needed:.1f} ({each}). Set the environment variable "
             # jax's pool grows by ever larger regions, and never returns them.
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts; "
-            "that includes a quarter more, for fragmentation."
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts; this "
+            "number includes a quarter more, for fragmentation."
         )
 
 
@@ -137,10 +137,10 @@ def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
     """Allocates the pinned memory that mail will need, and returns it to jax's pool.
 
     A driver pins memory when the pool first needs it: slowly, and possibly after waiting for all
-    devices. That must not happen during the first steps' collectives. The state already has a
+    devices. This must not happen during the first steps' collectives. The state already contains
     placeholder mail.
     """
-    # Whole mails, so that the total stays within the limit that `check_pinned_memory` checks.
+    # Rounds down, so that the total stays within the limit that `check_pinned_memory` checks.
     more, taken = int(buffers(state)) - state.send_gradients.in_step, []
     for part in offloaded.parts:
         for device in _senders(state, part):
@@ -151,5 +151,5 @@ def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
 
 
 def _senders(state: ZenFlowState, part: Part) -> Sequence[Any]:
-    """Returns the devices that send a part: all holders within the step, the first after it."""
+    """Returns the devices that send a part: all holders within a step, the first afterwards."""
     return part.devices if state.send_gradients.in_step else part.devices[:1]

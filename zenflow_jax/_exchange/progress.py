@@ -16,8 +16,8 @@ from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_
 
 _logger = logging.getLogger("zenflow_jax")
 
-# The status of a group's update: none is pending, one is pending, or one is pending but empty,
-# because no step in its window counted.
+# The status of a group's update: none is pending, a full update is pending, or an empty update is
+# pending because no step in its window counted.
 NONE, PENDING, EMPTY = 0, 1, 2
 
 
@@ -26,7 +26,7 @@ class Counts:
     """An engine's counts, for a checkpoint; equal in all processes. Lists are in group order."""
 
     schedule_state: ScheduleState
-    open_steps: Sequence[int]  # steps in the open window, skipped steps included
+    open_steps: Sequence[int]  # steps in the open window, including skipped steps
     counted: Sequence[int]  # steps that are in the sums
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
@@ -48,16 +48,16 @@ class Progress:
 
     def __init__(self, schedule: Schedule, offloaded: OffloadedLeaves):
         self.step = 0  # steps taken so far
-        self.open_steps = [0] * schedule.groups  # in each open window, skipped steps included
+        self.open_steps = [0] * schedule.groups  # in each open window, including skipped steps
         self.window_lengths: Counter[int] = Counter()
-        self.reselections = 0  # over all groups, first selections included
+        self.reselections = 0  # over all groups, including first selections
         # By group: the selected channels' share of the best k channels' score; NaN if unknown.
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
         self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
         # Whether only updates bring deferred gradients into the parameters.
         self.by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
-        # Statistics not yet read: the last step's, if its window is open, and the last boundaries'.
+        # Unread statistics: of the last step, if its window is open, and of the last boundaries.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
 
@@ -109,7 +109,7 @@ class Progress:
     ) -> None:
         """Advances by one step and the groups' `boundaries` after it.
 
-        `measured` has the kept share for groups whose window closed without a selection.
+        `measured` contains the kept share of groups whose window closed without a selection.
         """
         self.step += 1
         closes = np.array([boundary.closes for boundary in boundaries])
@@ -134,15 +134,15 @@ class Ending:
 
     def __init__(self, progress: Progress, pending: Mapping[int, Any]):
         self._progress, self._pending = progress, pending
-        self.flushed = False  # whether `flush` has followed the last step
-        self.safe = True  # whether nothing is lost: no step, or a saved state has followed it
+        self.flushed = False  # whether `flush` was called after the last step
+        self.safe = True  # whether nothing is lost: no step, or a save followed it
 
     @property
     def lacks_updates(self) -> bool:
         return bool(self._pending) and not self.flushed
 
     def warn(self, error: BaseException | None = None) -> None:
-        """Logs the loss, once, unless `error` or an exception in progress ends the training."""
+        """Logs the loss once, unless the training ends with `error` or an exception in progress."""
         safe, self.safe = self.safe, True
         if safe or error or sys.exc_info()[0]:
             return
@@ -155,7 +155,7 @@ class Ending:
         if open_steps and self._progress.by_updates_alone:
             _logger.warning(
                 f"The parameters lack the gradients of up to {open_steps} steps, because the "
-                "engine closes with open windows, and with `provisional_share=None` there are "
-                "no provisional steps. End the run where all windows close: with `rolling=False`, "
+                "engine was closed with open windows, and `provisional_share=None` disables "
+                "provisional steps. End the run where all windows close: with `rolling=False`, "
                 "after a multiple of `update_interval` steps."
             )

@@ -1,6 +1,6 @@
 """The caller's side of a boundary: pending updates, merges, and hand-overs.
 
-Every process dispatches everything here in the same order.
+Every process dispatches all of these programs in the same order.
 """
 
 import dataclasses
@@ -44,14 +44,14 @@ from zenflow_jax._exchange.worker import Worker
 class _Pending:
     """A group's update that has not yet reached the parameters."""
 
-    update: Future  # as `Close.done`
-    before: jax.Array | None = None  # channels selected in its window, if replaced since
+    update: Future  # the future `Close.done`
+    before: jax.Array | None = None  # channels selected in its window, if replaced since then
 
 
 class Updates:
     """One engine's updates and hand-overs of channels. Must be used from one thread only.
 
-    `weights` always means the offloaded leaves' parameters, `leaves` the states of all leaves.
+    `weights` always means the offloaded leaves' parameters, `leaves` all leaves' states.
     """
 
     def __init__(self, worker: Worker, offloaded: OffloadedLeaves):
@@ -61,11 +61,12 @@ class Updates:
         self._specs = offloaded.specs
         #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
-        #: How often the host has copied its masters from parameters.
+        #: How many times the host has copied its masters from parameters.
         self.loads = 0
-        #: Each group's selected channels, as `channel_rows` returns them.
+        #: Each group's selected channels, in the form of `channel_rows`.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
-        #: Donated uploads. The worker frees these, which takes half as long as dispatching a merge.
+        #: Donated uploads. The worker frees them, because this takes half as long as dispatching a
+        #: merge.
         self._merged_uploads: list[Any] = []
         #: Updates that have not reached the parameters, by group, in the order of their windows.
         self.pending: dict[int, _Pending] = {}
@@ -89,7 +90,7 @@ class Updates:
         self._merged_uploads.clear()
 
     def close_window(self, group: int, **hand_over: Any) -> Close:
-        """Closes a group's window and starts its update; `hand_over` has fields of `Close`."""
+        """Closes a group's window and starts its update; `hand_over` contains fields of `Close`."""
         assert group not in self.pending, "a window closed before the last update was collected"
         close = Close(group, self._merged_uploads, **hand_over)
         self._merged_uploads = []
@@ -128,7 +129,7 @@ class Updates:
     def load(self, weights: Sequence[jax.Array]) -> None:
         """Copies parameters into the host's masters, until the first step has been exchanged.
 
-        That step moves no deferred channel, so the values before it and after it are the same. The
+        The first step moves no deferred channel, so the values before and after it are equal. The
         worker must be idle.
         """
         for i, part in enumerate(self._parts):
@@ -254,7 +255,7 @@ class Updates:
         return cut_states(states, specs=group.specs) if group.in_ranges else list(states)
 
     def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
-        """Starts computing the fraction of the best score that a group's selected channels hold."""
+        """Starts computing the selected channels' share of the best score in a group."""
         group = self._offloaded.groups[number]
         states = group.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]
@@ -263,8 +264,8 @@ class Updates:
     def resume(self, pending: Sequence[int], before: Sequence[np.ndarray]) -> None:
         """Restores a saved run's pending updates, from masters that are already restored.
 
-        `pending` is the saved result of `wait`, `before` each part's saved channels, as numbers in
-        its leaf.
+        `pending` is the saved result of `wait`; `before` contains each part's saved channels,
+        numbered within its leaf.
         """
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
             if kind == NONE:

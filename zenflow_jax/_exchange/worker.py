@@ -1,8 +1,9 @@
 """The worker thread: takes in mail, runs host updates, and hands channels over.
 
-`post` queues work in order. An update is cut into pieces and runs whenever nothing else can, so
-that the worker can take in the next window's mail meanwhile. The result is the same, because each
-window has its own gradient arrays. The thread runs no jitted program or collective.
+`post` queues work in order. An update is cut into pieces, which run whenever nothing else can, so
+that the worker can take in the next window's mail during the update. This does not change results,
+because each window has its own gradient arrays. The thread does not run jitted programs or
+collectives.
 """
 
 import atexit
@@ -30,15 +31,16 @@ from zenflow_jax._exchange.progress import Counts
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
-# How often a waiting caller checks whether the device still has work.
+# The interval at which a waiting caller checks whether the device still has work.
 _POLL_S = 1e-3
 
 
 class Worker:
-    """Owns the thread and the host's arrays. `check` and all open `done` futures raise failures.
+    """Owns the thread and the host's arrays. `check` and open `done` futures raise its failures.
 
     Call `start` after everything that can fail in the owner, because a running thread keeps all
-    host arrays. Before that, and while it is idle, callers may use `host`, `resume`, `leaves`.
+    host arrays. Before `start`, and while the thread is idle, callers may use `host`, `resume` and
+    `leaves`.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Worker:
         self._updates: deque[_Update] = deque()  # started, in order
         self._condition = threading.Condition()
         self._stop: _Stop | None = None  # the request for the thread to end
-        self._failure: _Failure | None = None  # why the thread ended, unless closed
+        self._failure: _Failure | None = None  # why the thread ended, unless it was closed
         self._where = "the first mail"  # the thread's current work, for messages
         # A daemon, so that a forgotten engine cannot keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
@@ -74,7 +76,7 @@ class Worker:
         atexit.register(lambda: (alive := stop()) and alive())
 
     def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
-        """Resumes a saved run, as `HostState.resume` does."""
+        """Resumes a saved run; see `HostState.resume`."""
         self.host.resume(arrays, counts.counted, closed=counts.windows)
         self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
@@ -83,12 +85,12 @@ class Worker:
             try:
                 self._receiver.receive(item, self._wake)
             except RuntimeError:
-                self.check()  # the thread's own failure is the better error
+                self.check()  # the thread's own failure is a better error
                 raise
         with self._condition:
             self._messages.append(item)
             self._condition.notify()
-        # Checked after the append, so that a failure before or after it reaches the item.
+        # Checked after the append, so that the item gets a failure from before or after it.
         self._break_promises()
 
     @property
@@ -100,7 +102,7 @@ class Worker:
         return self._failure is not None and self._failure.raised
 
     def check(self) -> None:
-        """Raises the failure that ended the thread, if any."""
+        """Raises the failure that ended the thread, if there was one."""
         if self._failure is None:
             self._peers.passed()
             return
@@ -121,7 +123,8 @@ class Worker:
     def pause(self, wait: Callable[[Callable[[], bool]], bool]) -> None:
         """Waits for a save before an array is overwritten, on any thread.
 
-        `wait` takes a function that returns whether the worker must end; if so, it returns False.
+        `wait` gets a function that returns whether the worker must end; if so, `wait` returns
+        False.
         """
         of_thread = threading.current_thread() is self._thread
         with self.recorder.meanwhile("wait for save") if of_thread else nullcontext():
@@ -134,7 +137,7 @@ class Worker:
     def wait(self, future: Future, after: Any) -> Any:
         """Waits for the result of `future`, on the caller's thread.
 
-        The wait counts as the host's only once `after`, the last step's arrays, are ready.
+        The wait counts as a wait for the host only once `after`, the last step's arrays, are ready.
         """
         if not future.done():
             begin = time.perf_counter()
@@ -305,7 +308,7 @@ class Worker:
         ]
         in_host_memory = copy_to_host(leaving)
         entering: list[list[Any]] = [[None] * len(part.devices) for part in group.parts]
-        # Some leaves are copied while others are being processed.
+        # Some leaves are copied while other leaves are being processed.
         for i, (moved, part) in enumerate(zip(in_host_memory, group.parts, strict=True)):
             if moved:
                 chosen, *rows = moved
@@ -318,7 +321,7 @@ class Worker:
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
         """Computes a window's update, and uploads the prefetched parts.
 
-        Yields its position, for messages, before each bounded piece.
+        Before each bounded piece, yields its position, for error messages.
         """
         offloaded, uploads = self._offloaded, []
         first = 0.0  # start time of the first upload
@@ -380,5 +383,5 @@ class _Failure:
 @dataclass
 class _Update:
     window: int  # its number
-    pieces: Iterator[str]  # yields the next piece's position, for messages
+    pieces: Iterator[str]  # yields the next piece's position, for error messages
     where: str

@@ -1,8 +1,8 @@
-"""AdamW on NumPy arrays for the deferred channels, which are also copied in and out.
+"""Runs AdamW on deferred channels in NumPy arrays, and copies channels in and out.
 
-Two kernels give bit-identical results, whatever the number of threads and the tile size. "numba"
-makes one pass over memory in compiled loops; "numpy" needs no compiler and processes tiles that fit
-in the cache. float16 leaves always use the NumPy kernel, as Numba has no float16 on CPUs.
+Two kernels give bit-identical results with any number of threads and any tile size. "numba" makes
+one pass over memory in compiled loops; "numpy" needs no compiler and processes tiles that fit in
+the cache. float16 leaves always use the NumPy kernel, because Numba has no float16 on CPUs.
 
 Arrays are `(entries, rows, n, tail)` (see `arrays.py`), or `(entries, n)` with one number per
 channel. `masters.py` and `moments.py` define the formats of masters and moments.
@@ -25,12 +25,12 @@ from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
 # Maximum number of elements that a thread takes at once. Numba streams through memory and evicts
-# the interpreter's data; reloading it costs up to 50 us a tile, 3% of the time at half this size.
+# the interpreter's data; reloading it costs up to 50 us per tile, 3% of the time at half this size.
 _NUMBA_TILE = 2 * 1024 * 1024
-# The NumPy kernel's tile should stay in a core's L2 cache. But several threads contend for the GIL
-# between NumPy calls. Longer calls exceed the cache, but halve the time lost to the GIL.
+# The NumPy kernel's tile should stay in a core's L2 cache. Several threads contend for the GIL
+# between NumPy calls, however: larger tiles exceed the cache, but halve the time lost to the GIL.
 _NUMPY_TILE, _NUMPY_TILE_SHARED = 128 * 1024, 256 * 1024
-# Smaller leaves get smaller tiles, so that every thread has work. This is the minimum.
+# Smaller leaves get smaller tiles, so that every thread has work. This is the minimum size.
 _LEAST_TILE = 64 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
@@ -65,9 +65,9 @@ class HostAdam:
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
 
     def accumulate(self, total: np.ndarray, gradients: WeightedGradients, *, first: bool) -> None:
-        """Adds gradients to `total`, float32, one after the other, each times its factor.
+        """Adds gradients, each multiplied by its factor, to the float32 `total`, in order.
 
-        `first` overwrites `total`.
+        If `first`, overwrites `total`.
         """
         assert all(total.shape == g.shape for g, _ in gradients)
         kernel = self._kernel_for(*(g for g, _ in gradients))
@@ -94,11 +94,11 @@ class HostAdam:
     ) -> Iterator[None]:
         """Takes an AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
-        Takes at most `GRADIENTS_PER_PASS` gradients; summing them with `accumulate` first is
-        bit-identical. `steps`, int32, and `active` are `(entries, n)`. Inactive channels stay
-        unchanged.
+        Accepts at most `GRADIENTS_PER_PASS` gradients; summing some with `accumulate` first is
+        bit-identical. `steps` (int32) and `active` have shape `(entries, n)`. Inactive channels
+        stay unchanged.
 
-        It is a generator, so that the caller can do other work between chunks of a few
+        This is a generator, so that the caller can do other work between chunks of a few
         milliseconds. It reads `steps` and `active`, and writes `steps`, when it starts.
         """
         assert (mu.scales is None) == (nu.scales is None)
@@ -135,7 +135,7 @@ class HostAdam:
             yield
 
     def take(self, arrays: Sequence[HostArray], channels: np.ndarray) -> list[np.ndarray]:
-        """Copies `channels`, int32 `(entries, k)`, out: float32 `(entries, rows, k, tail)`."""
+        """Copies `channels` `(entries, k)` into new float32 arrays `(entries, rows, k, tail)`."""
         entries, rows, _, tail = arrays[0].shape
         taken = [x.like((entries, rows, channels.shape[1], tail)) for x in arrays]
         for x, of_channels in zip(arrays, taken, strict=True):
@@ -160,7 +160,7 @@ class HostAdam:
     def _move(
         self, x: HostArray, of_channels: HostArray, channels: np.ndarray, *, inward: bool
     ) -> None:
-        """Copies `channels` from `x` to `of_channels`, or the other way if `inward`."""
+        """Copies `channels` from `x` to `of_channels`, or in the other direction if `inward`."""
         entries, rows, n, tail = x.shape
         k, together = channels.shape[1], max(_LEAST_TILE // max(rows * tail, 1), 1)
         assert channels.dtype == np.int32
@@ -170,7 +170,7 @@ class HostAdam:
         if not 0 <= channels.min() <= channels.max() < n:
             raise ValueError(
                 f"Channels {channels.min()} to {channels.max()} exceed the range 0 to {n - 1}: the "
-                "optimizer state is damaged or from other devices. Resume from a checkpoint."
+                "optimizer state is damaged or comes from other devices. Resume from a checkpoint."
             )
         tiles = [
             (i, i + 1, left, min(left + together, k))
@@ -201,7 +201,7 @@ class HostAdam:
                     return
                 work(tile)
 
-        # One task per thread: a task per tile would cost 45 us more for each.
+        # One task per thread: a task per tile would cost 45 us more per tile.
         futures = [self._pool.submit(share) for _ in range(min(self.threads, len(tiles)))]
         wait(futures)  # waits for all, because no thread may still write after an exception
         for future in futures:
@@ -211,7 +211,7 @@ class HostAdam:
 def _move(
     x: np.ndarray, of_channels: np.ndarray, channels: np.ndarray, inward: bool, tile: Tile
 ) -> None:
-    """Moves a tile: a range of one entry's `channels`."""
+    """Copies a tile: a range of one entry's `channels`."""
     entry, _, left, right = tile
     index, moved = channels[entry, left:right], of_channels[entry][:, left:right]
     if inward:

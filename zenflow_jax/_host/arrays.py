@@ -21,7 +21,7 @@ CHUNK = 128 * 1024
 #: Number of neighbours in a channel that share a scale in compact moments; fewer at the end.
 BUCKET = 32
 
-#: First segment and last + 1, then the first element in each segment and last + 1.
+#: The first segment and the last + 1; then, in each segment, the first element and the last + 1.
 Tile = tuple[int, int, int, int]
 _Array = TypeVar("_Array", bound="HostArray")
 
@@ -68,7 +68,7 @@ class Segments(NamedTuple):
     def tiles(self, limit: int, *, whole: bool = False) -> list[Tile]:
         """Returns tiles of whole buckets in one entry, with at most `limit` elements or one bucket.
 
-        `whole` tiles have whole segments, whatever their size.
+        If `whole`, tiles consist of whole segments, whatever their size.
         """
         height, breadth = (BUCKET, 1) if self.trailing else (1, BUCKET)
         edges = [(0, self.width)] if whole else _cut(self.width, limit // height, breadth)
@@ -81,7 +81,7 @@ class Segments(NamedTuple):
         ]
 
     def region(self, x: np.ndarray, tile: Tile) -> np.ndarray:
-        """Returns a view of a tile, `(segments, elements)`, of an array with this layout."""
+        """Returns a tile of an array with this layout, as a view `(segments, elements)`."""
         return flat(x).reshape(-1, self.width)[slice(*tile[:2]), slice(*tile[2:])]
 
 
@@ -105,7 +105,7 @@ class HostArray(abc.ABC):
 
     @abc.abstractmethod
     def read_tile(self, tile: Tile, scratch: np.ndarray) -> np.ndarray:
-        """Returns a tile's numbers: a view if they are float32, else a filled `scratch`."""
+        """Returns a tile's numbers: a view if they are float32, else `scratch`, filled."""
 
     @abc.abstractmethod
     def write_tile(self, tile: Tile, x: np.ndarray, where: "np.ndarray | bool" = True) -> None:
@@ -137,7 +137,7 @@ class HostArray(abc.ABC):
         return dataclasses.replace(self, **arrays)
 
     def as_float32(self, run: Callable[..., None] = in_turn) -> np.ndarray:
-        """Returns all numbers; if they are float32, `values` itself, which updates overwrite."""
+        """Returns all numbers. If they are float32, this is `values`, which updates overwrite."""
         if self.values.dtype == np.float32:
             return self.values
         x, segments = np.empty(self.shape, np.float32), self.segments
@@ -149,7 +149,7 @@ class HostArray(abc.ABC):
         return x
 
     def chunks(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields the numbers in C order, about `limit` at once, each with its first index."""
+        """Yields the numbers in C order, in chunks of about `limit`, each with its first index."""
         for tile in self.segments.tiles(limit, whole=True):
             first, last, _, width = tile
             numbers = self.read_tile(tile, np.empty((last - first, width), np.float32))

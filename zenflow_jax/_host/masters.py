@@ -1,18 +1,18 @@
-"""The float32 masters of a leaf on the host, split for a bfloat16 leaf.
+"""The float32 masters of a leaf on the host, split in two for a bfloat16 leaf.
 
-Such a leaf uploads its masters rounded to the nearest bfloat16, ties to even. A bfloat16 is the
+A bfloat16 leaf uploads its masters rounded to the nearest bfloat16, ties to even. A bfloat16 is the
 upper 16 bits of a float32. The host keeps the rounded number and the master's lower 16 bits,
 `rest`, as a signed number: `bits of master = (bits of rounded << 16) + rest`, because the upper
 bits are rounded up exactly where the lower bits are negative.
 
 There is one exception: a master exactly halfway above a bfloat16 that ends in 0 is rounded down to
-it, and 32768 does not fit in int16. `rest` becomes 32767: such a master, one in 131,072 numbers,
-changes in its last bit, once, and both values have the same cast. (Rounding ties away from zero
-would keep the bit, but jax rounds ties to even.) A NaN stays a NaN with its sign. All other numbers
-are restored exactly; `tests/host/test_masters.py` tests all 2**32.
+it, and the rest, 32768, does not fit in int16. `rest` becomes 32767, so such a master (one in
+131,072 numbers) changes once, in its last bit; both values have the same cast. (Rounding ties away
+from zero would keep the bit, but jax rounds ties to even.) A NaN stays a NaN with its sign. All
+other numbers are restored exactly; `tests/host/test_masters.py` tests all 2**32.
 
-The spacing of float16 numbers is uneven, so `rest` does not work: such a leaf keeps float32 masters
-and a rounded copy for uploads.
+The spacing of float16 numbers is uneven, so `rest` does not work there: a float16 leaf keeps
+float32 masters and a rounded copy for uploads.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Masters(HostArray):
 
     @property
     def to_upload(self) -> np.ndarray:
-        """Returns the masters in the leaf's dtype, uncopied: the next update overwrites them."""
+        """Returns the masters in the leaf's dtype, not copied: the next update overwrites them."""
         return self.values if self.cast is None else self.cast
 
     def like(self, shape: tuple[int, ...]) -> "Masters":

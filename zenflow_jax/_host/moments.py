@@ -1,6 +1,6 @@
 """The two moments of a leaf on the host: float32, or "compact" in 8-bit codes.
 
-A bucket of 32 neighbours in a channel has a code for each and a single scale, its largest
+A bucket of 32 neighbours in a channel has a code for each number, and a single scale: its largest
 magnitude. The two moments thus take 1.0625 and 1.125 bytes instead of 4 each. Buckets never span
 channels.
 
@@ -8,10 +8,10 @@ First moment: a code `c` from -127 to 127 stands for `c (|c| + 60) / 23749` time
 between codes grows fourfold from zero to the largest, as on a softsign curve (FlashOptim,
 https://arxiv.org/abs/2602.23349), but decoding needs no division. Second moment: its square root is
 `c / 255` times the scale, for `c` from 0 to 255. Encoding rounds to the nearest code, but to at
-least 1 for a second moment above zero: a zero below a first moment would cause a huge step.
+least 1 for a second moment above zero: a second moment of zero would make the step huge.
 
-The first moment's scale is a bfloat16, the second's a float32. A bfloat16 would never shrink: with
-`b2` = 0.999 an update shrinks the root by 1 in 2000, which would be rounded away.
+The first moment's scale is a bfloat16, the second's is a float32. Here a bfloat16 would never
+shrink: with `b2` = 0.999 an update shrinks the root by 1 in 2000, which would be rounded away.
 
 Decoded numbers encode to the same codes and scales, because the largest code stands exactly for the
 scale. So checkpoints store float32 moments without loss. A bucket is zero if its numbers (or roots)
@@ -28,7 +28,8 @@ import numpy as np
 from zenflow_jax._host.arrays import BUCKET, HostArray, Tile, aligned_zeros
 
 # A first moment's code is `c (|c| + 2 h)` steps. In float32, the largest, 127 (127 + 2 h), times
-# its reciprocal must be exactly 1. That holds for this `h`, not for all near 30, and for 255.
+# its reciprocal must be exactly 1. That holds for this `h` (not for every number near 30), and for
+# 255.
 BEND = np.float32(30)
 TOP_FIRST, TOP_SECOND = np.float32(127 * (127 + 60)), np.float32(255)
 PER_FIRST, PER_SECOND = 1 / TOP_FIRST, 1 / TOP_SECOND
@@ -73,7 +74,7 @@ class Moment(HostArray):
             _encode(x, axis, values, scales, where)
 
     def _of_tile(self, tile: Tile) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Returns a tile's values and scales, and the axis of buckets."""
+        """Returns a tile's values and scales, and the axis along which buckets lie."""
         segments, scales = self.segments, self.scales
         first, last, left, right = tile
         _, rows, width, trailing = segments
@@ -104,7 +105,7 @@ def bytes_of_moments(shape: tuple[int, ...], *, compact: bool) -> int:
 def _decode(codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
     """Decodes into `out`, float32; `scales` has one scale for each code."""
     np.copyto(out, codes)
-    with np.errstate(all="ignore"):  # buckets may not be finite
+    with np.errstate(all="ignore"):  # a bucket may be infinite or NaN
         if codes.dtype == _FIRST:
             out *= np.abs(out) + 2 * BEND
             out *= PER_FIRST
@@ -123,7 +124,7 @@ def _encode(
     Codes and scales keep their values where `where`, broadcast to both, is False.
     """
     first = codes.dtype == _FIRST
-    with np.errstate(all="ignore"):  # buckets may not be finite
+    with np.errstate(all="ignore"):  # a bucket may be infinite or NaN
         size = np.abs(x) if first else np.sqrt(x)
         starts = np.arange(0, x.shape[axis], BUCKET)
         largest = np.maximum.reduceat(size, starts, axis=axis)

@@ -5,16 +5,16 @@ once, as IEEE 754 requires: no fastmath flag is set, not even "contract". So a l
 body, its scalar tail and NumPy give bit-identical results. Moments in codes (`moments.py`) are
 decoded to scratch, a chunk at a time, and encoded again after the step.
 
-Numba adds two uint32 to a uint64, so each step of bit arithmetic casts back. It checks an index
-that it cannot prove positive, which keeps LLVM from vectorizing, so indices are unsigned
+In Numba, the sum of two uint32 is a uint64, so each step of bit arithmetic casts back. Numba checks
+an index that it cannot prove positive, which keeps LLVM from vectorizing, so indices are unsigned
 (`np.uintp`), or count over slices from zero. Flags that select a function (`by_type`) are True or
 None, which have different types.
 
-Letters: `p, m, v` master and moments, each `(segments, width)`, flat. For split masters
-(`masters.py`) `p` has the rounded numbers and `rest` the lower bits; otherwise `rest` is None, as
-`m_scales` and `v_scales` are without codes. `gs` are eight gradients and `fs` their factors; for a
-missing gradient they are None and 0. A tile has the segments `first` to `last`, and in each the
-elements `left` to `right`, in whole buckets.
+Letters: `p, m, v` master and moments, each `(segments, width)`, flattened. For split masters
+(`masters.py`) `p` has the rounded numbers and `rest` the lower bits; otherwise `rest` is None.
+Without codes, `m_scales` and `v_scales` are None, too. `gs` are eight gradients and `fs` their
+factors; for a missing gradient they are None and 0. A tile covers the segments `first` to `last`,
+and in each the elements `left` to `right`, in whole buckets.
 """
 
 import inspect
@@ -37,9 +37,9 @@ _TWICE_BEND, _BEND_SQUARED = 2 * _BEND, _BEND * _BEND
 _PER_FIRST, _PER_SECOND = 1 / _TOP_FIRST, 1 / _TOP_SECOND
 # Adding this to a small number leaves the nearest integer in the lower bits, ties to even.
 _ROUNDER = np.float32(1.5 * 2**23)
-# Elements of a chunk with leading channels: larger scratch exceeds the L1 cache, and smaller chunks
-# cost calls. With trailing channels, a chunk has a bucket's rows and this many lanes: with fewer,
-# the scratch (512 KiB) would fit in the L1 cache, but memory reads would be short.
+# Elements in a chunk with leading channels: larger scratch exceeds the L1 cache, and smaller chunks
+# take more calls. With trailing channels, a chunk has a bucket's rows and this many lanes: with
+# fewer, the scratch (512 KiB) would fit in the L1 cache, but memory reads would be short.
 _CHUNK = 4096
 _LANES = 2048
 
@@ -65,7 +65,7 @@ def inner(function: Callable) -> Any:
 
 
 def by_type(position: int, kind: Any, if_kind: Callable, otherwise: Callable) -> Callable:
-    """Returns a function for compiled code: `if_kind` if the argument at `position` is a `kind`."""
+    """Returns a function for compiled code that is `if_kind` if an argument is a `kind`."""
 
     def either(*args: Any) -> Any:
         raise NotImplementedError("Only compiled code may call this function.")
@@ -101,7 +101,7 @@ _plus = by_type(
 
 @inner
 def _sum(total, gs, fs, i):
-    """Sums in order; each product and sum rounds, as in separate passes."""
+    """Sums in order; each product and sum is rounded, as in separate passes."""
     a = _plus(_plus(total, gs[0], fs[0], i), gs[1], fs[1], i)
     b = _plus(_plus(a, gs[2], fs[2], i), gs[3], fs[3], i)
     c = _plus(_plus(b, gs[4], fs[4], i), gs[5], fs[5], i)
@@ -141,7 +141,7 @@ _keep = by_type(2, numba.none, _keep_whole, _keep_split)
 
 @inner
 def _select(on, new, old):
-    """Returns `new` if `on`, else `old`, in uint16; bitwise, as LLVM vectorizes no branches."""
+    """Returns `new` if `on`, else `old`, in uint16, without branches, so that LLVM vectorizes."""
     return np.uint16(old ^ np.uint16(np.uint16(old ^ new) & np.uint16(-np.int64(on))))
 
 
@@ -195,7 +195,7 @@ def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes,
         v[j] = new_v if on else v[j]
 
 
-# The arrays in which moments are updated: their own, or scratch.
+# The array in which a moment is updated: its values, or scratch.
 _work_array = by_type(
     1, numba.none, lambda x, scales, size: x, lambda x, scales, size: np.empty(size, np.float32)
 )

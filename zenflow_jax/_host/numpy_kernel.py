@@ -17,7 +17,7 @@ from zenflow_jax._host.moments import Moment
 from zenflow_jax._spec.scalars import AdamScalars
 
 #: Number of gradients that a compiled step sums in one pass: enough for twice the default window.
-#: Numba compiles each number of gradients and each set of dtypes on first use, in a second.
+#: Numba takes a second to compile each number of gradients and set of dtypes on first use.
 GRADIENTS_PER_PASS = 8
 
 #: Gradients in float32, bfloat16 or float16, each with its factor.

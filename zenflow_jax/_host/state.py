@@ -21,7 +21,7 @@ from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
 from zenflow_jax._spec.schedule import Schedule
 
 #: The maximum number of mails to keep. An update frees the closed window's mails leaf by leaf while
-#: the next window's arrive, so windows of four steps need no sums if the update keeps up.
+#: the next window's mails arrive, so windows of four steps need no sums if the update keeps up.
 MAILS_KEPT = 5
 
 
@@ -53,7 +53,7 @@ class HostLeaf:
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
     channels: np.ndarray  # int32 (entries, k), ascending: the selected channels
     open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
-    # Unused sums. During an update, two may be in use: its window's and the next window's.
+    # Unused sums. During an update, two sums may be in use: its window's and the next window's.
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -82,12 +82,12 @@ class HostLeaf:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """Returns all of the leaf's own arrays, including spare ones, without mails."""
+        """Returns all of the leaf's own arrays, including spare sums but not mails."""
         return [*self.written, self.channels, *self.spare]
 
     @property
     def to_upload(self) -> np.ndarray:
-        """Returns the masters in the leaf's dtype and shape, for an upload, uncopied."""
+        """Returns the masters in the leaf's dtype and shape, for an upload, without a copy."""
         return self.master.to_upload.reshape(self.spec.shape)
 
     @property
@@ -118,7 +118,7 @@ class HostLeaf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClosedWindow:
-    """A group's closed window, with everything for its update."""
+    """A group's closed window, with everything that its update needs."""
 
     number: int
     counted: int  # steps that were not skipped
@@ -140,7 +140,7 @@ class OpenWindow:
 
 @dataclasses.dataclass(frozen=True)
 class SelectedRows:
-    """A leaf's selected channels in a hand-over; shapes as on the device."""
+    """A leaf's selected channels in a hand-over, in the host's shapes."""
 
     master: np.ndarray  # float32 (entries, rows, k, tail)
     mu: np.ndarray
@@ -155,7 +155,7 @@ class SelectedRows:
         return cls(master, mu, nu, arrays[3].reshape(shape[::2]))
 
     def on_device(self, spec: LeafSpec) -> tuple[np.ndarray, ...]:
-        """Inverts `of`."""
+        """Returns the arrays in the device's shapes; inverts `of`."""
         wide = (x.reshape(spec.selected_shape) for x in (self.master, self.mu, self.nu))
         return (*wide, self.steps.reshape(*spec.stack, spec.k))
 
@@ -163,8 +163,8 @@ class SelectedRows:
 class HostState:
     """The deferred half of a run on the host. Must be used by one thread at a time.
 
-    Each of `pieces` has the numbers of leaves that share memory in a mail. `before_write` gets the
-    number of a leaf before its arrays are written; it may wait.
+    Each entry in `pieces` lists the numbers of leaves that share memory in a mail. `before_write`
+    is called with a leaf's number before the leaf's arrays are written; it may wait.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class HostState:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of all arrays, including spare ones; none is in pinned memory."""
+        """Returns the bytes of all arrays, including spare sums; none is in pinned memory."""
         return sum(x.nbytes for leaf in self.leaves for x in leaf.arrays)
 
     @property
@@ -225,8 +225,8 @@ class HostState:
     ) -> None:
         """Resumes a saved run's state; the selected channels are already in place.
 
-        For each leaf, `arrays` has "master", "mu", "nu", "steps" and, if the host sums its open
-        window, "total". `counted` has the steps in each group's open window.
+        For each leaf, `arrays` contains "master", "mu", "nu", "steps" and, if the host sums its
+        open window, "total". `counted` lists the number of steps in each group's open window.
         """
         self.windows = closed
         for window, steps in zip(self.open, counted, strict=True):
@@ -251,10 +251,10 @@ class HostState:
         self.leaves[i].master.write(weight)
 
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
-        """Adds one step's gradients to the open windows, `factor` times.
+        """Adds one step's gradients to the open windows, multiplied by `factor`.
 
         The host keeps them for their window's update, which sums them. If there are too many, the
-        host sums some at once, which does not affect the result.
+        host sums some immediately, which does not affect the result.
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             leaf.keep(gradient, factor)
@@ -268,7 +268,7 @@ class HostState:
                     self._add_up(i, leaf.open)
 
     def count(self) -> None:
-        """Counts one step in the open windows, whose gradients the device may sum."""
+        """Counts one step in the open windows; its gradients may be in the device's sums."""
         for window in self.open:
             window.counted += 1
 
@@ -313,9 +313,10 @@ class HostState:
     def update(
         self, window: ClosedWindow, finished: Callable[[int, HostLeaf], None]
     ) -> Iterator[str]:
-        """Makes a window's update in pieces of a few milliseconds; yields the leaf before each.
+        """Makes a window's update in pieces of a few milliseconds; yields before each piece.
 
-        Calls `finished` for each leaf that is done. The group's hand-overs must not run in between.
+        Yields the leaf's name, and calls `finished` for each leaf that is done. The group's
+        hand-overs must not run in between.
         """
         for i, gradients in window.gradients.items():
             leaf = self.leaves[i]

@@ -21,7 +21,7 @@ from zenflow_jax._spec.rules import (
 )
 from zenflow_jax._spec.schedule import Schedule
 
-#: Arguments that may be arrays, including traced ones. All others shape the state.
+#: Arguments that may be arrays, including traced ones. All others determine the state's structure.
 NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
 
 
@@ -48,8 +48,8 @@ def check_schedule(
     scaling = _share_or_none("window_scaling", window_scaling)
     if scaling is not None and window != 1 and late != 0 and not in_turn:
         warnings.warn(
-            f"`window_scaling={scaling}` hurts the result if updates arrive a whole window late: "
-            "with `rolling=False` or an `AutoWindow`. Pass window_scaling=None.",
+            f"`window_scaling={scaling}` hurts the result if updates arrive a whole window late, "
+            "as with `rolling=False` or an `AutoWindow`. Pass window_scaling=None.",
             stacklevel=3,
         )
     share = _share_or_none("provisional_share", provisional_share) or None
@@ -69,8 +69,8 @@ def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow:
     if isinstance(interval, AutoWindow):
         if topk_ratio == 0:
             raise ValueError(
-                "`topk_ratio` is 0, but an `AutoWindow` compares deferred channels with selected "
-                "ones. Pass a share above 0."
+                "`topk_ratio` is 0, but an `AutoWindow` compares deferred with selected channels. "
+                "Pass a share above 0."
             )
         return interval
     return check_int("update_interval", interval, 1, "an int or an AutoWindow", _IF_INJECTED)
@@ -86,7 +86,7 @@ def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect:
 
 
 def _check_staleness(staleness: Any, window: int | AutoWindow, in_turn: bool) -> int | None:
-    """Returns how many steps an update waits, or None for until the next boundary."""
+    """Returns the number of steps that an update waits; None means until the next boundary."""
     staleness = check_int_or_none("staleness", staleness, 0, _IF_INJECTED)
     if staleness is None:
         return 1 if in_turn else window if isinstance(window, int) else None
@@ -130,13 +130,12 @@ def check_numbers(**numbers: Any) -> None:
 
 
 def check_number(name: str, value: Any, where: str = "") -> None:
-    """Checks one of `NUMBERS`; `where` says which leaf it is for."""
+    """Checks one of `NUMBERS`; `where` names its leaf in errors."""
     if callable(value) and name in ("learning_rate", "weight_decay"):
         if not _is_schedule(value):
             raise TypeError(
-                f"`{name}`{where} is a function, but not of a step count alone: {value!r}. Pass a "
-                "schedule. (A function of (path, leaf) can only be the `learning_rate` of "
-                "`zenflow`.)"
+                f"`{name}`{where} is a function of more than a step count: {value!r}. Pass a "
+                "schedule. (Only `zenflow`'s `learning_rate` can be a function of (path, leaf).)"
             )
         return
     dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, Real) else None)
@@ -170,8 +169,9 @@ def check_learning_rate(rate: Any) -> None:
             check_number("learning_rate", x, f" at {jax.tree_util.keystr(path)}" if path else "")
     elif not jax.tree_util.all_leaves([rate]):
         raise TypeError(
-            f"`learning_rate` is a {type(rate).__name__}, both a function and a tree. Pass "
-            "`lambda count: rate(count)` for a schedule, or `lambda path, leaf: ...` for a tree."
+            f"`learning_rate` is a {type(rate).__name__}, which is both a function and a tree. "
+            "Pass `lambda count: rate(count)` for a schedule, or `lambda path, leaf: ...` for a "
+            "tree."
         )
 
 
@@ -181,7 +181,7 @@ def takes_leaf(rate: Any) -> bool:
 
 
 def _is_schedule(function: Any) -> bool:
-    """Returns whether a function can be called with a step count, which no one calls a path."""
+    """Returns whether a function takes a single argument that is not named after a path."""
     try:
         signature = inspect.signature(function)
         signature.bind(None)
@@ -216,8 +216,8 @@ def check_bool(name: str, value: Any, or_else: str = "") -> None:
 
 
 _IF_INJECTED = (
-    "With `optax.inject_hyperparams`, pass static_args=zenflow_jax.STATIC_ARGS, or it becomes an "
-    "array or a schedule."
+    "With `optax.inject_hyperparams`, pass static_args=zenflow_jax.STATIC_ARGS, or this argument "
+    "becomes an array or a schedule."
 )
 
 

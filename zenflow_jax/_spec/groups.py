@@ -1,6 +1,6 @@
 """Divides the offloaded leaves into groups that take turns closing their windows.
 
-The rule uses only shapes, dtypes and order, so that a run has the same groups on any devices, with
+The rule uses only shapes, dtypes and order, so a run's groups do not depend on its devices, with
 one exception: if a mesh divides the layers of a stack, the stack stays in one piece.
 """
 
@@ -13,8 +13,8 @@ from zenflow_jax._spec.schedule import Schedule
 
 #: The largest ratio of group sizes for which stacked leaves are not cut.
 UNEVEN = 1.5
-#: The maximum size of a stacked leaf's range, in groups' mean bytes, tried in this order. Each
-#: boundary of a range copies its whole leaf on the device, so large ranges come first.
+#: The maximum size of a stacked leaf's range, as a multiple of the groups' mean size, tried in this
+#: order. Each boundary of a range copies the whole leaf, so large ranges come first.
 _LARGEST = (math.inf, 1.0, 0.5, 0.25)
 
 

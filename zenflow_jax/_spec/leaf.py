@@ -20,22 +20,22 @@ DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 class LeafSpec:
     """The static facts of one leaf; hashable, because the state's treedef carries them."""
 
-    name: str  # key path, as `plain_name` writes it
+    name: str  # key path, formatted by `plain_name`
     shape: tuple[int, ...]
     dtype: np.dtype
     axis: int | None  # channel axis, counted from the front; None for a resident leaf
     k: int  # selected channels in each stack entry; 0 for a resident leaf
     decay: bool  # whether weight decay applies
     placement: Placement | None = None  # None on one device
-    transfer_dtype: np.dtype | None = None  # dtype of its mail; None for the leaf's own
+    transfer_dtype: np.dtype | None = None  # dtype of its mail; None for the leaf's own dtype
     # The group of each range on its first stack axis; usually there is only one range.
     groups: tuple[int, ...] = (0,)
     start: int | None = None  # for a range of a stacked leaf: its first entry
-    rate: int = 0  # the number of its learning rate among the run's (`rates.py`)
+    rate: int = 0  # the number of its learning rate (`rates.py`)
 
     @property
     def anonymous(self) -> "LeafSpec":
-        """Returns the common spec of all similar leaves, so that they share programs."""
+        """Returns a spec that all similar leaves have in common, so that they share programs."""
         return dataclasses.replace(self, name="", decay=False, groups=(0,), rate=0)
 
     @property
@@ -46,7 +46,7 @@ class LeafSpec:
 
     @property
     def ranges(self) -> tuple["LeafSpec", ...]:
-        """Returns the specs of the ranges on its first stack axis, in order, or the leaf itself."""
+        """Returns the specs of the leaf's ranges, in order, or the leaf itself if it is not cut."""
         count = len(self.groups)
         if count == 1:
             return (self,)
@@ -64,7 +64,7 @@ class LeafSpec:
 
     @property
     def copies(self) -> int:
-        """Returns how many devices hold each part, and send its gradient in a step."""
+        """Returns how many devices hold each part and send its gradient in a step."""
         place = self.placement
         return 1 if place is None else place.mesh.size // math.prod(map(place.count, place.part))
 
@@ -89,7 +89,7 @@ class LeafSpec:
 
     @property
     def pieces(self) -> int:
-        """Returns the number of pieces on its channel axis, which select channels independently."""
+        """Returns the number of the channel axis's pieces, which select channels independently."""
         assert self.axis is not None
         place = self.placement
         return 1 if place is None else place.count(place.block[self.axis])
@@ -103,7 +103,8 @@ class LeafSpec:
     def view4(self, channels: int) -> tuple[int, int, int, int]:
         """Returns the shape as `(entries, rows, channels, tail)`, for the host.
 
-        `entries` covers the stack axes; there are rows if the channel axis is last, else a tail.
+        `entries` covers the stack axes. If the channel axis is last, `tail` is 1; otherwise `rows`
+        is 1.
         """
         assert self.axis is not None
         return (
@@ -115,11 +116,12 @@ class LeafSpec:
 
 
 def check_memory(name: str, parameter: Any) -> None:
-    """Rejects a parameter, which may be traced or abstract, in host memory."""
+    """Rejects a parameter in host memory; the parameter may be traced or abstract."""
     if isinstance(parameter, Tracer):
         in_host_memory = jax.typeof(parameter).memory_space == jax.memory.Space.Host
     else:
-        # The type of a shape, or of an array assembled by a saver, may not show this (jax 0.10.2).
+        # The type of a shape, or of an array from a checkpoint library, may not show this (jax
+        # 0.10.2).
         sharding = getattr(parameter, "sharding", None)
         in_host_memory = getattr(sharding, "memory_kind", None) == "pinned_host"
     if in_host_memory:
@@ -131,12 +133,12 @@ def check_memory(name: str, parameter: Any) -> None:
 
 def as_pure(tree: Any) -> Any:
     """Returns a flax nnx tree as a tree of arrays, and any other tree unchanged."""
-    nnx = sys.modules.get("flax.nnx")  # a caller with such a tree has imported it
+    nnx = sys.modules.get("flax.nnx")  # the caller imported flax to make such a tree
     return tree if nnx is None else nnx.as_pure(tree)
 
 
 def plain_name(path: tuple[Any, ...]) -> str:
-    """Formats a leaf's key path, the same with or without a flax nnx wrapper."""
+    """Formats a leaf's key path in the same way with or without a flax nnx wrapper."""
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path)

@@ -30,9 +30,9 @@ def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
     first = specs[0]
     _logger.warning(
         f"zenflow saves no memory: all {len(specs)} leaves stay on the device (the first is "
-        f"{first.name or 'a bare array'} of shape {first.shape}). It offloads leaves of two or "
-        "more axes that `resident` does not name: leave out `optax.flatten`, or change `resident` "
-        "or `topk_ratio`."
+        f"{first.name or 'a bare array'} of shape {first.shape}). It offloads only leaves that "
+        "have two or more axes and are not named by `resident`. Leave out `optax.flatten`, or "
+        "change `resident` or `topk_ratio`."
     )
 
 
@@ -46,14 +46,15 @@ def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
     _logger.warning(
         f"zenflow selects {largest.k} of {largest.n} channels along axis {largest.axis} of "
         f"{largest.name or 'a bare array'} of shape {largest.shape}, more than twice "
-        f"topk_ratio={topk_ratio:g}; likewise in {len(few) - 1} other leaves. Their state uses "
-        "device memory. If that is an axis of layers or heads, pass another `channel_axis`, an int "
-        "or a function of (path, leaf), or stack layers along the first axis."
+        f"topk_ratio={topk_ratio:g}; the same is true of {len(few) - 1} other leaves. The "
+        "channels' state uses device memory. If this axis counts layers or heads, pass another "
+        "`channel_axis` (an int or a function of (path, leaf)), or stack layers along the first "
+        "axis."
     )
 
 
 def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
-    """Warns if a mesh adds selected channels, so that fewer devices cannot resume the run."""
+    """Warns if a mesh adds selected channels, so that the run cannot resume on fewer devices."""
     divided = [s for s in specs if not s.resident and s.pieces > 1]
     uneven = [s for s in divided if s.k != selected_channels(topk_ratio, s.n, 1)]
     if not uneven:
@@ -65,9 +66,9 @@ def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
     remedy = f"with topk_ratio={even!r} or " if even <= 2 * topk_ratio else ""
     _logger.warning(
         f"zenflow selects {first.k} channels of {first.name or 'a bare array'}, because the mesh "
-        f"divides its channel axis into {first.pieces} pieces; undivided, it would select "
+        f"divides its channel axis into {first.pieces} pieces; on one device, it would select "
         f"{selected_channels(topk_ratio, first.n, 1)}. This run's checkpoints can be resumed only "
-        "on a mesh that gives the same number. To resume on fewer devices, start the run "
+        "on a mesh that leads to the same number. To resume on fewer devices, start the run "
         f"{remedy}with a mesh that divides other axes."
     )
 
@@ -86,15 +87,15 @@ def warn_of_stacked_vectors(specs: Sequence[LeafSpec]) -> None:
 
 
 def warn_of_a_part(params: Any) -> None:
-    """Warns that `max_grad_norm` sees only a part of a tree, as in `optax.partition`."""
+    """Warns that `max_grad_norm` covers only a part of a tree, as in `optax.partition`."""
     nodes = jax.tree.leaves(params, is_leaf=_is_masked)
     masked = sum(map(_is_masked, nodes))
     if masked:
         _logger.warning(
             "`max_grad_norm` clips by the norm of this `zenflow`'s leaves "
-            f"({len(nodes) - masked}). `optax.partition` or `optax.masked` hides others ({masked})."
-            " If those are trained too, use `optax.clip_by_global_norm` in front of the partition "
-            "instead."
+            f"({len(nodes) - masked}). `optax.partition` or `optax.masked` hides other leaves "
+            f"({masked}). If these are trained, use `optax.clip_by_global_norm` in front of the "
+            "partition instead."
         )
 
 

@@ -25,10 +25,10 @@ class Placement:
 
     mesh: AbstractMesh
     block: MeshAxes  # divide the parameter
-    part: MeshAxes  # divide moments, mail and deferred half: the block's axes, maybe others
+    part: MeshAxes  # divide moments, mail and the deferred half: the block's axes and maybe more
 
     def count(self, axes: Sequence[str]) -> int:
-        """Returns the number of pieces into which these mesh axes cut an axis."""
+        """Returns the number of pieces that these mesh axes cut an axis into."""
         return math.prod(self.mesh.shape[name] for name in axes)
 
     @property
@@ -51,9 +51,9 @@ class Placement:
 
 
 def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
-    """Returns `leaf`'s placement on its mesh; None if it is on one device, or not yet known.
+    """Returns `leaf`'s placement on its mesh, or None on one device or before it is known.
 
-    `sharding` replaces the leaf's own, which a traced leaf knows only on Explicit axes.
+    `sharding` replaces the leaf's own sharding, which a traced leaf has only on Explicit axes.
     """
     is_given = sharding is not None
     if not is_given:
@@ -79,7 +79,7 @@ def mesh_axes(spec: PartitionSpec, rank: int) -> MeshAxes:
     def names(entry: Any) -> tuple[str, ...]:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
             return ()
-        # A single name may come without a tuple.
+        # A single name need not be in a tuple.
         return (entry,) if isinstance(entry, str) else tuple(entry)
 
     return tuple(map(names, [*spec, *[None] * (rank - len(spec))]))

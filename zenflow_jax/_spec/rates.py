@@ -2,7 +2,7 @@
 
 A rate is a number, a scalar array, or a schedule of the step count. `learning_rate` is a rate for
 all leaves, a function of (key path, leaf) that returns a rate, or a tree of rates. Leaves with the
-same rate have the same number in their specs, and the step scalars have each rate once.
+same rate have the same number in their specs, and the step scalars contain each rate once.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from zenflow_jax._spec.resolve import spread
 def with_rate_numbers(
     specs: Sequence[LeafSpec], params: Any, learning_rate: Any
 ) -> tuple[LeafSpec, ...]:
-    """Returns the specs with the numbers of their rates, in the order of their first leaves."""
+    """Returns the specs with their rates numbered in the order of first use."""
     if not specs:  # `params` may be any placeholder
         return ()
     rates = _rates(params, learning_rate)
@@ -32,7 +32,7 @@ def with_rate_numbers(
 
 
 def rates_by_number(specs: Sequence[LeafSpec], params: Any, learning_rate: Any) -> list[Any]:
-    """Returns the rates in the order of their numbers; leaves with one number need one rate."""
+    """Returns the rates in number order; leaves that share a number must share a rate."""
     if not specs:
         return [0.0]
     first: dict[int, tuple[str, Any]] = {}
@@ -41,8 +41,8 @@ def rates_by_number(specs: Sequence[LeafSpec], params: Any, learning_rate: Any) 
         if _key(rate) != _key(expected):
             raise ValueError(
                 f"`learning_rate` is {expected} for {name} but {rate} for {spec.name}, which had "
-                "the same rate in `tx.init`. Let it return the same rates for these leaves, or "
-                "make a new state."
+                "the same rate in `tx.init`. Use the same rate for these leaves, or make a new "
+                "state."
             )
     return [first[number][1] for number in sorted(first)]
 
@@ -61,5 +61,5 @@ def _rates(params: Any, learning_rate: Any) -> list[Any]:
 
 
 def _key(rate: Any) -> Any:
-    """Returns equal keys for the same rate; arrays have no values under jit."""
+    """Returns a key that is equal for equal rates; arrays have no values under jit."""
     return float(rate) if isinstance(rate, Real) else (id(rate),)

@@ -1,4 +1,4 @@
-"""Decides each parameter's kind of leaf.
+"""Decides what kind of leaf each parameter is.
 
 Only this file and `rates.py` call the user's leaf functions.
 """
@@ -18,7 +18,7 @@ from zenflow_jax._spec.rules import round_up
 
 
 class LeafRules(NamedTuple):
-    """The arguments of `zenflow` that decide each parameter's kind of leaf."""
+    """The arguments of `zenflow` that decide what kind of leaf each parameter is."""
 
     topk_ratio: float
     channel_axis: int | Callable[[tuple[Any, ...], Any], int]
@@ -93,12 +93,13 @@ def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
             types = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
             raise ValueError(
                 f"Axis {axis} of {name} mixes Auto and Explicit mesh axes: {names} of {types}. "
-                "Divide it by axes of one type."
+                "Shard it over axes of one type."
             )
         if shape[axis] % place.count(names):
             raise ValueError(
-                f"Axis {axis} of {name} has size {shape[axis]}, which the {place.count(names)} "
-                f"devices along the mesh axes {names} do not divide. Shard another axis, or pad it."
+                f"Axis {axis} of {name} has size {shape[axis]}, which is not divisible by the "
+                f"{place.count(names)} devices along the mesh axes {names}. Shard another axis, or "
+                "pad it."
             )
 
 
@@ -118,7 +119,7 @@ def resolve_specs(
 
 
 def _shardings(params: Any, param_shardings: Any) -> list[Any]:
-    """Returns the user's sharding for each leaf; None without any."""
+    """Returns the user's sharding for each leaf, or None if there is none."""
     count = len(jax.tree.leaves(params))
     if param_shardings is None:
         return [None] * count
@@ -143,7 +144,7 @@ def _decayed(params: Any, mask: Any) -> list[bool]:
 
 
 def spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
-    """Returns for each leaf of `params` the value in a prefix tree, an argument's."""
+    """Returns the value for each leaf of `params` from an argument that is a prefix tree."""
     values: list[Any] = []
     try:
         jax.tree.map(
@@ -152,7 +153,8 @@ def spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
         )
     except ValueError as error:
         raise ValueError(
-            f"`{name}` has the structure {jax.tree.structure(tree)}, which is neither that of the "
-            f"parameters nor a prefix: {jax.tree.structure(params)}. Pass a tree of {kind} like it."
+            f"`{name}` has the structure {jax.tree.structure(tree)}, which is neither the "
+            f"parameters' structure nor a prefix of it: {jax.tree.structure(params)}. Pass a tree "
+            f"of {kind} with the parameters' structure."
         ) from error
     return values

@@ -18,11 +18,12 @@ class UnfitRunError(ValueError):
 class AutoWindow:
     """Windows that close when deferred gradients match a single step's selected gradients.
 
-    At every step, each leaf has two root mean squares of its gradient, one on deferred and one on
-    selected channels. A leaf is ripe when the window's sum of the first is at least the window's
-    mean of the second. The window closes when at least `share` of the offloaded leaves are ripe, or
-    when it has `max_interval` steps. The decision after step t uses only the steps before it, so a
-    window has at least two. DeepSpeed's "Zen-auto" uses the same idea but compares L1 sums.
+    At every step, each leaf's gradient has one root mean square over its deferred channels and
+    another over its selected channels. A leaf is ripe when the window's sum for the deferred
+    channels is at least the window's mean for the selected channels. The window closes when at
+    least `share` of the offloaded leaves are ripe, or when it has `max_interval` steps. The
+    decision after step t uses only the steps before it, so a window has at least two steps.
+    DeepSpeed's "Zen-auto" uses the same idea but compares L1 sums.
 
     Attributes:
         max_interval: The maximum number of steps in a window.
@@ -51,14 +52,14 @@ class AutoWindow:
 class AutoSelect:
     """Selects again when the selected channels no longer hold most of the score.
 
-    Each boundary measures the share of the best k channels' score that the selected channels hold:
-    a ratio for each leaf, weighted by the leaf's size. Below `keep`, the next boundary selects
-    again, as does the `max_windows`-th window since the last selection. Scores are sums since that
-    selection: if the best channels change w windows after it, the next selection follows about w /
-    keep + 1 windows later.
+    Each boundary measures the selected channels' share of the best k channels' score, averaged over
+    leaves and weighted by their size. If the share is below `keep`, the next boundary selects
+    again, as does the `max_windows`-th window since the last selection. Scores are summed from that
+    selection on: if the best channels change w windows after it, the next selection follows about w
+    / keep + 1 windows later.
 
     Attributes:
-        keep: The share to hold, in [0, 1].
+        keep: The minimum share, in [0, 1].
         max_windows: The maximum number of windows between two selections.
 
     Examples:
@@ -77,16 +78,16 @@ class AutoSelect:
 class SendGradients(enum.StrEnum):
     """When the gradients of offloaded leaves leave the device."""
 
-    #: The step copies each to host memory as soon as the backward pass has computed it.
+    #: The step copies each gradient to host memory as soon as the backward pass has computed it.
     DURING_STEP = "during_step"
-    #: The step leaves them on the device; they are copied while the next step runs.
+    #: The step leaves gradients on the device; they are copied while the next step runs.
     AFTER_STEP = "after_step"
-    #: The step sums them on the device; the sum is copied while the next window runs.
+    #: The step sums gradients on the device; the sum is copied while the next window runs.
     PER_WINDOW = "per_window"
 
     @property
     def in_step(self) -> bool:
-        """Returns whether the step itself copies to host memory."""
+        """Returns whether the step itself copies gradients to host memory."""
         return self is SendGradients.DURING_STEP
 
     @property
@@ -98,7 +99,7 @@ class SendGradients(enum.StrEnum):
 def check_int(
     name: str, value: Any, least: int | None, kinds: str = "an int", remedy: str = ""
 ) -> int:
-    """Returns an int of at least `least`; `kinds` names the caller's other types."""
+    """Returns an int of at least `least`; `kinds` lists the accepted types for the error."""
     # To Python, a bool is an Integral; to users, it is not.
     if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")

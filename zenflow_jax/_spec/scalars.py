@@ -41,16 +41,16 @@ class WindowStep(NamedTuple):
 
     scalars: AdamScalars
     advance: Any  # how many Adam steps it counts as
-    # A single step's betas, which the bias corrections raise to a channel's count.
+    # A single step's betas, which the bias corrections raise to the power of a channel's count.
     b1: Any
     b2: Any
 
 
 def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> WindowStep:
-    """Returns the step with the mean of `counted` gradients, scaled to as many single steps.
+    """Returns the step with the mean of `counted` gradients, scaled to match `counted` steps.
 
     A mean of c gradients is the gradient of a batch c times larger (Malladi et al., 2022).
-    `scaling` is the exponent for the learning rate; None scales nothing.
+    `scaling` is the exponent for the learning rate; with None, nothing is scaled.
     """
     s = scalars
     if scaling is None:
@@ -81,8 +81,8 @@ def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> Wi
 class StepFacts(NamedTuple):
     """The scalars that a step sends to the host, in NumPy or jax."""
 
-    adam: Sequence[AdamScalars]  # one for each learning rate, by its number
-    factor: Any  # clips the gradient
+    adam: Sequence[AdamScalars]  # one for each learning rate, in the order of their numbers
+    factor: Any  # the clipping factor
     step: Any
     token: Any
     finite: Any  # whether the step counts: 1 or 0

@@ -3,7 +3,8 @@
 Steps count from 1; step t's boundary lies between t and t + 1. Leaves are in groups (`groups.py`),
 and each group has its own windows.
 
-A decision about a step uses only earlier steps; otherwise an engine would wait for the device.
+A decision about a step uses only earlier steps; otherwise an engine would have to wait for the
+device.
 """
 
 import dataclasses
@@ -27,16 +28,16 @@ class Boundary(NamedTuple):
 
 
 class ScheduleState(NamedTuple):
-    """The inputs to the schedule's decisions. `flush` does not change it."""
+    """The inputs to the schedule's decisions. `flush` does not change them."""
 
     # For adaptive windows, which are the same for all leaves.
     length: np.int32  # steps since the last boundary, without the next step
     counted: np.float32  # steps that were not skipped
     deferred: Float32[np.ndarray, " leaves"]  # deferred channels' root mean squares, summed
-    selected: Float32[np.ndarray, " leaves"]  # the same for the selected channels
+    selected: Float32[np.ndarray, " leaves"]  # selected channels' root mean squares, summed
     # For each group.
     windows: Int32[np.ndarray, " groups"]  # windows closed since the last selection
-    kept_share: Float32[np.ndarray, " groups"]  # of the best score, at the last boundary; else 1
+    kept_share: Float32[np.ndarray, " groups"]  # share of the best score, if measured; else 1
 
     def open_step(self) -> "ScheduleState":
         """Returns the state after a step whose window stays open; `add` takes its statistics."""
@@ -45,7 +46,7 @@ class ScheduleState(NamedTuple):
     def close_window(
         self, first: "ScheduleState", closes: np.ndarray, selects: np.ndarray
     ) -> "ScheduleState":
-        """Returns the state after a step that closed windows; its statistics are not used.
+        """Returns the state after a step that closed windows; the step's statistics are not used.
 
         `first` is the state before the first step; `closes` and `selects` are bool (groups,).
         """
@@ -56,7 +57,7 @@ class ScheduleState(NamedTuple):
         )
 
     def add(self, statistics: np.ndarray) -> "ScheduleState":
-        """Returns the state with a step's float32 [counted, *deferred, *selected]."""
+        """Returns the state after adding a step's float32 [counted, *deferred, *selected]."""
         leaves = self.deferred.shape[0]
         return self._replace(
             counted=self.counted + statistics[0],
@@ -86,9 +87,9 @@ class Schedule:
         window: Steps in a window, or the rule that closes it.
         select: Steps between two selections, or the rule that starts one.
         full_warm_up_rounds: Number of initial steps, each of which is its own window.
-        groups: Number of groups that take turns: group j closes its windows j steps ahead of 0.
+        groups: Number of groups that take turns: group j closes its windows j steps before group 0.
         staleness: Steps from the end of a window to the step after which its update reaches the
-            parameters. None: to the next boundary, wherever an adaptive window has it.
+            parameters. None, for adaptive windows: the next boundary.
         window_scaling: The exponent for `window_step`.
         provisional_share: The length of a provisional step, as a share of the learning rate.
     """
@@ -102,9 +103,9 @@ class Schedule:
     provisional_share: float | None = None
 
     def provisional_step(self, step: jax.Array, learning_rate: Any, counts: Any) -> jax.Array:
-        """Returns the float32 length that step `step`, if it `counts`, moves deferred weights by.
+        """Returns the float32 length of the provisional step; zero unless the step `counts`.
 
-        A run's first step moves none, because weights may be loaded before it.
+        A run's first step moves nothing, because weights may be loaded before it.
         """
         length = jnp.float32(self.provisional_share) * jnp.asarray(learning_rate, jnp.float32)
         moves = counts & (step > max(self.full_warm_up_rounds, 1))
@@ -122,7 +123,7 @@ class Schedule:
 
     @property
     def needs_kept_share(self) -> bool:
-        """Returns whether decisions need the share of the score that is kept."""
+        """Returns whether decisions need the selected channels' share of the best score."""
         return isinstance(self.select, AutoSelect)
 
     def boundary(self, step: int, schedule_state: ScheduleState, group: int = 0) -> Boundary:
@@ -160,7 +161,7 @@ class Schedule:
     def _selection_is_due(
         self, step: int, length: int, schedule_state: ScheduleState, group: int
     ) -> bool:
-        """Returns whether a later selection is due where a window of `length` steps ends."""
+        """Returns whether a later selection is due at the end of a window of `length` steps."""
         if isinstance(self.select, AutoSelect):
             lost = bool(schedule_state.kept_share[group] < self.select.keep)
             return lost or int(schedule_state.windows[group]) + 1 >= self.select.max_windows

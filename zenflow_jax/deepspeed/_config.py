@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed config with the help of a table of the allowed values for each key."""
+"""Reads a DeepSpeed config using a table of allowed values for each key."""
 
 import json
 import math
@@ -40,12 +40,12 @@ def one_of(*values: str | bool) -> Kind:
 
 
 #: Each key's kind, or its block's table. "*" lists DeepSpeed's other keys; a block without "*" may
-#: have any other keys.
+#: contain any other keys.
 Table = Mapping[str, Any]
 
 
 class Config:
-    """A config as written; `listed` names the keys that are not read or not followed."""
+    """A config as written; `listed` contains the keys that are not read or not applied."""
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any]):
         self.source = ""
@@ -57,9 +57,9 @@ class Config:
         self.written, self.listed = config, []
 
     def read(self, table: Table, path: str = "") -> dict[str, Any]:
-        """Returns the values in the block at `path`, such as "optimizer.params"; by default in all.
+        """Returns the values in the block at `path`, such as "optimizer.params", or in all blocks.
 
-        None is "auto"; a key that is left out or null is missing. Errors name their key.
+        None stands for "auto"; a key that is left out or null is missing. Errors name their key.
         """
         block, values = self._at(path), {}
         for key, x in block.items():

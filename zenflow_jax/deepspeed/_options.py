@@ -18,7 +18,7 @@ from zenflow_jax._transform import zenflow
 from zenflow_jax.deepspeed._config import Config, Kind, get, number, one_of, pair
 from zenflow_jax.deepspeed._schedule import SCHEDULES, Scheduler, Selection
 
-_LEARNING_RATE = 1e-3  # DeepSpeed's
+_LEARNING_RATE = 1e-3  # DeepSpeed's default
 _ACCUMULATION = "gradient_accumulation_steps"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", _ACCUMULATION)
 _RULES = "zero_optimization.zenflow"
@@ -67,18 +67,18 @@ class DeepSpeedOptions:
     """The meaning of a DeepSpeed config. Created by `from_deepspeed`.
 
     Values that the config leaves open are None. If step counts become known later, set them with
-    `dataclasses.replace`. A property that lacks one raises a ValueError that names it.
+    `dataclasses.replace`. A property that lacks a count raises a ValueError that names it.
 
     Attributes:
-        kind: "zenflow"; "offload" for an offloaded optimizer without a `zenflow` section, which is
-            `zenflow` with no channel selected and windows of one step; "adamw" for neither.
+        kind: "zenflow"; "offload" for an offloaded optimizer without a `zenflow` section, which
+            becomes `zenflow` with no channel selected and windows of one step; otherwise "adamw".
         fixed_arguments: The `arguments` that do not depend on an epoch's length.
         max_grad_norm: The global norm to which gradients are clipped; also in `arguments`.
         batch_size: Number of examples in a step, on all devices together.
         micro_batches: Number of micro-batches in a batch.
         compute_dtype: The dtype in which the model computes.
         threads: For `HostEngine(threads=...)`, from `pt_reserved_cores_perc`.
-        not_translated: Names of keys that are not read or not followed.
+        not_translated: Names of keys that are not read or not applied.
         scheduler: The config's schedule.
         selection: The rule for `zenflow`'s selections.
         peak: The learning rate without the scheduler.
@@ -102,7 +102,7 @@ class DeepSpeedOptions:
 
     @property
     def learning_rate(self) -> optax.ScalarOrSchedule | None:
-        """Returns a number, or a schedule by step count (from 0); None without either."""
+        """Returns a number, a schedule of the step count (from 0), or None if the rate is open."""
         if self.scheduler is None:
             return self.peak
         return self.scheduler.schedule(self.warmup_steps, self.total_steps)
@@ -152,25 +152,25 @@ def from_deepspeed(
 
     The config's own values take precedence. The arguments replace values that are "auto" or
     missing, as in the Hugging Face Trainer. If DeepSpeed and that Trainer have different defaults,
-    "auto" without its argument is an error. docs/deepspeed.md lists the keys that are followed.
+    "auto" without its argument is an error. docs/deepspeed.md lists the keys that are applied.
 
     Args:
-        config: Path of a JSON file, or the result of `json.load` on one.
+        config: Path of a JSON file, or the result of `json.load`.
         total_steps: For a schedule's `total_num_steps`.
-        steps_per_epoch: For the `select_strategy` "epoch", and for "auto": once per epoch if it is
-            known, otherwise `AutoSelect`.
-        devices: DeepSpeed's world size. By default, it follows from the batch sizes, or is 1.
+        steps_per_epoch: For the `select_strategy` "epoch", and for "auto", which selects once per
+            epoch if this number is known, and otherwise by `AutoSelect`.
+        devices: DeepSpeed's world size. By default it is computed from the batch sizes, or is 1.
         learning_rate: For `lr` and `warmup_max_lr`; a schedule if the config has none.
         warmup_steps: For `warmup_num_steps`; values below 2 count as 2.
         b1, b2: For `betas`.
-        eps, weight_decay: For the keys of these names.
+        eps, weight_decay: For the keys with these names.
         max_grad_norm: For `gradient_clipping`; None for no clipping.
         mask: The leaves with weight decay, as in `zenflow` and `optax.adamw`.
 
     Raises:
         OSError: If the file cannot be read.
         ValueError: If the file is not plain JSON; if a value is invalid or missing; or if
-            `zenflow`, `bf16`, optimizer or scheduler parameters have a key that DeepSpeed lacks.
+            `zenflow`, `bf16`, optimizer or scheduler parameters contain a key that DeepSpeed lacks.
         TypeError: If an argument has the wrong type.
 
     Warns:
@@ -223,14 +223,14 @@ def from_deepspeed(
         # Deferred weights do not move between two updates, as in DeepSpeed.
         arguments |= {"max_grad_norm": clip, "provisional_share": None}
     batch_size, micro_batches = _batch(read, values, devices, kind == "zenflow")
-    in_bf16 = values.get("bf16", {"enabled": None}).get("enabled", False)  # None leaves it open
+    in_bf16 = values.get("bf16", {"enabled": None}).get("enabled", False)  # None: left open
     dtype = None if in_bf16 is None else np.dtype(jnp.bfloat16 if in_bf16 else np.float32)
 
     if read.listed:
         listed = ", ".join(f"`{name}`" for name in read.listed)
         warnings.warn(
             f"{read.source or 'DeepSpeed config'}: These keys have no effect: {listed}. "
-            "docs/deepspeed.md lists those that do.",
+            "docs/deepspeed.md lists the keys that do.",
             stacklevel=2,
         )
     return DeepSpeedOptions(
@@ -294,10 +294,10 @@ def _kind(config: Config, zero: dict[str, Any]) -> str:
     if stage == 0 and (offloads or has_rules):
         raise config.error(f"{name}.stage", "1, 2 or 3 with an offloaded optimizer")
     if has_rules and not offloads:
-        expected = 'an object whose device is "cpu" with a `zenflow` section'
+        expected = 'an object with the device "cpu", which `zenflow` requires'
         raise config.error(f"{name}.offload_optimizer", expected)
     kind = "zenflow" if has_rules else "offload" if offloads else "adamw"
-    not_followed = {
+    not_applied = {
         # Shardings place parameters, and optax.adamw's state.
         f"{name}.stage": stage == 3 or (stage and kind == "adamw"),
         f"{name}.offload_optimizer.device": device == "nvme",  # replaced by host memory
@@ -305,12 +305,12 @@ def _kind(config: Config, zero: dict[str, Any]) -> str:
         # The state of selected channels stays on the device.
         f"{_RULES}.offload": get(zero.get("zenflow", {}), "offload", False),
     }
-    config.listed += [key for key, ignored in not_followed.items() if ignored]
+    config.listed += [key for key, ignored in not_applied.items() if ignored]
     return kind
 
 
 def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selection]:
-    """Returns `zenflow`'s arguments from its section, in which "auto" is DeepSpeed's default."""
+    """Returns `zenflow`'s arguments from its section, where "auto" is DeepSpeed's default."""
     window = rules.get("update_interval")
     if window is None:
         # With a share of 0, no leaf delays the close, so windows have the minimum length.
@@ -338,7 +338,7 @@ def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selec
 
 
 def _threads(reserved_share: float | None) -> int | None:
-    """Returns the number of this process's cores that `pt_reserved_cores_perc` leaves."""
+    """Returns the number of cores that `pt_reserved_cores_perc` leaves to this process."""
     cores = available_cores()
     return None if reserved_share is None else cores - math.ceil(reserved_share * cores) or cores
 
@@ -357,14 +357,14 @@ def _batch(
             "train_batch_size",
             f"train_micro_batch_size_per_gpu ({micro or 'open'}) times {_ACCUMULATION} "
             f"({parts or 'open'}) times the devices ({devices or 'open'})",
-            "Leave one of the three out, or pass `from_deepspeed(config, devices=...)`.",
+            "Leave out one of the three, or pass `from_deepspeed(config, devices=...)`.",
         )
     if total and micro and not parts:
         parts = total // known
     elif micro and not total:
         total, parts = known, parts or 1
     if zenflow and parts and parts > 1:
-        # DeepSpeed overrides it with `update_interval`, so that every micro-batch is a step.
+        # DeepSpeed overrides this key with `update_interval`, so that every micro-batch is a step.
         config.listed.append(_ACCUMULATION)
         return (total // parts if total else None), 1
     return total, parts

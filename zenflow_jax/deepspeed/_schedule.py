@@ -17,8 +17,8 @@ import optax
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax.deepspeed._config import Table, get, number, one_of
 
-_NEVER = 2**31 - 1  # steps, int32's largest number
-# DeepSpeed's own defaults, where those of `from_deepspeed` differ.
+_NEVER = 2**31 - 1  # steps; the largest int32
+# DeepSpeed's own defaults, where `from_deepspeed` has different defaults.
 _WARMUP_STEPS = 1000
 _WARMUP_DECAY_MAX = 1e-3
 
@@ -46,16 +46,16 @@ class Scheduler(NamedTuple):
     warmup: int | None  # the config's warm-up steps; None if open
     warmup_default: int | None  # used if the warm-up stays open; None makes that an error
     total: int | None  # the config's number of steps; None if open
-    shape: str  # of the warm-up: "log" or "linear"
+    shape: str  # the warm-up's shape: "log" or "linear"
     highest: float  # the rate after the warm-up
-    lowest: float  # the rate before it; for "WarmupCosineLR" a share of the highest
-    last_share: float  # the share of the highest at the end of "WarmupCosineLR"
+    lowest: float  # the rate before the warm-up; for "WarmupCosineLR" a share of the highest rate
+    last_share: float  # the share of the highest rate at the end of "WarmupCosineLR"
 
     def schedule(self, warmup_steps: int | None, total_steps: int | None) -> optax.Schedule:
         """Returns the schedule; the arguments are for lengths that the config leaves open."""
         default = self.warmup_default if warmup_steps is None else warmup_steps
         warmup = _known(self.warmup, default, "warmup_num_steps", "warmup_steps")
-        warmup = max(2, warmup)  # as in DeepSpeed, which divides by its logarithm
+        warmup = max(2, warmup)  # as in DeepSpeed, which divides by the logarithm
         total = 0
         if self.kind != "WarmupLR":
             total = _known(self.total, total_steps, "total_num_steps", "total_steps")
@@ -123,7 +123,7 @@ class Selection(NamedTuple):
     strategy: str  # "step", "epoch", or "auto": by epochs, or `AutoSelect` if unknown
     interval: int  # steps or epochs between two selections; 0 for a single selection
     window: int | AutoWindow
-    steps_per_epoch: int | None  # the config's
+    steps_per_epoch: int | None  # the config's number
 
     def rule(self, steps_per_epoch: int | None) -> AutoSelect | int:
         """Returns `zenflow`'s `select_interval`; the argument takes precedence over the config."""
@@ -138,8 +138,8 @@ class Selection(NamedTuple):
             steps = epoch * self.interval
         else:
             raise ValueError(
-                '`zero_optimization.zenflow.select_strategy` is "epoch", whose length is unknown. '
-                "Pass `from_deepspeed(config, steps_per_epoch=len(loader))`."
+                '`zero_optimization.zenflow.select_strategy` is "epoch", but an epoch has no '
+                "known length. Pass `from_deepspeed(config, steps_per_epoch=len(loader))`."
             )
         window = 1 if isinstance(self.window, AutoWindow) else self.window
         if steps < window:

@@ -1,1 +1,1 @@
-"""zenflow in third-party trainers. Import the module you need; no other module imports it."""
+"""zenflow in third-party trainers. Import the module you need; the library itself does not."""

@@ -1,7 +1,7 @@
 """Saves the engine's state in Tunix's checkpoints.
 
 This relies on two private details of Tunix 0.1.7, which `tests/in_tunix/test_contract.py` checks:
-`_checkpoint_manager` is orbax's or None, and the items for which that manager has handlers.
+`_checkpoint_manager` is orbax's manager or None, and the items that it has handlers for.
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ ITEM = "zenflow_engine"
 class CheckpointManager(tunix_checkpoints.CheckpointManager):
     """Replaces a trainer's manager to save the engine's state as well.
 
-    A checkpoint is one folder that appears atomically, so a kill cannot separate the two states.
+    A checkpoint is one folder that appears atomically, so a killed process cannot separate the two
+    states.
     """
 
     def __init__(self, trainer: Any, hooks: Any):
@@ -48,7 +49,7 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         """Exchanges the step's mail, and saves if a save is due.
 
         The trainer calls this after every update. The last call flushes, so that the last
-        checkpoint has the flushed parameters.
+        checkpoint contains the flushed parameters.
         """
         self._hooks.exchange()
         if step == self._trainer.config.max_steps and not self._trainer.is_managed_externally:
@@ -56,7 +57,7 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         return super().save(step, *args, **kwargs)
 
     def restored(self, step: int) -> Any:
-        """Returns the engine's state in the restored checkpoint; None for step 0."""
+        """Returns the engine's state from the restored checkpoint, or None for step 0."""
         if not step:
             return None
         manager = self._checkpoint_manager

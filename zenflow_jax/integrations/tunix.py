@@ -4,10 +4,10 @@
     ZenFlowHooks(trainer)
     trainer.train(batches, evaluation_batches)
 
-They rely on three behaviours of Tunix 0.1.7, which `tests/in_tunix/` checks:
+These hooks rely on three behaviours of Tunix 0.1.7, which `tests/in_tunix/` checks:
 
-* `train` calls `checkpoint_manager.save` after each update, whether it saves or not, and before the
-  next step. So that call exchanges. (The hook `on_train_step_end` comes one step later.)
+* `train` calls `checkpoint_manager.save` after each update, whether a save is due or not, and
+  before the next step. So `save` exchanges. (The hook `on_train_step_end` comes one step later.)
 * A trainer restores parameters and optimizer state in its constructor, and `train` re-places the
   optimizer state before it compiles, by partition specs that this state does not have.
 * Only its checkpoint manager writes checkpoints (`_tunix_checkpoints.py`).
@@ -50,11 +50,11 @@ Evaluate = Literal["as_is", "flush"]
 
 
 class ZenFlowHooks(tunix_hooks.TrainingHooks):
-    """Trains with `zenflow` in a Tunix trainer. Create it after the trainer, before `train`.
+    """Trains with `zenflow` in a Tunix trainer. Create the hooks after the trainer, before `train`.
 
-    It adds itself to the trainer's hooks, and replaces the checkpoint manager with one that also
-    saves the engine's state. It exchanges every update and flushes after the last one. It supports
-    `PeftTrainer` and trainers that inherit its `train`. Accumulate gradients with
+    The object adds itself to the trainer's hooks, and replaces the checkpoint manager with a
+    manager that also saves the engine's state. It exchanges every update and flushes after the last
+    one. It supports `PeftTrainer` and trainers that inherit its `train`. Accumulate gradients with
     `gradient_accumulation_steps` or your own `optax.MultiSteps`. If `train` is called repeatedly
     (`is_managed_externally`, as in Tunix's reinforcement learning), call `flush` and `close`
     yourself.
@@ -62,9 +62,9 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     Args:
         trainer: A trainer whose optimizer contains `zenflow`. If it has restored a checkpoint, the
             engine resumes from the same checkpoint, bit-identically.
-        hooks: Your own hooks, called after these. None: the trainer's current hooks.
-        evaluate: The parameters for evaluations. "as_is": the training parameters, without pending
-            updates. "flush": with pending updates.
+        hooks: Your own hooks, called after these. None means the trainer's current hooks.
+        evaluate: The parameters for evaluations: with "as_is", the training parameters without
+            pending updates; with "flush", with pending updates.
         engine_options: Arguments of `HostEngine`: `host_kernel`, `threads`, `prefetch_bytes`, ...
 
     Raises:
@@ -90,9 +90,9 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._closed = False
         self._put_back = 0
         self._evaluating = False
-        # Done now, not before the first step, as restored arrays are replicated on every device.
+        # Done now, not before the first step, because restored arrays are on every device.
         self._place()
-        # One of these is the trainer's own, if it accumulates. Only another one has the number of
+        # If the trainer accumulates, one of these is its own. Only a user's own `MultiSteps` counts
         # updates.
         of_trainer = trainer.config.gradient_accumulation_steps is not None
         self._asks_optimizer = len(accumulations(self._opt_state)) > of_trainer
@@ -108,7 +108,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         if self._engine is None:
             raise RuntimeError(
                 "The trainer has not started, so there is no engine yet. Call `train` first. If it "
-                "is running, other hooks have replaced these: pass them to "
+                "is running, other hooks have replaced these hooks. Pass the others to "
                 "`ZenFlowHooks(trainer, hooks=...)` instead of `with_training_hooks`."
             )
         return self._engine
@@ -158,7 +158,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._call_user_hooks("on_train_step_end", train_ctx, train_step, train_loss)
 
     def on_eval_step_start(self, train_ctx: Any) -> None:
-        """Flushes before each evaluation's first step, if `evaluate` says so."""
+        """Flushes before each evaluation's first step, if `evaluate` is "flush"."""
         if not self._evaluating:
             self._evaluating = True
             self._start(train_ctx)  # the first evaluation precedes `on_train_start`
@@ -172,7 +172,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._evaluating = False
 
     def on_train_end(self, train_ctx: Any) -> None:
-        """Flushes, unless `train` is one of many calls."""
+        """Flushes, unless `train` is called repeatedly."""
         self.exchange()
         if not self._trainer.is_managed_externally:
             self.flush()
@@ -227,7 +227,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         return int(read(made))
 
     def _place(self) -> None:
-        """Puts back arrays that the trainer has misplaced, or read from a checkpoint."""
+        """Puts back arrays that the trainer has misplaced, or has read from a checkpoint."""
         opt_state = self._opt_state
         state = find_state(opt_state)
         leaves, _, places = match_leaves(nnx.as_pure(self._params), state)
@@ -240,8 +240,8 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
                 self._trainer.optimizer.opt_state, nnx.state(replace_state(opt_state, state))
             )
         _annotate_shardings(find_state(self._trainer.optimizer.opt_state), state)
-        # An uncommitted model's step would be compiled twice, because mail is committed to a
-        # device, and thus all other outputs are, too.
+        # With uncommitted parameters, the step would be compiled twice: mail is committed to a
+        # device, so all outputs of the step are, too.
         if not any(isinstance(weight.sharding, NamedSharding) for weight in weights):
             for whole in (self._trainer.model, self._trainer.optimizer):
                 nnx.update(whole, jax.tree.map(_bound, nnx.state(whole)))
@@ -257,7 +257,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
     """Returns the channel axis of a leaf in Tunix's models, for `zenflow(channel_axis=...)`.
 
-    Their projections to queries, keys and values have the shape `(model, heads, width)`, whose
+    The projections to queries, keys and values have the shape `(model, heads, width)`, and the
     first axis is the input. zenflow's default is the second-to-last axis.
 
     Examples:
@@ -306,7 +306,7 @@ def _check_new(trainer: Any) -> None:
         raise TypeError(f"`trainer` is a {type(trainer).__name__}. Pass Tunix's `PeftTrainer`.")
     manager = trainer.checkpoint_manager
     if isinstance(manager, CheckpointManager):
-        raise ValueError("The trainer already has `ZenFlowHooks`. Use those.")
+        raise ValueError("The trainer already has `ZenFlowHooks`. Use the existing hooks.")
     if type(manager) is not tunix_checkpoints.CheckpointManager:
         raise ValueError(
             f"The trainer's checkpoint manager, a {type(manager).__name__}, would not save the "

@@ -1,8 +1,8 @@
 """A block's weights in pinned host memory, and its AdamW state in NumPy.
 
 A block is a layer, or all outer weights. Each process keeps each piece of a leaf once, however many
-of its devices hold it. An update writes the state in place, and makes new arrays of weights: a
-program may still read the old ones.
+of its devices hold it. An update writes the state in place, but makes new arrays of weights,
+because a program may still be reading the old arrays.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ _EVERY = np.ones((1, 1), bool)
 class Piece:
     """A flattened part of a leaf on some of this process's devices, with its AdamW state."""
 
-    index: tuple[slice, ...]  # its place in the leaf, with starts and stops
+    index: tuple[slice, ...]  # the piece's place in the leaf, with starts and stops
     positions: tuple[int, ...]  # the devices' places among the leaf's addressable devices
     saved: bool  # whether this process saves it
     master: Masters
@@ -52,14 +52,14 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: Any  # in pinned host memory
-    devices: tuple[Any, ...]  # this process's
+    devices: tuple[Any, ...]  # this process's devices
     decays: bool
     pieces: tuple[Piece, ...]  # none if the leaf is frozen
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """A layer, or the outer weights, with its state; `Snapshot` saves it in one piece."""
+    """A layer, or the outer weights, with its state; `Snapshot` saves it as one unit."""
 
     name: str
     treedef: Any
@@ -109,7 +109,7 @@ class Block:
 
     @property
     def abstract(self) -> Any:
-        """Returns the weights' shapes and places, as the user's tree."""
+        """Returns the weights' shapes and placements, as the user's tree."""
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves]
         return jax.tree.unflatten(self.treedef, shapes)
 
@@ -121,7 +121,7 @@ class Block:
         counted: int,
         adam: HostAdam,
     ) -> None:
-        """Takes AdamW step number `counted`; `factor` multiplies the gradients, in host memory."""
+        """Takes AdamW step number `counted` with `factor` times the gradients, in host memory."""
         undecayed = scalars._replace(weight_decay=0.0)
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             of_step = window_step(scalars if leaf.decays else undecayed, 1, None)
@@ -157,7 +157,9 @@ def make_block(
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     masked = jax.tree.map(lambda _: True, tree) if mask is None else mask(tree)
     if jax.tree.structure(masked) != treedef:
-        raise TypeError(f"`mask` and {name} differ in structure. Return a bool for each weight.")
+        raise TypeError(
+            f"The result of `mask` differs from {name} in structure. Return a bool for each weight."
+        )
     arrays, leaves, resumes = [], [], trains and saved is not None
     for (path, x), decay in zip(pairs, jax.tree.leaves(masked), strict=True):
         inner = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -167,7 +169,7 @@ def make_block(
         if resumes:
             _check_saved(full, x, of_leaf)
         elif isinstance(x, jax.ShapeDtypeStruct):
-            raise TypeError(f"{full} has a shape but no values. Pass an array, or `state`.")
+            raise TypeError(f"{full} has a shape but no values. Pass an array, or pass `state`.")
         leaves.append(_make_leaf(full, x, bool(decay), trains, compact, of_leaf))
     block = Block(name, treedef, tuple(leaves), trains)
     # The user may reuse NumPy's memory for the next layer.
@@ -197,7 +199,7 @@ def _placed(path: str, x: Any) -> Any:
 
 def _make_leaf(path: str, x: Any, decays: bool, trains: bool, compact: bool, saved: Any) -> Leaf:
     devices = list(x.sharding.addressable_devices_indices_map(x.shape))
-    holders: dict[Any, list[Any]] = {}  # the devices of all processes with each piece
+    holders: dict[Any, list[Any]] = {}  # the devices, in all processes, that hold each piece
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
         holders.setdefault(bounds, []).append(device)

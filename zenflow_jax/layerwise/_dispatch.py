@@ -17,15 +17,15 @@ from zenflow_jax.layerwise._host import Host
 from zenflow_jax.layerwise._programs import ModelProgram, key_of, shapes_of, trace_model
 from zenflow_jax.layerwise._watch import Watch
 
-#: Layers that may be in flight: their programs, or their gradients.
+#: The maximum number of layers whose programs or gradients are in flight.
 AHEAD = 2
 
 
 class Dispatcher:
     """Runs a model's programs, and owns its weights in host memory.
 
-    Block 0 has the outer weights, block i + 1 those of layer i. A block's weights are a future
-    while the host updates them.
+    Block 0 contains the outer weights, block i + 1 the weights of layer i. A block's weights are a
+    future while the host updates them.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Dispatcher:
         self._layer_programs: dict[Any, Any] = {}
         self._decision: Future[None] | None = None
         self._updating: deque[Future[Any]] = deque()
-        self._leaving: deque[list[jax.Array]] = deque()  # gradients, if they all wait
+        self._leaving: deque[list[jax.Array]] = deque()  # gradients, if all of them wait
         self._throttle: deque[Any] = deque()
         # Copies of the previous layer's input, keyed by `id`.
         self._copied: dict[int, jax.Array] = {}
-        self._number = 0  # the current step's
+        self._number = 0  # the current step
         self.bytes_to_host = self.bytes_to_device = 0
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Dispatcher:
     def wait_for_decision(self) -> None:
         """Waits until it is known whether the last step counts."""
         if self._decision is not None:
-            self._host.result(self._decision)  # it has the sums of squares
+            self._host.result(self._decision)  # the decision has the sums of squares
 
     def tree(self, i: int) -> Any:
         """Returns a block's weights in host memory, as the user's tree."""
@@ -80,14 +80,14 @@ class Dispatcher:
 
     def step(self, number: int, program: ModelProgram, batches: Sequence[Any]) -> jax.Array:
         """Dispatches a step, and returns its loss."""
-        self.wait_for_decision()  # the rate depends on it
+        self.wait_for_decision()  # the rate depends on the decision
         self._number = number
         rate = self._rate(np.int32(self._host.counted))
         layers, outer = program.layers, self._fetch(0)
         carries, shared = map(list, zip(*(program.first(outer, x) for x in batches), strict=True))
         inputs, weights = [], self._fetch(1) if layers else None
         for i, layer in enumerate(layers):
-            # Dispatched before the program that hides it, because memory is allocated at dispatch.
+            # Dispatched before the program that hides it, because dispatching allocates memory.
             following = self._fetch(i + 2) if i + 1 < len(layers) else weights
             inputs.append(self._keep([jax.tree.leaves(x) for x in carries], layer.kept))
             carries = [layer.run(weights, *pair) for pair in zip(carries, shared, strict=True)]
@@ -101,7 +101,7 @@ class Dispatcher:
         g_outer, g = map(list, zip(*(pair for _, pair in ends), strict=True))
         del ends, carries
         loss, weights_sum = self._mean(losses, weighing)
-        # A single micro-batch has no weight; the last of several also has the sum.
+        # A single micro-batch has no weight; the last of several also gets the sum of weights.
         is_last = [*[False] * (len(batches) - 1), True]
         weigh = [(w, weights_sum if x else None) for w, x in zip(weighing, is_last, strict=True)]
         weigh = weigh if len(batches) > 1 else [(None, None)]
@@ -110,9 +110,9 @@ class Dispatcher:
             self._decision = self._host.decide(self._number, rate, [loss])
         g_shared = self._zeros([[jax.tree.leaves(x)[j] for j in program.moving] for x in shared])
         mails: list[tuple[int, Any, jax.Array]] = []
-        lowest = self._trains.index(True)  # nothing below needs a gradient
+        lowest = self._trains.index(True)  # lower layers need no gradient
         for i in reversed(range(max(lowest - 1, 0), len(layers))):
-            # The inputs first: this layer needs them, and the weights only the next one.
+            # Inputs come first: this layer needs them, but only the next layer needs the weights.
             taken = moved(inputs.pop(), "device") if self._inputs_to_host else inputs.pop()
             below = self._fetch(i) if i > max(lowest - 1, 0) else None
             total = squares = None
@@ -141,7 +141,7 @@ class Dispatcher:
         return loss
 
     def _keep(self, carries: list[list[jax.Array]], kept: Sequence[int]) -> list[list[jax.Array]]:
-        """Returns the layer inputs that the backward pass needs, in the memory that keeps them."""
+        """Returns the layer inputs that the backward pass needs, in the memory where they wait."""
         if not self._inputs_to_host:
             return [[leaves[j] for j in kept] for leaves in carries]
         known = self._copied  # a layer may pass on its input
@@ -153,10 +153,10 @@ class Dispatcher:
         return [[self._copied[id(leaves[j])] for j in kept] for leaves in carries]
 
     def _send(self, i: int, gradient: Any, squares: Any) -> tuple[int, list[jax.Array], jax.Array]:
-        """Copies a block's gradient to the host, which may update the block at once."""
+        """Copies a block's gradient to the host, which may immediately update the block."""
         while len(self._updating) >= AHEAD:
             self._host.result(self._updating.popleft())
-        while len(self._leaving) >= AHEAD:  # or a slow bus would keep gradients on the device
+        while len(self._leaving) >= AHEAD:  # a slow bus would keep gradients on the device
             jax.block_until_ready(self._leaving.popleft())
         mail = self._blocks[i].to_host(gradient)
         self.bytes_to_host += nbytes(mail)
@@ -173,7 +173,7 @@ class Dispatcher:
         return future
 
     def _dispatched(self, kind: str, result: Any) -> None:
-        """Records a layer's programs, and waits until Python is only a few layers ahead."""
+        """Records a layer's programs, and waits until Python is at most a few layers ahead."""
         self._watch.add("device", kind, self._number, result)
         self._throttle.append(result)
         if len(self._throttle) > AHEAD:
@@ -220,7 +220,7 @@ class Dispatcher:
 
 
 def _mean(losses: Sequence[jax.Array], weights: Sequence[jax.Array]) -> tuple[Any, Any]:
-    """Returns the micro-batches' weighted mean loss, float32, and the sum of the weights."""
+    """Returns the micro-batches' weighted mean loss in float32, and the sum of the weights."""
     total = sum(weights, jnp.float32(0))
     if len(losses) == 1:
         return losses[0].astype(jnp.float32), total

@@ -19,7 +19,7 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax.layerwise._blocks import Block
 
-#: The weight of older steps in a block's mean share of the squared norm.
+#: The weight of older steps in the running mean of a block's share of the squared norm.
 _MEMORY = np.float32(0.9)
 
 
@@ -39,7 +39,7 @@ class _Thread:
         return future
 
     def close(self) -> None:
-        """Ends the thread after the tasks so far."""
+        """Ends the thread after its current tasks."""
         self._tasks.put(None)
         self._thread.join()
 
@@ -49,9 +49,9 @@ def _run_tasks(tasks: "queue.SimpleQueue[Any]") -> None:
         future, task, args = item
         try:
             future.set_result(task(*args))
-        except BaseException as error:  # noqa: BLE001  the future has it
+        except BaseException as error:  # noqa: BLE001  the future holds it
             future.set_exception(error)
-        del item, future, task, args  # arrays, until the next task
+        del item, future, task, args  # frees arrays before the next task
 
 
 class Host:
@@ -92,7 +92,7 @@ class Host:
         peers.start(self._on_peer_failure)
 
     def decide(self, step: int, rate: jax.Array, numbers: Sequence[jax.Array]) -> Future[None]:
-        """Decides whether a step counts; `numbers` are its loss, or the sums of squares of all."""
+        """Decides whether a step counts; `numbers` are its loss or all sums of squares."""
         return self._thread.submit(self._run, self._decide, step, rate, numbers)
 
     def update(
@@ -102,7 +102,7 @@ class Host:
         return self._thread.submit(self._run, self._update, i, step, old, gradient, squares)
 
     def result(self, future: "Future[Any]") -> Any:
-        """Waits for a task, and raises its error."""
+        """Returns a task's result, or raises its error."""
         if not future.done():
             start = time.perf_counter()
             try:
@@ -117,9 +117,9 @@ class Host:
         return future.result()
 
     def check(self) -> None:
-        """Raises if the host is closed, or a task has failed."""
+        """Raises an error if the host is closed or a task has failed."""
         if self.closed:
-            raise RuntimeError("The trainer is closed. Make another one from its saved state.")
+            raise RuntimeError("The trainer is closed. Make a new trainer from its saved state.")
         if self.failure is None:
             return
         self._peers.raised()
@@ -150,7 +150,7 @@ class Host:
         if self.failure is not None:
             raise self.failure
         if self.closed:
-            raise RuntimeError("it was closed before this update")
+            raise RuntimeError("the trainer was closed before this update")
         try:
             return task(step, *args)
         except BaseException as error:
@@ -187,7 +187,7 @@ class Host:
             if not snapshot.done:
                 self.recorder.works_at("wait for save", step)
                 if not snapshot.before_write(i, lambda: self.closed):
-                    raise RuntimeError("it was closed during a save")
+                    raise RuntimeError("the trainer was closed during a save")
         self.recorder.works_at("update", step)
         block.update(gradient, self._factor, self._now, self.counted, self._adam)
         gradient.clear()
@@ -196,11 +196,11 @@ class Host:
         return jax.block_until_ready(block.weights())
 
     def _project(self, i: int, step: int, squares: np.ndarray) -> None:
-        """Sets the factor from a projected norm, and the shares after a step's last block."""
+        """Sets the factor from a projected norm; updates the shares after a step's last block."""
         if not np.isfinite(squares):
             raise FloatingPointError(
-                f"The gradient of {self.blocks[i].name} is not finite in step {step}, which has "
-                "already updated other weights. Resume from the last checkpoint, with "
+                f"The gradient of {self.blocks[i].name} is not finite in step {step}, but this "
+                "step has already updated other weights. Resume from the last checkpoint, with "
                 'updates="after_backward", which skips such steps.'
             )
         self._squares[i] = np.float32(squares)
@@ -212,6 +212,6 @@ class Host:
             self.shares = _MEMORY * self.shares + (1 - _MEMORY) * np.array(new, np.float32)
 
     def _factor_of(self, squares: np.float32) -> float:
-        """Returns the clipping factor of a global norm, given as the sum of its squares."""
+        """Returns the clipping factor for a global norm, given as a sum of squares."""
         norm, limit = float(np.sqrt(squares)), self._max_grad_norm
         return 1.0 if limit is None or norm < limit else limit / norm

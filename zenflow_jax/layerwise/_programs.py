@@ -1,7 +1,7 @@
-"""The device programs of a model in three functions, traced once for each shape of a batch.
+"""The device programs of a model that is given as three functions, traced once per batch shape.
 
 Weights, carries and gradients pass through these programs as lists of arrays. Integer arrays in a
-carry have no gradient, nor do outputs of `first` that do not depend on the outer weights.
+carry have no gradient; neither do outputs of `first` that do not depend on the outer weights.
 """
 
 import contextlib
@@ -37,16 +37,16 @@ class WeightedLoss(NamedTuple):
 class LayerProgram:
     """The programs of one kind of layer, for one shape of its arguments.
 
-    `forward(weights, carry, shared)` returns the new carry's leaves, except those that the layer
-    passes on unchanged. `backward` needs only the leaves `kept` of its input.
+    `forward(weights, carry, shared)` returns the new carry's leaves, except leaves that the layer
+    passes on unchanged. `backward` needs only the leaves of the input that are in `kept`.
     """
 
     forward: Callable[..., list[jax.Array]]
-    # With the arguments and results of `_backward_of`: for all micro-batches but the last, and for
-    # the last, which consumes the weights.
+    # The arguments and results are as in `_backward_of`. The first function is for all
+    # micro-batches except the last, the second for the last one, which consumes the weights.
     backward: tuple[Callable[..., Any], Callable[..., Any]]
     carry: Any  # the new carry, as `ShapeDtypeStruct`s
-    passed: Mapping[int, int]  # leaves of the new carry that are leaves of the old one
+    passed: Mapping[int, int]  # leaves of the new carry that are leaves of the old carry
     kept: tuple[int, ...]
 
     def run(self, weights: Any, carry: Any, shared: Any) -> Any:
@@ -66,7 +66,7 @@ class ModelProgram:
     layers: Sequence[LayerProgram]
     loss: Callable[..., Any]  # (outer, carry, batch) -> loss, weight
     last: Callable[..., Any]  # the same -> (loss, weight), (gradient of outer, of the carry)
-    first_backward: tuple[Callable[..., Any], Callable[..., Any]]  # as a layer's
+    first_backward: tuple[Callable[..., Any], Callable[..., Any]]  # as for a layer
     moving: tuple[int, ...]  # leaves of `shared` that have a gradient
 
 
@@ -83,8 +83,8 @@ def trace_model(
 ) -> ModelProgram:
     """Traces all programs, and rejects functions that do not fit together.
 
-    All arguments are `ShapeDtypeStruct`s, of weights with shardings. The first entry in `trains`
-    belongs to `outer`. `cache` has layers that were traced before.
+    All arguments are `ShapeDtypeStruct`s; the structs of weights have shardings. The first entry in
+    `trains` belongs to `outer`. `cache` contains layers that were traced before.
     """
     with _noting("`first`", outer, batch):
         made = jax.make_jaxpr(first, return_shape=True)(shapes_of(outer), batch)
@@ -169,9 +169,9 @@ def _trace_layer(
     kept = tuple(sorted(reads))
     backward = _backward_of(pull, carry, kept)
     same = [key_of(x) for x in g] == [key_of(x) for x in jax.tree.leaves(carry) if _is_float(x)]
-    # A carry's gradients that have a different shape could not be donated to any result.
+    # If the carry's gradients have different shapes, they could not be donated to any result.
     donated = ("g", "g_shared") if same else ("g_shared",)
-    # The gradient of the weights is where they are, and takes their memory.
+    # The weights' gradient stays on the weights' devices and reuses their memory.
     wheres = (_shardings(weights) if trains else None, None, None, None)
     jit: Any = partial(jax.jit, backward, out_shardings=wheres, compiler_options=options)
     return LayerProgram(
@@ -187,7 +187,7 @@ def _trace_layer(
 
 
 def _pull_of(function: Callable, like: Any, moving: tuple[int, ...], trains: bool) -> Callable:
-    """Returns the vector-Jacobian product of a layer, which computes the layer again."""
+    """Returns a layer's vector-Jacobian product, which recomputes the layer."""
     treedef = jax.tree.structure(like)
 
     def pull(weights: Any, leaves: list[Any], shared: Any, g: list[Any]) -> Any:
@@ -218,10 +218,10 @@ def _backward_of(pull: Callable, carry: Any, kept: tuple[int, ...]) -> Callable:
         weight: Any,
         weights_sum: Any,
     ) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Returns the weights' gradient, its sum of squares, and those of carry and `shared`.
+        """Returns the weights' gradient, its sum of squares, and gradients of carry and `shared`.
 
-        Without micro-batches `total` and both weights are None. Otherwise the gradient is added to
-        `total`, in float32, times its `weight`; the last micro-batch has the `weights_sum`.
+        Without micro-batches, `total` and both weights are None. Otherwise the gradient, times its
+        `weight`, is added to the float32 `total`; the last micro-batch also gets the `weights_sum`.
         """
         known = dict(zip(kept, inputs, strict=True))
         leaves = [
@@ -247,7 +247,7 @@ def _first_backward_of(
         weight: Any,
         weights_sum: Any,
     ) -> tuple[Any, Any]:
-        """Returns the outer weights' gradient, `g_last` included, and its sum of squares."""
+        """Returns the outer weights' gradient, including `g_last`, and its sum of squares."""
         g_first = _pull_first(first, outer, batch, g, g_shared, moving)
         g_outer = jax.tree.map(jnp.add, g_last, g_first)
         return _added(g_outer, total, weight, weights_sum)
@@ -268,7 +268,7 @@ def _pull_first(
 
 
 def _added(g: Any, total: Any, weight: Any, weights_sum: Any) -> tuple[Any, Any]:
-    """Adds a micro-batch's gradient, if there are several; the last one has a sum of squares."""
+    """Adds a micro-batch's gradient to `total`; only the last one gets a sum of squares."""
     if g is None:
         return None, jnp.float32(0)
     if weight is not None:
@@ -276,7 +276,7 @@ def _added(g: Any, total: Any, weight: Any, weights_sum: Any) -> tuple[Any, Any]
         new = new if total is None else jax.tree.map(jnp.add, total, new)
         if weights_sum is None:
             return new, None
-        # Without any target the loss is zero, and so is its gradient.
+        # Without any targets, loss and gradient are zero.
         divisor = jnp.where(weights_sum == 0, 1, weights_sum)
         g = jax.tree.map(lambda x, like: (x / divisor).astype(like.dtype), new, g)
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(g)]
@@ -320,7 +320,7 @@ def live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
 
 
 def _split_floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Returns the float leaves of a tree, and a function that puts others in their place."""
+    """Returns the float leaves of a tree, and a function that puts other values in their place."""
     leaves = jax.tree.leaves(tree)
     return _split_at(tree, tuple(i for i, x in enumerate(leaves) if _is_float(x)))
 
@@ -349,7 +349,7 @@ def _check_closure(closed: Any, name: str) -> None:
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
-    """Yields the arrays that a function reads from elsewhere, and those of jitted ones inside."""
+    """Yields the arrays that a function, or a jitted function inside it, closes over."""
     yield from getattr(jaxpr, "consts", ())
     for equation in jaxpr.eqns:
         for inner in jax.tree.leaves(equation.params, is_leaf=_has_equations):
@@ -376,7 +376,7 @@ def _text(tree: Any) -> str:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Returns shapes without shardings, with the tree's weak types: a Python number yields."""
+    """Returns shapes without shardings; Python numbers keep weak types, so they adopt dtypes."""
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
@@ -386,7 +386,7 @@ def shapes_of(tree: Any) -> Any:
 
 
 def _shardings(weights: Any) -> Any:
-    """Returns where the gradients of the weights are: on the device or devices of each."""
+    """Returns the shardings of the weights' gradients, which are in device memory."""
     return jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), weights)
 
 

@@ -1,6 +1,6 @@
 """The saved state of a trainer: a tree of arrays, or one file for each process.
 
-Names and format are those of an engine's state, so `EngineSave` and `EngineRestore` take it.
+Names and format match an engine's state, so `EngineSave` and `EngineRestore` accept it.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ _CHUNK = 1024 * 1024
 class BlockStream:
     """A trainer's state at one moment, to be copied or written once, by any thread."""
 
-    blocks: Sequence[Block]  # the trained ones
+    blocks: Sequence[Block]  # the trained blocks
     snapshot: Snapshot
     counts: Mapping[str, np.ndarray]
     processes: Sequence[int]  # ascending; each writes a file
 
     def close(self) -> None:
-        """Lets the run update all blocks: those not yet saved stay unsaved. Safe twice."""
+        """Lets the run update all blocks; unsaved blocks stay unsaved. Safe to call twice."""
         self.snapshot.close()
 
     def tree(self) -> dict[str, Any]:

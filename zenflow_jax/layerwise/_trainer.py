@@ -1,4 +1,4 @@
-"""`Trainer`: the public object, for one calling thread."""
+"""`Trainer`: the public object, used from a single thread."""
 
 import itertools
 import time
@@ -33,41 +33,44 @@ class Trainer:
     program for each layer, forward and backward. The model is three pure functions, which
     `ScannedModel` makes from a loss that scans its layers:
 
-    * `first(outer, batch)` returns (carry, shared): the input of layer 0, and whatever all layers
-      read, such as rotations or an encoder's output (None for nothing).
+    * `first(outer, batch)` returns (carry, shared): the input of layer 0, and data that all layers
+      read, such as rotations or an encoder's output, or None.
     * `layer(weights, carry, shared)` returns the next carry.
-    * `last(outer, carry, batch)` returns the loss, a scalar; or a `WeightedLoss`, to weight
-      micro-batches, for instance by their number of targets.
+    * `last(outer, carry, batch)` returns the loss, a scalar, or a `WeightedLoss` that gives each
+      micro-batch a weight, for instance its number of targets.
 
     Any tree of arrays can be a carry. The backward pass recomputes each layer.
 
-    Host memory: 14 bytes per parameter with bf16 weights (8.2 with compact moments), 2 of them
-    pinned; "after_backward" needs 2 more for gradients, pinned as well. Only one thread may call a
-    trainer; on a mesh over several processes, all must make the same calls.
+    Host memory: 14 bytes per parameter with bf16 weights (8.2 with compact moments), of which 2 are
+    pinned; "after_backward" needs another 2 pinned bytes for gradients. Only one thread may call a
+    trainer; on a mesh over several processes, all processes must make the same calls.
 
     Args:
         params: {"outer": tree, "layers": iterable of trees}, in NumPy or jax arrays in any memory,
             in float dtypes. jax arrays keep their sharding; NumPy arrays go to the first device.
-            An iterator saves memory: the trainer takes one layer at a time.
+            An iterator saves memory, because the trainer copies one layer at a time.
         first, layer, last: The model. `layer` may be a sequence with one function for each layer.
-            Functions that are the same object share a program.
-        learning_rate: A number, or an optax schedule. Skipped steps do not advance it.
+            If layers have the same function object, they share a program.
+        learning_rate: A number, or an optax schedule, which skipped steps do not advance.
         b1, b2, eps, weight_decay: As in `optax.adamw`.
-        mask: Function from the weights of one layer, or the outer weights, to a tree of bools:
-            where weight decay applies. By default everywhere.
+        mask: Function of one layer's weights, or of the outer weights, that returns a tree of
+            bools: True where weight decay applies. By default it applies everywhere.
         max_grad_norm: The global norm to which gradients are clipped; None for no clipping.
-        updates: "after_backward": when all gradients have arrived, so the run equals `optax.adamw`
-            after `optax.clip_by_global_norm`, and skips steps whose gradient is not finite.
-            "during_backward": each layer when its gradient arrives. Clipping then projects the norm
-            from earlier steps. A non-finite loss skips the step; such a gradient ends the run.
+        updates: With "after_backward", layers are updated when all gradients have arrived, so the
+            run equals `optax.adamw` after `optax.clip_by_global_norm`, and skips steps whose
+            gradient is not finite. With "during_backward", each layer is updated when its gradient
+            arrives. Clipping then projects the norm from earlier steps. A non-finite loss skips the
+            step, but a non-finite gradient ends the run.
         inputs: Where the layers' inputs wait for the backward pass: on the "device", or in pinned
             "host" memory, for long sequences.
-        frozen: Numbers of layers that are not trained, and "outer" for the outer weights.
+        frozen: Layers that are not trained, by number, and "outer" for the outer weights.
         host_state, host_kernel, threads: As for `HostEngine`.
-        max_skipped: The next call raises after this many consecutive skipped steps. None: never.
-        compiler_options: For all programs, as in `jax.jit`.
-        state: The result of `state` or `EngineRestore`, which resumes that run with bit-identical
-            results. Then `params` may be `ShapeDtypeStruct`s with shardings, except frozen weights.
+        max_skipped: Consecutive skipped steps after which the next call raises an error. None means
+            never.
+        compiler_options: Options for all programs, as in `jax.jit`.
+        state: The result of `state` or `EngineRestore`, to resume that run with bit-identical
+            results. Then `params` may be `ShapeDtypeStruct`s with shardings, except for frozen
+            weights.
         exit_if_stuck: As for `HostEngine`.
 
     Raises:
@@ -134,11 +137,11 @@ class Trainer:
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
             raise ValueError(
-                f"`layer` has {len(layers)} functions for {len(blocks) - 1} layers. Pass one for "
-                "all layers, or one for each."
+                f"`layer` has {len(layers)} functions for {len(blocks) - 1} layers. Pass one "
+                "function for all layers, or one for each layer."
             )
         counts = {} if state is None else state["counts"]
-        #: The number of steps taken, skipped steps included.
+        #: The number of steps taken, including skipped steps.
         self.steps = int(counts.get("step", 0))
         self._blocks, self._interrupted = blocks, False
         leaves = [leaf for block in blocks for leaf in block.leaves]
@@ -185,21 +188,21 @@ class Trainer:
 
     @property
     def skipped(self) -> int:
-        """Returns the number of skipped steps; waits until it is known whether the last counts."""
+        """Returns the number of skipped steps, after waiting for the decision on the last step."""
         self._dispatcher.wait_for_decision()
         return self._host.skipped
 
     @property
     def timeline(self) -> Timeline:
-        """Returns the timeline of the last few steps, always recorded."""
+        """Returns the timeline of the last few steps, which is always recorded."""
         return self._host.recorder.timeline()
 
     def step(self, *batches: Any) -> jax.Array:
         """Takes one step, and returns its loss without waiting for it.
 
         Args:
-            batches: A batch, which is any tree of arrays, or several micro-batches with the same
-                shapes. Weights are fetched once for all of them, forward and backward.
+            batches: A batch, which is any tree of arrays, or several micro-batches with equal
+                shapes. In each direction, weights are fetched once for all micro-batches.
 
         Returns:
             A float32 scalar: the weighted mean loss of the micro-batches.
@@ -210,7 +213,7 @@ class Trainer:
                 updates="during_backward", if a gradient was not finite.
         """
         if not batches:
-            raise TypeError("`step` needs a batch. Pass one, or several micro-batches.")
+            raise TypeError("`step` needs a batch. Pass a batch, or several micro-batches.")
         self._check()
         if not any(block.trains for block in self._blocks):
             raise ValueError("`frozen` covers all weights, so nothing is left to train.")
@@ -222,7 +225,7 @@ class Trainer:
             self.steps += 1
             loss = self._dispatcher.step(self.steps, program, batches)
         except BaseException as error:
-            self._peers.report(repr(error))  # else the other processes would wait in a collective
+            self._peers.report(repr(error))  # for processes that wait in a collective
             self._peers.raised()
             if "RESOURCE_EXHAUSTED" in str(error):
                 error.add_note(
@@ -236,7 +239,7 @@ class Trainer:
         return loss
 
     def evaluate(self, batch: Any, last: Callable[[Any, Any, Any], Any] | None = None) -> Any:
-        """Returns the loss of a batch, or the result of another `last`; trains nothing.
+        """Returns the loss of a batch, or the result of another `last`, without training.
 
         `last(outer, carry, batch)` may return any tree of arrays. Waits for pending updates, layer
         by layer, but not for the result.
@@ -256,7 +259,7 @@ class Trainer:
     def master_params(self, name: int | str) -> Any:
         """Copies the float32 weights of a layer, by its number, or "outer" for the outer weights.
 
-        Returns a tree of float32 arrays in pinned host memory; frozen weights as they are.
+        Returns a tree of float32 arrays in pinned host memory, or frozen weights as they are.
         """
         _check_names({name}, len(self._blocks) - 1)
         self.wait()
@@ -266,16 +269,16 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Copies the state for a checkpoint: 12 bytes per trained parameter, as NumPy arrays.
 
-        Pass it to a new trainer as `state`. It has the weights, except frozen ones. With orbax,
-        `EngineSave(trainer)` saves the same without a copy, from all processes.
+        Pass it to a new trainer as `state`. It contains all weights except frozen weights. With
+        orbax, `EngineSave(trainer)` saves the same state without a copy, from all processes.
         """
         return self.stream(0).tree()
 
     def stream(self, copy_bytes: int | None = None) -> BlockStream:
         """Returns the state as a stream that `EngineSave` writes while the run continues.
 
-        Write or close the stream, or the run waits forever. `copy_bytes` is `EngineSave`'s; None
-        means no copies.
+        Write or close the stream, otherwise the run waits forever. `copy_bytes` is as in
+        `EngineSave`, but None means no copies.
         """
         self.wait()
         counts = {
@@ -310,8 +313,8 @@ class Trainer:
         self._host.check()
         if self._interrupted:
             raise RuntimeError(
-                "The last step was interrupted, so some weights may have been updated and "
-                "others not. Resume from the last checkpoint."
+                "The last step was interrupted, so possibly only some weights were updated. Resume "
+                "from the last checkpoint."
             )
 
 
@@ -334,7 +337,7 @@ def _make_blocks(
     made = [make_block("outer", params["outer"], trains="outer" not in frozen, **options)]
     for i, tree in enumerate(params["layers"]):
         made.append(make_block(f"layers.{i}", tree, trains=i not in frozen, **options))
-        # Checked after every layer, so that this error comes before jax's own.
+        # Checked after every layer, so that this error is raised before jax's own error.
         _check_pinned([block for block, _ in made], at_once=at_once)
     blocks, weights = zip(*made, strict=True)
     _check_names(frozen, len(blocks) - 1)
@@ -351,7 +354,7 @@ def _make_blocks(
 def _check_names(names: Collection[int | str], layers: int) -> None:
     if unknown := set(names) - {"outer", *range(layers)}:
         raise ValueError(
-            f"No layer is named {sorted(map(str, unknown))}: the layers are 0 to {layers - 1}. Use "
+            f"There is no layer {sorted(map(str, unknown))}: the layers are 0 to {layers - 1}. Use "
             'these numbers, and "outer" for the outer weights.'
         )
 

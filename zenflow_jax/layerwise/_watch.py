@@ -12,7 +12,7 @@ from zenflow_jax._diagnostics.timeline import Recorder, Row
 
 
 class Watch:
-    """Adds spans to a recorder. It keeps no array alive, and misses those that are freed early."""
+    """Adds spans to a recorder. Does not keep arrays alive; misses arrays that are freed early."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
@@ -25,7 +25,7 @@ class Watch:
             ).start()
 
     def add(self, row: Row, kind: str, step: int, result: Any) -> None:
-        """Watches something that was dispatched just now: its last array is its end."""
+        """Watches a program or copy that was just dispatched, which ends with its last array."""
         if arrays := jax.tree.leaves(result):
             event = kind, step, weakref.ref(arrays[-1]), time.perf_counter()
             self._queues[row].put(event)
@@ -42,7 +42,7 @@ class Watch:
                 continue
             try:
                 array.block_until_ready()
-            except RuntimeError:  # donated, or failed: the caller's error says why
+            except RuntimeError:  # donated or failed; the caller's error gives the reason
                 continue
             finally:
                 del array

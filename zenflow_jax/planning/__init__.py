@@ -1,8 +1,8 @@
-"""Plans whether a run fits, and whether its host work is hidden, without a device.
+"""Predicts, without a device, whether a run fits and whether its host work is hidden.
 
-`plan` needs the shapes of a step's arguments, `plan_layerwise` those of a trainer's weights and
-batch. `described_mesh` and `peak_bytes` add gradients and activations, with XLA's compiler, for a
-GPU that need not exist here.
+`plan` needs the shapes of a step's arguments, `plan_layerwise` the shapes of a trainer's weights
+and batch. `described_mesh` and `peak_bytes` add gradients and activations: XLA compiles the step
+for a GPU that this machine need not have.
 """
 
 from zenflow_jax._spec.rules import UnfitRunError

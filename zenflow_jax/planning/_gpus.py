@@ -1,12 +1,12 @@
 """The GPUs that a plan supports, with the sources of their numbers.
 
-Memory is as the driver reports it, in MiB; the rest is from NVIDIA's data sheets: memory bandwidth,
-bfloat16 products with float32 sums on dense matrices, PCIe per direction. The host's share per GPU
-is an assumption: of a server's memory channels, or a desktop's two.
+Memory is in MiB, as reported by the driver. All other numbers are from NVIDIA's data sheets: memory
+bandwidth, bfloat16 products of dense matrices with float32 sums, PCIe per direction. The host
+bandwidth per GPU is assumed: a share of a server's memory channels, or a desktop's two.
 
 https://www.nvidia.com/en-us/data-center/h100/, .../h200/, .../a100/, .../l40s/;
-the architecture white papers of Ada and GA102 for the RTX cards, whose tensor cores take float32
-sums at half their rate.
+the architecture white papers of Ada and GA102 for the RTX cards, whose tensor cores run at half
+their rate with float32 sums.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ class Gpu:
     """The properties of a GPU that a plan needs.
 
     Attributes:
-        name: The driver's name for it.
+        name: The driver's name for the GPU.
         memory: Bytes.
-        bandwidth: Bytes per second of its memory.
+        bandwidth: Bytes per second of the GPU's memory.
         flops: Peak operations per second of bfloat16 matrix products.
-        bus: Bytes per second each way between it and pinned host memory: 0.8 of PCIe's raw rate.
+        bus: Bytes per second in each direction to pinned host memory: 0.8 of PCIe's raw rate.
         host_bandwidth: Bytes per second of host memory per GPU, assumed.
         host_memory: Bytes of host memory per GPU, assumed.
         capability: CUDA's compute capability.
@@ -49,7 +49,8 @@ class Gpu:
     def host_beside(self, devices: int) -> tuple[float, int]:
         """Returns the assumed bandwidth and memory, in bytes, of a host with `devices` GPUs.
 
-        A server's grow with its GPUs, the bandwidth at most fourfold; a desktop's do not.
+        A server's bandwidth and memory grow with its GPUs, the bandwidth at most fourfold; a
+        desktop's do not.
         """
         if self.host_memory < _SERVER:
             return self.host_bandwidth, self.host_memory
@@ -100,7 +101,7 @@ _FIGURES = {
     "rtx4090": ("NVIDIA GeForce RTX 4090", 24564, 1008e9, 165e12, _PC, (8, 9), 128, 72, 102400),
     "rtx3090": ("NVIDIA GeForce RTX 3090", 24576, 936e9, 71e12, _PC, (8, 6), 82, 6, 102400),
 }
-#: The GPUs that a plan knows by name.
+#: The GPUs that a plan accepts by name.
 GPUS = {
     key: Gpu(name, mib * _MIB, rate, flops, bus, reads, host, cuda, cores, l2 * _MIB, core)
     for key, (name, mib, rate, flops, (bus, reads, host), cuda, cores, l2, core) in _FIGURES.items()
@@ -112,14 +113,14 @@ def gpu_named(device: str | Gpu) -> Gpu:
     gpu = GPUS.get(device) if isinstance(device, str) else device
     if gpu is None:
         raise ValueError(
-            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
-            "figures, as a `zenflow_jax.planning.Gpu`."
+            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU, pass a "
+            "`zenflow_jax.planning.Gpu` with its figures."
         )
     return gpu
 
 
 def gpu_here() -> Gpu | None:
-    """Returns this machine's GPU; None if the table lacks it, or jax has no device."""
+    """Returns this machine's GPU, or None if the table lacks it or jax finds no device."""
     try:
         kind = jax.local_devices()[0].device_kind
     # JAX_PLATFORMS=cuda with JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 asserts (jax 0.10.2).
@@ -129,7 +130,7 @@ def gpu_here() -> Gpu | None:
 
 
 def gpu_of_kind(kind: str) -> Gpu | None:
-    """Returns the GPU with a driver's name; None if the table has none."""
+    """Returns the GPU with this driver's name, or None if the table lacks it."""
     words = set(kind.lower().replace("-", " ").split())
     for key, gpu in GPUS.items():
         number = key.removeprefix("rtx")

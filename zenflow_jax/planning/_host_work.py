@@ -1,6 +1,6 @@
 """An engine's needs on host and device, and how busy the host is.
 
-States may consist of shapes. Host memory limits updates, so work is counted in bytes.
+States may consist of shapes. Host memory limits the speed of updates, so work is counted in bytes.
 """
 
 import math
@@ -21,26 +21,26 @@ _FLOAT32 = 4
 
 
 class Needs(NamedTuple):
-    """Bytes; on a mesh each process and each device has its share.
+    """Bytes in total; on a mesh, each process and each device has its share.
 
-    Host memory that may be in use at once. Pages take no memory until they are written, which for
-    moments happens in the first update.
+    Counts host memory that may be in use at once. Pages take no memory until they are written, and
+    moments are first written by the first update.
     """
 
     state: int  # masters, casts for uploads, moments, counts and channel indices: NumPy
-    sums: int  # of mail beyond the limit: NumPy
+    sums: int  # sums of mail beyond the limit: NumPy
     mail: int  # pinned: kept, unread, in flight, and placeholders
     hand_over: int  # a group's selected channels: pinned on the way in, NumPy on the way out
     saving: int  # copies that `EngineSave` makes by default while writing
-    # Device memory while a step runs, besides the step's own. (A merge runs between two steps, in
-    # the memory of its uploads, and again in that of a leaf that is cut into ranges.)
+    # Device memory while a step runs, besides the step's own. (A merge runs between two steps. It
+    # reuses its uploads' memory, but needs a copy of each leaf that is cut into ranges.)
     uploads: int  # updates that wait to be merged; limited by `prefetch_bytes`
-    late: int  # the rest, uploaded at a boundary, for the largest group; not during a step
+    late: int  # the largest group's other updates, uploaded at a boundary, not during a step
     under_way: int  # gradients of the previous step, or a group's sums, until they are on the host
     # Bytes that the host reads and writes. The device writes mail, and the update reads it; an
-    # update also reads and writes masters and moments; an upload reads again.
-    busiest: float  # for the largest group's update, and the mail that arrives meanwhile
-    steps: int  # the number of steps in which that must be done
+    # update also reads and writes masters and moments; an upload reads the new weights.
+    busiest: float  # for the largest group's update, and for mail that arrives during the update
+    steps: int  # the number of steps that this work may take
     mean: float  # per step, on average
     late_mean: float  # bytes that boundaries wait for, per step, on average
 
@@ -48,7 +48,7 @@ class Needs(NamedTuple):
 def needs_of(
     state: ZenFlowState, *, host_state: str = "float32", prefetch_bytes: int | None = None
 ) -> Needs:
-    """Returns the needs of this state's engine."""
+    """Returns the needs of an engine for this state."""
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
@@ -86,7 +86,7 @@ def needs_of(
     under_way = mail.max() if on_device else mail.sum()
     return Needs(
         state=int(kept.sum() + counts.sum()),
-        # A leaf's open window may have a sum, and the window being updated may have another.
+        # A leaf's open window may have a sum, and so may the window that is being updated.
         sums=int(2 * _FLOAT32 * size.sum()) if added_up else 0,
         mail=round(buffers(state) * sent.sum()),
         hand_over=int(selected.max()),

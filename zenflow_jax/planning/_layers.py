@@ -1,4 +1,4 @@
-"""Plans a run of `layerwise.Trainer`: the memory that it needs, and a step's seconds.
+"""Plans a run of `layerwise.Trainer`: the memory that it needs, and the time per step.
 
 Follows the calls of `Dispatcher.step` twice, in its order: for the arrays that are alive on the
 device, and for the times at which programs, copies and updates end.
@@ -32,21 +32,21 @@ from zenflow_jax.planning._plans import (
 )
 from zenflow_jax.planning._steps import nbytes, peak_bytes, products
 
-#: The share of a step that compute takes from a batch on, which a plan names.
+#: A plan reports the batch size from which compute takes at least this share of a step.
 BOUND = 0.95
 _SCALES = [2 ** (k / 8) for k in range(-64, 65)]
-_STEPS = 4  # until a step takes as long as the one before
+_STEPS = 4  # until a step takes as long as the previous step
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan(Plan):
-    """The plan of a run of `layerwise.Trainer`; `step_s` has all waits.
+    """The plan of a run of `layerwise.Trainer`; `step_s` includes all waits.
 
     Attributes:
         seconds: The work of a step for each resource: "compute", the bus "to device" and "to
             host", and "host".
-        compute_from: The multiple of the planned batch from which compute takes 95% of a step;
-            None if no batch is that large.
+        compute_from: The factor by which the batch must grow for compute to take 95% of a step;
+            None if no batch suffices.
     """
 
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -66,9 +66,10 @@ class LayerPlan(Plan):
         work = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.seconds.items())
         text = f"A step takes {self.step_s:.2g} s; its bottleneck is {self.bottleneck} ({work})."
         if self.compute_from is None:
-            return [f"{text} No batch makes compute {BOUND:.0%} of a step."]
+            return [f"{text} Compute does not reach {BOUND:.0%} of a step with any batch."]
         return [
-            f"{text} It is {BOUND:.0%} compute from {self.compute_from:.2g} times this batch on."
+            f"{text} Compute takes {BOUND:.0%} of a step once the batch is {self.compute_from:.2g} "
+            "times as large."
         ]
 
 
@@ -92,19 +93,19 @@ def plan_layerwise(
     """Plans the memory and time of `layerwise.Trainer`, which trains all weights.
 
     Args:
-        params: As for the trainer, in arrays or `jax.ShapeDtypeStruct`s with shardings.
-        batch: A micro-batch, likewise.
+        params: As for the trainer, as arrays or `jax.ShapeDtypeStruct`s with shardings.
+        batch: A micro-batch, in the same form.
         first, layer, last: The model, as for the trainer.
-        micro_batches: Their number in a step.
+        micro_batches: The number of micro-batches in a step.
         updates, inputs, host_state: As for the trainer.
         device, host_memory_bytes, bandwidth: As for `plan`.
-        compiles: Whether to compile all programs, for the devices in the shardings, such as those
-            of `described_mesh`. Otherwise temporaries are left out.
+        compiles: Whether to compile all programs, for the devices in the shardings, for example of
+            a `described_mesh`. Otherwise temporaries are left out.
         compiler_options: As in `jax.jit`.
 
     Raises:
         ValueError: If `device`, `updates`, `inputs` or `host_state` is unknown.
-        TypeError: If the functions do not fit each other.
+        TypeError: If the functions do not fit together.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -185,15 +186,15 @@ def _host_bytes(block: Sequence[Any], compact: bool) -> tuple[int, int]:
         size = math.prod(x.shape)
         state += size * sum(array.itemsize for array in Masters.zeros((0,), x.dtype).arrays)
         state += bytes_of_moments((1, 1, 1, size), compact=compact)
-    # It also reads the gradient, and copies new weights from masters to pinned memory.
+    # An update also reads the gradient, and copies new weights from masters to pinned memory.
     return state, 2 * state + 3 * sum(map(nbytes, block))
 
 
 class _Call(NamedTuple):
     """The costs of a program, on one device."""
 
-    out: Any  # its results, as shapes
-    extra: int  # bytes beside its arguments: temporaries, and results with memory of their own
+    out: Any  # the results, as shapes
+    extra: int  # bytes besides the arguments: temporaries, and results with memory of their own
     flops: float
     seconds: float
 
@@ -203,7 +204,7 @@ class _Costs:
     """Traces programs, and compiles them if `compiles`."""
 
     gpu: Gpu
-    shares: int  # into which devices divide a batch
+    shares: int  # number of shares that devices split a batch into
     compiles: bool
 
     def call(self, program: Any, times: int, *args: Any) -> _Call:
@@ -225,7 +226,7 @@ class _Costs:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """The calls of `Dispatcher.step`. In `carries` and `kept` an object stands for an array."""
+    """The calls of `Dispatcher.step`. In `carries` and `kept`, each object stands for an array."""
 
     costs: _Costs
     parts: int  # micro-batches
@@ -237,7 +238,7 @@ class _Step:
     backward: list[_Call]
     first_backward: _Call
     carries: list[list[Any]]  # before each layer, and after the last
-    kept: list[list[Any]]  # of each layer's inputs, for the backward pass
+    kept: list[list[Any]]  # inputs of each layer, kept for the backward pass
 
     @property
     def calls(self) -> list[_Call]:
@@ -250,7 +251,7 @@ class _Step:
 
     @functools.cached_property
     def sent(self) -> list[int]:
-        """Returns the same for those that go there; a layer may pass its input on."""
+        """Returns the bytes of each layer's inputs that go to the host, each array once."""
         pairs = zip([[], *self.kept], self.kept, strict=False)
         new = [[x for x in now if all(x is not y for y in old)] for old, now in pairs]
         return [self.parts * self.costs.size(x) * self.on_host for x in new]
@@ -297,7 +298,7 @@ def _carry_after(layer: LayerProgram, call: _Call, carry: Any) -> Any:
 def _device_bytes(step: _Step) -> dict[str, int]:
     """Returns the bytes on one device at the peak of a step, by use.
 
-    Python is at most `AHEAD` layers ahead of the device, and so many gradients leave at a time.
+    Python is at most `AHEAD` layers ahead of the device, and that many gradients leave at a time.
     """
     outer, *layers = step.weights
     costs, parts, carries, kept = step.costs, step.parts, step.carries, step.kept
@@ -333,10 +334,10 @@ def _device_bytes(step: _Step) -> dict[str, int]:
 
 
 def _period(step: _Step, bus: float, host: list[float], at_once: bool, scale: float) -> float:
-    """Returns the seconds from a step's end to the next one's, for batches `scale` times as large.
+    """Returns the seconds between the ends of two steps, for batches `scale` times as large.
 
-    A copy waits for the programs that Python dispatched earlier, whose memory it may take. Copies
-    in one direction take turns.
+    A copy waits for the programs that Python dispatched earlier, because it may reuse their memory.
+    Copies in one direction take turns.
     """
     names = ("python", "compute", "to device", "to host", "host")
     free: dict[str, float] = {name: 0.0 for name in names}

@@ -1,4 +1,4 @@
-"""Estimates a run's needs on device and host, without using either: `plan()`."""
+"""Estimates a run's needs on the device and the host, without running on either: `plan()`."""
 
 import dataclasses
 import math
@@ -19,41 +19,41 @@ from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 #: Assumed shares of a GPU's peak operations and of its memory bandwidth.
 EFFICIENCY = 0.4
 OF_BANDWIDTH = 0.7
-#: The largest share of GPU memory that jax may use, and its default.
+#: The largest share of GPU memory that jax may be allowed to use, and jax's default.
 MAX_FRACTION = 0.95
 DEFAULT_FRACTION = 0.75
-#: The share of the available time that host or bus may take; a fifth is a reserve.
+#: The share of the available time that host or bus may take; a fifth stays in reserve.
 BUSY = 0.8
 #: Bytes of host memory for the system, Python, CUDA and XLA.
 HOST_RESERVE = 8 * 10**9
-#: The use of device memory that only a compiler knows.
+#: The use of device memory that only a compiler can determine.
 TEMPORARIES = "gradients, activations"
-#: Uploads at a boundary that exceed that memory, which is free by then.
+#: The part of a boundary's uploads that exceeds this memory, which is free by then.
 LATE = "late uploads"
 _WITHOUT = " without gradients and activations"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The memory and time that a run needs, and its machine's capacity.
+    """The memory and time that a run needs, and the machine's capacity.
 
     Attributes:
         gpu: The planned device.
         devices: Number of devices.
-        device: Bytes of one device at the peak of a step, by use.
-            "late uploads" are the uploads at a boundary, less "gradients, activations", which are
-            freed by then: 0 unless the boundary is the peak.
-        checkpoint: Bytes of a checkpoint on disk: parameters, the optimizer's state, the engine's.
+        device: Bytes on one device at the peak of a step, by use. "late uploads" are the uploads at
+            a boundary, minus "gradients, activations", which are freed by then: 0 unless the
+            boundary is the peak.
+        checkpoint: Bytes of a checkpoint on disk: parameters and both states.
         parameters: Number of parameters.
         flops: Operations of one device's matrix products in a step.
-        step_s: Seconds of a step at the assumed efficiency, with waits for late uploads.
+        step_s: Seconds of a step at the assumed efficiency, including waits for late uploads.
         host_capacity_bytes: Bytes of the host's memory, assumed or given.
         host_bandwidth: Bytes per second of the host's memory, assumed or given.
-        host: Peak bytes of the host, by use, for all devices. jax pins "mail" and
-            "hand-over, pinned". Empty without an engine.
+        host: Peak bytes on the host, by use, for all devices. jax pins "mail" and "hand-over,
+            pinned". Empty without an engine.
         to_host: Bytes that one device sends in a step.
         to_device: Bytes that one device receives in a step, on average.
-        late: Peak bytes that one device receives at a boundary, because of `prefetch_bytes`.
+        late: Peak bytes that one device receives at a boundary, beyond `prefetch_bytes`.
         host_s: Seconds of host work per step, on average; 0 without an engine.
         busy: The share of the available time that this work needs, in the worst case; None without
             an engine, or if each step waits for it.
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def advice(self) -> str:
-        """Returns one or two sentences of advice; if the run does not fit, all that it lacks."""
+        """Returns one or two sentences of advice; if the run does not fit, lists every shortage."""
         short = dict(self.short)
         bus = short.pop("bus", "")
         if short:
@@ -146,7 +146,7 @@ class Plan:
         if self.device_bytes > DEFAULT_FRACTION * self.gpu.memory:
             text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={MAX_FRACTION} is set"
         if self.by == "shapes":
-            text += f"{_WITHOUT}, which {INSTALL} adds to the plan"
+            text += f"{_WITHOUT}, which the plan includes after {INSTALL}"
         return " ".join([f"{text}.", *self.on_time, *([f"T{bus[1:]}."] if bus else [])])
 
     @property
@@ -163,7 +163,7 @@ class Plan:
         ]
 
     def with_peak(self, peak: int) -> "Plan":
-        """Returns the plan with gradients and activations, from `peak_bytes` of the step."""
+        """Returns the plan with gradients and activations, given the step's `peak_bytes`."""
         known = self.device["weights"] + self.device["optimizer state"]
         temporaries = max(peak - known, 0)
         device = {**self.device, TEMPORARIES: temporaries}
@@ -187,17 +187,17 @@ def plan(
     """Plans the memory and time of training from the shapes of a step's arguments.
 
     Args:
-        step: The training step `(params, opt_state, *arguments)`, jitted with both donated.
-        params: Its parameters: arrays, or `jax.ShapeDtypeStruct`s, with shardings on a mesh.
+        step: The training step `(params, opt_state, *arguments)`, jitted, with both donated.
+        params: The parameters: arrays, or `jax.ShapeDtypeStruct`s, with shardings on a mesh.
         opt_state: The result of `tx.init(params)`, or `jax.eval_shape(tx.init, params)`.
         arguments: The step's other arguments, such as a batch.
         device: A key of `GPUS`, or another `Gpu`.
-        host_memory_bytes: Memory of the machine with these devices. None: a typical amount.
+        host_memory_bytes: Memory of the machine with these devices. None means a typical amount.
         bandwidth: Bytes per second of host memory. None: a typical rate.
         host_state: As for `HostEngine`.
         prefetch_bytes: As for `HostEngine`. The loop waits for the remaining copies.
-        compiled: The step compiled for such devices, as for `described_mesh`. None: without
-            gradients and activations.
+        compiled: The step, compiled for such devices, for example on a `described_mesh`. With None,
+            the plan lacks gradients and activations.
 
     Raises:
         ValueError: If `device` or `host_state` is unknown, or `prefetch_bytes` is below 0.
@@ -267,7 +267,7 @@ def plan(
 
 
 def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> dict[str, Any]:
-    """Returns the fields of a plan about the host and the bus."""
+    """Returns a plan's fields on the host and the bus."""
     parts = [part for leaf in state.leaves if not leaf.spec.resident for part in leaf.spec.ranges]
     window = state.schedule.window if isinstance(state.schedule.window, int) else 2
     sending = state.send_gradients

@@ -1,4 +1,4 @@
-"""Traces a step's matrix products, and queries XLA for the step's memory on the device."""
+"""Counts a step's matrix products, and asks XLA for the step's device memory."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ INSTALL = 'pip install "jax[cuda12]"'
 
 
 def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of GPUs in one node, which need not exist, as a target for compiling a step.
+    """Returns a mesh of GPUs in one node, to compile a step for; the GPUs need not exist.
 
     Args:
         gpu: A key of `GPUS`.
@@ -37,7 +37,7 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
         topology = topologies.get_topology_desc(
             gpu, "cuda", target_config=GPUS[gpu].description, topology=f"1x1x{count}"
         )
-    # The exception depends on the missing part: the plugin, its libraries, or another version.
+    # The exception depends on the missing part: the plugin, its libraries, or a wrong version.
     except Exception as error:  # noqa: BLE001
         raise RuntimeError(
             "Compiling for a GPU needs jax's CUDA plugin: "
@@ -50,7 +50,7 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
 
 @functools.cache
 def has_compiler() -> bool:
-    """Returns whether steps can be compiled for GPUs that are not installed."""
+    """Returns whether steps can be compiled for GPUs that this machine does not have."""
     try:
         described_mesh("h100", {"data": 1})
     except RuntimeError:
@@ -61,8 +61,8 @@ def has_compiler() -> bool:
 def placed(tree: Any, mesh: Mesh) -> Any:
     """Returns shapes on the mesh, with their own sharding or replicated.
 
-    A described device has no host memory for arguments. A step does not read mail, so jit drops it,
-    and its placement does not matter.
+    A described device has no host memory for arguments. A step does not read mail, so jit drops
+    this argument, and its placement does not matter.
     """
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
@@ -74,7 +74,7 @@ def placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def peak_bytes(compiled: Any) -> int:
-    """Returns a device's peak memory in a compiled step, its arguments included.
+    """Returns a device's peak memory in a compiled step, including its arguments.
 
     Examples:
         >>> import jax, jax.numpy as jnp
