@@ -151,7 +151,7 @@ MISUSES = {
         lambda params, x: one_example(params, x) + jax.jit(jnp.sum)(params["layers"]["up"]),
         rf"`reduce_sum` reads \['layers'\]\['up'\] at .*{LINE}<lambda>",
     ),
-    "loop": (in_a_loop, rf"`scan` reads \['layers'\]\['down'\] at .*{LINE}in_a_loop.*loops"),
+    "loop": (in_a_loop, rf"`scan` reads \['layers'\]\['down'\] at .*{LINE}in_a_loop.*loop"),
     "two scans": (
         jax.checkpoint(jax.jit(twice)),
         rf"\['down'\] is scanned 2 times, at .*{LINE}one_example.* exactly once",
