@@ -159,7 +159,7 @@ MISUSES = {
     "not read": (lambda params, x: x, r"\['layers'\]\['down'\] is not read, .* exactly once"),
     "returned": (
         lambda params, x: (one_example(params, x), params["layers"]["up"]),
-        r"returns \['layers'\]\['up'\]",
+        r"returns the stack \['layers'\]\['up'\]",
     ),
     "other axes": (transposed, rf"`transpose` reads .*{LINE}transposed"),
     "branch": (

@@ -96,5 +96,5 @@ def test_layers_that_a_mesh_divides_are_rejected_by_name():
         return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0].sum()
 
     model = layerwise.ScannedModel(loss_fn, params, jnp.zeros((2, 8)))
-    with pytest.raises(ValueError, match="has its layers divided over devices"):
+    with pytest.raises(ValueError, match="The layers of .* are divided over devices"):
         model.split(params)

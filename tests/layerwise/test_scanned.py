@@ -1,4 +1,4 @@
-"""A loss that scans its layers trains layer by layer, like three functions and like AdamW."""
+"""Trains a loss that scans its layers; results equal those of three functions and of AdamW."""
 
 from functools import partial
 
@@ -154,7 +154,7 @@ SETS = [{"x": X + i, "key": jax.random.key(i)} for i in range(4)]
 
 
 @pytest.mark.parametrize("case", [linen_case, nnx_case, two_scans_case])
-def test_any_scan_has_the_losses_of_adamw(case):
+def test_every_scan_gives_the_losses_of_adamw(case):
     params, loss_fn, where = case()
 
     def whole(params, batch):
@@ -239,7 +239,7 @@ LINE = r"test_scanned\.py:\d+:\d+ \("
         (captures, None, "uses an array float"),
     ],
 )
-def test_other_losses_are_rejected_with_leaf_and_line(loss, where, text):
+def test_errors_about_a_loss_name_the_leaf_and_the_line(loss, where, text):
     with pytest.raises(ValueError, match=text):
         train(loss, stacked(new_params()), BATCHES[:1], where)
 

@@ -1,8 +1,8 @@
 """`ScannedModel`: cuts a loss that scans its layers into the three functions of a trainer.
 
 The loss is traced, and its jaxpr is evaluated twice: up to the scan over the layers, and with the
-last carry in place of the scan. A layer is the scan's body. Its carry also contains an index, which
-selects the layer's inputs other than weights, such as random keys, and the scan's outputs so far.
+last carry in place of the scan. A layer is the scan's body. Its carry also contains the scan's
+outputs so far, and an index, which selects inputs other than weights, such as a layer's random key.
 """
 
 import contextlib
@@ -88,8 +88,8 @@ class ScannedModel:
         if not stacks:
             raise ValueError(
                 "No scan reads a leaf of `params` along its first axis. Stack the layers along "
-                "this axis, and scan them outside loops and branches. If `where` picks the stacks, "
-                "an error shows the line that reads them differently."
+                "this axis, and scan them outside loops and branches. To see which line "
+                "reads a stack differently, pick the stacks with `where`."
             )
         self._stacks, self._length = tuple(stacks), self._shapes[stacks[0]].shape[0]
         cut = self._cut(batch, *traced)
@@ -169,13 +169,13 @@ class ScannedModel:
         return jax.make_jaxpr(self._loss_fn, return_shape=True)(params, batch)
 
     def _check_outer(self, cut: "_Cut") -> None:
-        """Rejects stacks that change before the scan, because they would be whole on the device."""
+        """Rejects stacks that change before the scan, because the device would hold all of them."""
         outer = [i for i in range(len(self._names)) if i not in self._stacks]
         for i in cut.scanned & set(range(len(outer))):
             if self._shapes[outer[i]].shape[:1] == (self._length,):
                 raise ValueError(
-                    f"{self._names[outer[i]]} is changed before the scan at {cut.scan.line}, so it "
-                    "would be whole on the device, as an outer weight. Change it in the scan's "
+                    f"{self._names[outer[i]]} is changed before the scan at {cut.scan.line}, so "
+                    "all of it would be on the device, as an outer weight. Change it in the scan's "
                     f"body, or pick the stacks with `{_CHOOSER}(where=...)`."
                 )
 
@@ -223,7 +223,7 @@ class _Cut:
     front: Callable[..., Any]  # (outer leaves, batch) -> carry, shared
     behind: Callable[..., Any]  # (outer leaves, batch, carry, outputs) -> loss
     scan: Scan  # without values
-    scanned: set[int]  # inputs of `front` that the scan reads, changed, along their first axis
+    scanned: set[int]  # inputs of `front` that change before the scan reads them by layers
     outputs: dict[int, Any]  # shapes of the scan's outputs
     read: set[int]  # the outputs that the loss depends on
 
@@ -316,8 +316,8 @@ def _slices(name: str, x: Any) -> Callable[[int], Any]:
     shape, sharding = x.shape[1:], layer_sharding(x.sharding)
     if sharding is None:
         raise ValueError(
-            f"{name} has its layers divided over devices, or no named sharding. Place it with a "
-            "`NamedSharding` that leaves the first axis whole."
+            f"The layers of {name} are divided over devices, or it has no `NamedSharding`. Place "
+            "it with a `NamedSharding` that leaves the first axis whole."
         )
     if isinstance(x, jax.ShapeDtypeStruct):
         return lambda _: jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
