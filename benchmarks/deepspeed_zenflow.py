@@ -8,9 +8,9 @@ Trains a small Llama over bytes with each method, on a CPU, in float32: the same
 the same batches of text in the same order, the same AdamW and the same share of selected channels.
 `deepspeed_peer.py` runs torch and DeepSpeed in their own environment, which needs a C++ compiler.
 Prints validation losses after the last step, and compares runs that resume from a checkpoint with
-uninterrupted runs, step by step. Measures no times. Answers: `benchmarks/LOG.md`.
+uninterrupted runs, step by step. Does not measure time. Answers: `benchmarks/LOG.md`.
 
-Results stay in `--folder`, so a second start makes only the missing runs.
+Results stay in `--folder`, so a repeated call makes only the missing runs.
 """
 
 import argparse
@@ -111,7 +111,7 @@ class Job(NamedTuple):
 
 
 def prepare(folder: Path, steps: int, seed: int) -> None:
-    """Draws weights and batches into `folder`."""
+    """Draws random weights and batches, and writes them to `folder`."""
     random = np.random.default_rng(seed)
     width, ffn = LLAMA["hidden_size"], LLAMA["intermediate_size"]
     vocabulary = (LLAMA["vocab_size"], width)
@@ -286,7 +286,9 @@ def main() -> None:
     for name in args.methods:
         print(row(name, runs[name]))
     print(
-        "\n| method | saved after step | first loss apart | largest | mean |\n" + "|---" * 5 + "|"
+        "\n| method | saved after step | difference of the first loss | largest | mean |\n"
+        + "|---" * 5
+        + "|"
     )
     for name in filter(_RESUMED.fullmatch, args.methods):
         for step in (x for x in SAVED if x + RESUMED_STEPS <= args.steps):

@@ -105,7 +105,8 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
     """Restores a packed file or folder; returns the number of packed files.
 
     `target` must be a new path, and appears when it is complete. `base` is the base's folder, or
-    None for the path at packing. If a file is damaged, or no file is packed, no target is left.
+    None for the path from when it was packed. If a file is damaged, or no file is packed, no target
+    is left.
     """
     files = _files(source).items()
     headers = {name: read_header(path)[0] if is_packed(path) else None for name, path in files}

@@ -165,7 +165,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starts with checked and then the slowest tests, on each worker with a part of them."""
-    # The slowest have their own timeout.
+    # The slowest tests have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
     # Programs that were traced with checks stay valid without them.
     items.sort(key=lambda x: not is_checked(x))

@@ -16,9 +16,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def program(text: str) -> str:
-    """Returns the blocks in order as one program, with every line at its place in the text.
+    """Returns the blocks as one program, with every line at its place in the text.
 
-    All other lines are blank, so that a traceback has the page's line numbers.
+    All other lines are blank, so that a traceback shows the page's line numbers.
     """
     inside, lines = False, []
     for line in text.splitlines():
@@ -59,14 +59,15 @@ def test_the_examples_of_each_page_run_in_order_as_one_program(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_file_names_exist(page):
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if ":" in target:
             continue  # another site
         path, _, heading = target.partition("#")
         file = page.parent / path if path else page
         assert file.exists(), target
         assert not heading or heading in headings(file), target
-    # Files that a page names with their folder; inside the library, without the library's folder.
+    # Checks files that a page names with their folder (in the library, without its folder).
     for name in re.findall(r"`(\w[\w.]*/[\w./]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).exists() or (ROOT / "zenflow_jax" / name).exists(), name
 

@@ -18,7 +18,7 @@ from tests.hf_models import write_model
 from tests.processes import environment
 
 ROOT = Path(__file__).parents[1]
-# Placed before the example: hides packages that the wheel does not require.
+# This code runs before the example, and hides packages that the wheel does not require.
 BARE = """
 import sys
 from importlib.machinery import PathFinder
@@ -38,7 +38,7 @@ def files(folder, ending):
 
 LIBRARY = files("zenflow_jax", ".py") | {"zenflow_jax/py.typed"}
 SCRIPTS = files("train", ".py") | files("elves", ".py") | files("configs", ".toml")
-# The modules that console commands run, on a separate path: no environment has such names.
+# The modules that console commands run are on a separate path, so no environment has such names.
 INSTALLED = LIBRARY | {f"zenflow_jax/_scripts/{name}" for name in SCRIPTS}
 
 
@@ -48,7 +48,7 @@ def build(tmp_path_factory):
     backend = tmp_path_factory.mktemp("backend")
     with open(ROOT / "pyproject.toml", "rb") as file:
         required = tomllib.load(file)["build-system"]["requires"]
-    # The only package installed for it.
+    # The only package that is installed for the build.
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
     done(subprocess.run([*pip, "--target", str(backend), *required], **AS_TEXT))
 
@@ -88,7 +88,7 @@ def test_the_wheel_has_the_library_its_scripts_and_its_metadata(wheel):
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
-    # The cited version is the published one.
+    # The cited version is the published version.
     assert f"\nversion: {metadata['Version']}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\n## {metadata['Version']} - " in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
@@ -146,7 +146,7 @@ for line in sys.stdin.read().splitlines():
     print(f"code {scripts[sys.argv[0]].load()()}", flush=True)
 """
 TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24"
-TINY += " --optimizer adamw"  # a new install would compile the host's kernels
+TINY += " --optimizer adamw"  # a new installation would compile the host's kernels
 SHOWN = {
     f"zenflow-finetune quickstart --steps 1 --run first {TINY}": ("runs/quickstart/first", 0),
     f"zenflow-plan quickstart {TINY}": ("device, total", 0),
@@ -166,7 +166,7 @@ def test_each_command_works_when_installed_beside_modules_of_the_same_names(whee
     assert {line.split()[0] for line in SHOWN} == {x.name for x in (place / "bin").iterdir()}
     (work / "elves").mkdir(parents=True)
     for name in ("train.py", "elves/__init__.py"):
-        (work / name).write_text("raise SystemExit('the own module of the user')")
+        (work / name).write_text("raise SystemExit('a module of the user')")
     write_model(work / "model", "llama2")
     env = environment(1) | {"PYTHONPATH": f"{place}:{work}"}
     command = [sys.executable, "-c", COMMANDS]
@@ -180,7 +180,7 @@ def test_each_command_works_when_installed_beside_modules_of_the_same_names(whee
         assert f"code {code}" in output
 
 
-def test_a_command_without_its_packages_says_how_to_install_them():
+def test_a_command_without_its_packages_shows_how_to_install_them():
     code = (
         BARE.format(absent={"rich"}) + "import zenflow_jax._commands as c; sys.exit(c.finetune())"
     )
@@ -201,7 +201,7 @@ def closure(requirements):
         try:
             waiting += importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
-            continue  # for another platform or Python
+            continue  # for another platform or Python version
         names.add(name)
     return names
 

@@ -42,7 +42,7 @@ def attach(
     * `step(params, opt_state, ...)` returns a tuple that contains both, in this order.
     * `step(state, ...)` returns the state, or a tuple that contains it. A state is any object with
       both `fields`: a flax `TrainState`, a dataclass, a named tuple or a dict.
-    * `step(model, optimizer, ...)` of flax nnx updates both in place.
+    * `step(model, optimizer, ...)`, with objects of flax nnx, updates both in place.
     * `step(graphdef, state, ...)`, or `step(state, ...)` with the argument `graphdef`, returns the
       `nnx.State`, or a tuple that contains it. Merged, they are a module or a tuple with one model
       and one `nnx.Optimizer`.
@@ -55,7 +55,7 @@ def attach(
         engine: The run's engine. With None, the first call creates the engine from the call's
             arguments, whose state must be fresh or belong to `engine_options["engine_state"]`.
         flush_every: Number of steps between flushes, counted from the start of the run. With None,
-            only your calls of `flush` flush.
+            it flushes only when you call `flush`.
         fields: The names of parameters and optimizer state in a train state, by default
             `("params", "opt_state")`; or the names of model and optimizer in an nnx module with
             several models.
@@ -109,7 +109,7 @@ class AttachedStep:
 
     @property
     def engine(self) -> HostEngine:
-        """Returns the engine; raises an error if only the first call will create it."""
+        """Returns the engine; raises an error if the first call has not created it yet."""
         if self._engine is None:
             raise RuntimeError(
                 "The step has no engine before its first call. Call the step first, or pass "
@@ -233,7 +233,7 @@ def _taker(
 
 
 def _place_of_state(values: Sequence[Any]) -> int:
-    """Returns the optimizer state's index, which follows the parameters; 0 if there is none."""
+    """Returns the index of the optimizer state, which comes after the parameters; 0 if none."""
     return next((i for i in range(1, len(values)) if has_state(values[i])), 0)
 
 

@@ -186,7 +186,7 @@ def test_options_that_differ_from_the_saved_run_are_rejected_by_name(after_six, 
         HostEngine(params, fresh, engine_state=engine_state)
 
 
-def test_a_saved_state_matches_the_template_and_leaves_in_different_groups_are_rejected():
+def test_a_saved_state_matches_the_template_and_a_leaf_in_another_group_is_rejected():
     with Training(FIRST, SETTINGS) as training:
         training.go(6)
         params, state, real = training.params, training.state, training.engine.state()

@@ -151,7 +151,7 @@ MISUSES = {
         lambda params, x: one_example(params, x) + jax.jit(jnp.sum)(params["layers"]["up"]),
         rf"`reduce_sum` reads \['layers'\]\['up'\] at .*{LINE}<lambda>",
     ),
-    "loop": (in_a_loop, rf"`scan` reads \['layers'\]\['down'\] at .*{LINE}in_a_loop.*loops"),
+    "loop": (in_a_loop, rf"`scan` reads \['layers'\]\['down'\] at .*{LINE}in_a_loop.*loop"),
     "two scans": (
         jax.checkpoint(jax.jit(twice)),
         rf"\['down'\] is scanned 2 times, at .*{LINE}one_example.* exactly once",
@@ -159,7 +159,7 @@ MISUSES = {
     "not read": (lambda params, x: x, r"\['layers'\]\['down'\] is not read, .* exactly once"),
     "returned": (
         lambda params, x: (one_example(params, x), params["layers"]["up"]),
-        r"returns \['layers'\]\['up'\]",
+        r"returns the stack \['layers'\]\['up'\]",
     ),
     "other axes": (transposed, rf"`transpose` reads .*{LINE}transposed"),
     "branch": (

@@ -41,7 +41,7 @@ def test_a_layerwise_run_on_a_mesh_has_the_losses_of_one_device_and_resumes(monk
 
 
 def losses_of(mesh, *, scanned):
-    """Returns the losses of a small model, whose weights a mesh divides."""
+    """Returns the losses of a small model whose weights are divided by a mesh."""
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(3, 8, 8)).astype(np.float32) / 4
@@ -83,7 +83,7 @@ def test_weights_on_explicit_axes_or_in_scans_train_as_on_auto_axes():
         mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
         with jax.set_mesh(mesh):
             of_kinds += [losses_of(mesh, scanned=scanned) for scanned in (False, True)]
-    # Sums in another order.
+    # Sums have a different order.
     np.testing.assert_allclose(of_kinds[1:], [of_kinds[0]] * 3, rtol=1e-5)
     assert of_kinds[0][2] < of_kinds[0][0]
 
@@ -96,5 +96,5 @@ def test_layers_that_a_mesh_divides_are_rejected_by_name():
         return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0].sum()
 
     model = layerwise.ScannedModel(loss_fn, params, jnp.zeros((2, 8)))
-    with pytest.raises(ValueError, match="has its layers divided over devices"):
+    with pytest.raises(ValueError, match="The layers of .* are divided over devices"):
         model.split(params)

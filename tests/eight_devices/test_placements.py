@@ -87,7 +87,7 @@ def test_compact_moments_on_a_mesh_are_rounded_like_the_references():
         assert_agrees(training, PLAN, "compact")
 
 
-# The tests above compare placements with the reference, this one with optax.
+# The tests above compare placements with the reference; this test compares with optax.
 def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh():
     with started(("three", "both", AUTO), EVERY) as training:
         ours = [values for _, values in training.follow(Plan(8))]

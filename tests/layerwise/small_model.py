@@ -1,4 +1,4 @@
-"""A small model in functions, for the layerwise trainer, and its training with optax."""
+"""A small model as functions, for the layerwise trainer, and its training with optax."""
 
 import jax
 import jax.numpy as jnp

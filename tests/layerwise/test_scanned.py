@@ -1,4 +1,4 @@
-"""A loss that scans its layers trains layer by layer, like three functions and like AdamW."""
+"""Trains a loss that scans its layers; results equal those of three functions and of AdamW."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ ADAMW = {"learning_rate": 1e-2, "b2": 0.99, "weight_decay": 0.1}
 
 
 def stacked(params):
-    """Returns the trainer's form of parameters as a tree with stacks."""
+    """Returns parameters in the trainer's form as a tree with stacks."""
     layers = jax.tree.map(lambda *xs: np.stack(xs), *params["layers"])
     return params["outer"] | {"layers": layers, "absent": None}
 
@@ -57,7 +57,7 @@ def train(loss_fn, params, batches, where=None, **options):
 
 
 @pytest.mark.parametrize(("dtype", "reverse"), [(jnp.float32, False), (jnp.bfloat16, True)])
-def test_a_scan_has_the_bits_of_three_functions(dtype, reverse):
+def test_a_scan_is_bit_identical_to_three_functions(dtype, reverse):
     params, options = new_params(dtype), {"frozen": [1], "mask": decayed}
     with layerwise.Trainer(params, **MODEL, **ADAMW, **options) as trainer:
         expected = [float(trainer.step(batch)) for batch in BATCHES]
@@ -109,7 +109,7 @@ class Nnx(nnx.Module):
 
 
 def encoder_and_decoder(params, batch):
-    """Reads outer weights before the scan, in its first carry, in its body and behind it."""
+    """Reads outer weights before the scan, in its first carry, in its body, and after it."""
 
     def encode(x, w):
         return jnp.tanh(x @ w + params["bias"]), None
@@ -154,7 +154,7 @@ SETS = [{"x": X + i, "key": jax.random.key(i)} for i in range(4)]
 
 
 @pytest.mark.parametrize("case", [linen_case, nnx_case, two_scans_case])
-def test_any_scan_has_the_losses_of_adamw(case):
+def test_every_scan_gives_the_losses_of_adamw(case):
     params, loss_fn, where = case()
 
     def whole(params, batch):
@@ -168,7 +168,7 @@ def test_any_scan_has_the_losses_of_adamw(case):
     assert {type(x) for x in jax.tree.leaves(got)} == {np.ndarray}
 
 
-def test_a_run_with_batches_of_two_shapes_resumes_from_shapes_with_the_same_bits():
+def test_a_run_with_batches_of_two_shapes_resumes_from_shapes_bit_identically():
     batches = [x if i % 2 else x[:3] for i, x in enumerate(BATCHES)]
     in_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     params = jax.device_put(stacked(new_params()), in_host)
@@ -239,7 +239,7 @@ LINE = r"test_scanned\.py:\d+:\d+ \("
         (captures, None, "uses an array float"),
     ],
 )
-def test_other_losses_are_errors_with_leaf_and_line(loss, where, text):
+def test_errors_about_a_loss_name_the_leaf_and_the_line(loss, where, text):
     with pytest.raises(ValueError, match=text):
         train(loss, stacked(new_params()), BATCHES[:1], where)
 

@@ -141,7 +141,7 @@ def test_a_run_on_a_full_disk_ends_with_one_message(tmp_path, small_disk, capfd)
     # The first file without room is either the model or the last checkpoint.
     no_model, no_checkpoint = (
         rf".* cannot be written to {disk}.*Free disk space",
-        rf"the last checkpoint is missing: see above. {disk}/.*has the weights",
+        rf"the last checkpoint is missing: see above. {disk}/.*contains the weights",
     )
     assert re.match(f"error: ({no_model}|{no_checkpoint})", error.splitlines()[-1])
 

@@ -53,7 +53,7 @@ class Run:
             StepTraining(job, opt_state) if job.layered is None else LayerTraining(job, job.layered)
         )
         self.validations: list[tuple[int, dict[str, float]]] = []  # each step with its metrics
-        self.done = 0  # steps taken by earlier starts
+        self.done = 0  # steps taken before this process started
         self.steps = job.settings.steps
         task, config = job.task, job.model.origin and job.model.origin.config
         self.checkpoints = stack.enter_context(
@@ -116,7 +116,7 @@ class Run:
         self._say(f"resuming from checkpoint {done} in {self.folder}")
         if done > steps:
             raise SettingsError(
-                f"`steps`: must be at least {done}, already done in {self.folder}, but is {steps}."
+                f"`steps`: must be at least {done}, which {self.folder} has taken, but is {steps}."
             )
         return False
 
@@ -150,7 +150,7 @@ class Run:
 
     def loop(self) -> None:
         """Takes the remaining steps; raises `Stopped` after a save if a signal requests it."""
-        # The loop blocks in: the first step, until it is compiled and finished; a row, until the
+        # The loop blocks: at the first step, until it is compiled and finished; a row, until the
         # device is within `log_every` steps of the loop; `exchange`, if the loop is two steps ahead
         # of the device, or a window closes before the host has finished the previous update (only
         # this counts as waiting); `_save`, until the step is finished and copied, and the previous
@@ -232,7 +232,7 @@ class Run:
             self.checkpoints.finish()
         except CheckpointError as error:
             if not processes.is_first():
-                raise  # before this, other processes show nothing
+                raise  # only process 0 has printed what to see above
             model = f"{self.folder / written} contains the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
         return Result(totals, best, written)

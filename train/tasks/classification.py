@@ -4,7 +4,7 @@ A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The
 labels that occur, with numbers in ascending order and other labels in alphabetical order, unless a
 table or the model's head lists the classes. Labels are compared as text.
 
-CSV: columns are separated by commas, or by semicolons, tabs or bars if only those yield the needed
+CSV: columns are separated by commas, or by semicolons, tabs or pipes if only those yield the needed
 columns. TSV: a line is a row; quotation marks around a text are removed, because spreadsheets add
 them. Rows without text are left out and listed in a note.
 """

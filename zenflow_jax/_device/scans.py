@@ -1,9 +1,9 @@
-"""Evaluates a traced loss, in which scans over stacked layers run as another function.
+"""Evaluates a traced loss, replacing scans over stacked layers with another function.
 
 The scans of jax, flax, haliax, haiku and Equinox leave the same primitive in a jaxpr. So a model
 needs no rewriting: its loss is traced with plain arrays, and its jaxpr is evaluated with a `Stack`
-in the place of each stack. Any read except by a scan is an error. `evaluate` is for layers that
-stream; `layerwise` has evaluations of its own.
+in place of each stack. Any read except by a scan is an error. `evaluate` is for layers that stream;
+`layerwise` has its own evaluations.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """A scan over stacks, whose inputs are values besides the stacks."""
+    """A scan over stacks; its other inputs are values."""
 
     body: Any  # a jaxpr
     consts: Sequence[Any]
@@ -60,8 +60,8 @@ class Evaluation:
 
     chooser: str  # the function whose `where` chooses the stacks
     lines: dict[int, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    caller: str = ""  # line of the call that the jaxpr belongs to
-    checks = True  # that a scan reads stacks only layer by layer
+    caller: str = ""  # the line of the call that the jaxpr belongs to
+    checks = True  # whether a scan may read stacks only layer by layer
 
     def scan(self, scan: Scan) -> Sequence[Any]:
         """Returns the last carry and the stacked outputs of a scan over stacks."""
@@ -74,20 +74,20 @@ class Evaluation:
         return _without_stacks(equation, inputs)
 
     def rematerialized(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Returns the results of `jax.checkpoint`, here without it."""
+        """Returns the results of a function inside `jax.checkpoint`, without rematerialization."""
         return self.inside(equation).run(equation.params["jaxpr"], inputs)
 
     def inside(self, equation: JaxprEqn) -> "Evaluation":
         return dataclasses.replace(self, caller=self._line(equation))
 
     def run_whole(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-        """Returns the results of a loss; raises unless it scans each stack exactly once."""
+        """Returns the results of a loss; rejects it unless it scans each stack exactly once."""
         results = self.run(jaxpr, inputs)
         for x in filter(is_stack, inputs):
             if not self.lines[x.index]:
                 raise self._miscounted(x)
         for x in filter(is_stack, results):
-            raise ValueError(f"The loss returns {x.name}, a stack. Return no stacked layers.")
+            raise ValueError(f"The loss returns the stack {x.name}. Do not return stacked layers.")
         return results
 
     def run(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -163,14 +163,14 @@ class Evaluation:
         return ValueError(
             f"`{equation.primitive}` reads {name} at {self._line(equation)}, but only a scan along "
             "the first axis can read stacked layers. Stack layers along the first axis, move "
-            "operations on them into the scan's body, and loops around the scan out of the loss; "
-            f"or leave this leaf out with `{self.chooser}(where=...)`."
+            "operations on them into the scan's body, and do not put the scan inside a loop; or "
+            f"leave this leaf out with `{self.chooser}(where=...)`."
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Streaming(Evaluation):
-    """Runs the scans as `scan_layers`."""
+    """Runs each scan with `scan_layers`."""
 
     scan_layers: Callable[..., tuple[Any, Any]]
     stacks: Mapping[int, Any]
@@ -208,7 +208,7 @@ def evaluate(
     names: Mapping[int, str],
     scan_layers: Callable[..., tuple[Any, Any]],
 ) -> Any:
-    """Returns `function(stacks)`, in which `scan_layers` runs the scans over stacks.
+    """Evaluates `function(stacks)`, using `scan_layers` for the scans over stacks.
 
     The function may capture other arrays.
     """
@@ -224,7 +224,7 @@ def is_stack(x: Any) -> bool:
 
 
 def _live(jaxpr: Any) -> list[JaxprEqn]:
-    """Returns the equations with results that are needed, or with effects.
+    """Returns the equations that have needed results or effects.
 
     Some libraries read the first layer only for its shape (haliax 1.3).
     """

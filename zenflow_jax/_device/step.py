@@ -128,20 +128,20 @@ def _packed_axis(shard: Shard) -> int:
     return max(axes, key=lambda axis: (not shares[axis], shape[axis]))
 
 
-#: For each dtype, the number of signs that a number holds as digits, and their base. For bytes, the
-#: base is four, because shifts unpack faster than divisions on a CPU.
+#: For each dtype, how many signs one value holds as digits, and their base. For bytes, the base is
+#: four, because shifts unpack faster than divisions on a CPU.
 _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
 def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """Packs the signs of `g` as digits: superposed pieces along an axis, and the remainder.
+    """Packs the signs of `g`: each equal piece of an axis is a digit; packs the remainder alone.
 
     The two results are not joined, because a concatenated gradient could then meet a second
     concatenation in one kernel, which jax 0.10.2 and 0.11.0 miscompile on GPUs (jax-ml/jax#40588).
     """
     count, base = _SIGNS[np.dtype(dtype)]
-    # Not `g > 0`: XLA would share this zero with the gradient's initial zeros, for example of a
-    # scatter, and keep that array, which is as large as the leaf, until this point.
+    # Not `g > 0`: XLA would share this zero with the zeros that a gradient starts from, such as
+    # a scatter's, and keep that array, which is as large as the leaf, until this point.
     sign = jnp.sign(g).astype(jnp.int8)
     digits = jnp.where(sign < 0, 2, sign).astype(jnp.uint8)
     packed, begin = [], 0
@@ -167,7 +167,7 @@ def _unpack_signs(packed: Sequence[jax.Array], axis: int, size: int) -> jax.Arra
 
 
 def _pieces(size: int, count: int) -> list[tuple[int, int]]:
-    """Cuts an axis into equal pieces, and the remainder again, because padding is slow on a CPU."""
+    """Cuts an axis into equal pieces, then cuts the remainder; padding would be slow on a CPU."""
     cuts = [(count, size // count), (size % count, 1)]
     return [(pieces, width) for pieces, width in cuts if pieces * width]
 

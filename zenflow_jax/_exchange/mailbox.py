@@ -25,8 +25,8 @@ from zenflow_jax._spec.groups import of_group
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import StepScalars
 
-# The maximum number of steps that Python may run ahead with "per_window", where a step's scalars
-# may queue after a window's sums, so `send` itself enforces the limit.
+# The maximum number of steps that Python may run ahead with "per_window". `send` itself enforces
+# it, because a step's scalars may queue behind a window's sums.
 _AHEAD = 2
 
 

@@ -90,7 +90,7 @@ class Worker:
         with self._condition:
             self._messages.append(item)
             self._condition.notify()
-        # Checked after the append, so that the item gets a failure from before or after it.
+        # Checked after the append: the item fails, whether the failure came before or after it.
         self._break_promises()
 
     @property
@@ -300,7 +300,7 @@ class Worker:
     def _hand_over(self, close: Close, window: ClosedWindow) -> list[list[Any]]:
         """Hands channels over; returns the result for `Close.entered`."""
         group = self._offloaded.groups[close.group]
-        # Skips leaves without selected channels: GPUs have no empty arrays in host memory.
+        # Skips leaves without selected channels: GPUs do not support empty arrays in host memory.
         leaving = [
             [] if old is None else [part.of(x) for x in (close.chosen[part.leaf], *old)]
             for part in group.parts

@@ -53,7 +53,9 @@ class Dispatcher:
         self._layer_programs: dict[Any, Any] = {}
         self._decision: Future[None] | None = None
         self._updating: deque[Future[Any]] = deque()
-        self._leaving: deque[list[jax.Array]] = deque()  # gradients, if all of them wait
+        self._leaving: deque[list[jax.Array]] = (
+            deque()
+        )  # gradients, if updates begin after the backward pass
         self._throttle: deque[Any] = deque()
         # Copies of the previous layer's input, keyed by `id`.
         self._copied: dict[int, jax.Array] = {}

@@ -305,7 +305,7 @@ def _reads(function: Callable, argument: int, *args: Any) -> set[int]:
 
 
 def live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
-    """Returns the inputs that some outputs depend on; loops count as a whole."""
+    """Returns the inputs that the given outputs depend on; a loop counts as a whole."""
     live = {id(jaxpr.outvars[i]) for i in outputs}  # by identity: literals are not hashable
     for equation in reversed(jaxpr.eqns):
         used = [i for i, x in enumerate(equation.outvars) if id(x) in live]

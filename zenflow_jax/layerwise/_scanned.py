@@ -1,8 +1,8 @@
 """`ScannedModel`: cuts a loss that scans its layers into the three functions of a trainer.
 
 The loss is traced, and its jaxpr is evaluated twice: up to the scan over the layers, and with the
-last carry in the place of the scan. A layer is the scan's body. Its carry also has an index, which
-chooses its inputs other than weights, such as random keys, and the scan's outputs so far.
+last carry in place of the scan. A layer is the scan's body. Its carry also contains the scan's
+outputs so far, and an index, which selects inputs other than weights, such as a layer's random key.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class ScannedModel:
 
     Raises:
         ValueError: If the loss does not scan each stack exactly once, all in the same scan, or
-            reads a stack elsewhere. The message names the leaf and the line of the model.
+            reads a stack elsewhere. The message names the leaf and the line in the model's code.
 
     Examples:
         >>> import jax, jax.numpy as jnp, numpy as np
@@ -88,8 +88,8 @@ class ScannedModel:
         if not stacks:
             raise ValueError(
                 "No scan reads a leaf of `params` along its first axis. Stack the layers along "
-                "this axis, and scan them outside loops and branches. If `where` names the stacks, "
-                "an error shows the line that reads them in another way."
+                "this axis, and scan them outside loops and branches. To see which line "
+                "reads a stack differently, pick the stacks with `where`."
             )
         self._stacks, self._length = tuple(stacks), self._shapes[stacks[0]].shape[0]
         cut = self._cut(batch, *traced)
@@ -100,7 +100,7 @@ class ScannedModel:
         self.functions = {"first": self._first, "layer": layers, "last": self._last}
 
     def split(self, params: Any) -> dict[str, Any]:
-        """Returns parameters in the form that `Trainer` takes; copies nothing to a device.
+        """Returns parameters in the form that `Trainer` takes, without copies to a device.
 
         Args:
             params: A tree like the constructor's, with NumPy arrays, jax arrays in any memory, or
@@ -108,7 +108,7 @@ class ScannedModel:
 
         Returns:
             {"outer": tree, "layers": iterable of trees}. Each tree has the structure of `params`,
-            with None in the place of other leaves.
+            with None in place of all other leaves.
 
         Raises:
             ValueError: If shapes or dtypes differ from the constructor's, or if a mesh divides the
@@ -118,7 +118,7 @@ class ScannedModel:
         for name, shape, x in zip(self._names, self._shapes, shapes_of(leaves), strict=True):
             if (x.shape, x.dtype) != (shape.shape, shape.dtype):
                 text = f"{x.dtype}{list(x.shape)}, but was {shape.dtype}{list(shape.shape)}"
-                raise ValueError(f"{name} is {text}. Pass both calls the same parameters.")
+                raise ValueError(f"{name} is {text}. Pass the same parameters to both calls.")
         stacks = {i: _slices(self._names[i], leaves[i]) for i in self._stacks}
 
         def layer(number: int) -> Any:
@@ -169,14 +169,14 @@ class ScannedModel:
         return jax.make_jaxpr(self._loss_fn, return_shape=True)(params, batch)
 
     def _check_outer(self, cut: "_Cut") -> None:
-        """Rejects stacks that change before the scan, which would be whole on the device."""
+        """Rejects stacks that change before the scan, because the device would hold all of them."""
         outer = [i for i in range(len(self._names)) if i not in self._stacks]
         for i in cut.scanned & set(range(len(outer))):
             if self._shapes[outer[i]].shape[:1] == (self._length,):
                 raise ValueError(
-                    f"{self._names[outer[i]]} is changed before the scan at {cut.scan.line}, so it "
-                    "would be whole on the device, as an outer weight. Change it in the scan's "
-                    f"body, or name the stacks with `{_CHOOSER}(where=...)`."
+                    f"{self._names[outer[i]]} is changed before the scan at {cut.scan.line}, so "
+                    "all of it would be on the device, as an outer weight. Change it in the scan's "
+                    f"body, or pick the stacks with `{_CHOOSER}(where=...)`."
                 )
 
     def _cut(self, batch: Any, traced: Any, loss: Any) -> "_Cut":
@@ -234,7 +234,7 @@ class _Cut:
     front: Callable[..., Any]  # (outer leaves, batch) -> carry, shared
     behind: Callable[..., Any]  # (outer leaves, batch, carry, outputs) -> loss
     scan: Scan  # without values
-    scanned: set[int]  # inputs of `front` that the scan reads, changed, along their first axis
+    scanned: set[int]  # inputs of `front` that change before the scan reads them by layers
     outputs: dict[int, Any]  # shapes of the scan's outputs
     read: set[int]  # the outputs that the loss depends on
 
@@ -249,7 +249,7 @@ class _Shared:
     """The data that all layers read."""
 
     consts: Sequence[Any]
-    inputs: Sequence[Any]  # one for each layer, stacked; not the weights
+    inputs: Sequence[Any]  # stacked inputs for each layer, except weights
     scan: Scan  # without values
     stacks: tuple[int, ...]
 
@@ -277,7 +277,7 @@ class _Finding(Evaluation):
 
 
 def _scanned_leaves(traced: Any, names: Sequence[str]) -> list[int]:
-    """Returns the places of the parameters that scans read."""
+    """Returns the indices of the parameters that scans read."""
     finding = _Finding(_CHOOSER)
     leaves: list[Any] = [Stack(i, name) for i, name in enumerate(names)]
     finding.run(traced, leaves + [None] * (len(traced.in_avals) - len(leaves)))
@@ -290,7 +290,7 @@ class _Reached(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cutting(Evaluation):
-    """Ends at the scan over the layers, unless its results are given."""
+    """Ends at the scan over the layers, unless the scan's results are given."""
 
     results: Sequence[Any] | None = None
     scans: list[Scan] = dataclasses.field(default_factory=list)
@@ -327,8 +327,8 @@ def _slices(name: str, x: Any) -> Callable[[int], Any]:
     shape, sharding = x.shape[1:], layer_sharding(x.sharding)
     if sharding is None:
         raise ValueError(
-            f"{name} has its layers divided over devices, or no named sharding. Place it with a "
-            "`NamedSharding` that leaves the first axis whole."
+            f"The layers of {name} are divided over devices, or it has no `NamedSharding`. Place "
+            "it with a `NamedSharding` that leaves the first axis whole."
         )
     if isinstance(x, jax.ShapeDtypeStruct):
         return lambda _: jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)

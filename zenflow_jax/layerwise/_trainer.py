@@ -30,8 +30,8 @@ _NUMBERS = itertools.count()
 class Trainer:
     """Trains a model with AdamW, layer by layer; weights and state are in host memory.
 
-    The device holds two layers at a time: the current one, and the next in flight. Python calls one
-    program for each layer, forward and backward. The model is three pure functions, which
+    The device holds two layers at a time: the current layer, and the next in flight. In each
+    direction, Python calls one program per layer. The model is three pure functions, which
     `ScannedModel` makes from a loss that scans its layers:
 
     * `first(outer, batch)` returns (carry, shared): the input of layer 0, and data that all layers

@@ -46,7 +46,7 @@ class Plan:
         checkpoint: Bytes of a checkpoint on disk: parameters and both states.
         parameters: Number of parameters.
         flops: Operations of one device's matrix products in a step.
-        step_s: Seconds of a step at the assumed efficiency, including waits for late uploads.
+        step_s: Seconds per step at the assumed efficiency, including waits for late uploads.
         host_capacity_bytes: Bytes of the host's memory, assumed or given.
         host_bandwidth: Bytes per second of the host's memory, assumed or given.
         host: Peak bytes on the host, by use, for all devices. jax pins "mail" and "hand-over,
@@ -119,8 +119,8 @@ class Plan:
             )
         if self.busy is not None and self.bus > BUSY:
             short["bus"] = (
-                f"the bus needs {self.bus:.0%} of a step for every update_interval: use a larger "
-                "batch, or send_gradients=per_window"
+                f"the bus needs {self.bus:.0%} of a step, whatever the update_interval: use a "
+                "larger batch, or send_gradients=per_window"
             )
         return short
 
@@ -267,7 +267,7 @@ def plan(
 
 
 def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> dict[str, Any]:
-    """Returns a plan's fields on the host and the bus."""
+    """Returns a plan's fields for the host and the bus."""
     parts = [part for leaf in state.leaves if not leaf.spec.resident for part in leaf.spec.ranges]
     window = state.schedule.window if isinstance(state.schedule.window, int) else 2
     sending = state.send_gradients
