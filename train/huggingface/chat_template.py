@@ -112,7 +112,7 @@ class ChatTemplate:
                 if len(spans) != len(of_assistant):
                     raise ConversationError(
                         f"some answers are excluded from training, but {self.where} has "
-                        f"{len(spans)} `{{% generation %}}` blocks for {len(of_assistant)} answers"
+                        f"{len(spans)} `{{% generation %}}` for {len(of_assistant)} answers"
                     )
                 spans = [spans[of_assistant.index(i)] for i in learned]
             return Conversation(text, [(start, stop) for start, stop in spans if start < stop])
