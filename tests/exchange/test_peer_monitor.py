@@ -118,6 +118,17 @@ def go_on(me: int, port: int, count: int) -> None:
     assert me == 0 or watches()
     join_watches()
 
+    # One process ends while the other still runs: its exit must not wait for it.
+    engine = Engine("one ends", 0.0)
+    client = engine.watch._client
+    if me == 1:
+        engine.watch._at_exit()
+        client.key_value_set("ended", "")
+    else:
+        client.blocking_key_value_get("ended", int(1000 * TIMEOUT_S))
+        engine.watch.close()
+    join_watches()
+
     # All processes forget an engine.
     Engine("forgotten", SOON_S)
     gc.collect()
