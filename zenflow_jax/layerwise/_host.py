@@ -112,13 +112,11 @@ class Host:
         """Returns a task's result, or raises its error."""
         if not future.done():
             start = time.perf_counter()
-            try:
-                future.exception()
-            finally:
-                now, step = time.perf_counter(), self.counted + self.skipped
-                arrived = min(max(self._arrived, start), now)
-                self.recorder.add("caller", "wait for device", start, step, arrived)
-                self.recorder.add("caller", "wait for host", arrived, step, now)
+            future.exception()
+            now, step = time.perf_counter(), self.counted + self.skipped
+            arrived = min(max(self._arrived, start), now)
+            self.recorder.add("caller", "wait for device", start, step, arrived)
+            self.recorder.add("caller", "wait for host", arrived, step, now)
         if future.exception() is not None:
             self.check()
         return future.result()
