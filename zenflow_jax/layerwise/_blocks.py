@@ -49,9 +49,7 @@ class Piece:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaf:
     path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: Any  # in pinned host memory
+    abstract: Any  # shape, dtype, and sharding in pinned host memory
     devices: tuple[Any, ...]  # this process's devices
     decays: bool
     pieces: tuple[Piece, ...]  # none if the leaf is frozen
@@ -79,7 +77,8 @@ class Block:
         """Returns the bytes of the weights on each of this process's devices."""
         sizes = Counter[Any]()
         for leaf in self.leaves:
-            piece = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            x = leaf.abstract
+            piece = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             sizes.update(dict.fromkeys(leaf.devices, piece))
         return sizes
 
@@ -101,14 +100,13 @@ class Block:
     @functools.cached_property
     def _shardings(self) -> tuple[list[Any], list[Any]]:
         # Created once, because creating them takes longer than copying a small array.
-        in_host = [leaf.sharding for leaf in self.leaves]
+        in_host = [leaf.abstract.sharding for leaf in self.leaves]
         return [x.with_memory_kind("device") for x in in_host], in_host
 
     @property
     def abstract(self) -> Any:
         """Returns the weights' shapes and placements, as the user's tree."""
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves]
-        return jax.tree.unflatten(self.treedef, shapes)
+        return jax.tree.unflatten(self.treedef, [leaf.abstract for leaf in self.leaves])
 
     def update(
         self,
@@ -209,15 +207,9 @@ def _make_leaf(path: str, x: Any, decays: bool, trains: bool, compact: bool, sav
             for name in ARRAYS:
                 getattr(piece, name).write(np.asarray(saved[name][index]))
         pieces.append(piece)
-    return Leaf(
-        path=path,
-        shape=x.shape,
-        dtype=np.dtype(x.dtype),
-        sharding=x.sharding.with_memory_kind(HOST),
-        devices=tuple(devices),
-        decays=decays,
-        pieces=tuple(pieces),
-    )
+    where = x.sharding.with_memory_kind(HOST)
+    abstract = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    return Leaf(path, abstract, tuple(devices), decays, tuple(pieces))
 
 
 def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Array:
@@ -226,7 +218,8 @@ def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Arr
         numbers = numbers_of(piece).reshape(piece.shape)
         for position in piece.positions:
             on_devices[position] = upload(numbers, leaf.devices[position], HOST)
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, on_devices)
+    x = leaf.abstract
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, on_devices)
 
 
 def moved(tree: Any, memory_kind: str) -> Any:

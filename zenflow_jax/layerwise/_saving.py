@@ -39,12 +39,13 @@ class BlockStream:
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of NumPy arrays; all pieces must be in this process."""
         for leaf in self._leaves():
-            if not leaf.sharding.is_fully_addressable:
+            if not leaf.abstract.sharding.is_fully_addressable:
                 raise ValueError(
                     f"{leaf.path} is on devices of several processes. Save with `EngineSave`."
                 )
         leaves: list[dict[str, Any]] = [
-            {name: np.empty(leaf.shape, np.float32) for name in ARRAYS} for leaf in self._leaves()
+            {name: np.empty(leaf.abstract.shape, np.float32) for name in ARRAYS}
+            for leaf in self._leaves()
         ]
         for _, block in self.snapshot.leaves():
             for number, name, piece, x in self._arrays([block]):
@@ -55,7 +56,7 @@ class BlockStream:
         """Writes this process's file into an existing folder, and closes the stream."""
         small = {"counts": self.counts, "layout": _layout()}
         leaves: list[dict[str, Any]] = [
-            dict.fromkeys(ARRAYS, jax.ShapeDtypeStruct(leaf.shape, np.float32))
+            dict.fromkeys(ARRAYS, jax.ShapeDtypeStruct(leaf.abstract.shape, np.float32))
             for leaf in self._leaves()
         ]
         tensors = {_tensor(*x): (np.float32, x[2].shape) for x in self._arrays(self.blocks)}

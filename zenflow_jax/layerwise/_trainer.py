@@ -145,7 +145,7 @@ class Trainer:
         self.steps = int(counts.get("step", 0))
         self._blocks, self._interrupted = blocks, False
         leaves = [leaf for block in blocks for leaf in block.leaves]
-        devices = {device for leaf in leaves for device in leaf.sharding.device_set}
+        devices = {device for leaf in leaves for device in leaf.abstract.sharding.device_set}
         self._processes = sorted({device.process_index for device in devices})
         name = f"layerwise {next(_NUMBERS)}"
         self._peers = PeerMonitor(name, self._processes, exit_if_stuck=exit_if_stuck)
