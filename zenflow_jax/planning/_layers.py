@@ -25,14 +25,7 @@ from zenflow_jax.layerwise._programs import (
 )
 from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._host_work import state_bytes
-from zenflow_jax.planning._plans import (
-    EFFICIENCY,
-    OF_BANDWIDTH,
-    TEMPORARIES,
-    Plan,
-    nbytes_here,
-    shares_of,
-)
+from zenflow_jax.planning._plans import TEMPORARIES, Plan, nbytes_here, shares_of
 from zenflow_jax.planning._steps import nbytes, peak_bytes, products
 
 #: A plan reports the batch size from which compute takes at least this share of a step.
@@ -205,9 +198,9 @@ class _Costs:
     compiles: bool
 
     def call(self, program: Any, times: int, *args: Any) -> _Call:
-        gpu, traced = self.gpu, program.trace(*args)
+        traced = program.trace(*args)
         flops, moved = (times * x / self.shares for x in products(traced.jaxpr.jaxpr))
-        seconds = max(flops / gpu.flops / EFFICIENCY, moved / gpu.bandwidth / OF_BANDWIDTH)
+        seconds = self.gpu.seconds(flops, moved)
         if not self.compiles:
             return _Call(traced.out_info, 0, flops, seconds)
         compiled = traced.lower().compile()

@@ -16,9 +16,6 @@ from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._host_work import Needs, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
-#: Assumed shares of a GPU's peak operations and of its memory bandwidth.
-EFFICIENCY = 0.4
-OF_BANDWIDTH = 0.7
 #: The largest share of GPU memory that jax may be allowed to use, and jax's default.
 MAX_FRACTION = 0.95
 DEFAULT_FRACTION = 0.75
@@ -235,8 +232,7 @@ def plan(
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
     flops, moved_bytes = (x / shares_of(arguments) for x in work)
     moved_bytes += 2 * sum(needs.values())  # weights and state are also read and written
-    products_s, memory_s = flops / gpu.flops, moved_bytes / gpu.bandwidth
-    step_s = max(1e-9, products_s / EFFICIENCY, memory_s / OF_BANDWIDTH)
+    step_s = max(1e-9, gpu.seconds(flops, moved_bytes))
     devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
     usual_rate, usual_bytes = gpu.host_beside(devices)
     rate = bandwidth or usual_rate
