@@ -1,8 +1,8 @@
 """Chooses the models and peers of the stages `step_time` and `headline`.
 
-The choice depends only on the sizes of device and host memory, so that `programs.py` can compile
-every step beforehand. Each peer in `step_time_peers.py` needs a number of bytes per parameter; the
-constants are from `benchmarks/LOG.md`.
+The choice depends only on the sizes of device and host memory. Each peer in
+`step_time_peers.py` needs a number of bytes per parameter; the constants are from
+`benchmarks/LOG.md`.
 """
 
 import math
