@@ -19,6 +19,7 @@ Answers: `benchmarks/LOG.md`.
 import argparse
 import datetime
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +107,7 @@ def run(
         compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(scratch) / "cache"
         environment = _environment(Path(compiled), rehearse)
         about["pinned memory limit"] = f"{environment[_PINNED]} GiB"
+        about["XLA_FLAGS"] = environment.get("XLA_FLAGS", "")
         (out / "log.txt").write_text("", encoding="utf-8")
         write = partial(report.write, out, work, about, outcomes)
         status = None
@@ -161,6 +164,10 @@ def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
                 "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
             ]
         )
+    elif [int(n) for n in re.findall(r"\d+", metadata.version("jax"))] < [0, 11, 1]:
+        # Without it, this jax rejects streamed layers, because XLA would slice host memory wrongly.
+        flag = "--xla_disable_hlo_passes=dynamic-slice-annotator"
+        changed["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     own = {name: os.environ[name] for name in (_PINNED,) if name in os.environ}
     return os.environ | changed | own
 

@@ -189,23 +189,17 @@ def compare(
     return comparison
 
 
-def _parser() -> argparse.ArgumentParser:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="tiny")
     add("--batch", type=int, help="sequences in a step; default: the model's")
     add("--length", type=int, help="tokens in a sequence; default: the model's")
     add("--scan-layers", action="store_true")
-    add("--remat", action=argparse.BooleanOptionalAction, default=True)
     add("--peers", nargs="+", default=["*"], help="names or patterns such as 'zenflow-s4-*'")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=16, help="timed steps in a turn; whole windows of all peers")
     add("--resident", choices=("one", "all"), default="one", help="peers in memory at a time")
-    return parser
-
-
-def main() -> None:
-    parser = _parser()
     args = parser.parse_args()
 
     preset = MODELS[args.model]
@@ -217,9 +211,8 @@ def main() -> None:
     for peer in peers:
         if args.steps % peer.window:
             parser.error(f"--steps must be a multiple of {peer.window} for {peer.name}")
-    model = make_model(
-        preset.config._replace(positions=length), scan_layers=args.scan_layers, remat=args.remat
-    )
+    config = preset.config._replace(positions=length)
+    model = make_model(config, scan_layers=args.scan_layers, remat=True)
     batch = args.batch or preset.batch
     print(
         f"{args.model}, {model.parameters / 1e6:,.2f} M parameters, jax {jax.__version__}, "

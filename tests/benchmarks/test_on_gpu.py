@@ -150,3 +150,7 @@ def test_without_a_gpu_the_report_says_so_once_and_no_stage_runs(tmp_path, monke
     )
     assert "no GPU: jax" in outcomes[0].ended
     assert outcomes[1].ended == "not run: there is no GPU"
+    # Old versions of jax reject streamed layers on a GPU without this flag.
+    facts = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["machine"]
+    needed = jax.__version_info__ < (0, 11, 1)
+    assert ("--xla_disable_hlo_passes=dynamic-slice-annotator" in facts["XLA_FLAGS"]) == needed
