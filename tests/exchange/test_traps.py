@@ -222,22 +222,3 @@ def test_a_gradient_is_rounded_for_its_sum_by_an_operation_that_no_compiler_remo
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     program = jax.jit(tx.update).lower(wide, tx.init(params), params).as_text()
     assert "reduce_precision" in program
-
-
-def test_an_engine_with_multi_steps_exchanges_after_each_update():
-    (leaf,) = leaves = (ONE[0]._replace(dtype="float32"),)
-    tx = optax.MultiSteps(runs.transformation(leaves, OPTIONS), 2)
-    params = runs.initial(leaves)
-    state, step = tx.init(params), runs.jitted(tx)
-    slow = comparisons.slow_run(leaves, OPTIONS)
-    with HostEngine(params, state, **KERNEL) as engine:
-        for t in range(1, 13, 2):
-            both = [runs.gradients(leaves, i) for i in (t, t + 1)]
-            for g in both:
-                params, state = step(params, state, jax.tree.map(jnp.asarray, g))
-            # A micro-batch makes no mail: only after an update is there something to exchange.
-            assert tx.has_updated(state)
-            params, state = engine.exchange(params, state)
-            (expected,) = slow.step([(both[0][leaf.name] + both[1][leaf.name]) / 2])
-            np.testing.assert_allclose(params[leaf.name], expected, rtol=0, atol=comparisons.ATOL)
-        engine.flush(params, state)

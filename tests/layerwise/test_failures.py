@@ -138,7 +138,6 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
     ("change", "error", "text"),
     [
         ({"first": lambda outer, batch: batch}, TypeError, r"must return \(carry, shared\)"),
-        ({"last": lambda outer, x, batch: x}, TypeError, "must return a float scalar"),
         ({"last": lambda o, x, b: (x.mean(), x.max())}, TypeError, r"a `layerwise.WeightedLoss`"),
         ({"last": lambda o, x, b: (x @ SQUARE).mean()}, ValueError, "`last` uses an array"),
         (
@@ -147,7 +146,6 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
             r"layer 1, called with .*5, 12",
         ),
         ({"layer": lambda w, x, s: x @ w["missing"]}, KeyError, "in layer 0"),
-        ({"layer": lambda w, x, s: x @ SQUARE}, ValueError, "not among its arg"),
         ({"layer": lambda w, x, s: times_square(x)}, ValueError, "not among its arg"),
         ({"last": lambda o, x, b: jax.random.normal(KEY)}, ValueError, "`last` uses a random key"),
         ({"layer": [layer] * 3}, ValueError, "3 functions for 4 layers"),
@@ -156,8 +154,6 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
         ({"updates": "late"}, ValueError, "during_backward"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
         ({"params": {"outer": {}, "layers": [np.arange(3)]}}, TypeError, "layers.0 is int.., but"),
-        ({"params": {"layers": []}}, TypeError, '"outer" and "layers"'),
-        ({"params": {"outer": {}, "layers": {"up": SQUARE}}}, TypeError, "is a mapping"),
         ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
         ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` differs from"),
     ],

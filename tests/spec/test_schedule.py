@@ -67,11 +67,7 @@ def test_windows_close_and_channels_are_selected_as_in_the_table(settings, expec
 ADAPTIVE = [
     # At least 0.7 of four is three leaves; a window's first step does not decide.
     ((AutoWindow(4, 0.7), 8, 0, True), [(0, 4, 0, 1), (1, 2, 0, 1), (2, 3, 0, 1)], "..s"),
-    (
-        (AutoWindow(4, 0.7), 8, 0, True),
-        [(0, 0, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (3, 2, 0, 1)],
-        "...s",
-    ),
+    ((AutoWindow(3, 0.7), 8, 0, True), [(0, 0, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1)], "..s"),
     ((AutoWindow(1), 8, 0, True), [(0, 0, 0, 1), (0, 0, 1, 1)], "sc"),
     # Channels are selected every five steps, at the end of the window that contains the fifth step.
     (
