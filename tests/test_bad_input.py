@@ -204,7 +204,6 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
     [
         (optax.flatten(make()), PARAMS, "saves no memory"),
         (make(resident=lambda *_: True), PARAMS, "saves no memory: all 2 leaves stay on the dev"),
-        (make(), PARAMS, None),
         (make(max_grad_norm=1.0), PARAMS, None),
         (
             optax.masked(make(max_grad_norm=1.0), {"weight": True, "bias": False}),
@@ -212,7 +211,6 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
             "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` hides other",
         ),
         (make(topk_ratio=0.05), SECOND_AXIS, "selects 1 of 4 channels along axis 1 of ['second']"),
-        (make(topk_ratio=0.05, channel_axis=-1), SECOND_AXIS, None),
         (make(topk_ratio=0.05), SECOND_AXIS | {"more": jnp.ones((256, 1024))}, None),
         (make(), SCANNED, "treats ['norm']['scale'] of shape (18, 64) as a matrix with 18 chan"),
         (make(resident=lambda path, _: "scale" in str(path[-1])), SCANNED, None),

@@ -194,18 +194,10 @@ def test_a_failed_save_is_reported_and_does_not_block_the_run(wrong, tmp_path, m
 
 def test_objects_that_cannot_be_saved_are_rejected(tmp_path):
     with Training(ONE, SETTINGS) as training:
-        engine = training.engine
-        for call, error, words in (
-            (lambda: zenflow_jax.EngineSave(engine.state()), TypeError, "`engine` is a dict"),
-            (
-                lambda: zenflow_jax.EngineSave(engine, copy_bytes=-1),
-                ValueError,
-                "`copy_bytes` must be at least 0, got -1",
-            ),
-            (lambda: save(training, "gs://bucket/9"), ValueError, "gs://.* is not on a file s"),
-        ):
-            with pytest.raises(error, match=words):
-                call()
+        with pytest.raises(TypeError, match="`engine` is a dict"):
+            zenflow_jax.EngineSave(training.engine.state())
+        with pytest.raises(ValueError, match="gs://.* is not on a file s"):
+            save(training, "gs://bucket/9")
     with pytest.raises(RuntimeError, match="engine is closed"):
         save(training, tmp_path)
 

