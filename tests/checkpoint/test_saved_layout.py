@@ -26,15 +26,6 @@ def checkpoint():
         yield training, saved(training)
 
 
-def test_a_state_names_its_layout(checkpoint):
-    _, (_, state, engine_state) = checkpoint
-    for written in (state.layout, engine_state["layout"]):
-        ((name, number),) = written.items()
-        assert name == NOW
-        assert number.shape == ()
-        assert number == _version.LAYOUT
-
-
 @pytest.mark.parametrize(
     ("layout", "words"),
     [({NEWER: np.int32(7)}, NEWER), (None, "unknown, from a version before 0.2.0")],

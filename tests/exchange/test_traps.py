@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -127,14 +128,18 @@ def test_donation_does_not_abort_the_process_and_nothing_is_computed_eagerly():
 
 
 @pytest.mark.parametrize("sending", ["during_step", "per_window"])
-def test_no_numpy_view_of_mail_remains_when_its_buffer_may_be_donated(monkeypatch, sending):
+def test_a_closed_engine_keeps_neither_host_memory_nor_views_that_would_block_donation(
+    monkeypatch, sending
+):
     views = views_of_mail(monkeypatch)
     with Training(FEW, OPTIONS, send_gradients=sending) as training:
         training.go(5)
         assert training.engine.stats.reselections == 4
-        training.engine.close()  # until then, only the engine has open windows' mail
-        gc.collect()
         assert len(views) > 5 * 2
+        # Until it is closed, only the engine has open windows' mail, and the masters.
+        views += [weakref.ref(x) for leaf in training.host.leaves for x in leaf.arrays]
+        training.engine.close()
+        gc.collect()
         assert [v for v in views if v() is not None] == []
 
 

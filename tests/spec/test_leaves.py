@@ -112,27 +112,6 @@ def test_leaves_with_other_paths_are_rejected_with_both_paths(made, passed, word
             assert not [word for word in words if word not in str(caught.value)], caught.value
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Twins(list):
-    """A user's own container, in which all leaves have the same path."""
-
-    def tree_flatten_with_keys(self):
-        return [(jax.tree_util.GetAttrKey("w"), leaf) for leaf in self], None
-
-    def tree_flatten(self):
-        return list(self), None
-
-    @classmethod
-    def tree_unflatten(cls, _, leaves):
-        return cls(leaves)
-
-
-def test_leaves_with_the_same_path_are_rejected():
-    made = jax.device_put(Twins([jnp.ones((8, 3)), jnp.zeros((8, 3))]), DEVICE)
-    with pytest.raises(ValueError, match="several leaves with the same path"):
-        zenflow_jax.HostEngine(made, TX.init(made))
-
-
 def test_trained_leaves_are_found_among_others_and_in_different_containers():
     made = jax.device_put({"w": (W, V), "b": jnp.zeros(3)}, DEVICE)
     passed = {"b": made["b"], "w": list(made["w"])}
