@@ -130,7 +130,7 @@ def test_other_uses_of_streamed_weights_raise():
         (lambda: tx.update(params, state, weights), "from `streaming.stream`. Pass the parameters"),
     ):
         with pytest.raises(ValueError, match=words):
-            call()
+            jax.eval_shape(call)
 
 
 def test_where_accepts_only_layers():

@@ -142,7 +142,7 @@ def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implici
         assert compiled == []
         training.flush()
         assert describe((training.params, training.state)) == expected
-        training.go(1)
+        training.program(training.params, training.state, g)
         assert times_compiled(training.program) == 1
 
 
@@ -235,7 +235,6 @@ def test_consecutive_skipped_steps_warn_and_too_many_raise_even_across_a_checkpo
     [
         ({"provisional_share": None}, False, True),
         ({"provisional_share": None}, True, False),
-        ({"provisional_share": None, "topk_ratio": 1.0}, False, False),
         ({"provisional_share": 0.5}, False, False),
     ],
 )
