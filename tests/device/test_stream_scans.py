@@ -48,13 +48,10 @@ class Nnx(nnx.Module):
         return nnx.scan(block, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
-def linen(params, x):
-    return Linen().apply({"params": params}, x, rngs=KEYS)
-
-
 def linen_in_bfloat16(params, x):
     params, x = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (params, x))
-    return jax.checkpoint(jax.jit(linen))(params, x).astype(jnp.float32)
+    run = jax.checkpoint(jax.jit(lambda w, x: Linen().apply({"params": w}, x, rngs=KEYS)))
+    return run(params, x).astype(jnp.float32)
 
 
 def block(x, layer):
@@ -80,18 +77,13 @@ def stacks():
     return {"layers": jax.tree.map(jnp.float32, layers)}
 
 
-def linen_params():
-    return Linen().init(KEYS, X)["params"]
-
-
 def nnx_case():
     graphdef, params = nnx.split(Nnx(nnx.Rngs(0)))
     return nnx.as_pure(params), lambda params, x: nnx.merge(graphdef, params)(x)
 
 
 CASES = {
-    "linen": lambda: (linen_params(), linen),
-    "linen, cast before the scan": lambda: (linen_params(), linen_in_bfloat16),
+    "linen, cast before the scan": lambda: (Linen().init(KEYS, X)["params"], linen_in_bfloat16),
     "nnx": nnx_case,
     "placed, with vmap": lambda: (stacks(), placed),
 }
