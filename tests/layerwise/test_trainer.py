@@ -68,7 +68,7 @@ def test_a_run_equals_adamw(updates, parts, inputs, kernel):
         assert logits.shape == (4, 5, WORDS)
         assert trainer.stats.steps == len(BATCHES)
         assert {"forward", "backward"} <= {span.kind for span in trainer.timeline.spans}
-        check_equal(trainer._blocks[1].leaves[0].pieces, ())  # a frozen layer has no moments
+        check_equal(trainer._blocks[2].leaves[0].pieces, ())  # a frozen layer has no moments
 
 
 def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
@@ -129,7 +129,7 @@ def test_micro_batches_are_weighted():
         check_close(trainer.params(), expected)
 
 
-def test_python_numbers_promote_as_in_any_jitted_function():
+def test_python_numbers_promote_and_a_backward_pass_gets_only_inputs_that_it_needs():
     def start(outer, batch):
         x = outer["table"][batch["tokens"][:, :-1]]
         return {"x": x, "kept": x * batch["scale"], "count": 2, "half": 0.5}, None
@@ -147,8 +147,9 @@ def test_python_numbers_promote_as_in_any_jitted_function():
     with layerwise.Trainer(params, **model, learning_rate=1e-2) as trainer:
         loss = trainer.step(batch)
         (program,) = trainer._dispatcher._programs.values()
-    # A backward pass needs only some of a layer's inputs; others stay one array for all layers.
-    print([dict(x.passed) for x in program.layers], [x.kept for x in program.layers])
+    # All layers share the array of `half`, and their backward passes need only `half` and `x`.
+    assert [dict(layer.passed) for layer in program.layers] == [{1: 1}] * LAYERS
+    assert [layer.kept for layer in program.layers] == [(1, 3)] * LAYERS
     expected = jax.jit(loss_of, static_argnums=(2, 3))(
         params, batch, (block,) * LAYERS, (start, finish)
     )
