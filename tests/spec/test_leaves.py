@@ -33,29 +33,6 @@ def step_nnx(model, optimizer):
     optimizer.update(model, jax.tree.map(lambda p: jnp.sin(3 * p), params_of(model)))
 
 
-def train(part):
-    """Returns the parameters after some steps, in which the engine gets this part of the model."""
-    model = Model(nnx.Rngs(0))
-    nnx.update(model, jax.device_put(nnx.state(model), DEVICE))
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-    statistics = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-    state = optimizer.opt_state
-    with zenflow_jax.HostEngine(part(model), state, host_kernel="numpy") as engine:
-        for _ in range(5):
-            step_nnx(model, optimizer)
-            params, new = engine.exchange(part(model), nnx.as_pure(optimizer.opt_state))
-            nnx.update(model, params)
-            nnx.update(optimizer.opt_state, nnx.state(new))
-        engine.flush_nnx(model, optimizer)
-    comparisons.assert_same_bits(nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), statistics)
-    return nnx.to_pure_dict(params_of(model))
-
-
-@pytest.mark.slow
-def test_a_whole_nnx_model_or_only_its_parameters_give_the_same_run():
-    comparisons.assert_same_bits(train(nnx.state), train(params_of))
-
-
 def test_functions_and_trees_of_leaves_match_an_nnx_model_in_init_and_in_update():
     model = Model(nnx.Rngs(0))
     decayed = jax.tree.map(lambda p: p.ndim > 1, params_of(model))  # `nnx.Param`s of bools
