@@ -140,12 +140,6 @@ REST = {name: name != "bias" for name in PARAMS}
     [
         # With low-precision weights, a comparison may miss these transformations.
         (lambda tx: optax.chain(optax.chain(optax.identity(), tx), optax.scale(0.9)), 1),
-        (
-            lambda tx: optax.MultiSteps(
-                optax.chain(optax.chain(tx, optax.masked(optax.scale(0.9), MASK))), 2
-            ),
-            1,
-        ),
         (lambda tx: optax.chain(optax.clip(1.0), tx), 0),
         (
             lambda tx: optax.chain(optax.masked(tx, REST), optax.masked(optax.set_to_zero(), MASK)),

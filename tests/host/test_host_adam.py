@@ -23,7 +23,6 @@ from tests.host.states import (
     STEP,
     bits,
     by_channel,
-    draw_channels,
     new_gradient,
     new_state,
     some_channels,
@@ -133,32 +132,6 @@ def test_results_do_not_depend_on_kernel_threads_or_tiles(shape, dtype):
         for threads, tile in ((1, size // 9), (3, size // 3 + 1)):
             for parts in (count,), (2, count - 2), ():
                 assert run(HostAdam(kernel, threads, tile=tile), *parts) == expected
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("share", [0, 1 / 3, 1])
-@pytest.mark.parametrize(("shape", "dtype"), SHAPES_AND_DTYPES, ids=SHAPES)
-def test_channels_are_taken_out_and_put_back_in_place(kernel, share, shape, dtype):
-    adam = HostAdam(kernel, 3, tile=101)
-    channels = draw_channels(shape, int(share * shape[2]))
-    state = new_state(shape, dtype=dtype)
-    arrays = (state.masters, state.mu, state.nu)
-
-    before = state.wide
-    taken = adam.take(arrays, channels)
-    index = channels[:, None, :, None]
-    for x, rows in zip(before, taken, strict=True):
-        np.testing.assert_array_equal(rows, np.take_along_axis(x, index, axis=2))
-
-    new = [-rows for rows in taken]
-    for rows in new:
-        rows.flags.writeable = False  # like an array from a device
-    adam.put(arrays, channels, new)
-    for x, expected, rows in zip(state.wide, before, new, strict=True):
-        np.put_along_axis(expected, index, rows, axis=2)
-        np.testing.assert_array_equal(x, expected)
-    assert bits(state.masters.to_upload) == bits(state.masters.as_float32().astype(dtype))
-    adam.close()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
