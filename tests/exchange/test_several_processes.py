@@ -37,13 +37,10 @@ def work(me: int, port: int, count: int, *calls: Any) -> None:
         globals()[function](me, count, *args)
 
 
-def mesh_of_all(axes: dict[str, int]) -> jax.sharding.Mesh:
-    auto = (jax.sharding.AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto)
-
-
 def on_all(axes: dict[str, int], placement: str) -> dict[str, NamedSharding]:
-    return meshes.shardings(mesh_of_all(axes), placement)
+    auto = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto)
+    return meshes.shardings(mesh, placement)
 
 
 def train(me: int, count: int) -> None:
