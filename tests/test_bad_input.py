@@ -66,22 +66,12 @@ def table(*rows):
 # A function of a leaf is not a schedule; a function that is a tree may be either.
 OF_LEAF = lambda path, leaf: 0.1  # noqa: E731
 PARTIAL = jax.tree_util.Partial(lambda rate, count: rate, 0.1)
-# `learning_rate` has every kind of number that could only produce NaN, and everything that is no
-# number. Each other option has the values that only its own check rejects.
+NEVER = [np.nan, np.inf, -1e-3, jnp.float32(np.nan), jnp.float32(-1e-3)]  # could only produce NaN
+NO_NUMBER = ["0.1", np.ones(3), 1j, jnp.bfloat16(0.9), None]
+# All numbers share a check, so only `learning_rate` has all wrong values. Each other option has
+# those that its own limits and types reject.
 WRONG = {
-    "learning_rate": [
-        *(np.nan, np.inf, -1e-3, jnp.float32(np.nan), jnp.float32(-1e-3), {"weight": -1e-3}),
-        *(
-            "0.1",
-            np.ones(3),
-            1j,
-            jnp.bfloat16(0.9),
-            None,
-            [0.1, "0.1"],
-            {"weight": OF_LEAF},
-            PARTIAL,
-        ),
-    ],
+    "learning_rate": [*NEVER, *NO_NUMBER, {"weight": -1e-3}, [0.1, "0.1"], {"w": OF_LEAF}, PARTIAL],
     "b1": [1.0, None, lambda count: 0.5],
     "b2": [2, np.nan],
     "eps": [-1e-3, "0.1"],
