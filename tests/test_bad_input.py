@@ -349,7 +349,7 @@ NO_ENGINE = [
         "ApplyIfFinite",
     ),
     (lambda: jax.jit(lambda p: (engine(p, TX.init(p)), p)[1])(PARAMS), TypeError, "Tracer"),
-    (lambda: engine(state=step(PARAMS, STATE)[1]), ValueError, "taken 1 steps"),
+    (lambda: engine(state=step(PARAMS, STATE)[1]), ValueError, "is from step 1"),
     (lambda: engine({"kernel": PARAMS["weight"]}), ValueError, "among its 1 leaves"),
     (lambda: engine(SQUARE), ValueError, "is float32 (3, 6)"),
     (lambda: engine(ON_HOST), ValueError, IN_HOST_MEMORY),

@@ -221,7 +221,7 @@ def test_parameters_or_an_engine_state_from_another_step_or_run_are_rejected():
         other = state._replace(token=state.token + 1)
         with pytest.raises(ValueError, match="after step 6 of another run"):
             zenflow_jax.HostEngine(params, other, engine_state=engine_state)
-        with pytest.raises(ValueError, match="The state has taken 6 steps"):
+        with pytest.raises(ValueError, match="The state is from step 6"):
             zenflow_jax.HostEngine(params, state)
         with pytest.raises(ValueError, match="`engine_state` differs in structure"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state["leaves"])

@@ -35,7 +35,7 @@ class Probes(NamedTuple):
 
 #: The relative tolerance between a norm and the root of its squares, for any compiler. Means of
 #: gradients exceed it in at least one channel.
-_OF_NORM = 1e-4
+_NORM_TOLERANCE = 1e-4
 #: Smaller gradients are not checked: their squares may be zero.
 _SMALL = 1e-18
 
@@ -225,7 +225,7 @@ def misused(gradients: Sequence[Any], leaves: Sequence[LeafState]) -> jax.Array:
 def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
     norms, channels = g.probes.norms, leaf.channels
     assert channels is not None
-    apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _OF_NORM * norms + _SMALL
+    apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _NORM_TOLERANCE * norms + _SMALL
     wrong = [
         g.probes.passed != np.float32(_ONCE),
         apart,  # False for NaN, for which the step is skipped

@@ -45,7 +45,7 @@ def in_groups(
     return tuple(grouped), dataclasses.replace(schedule, groups=groups)
 
 
-def of_group(specs: Sequence[LeafSpec], group: int) -> dict[int, LeafSpec]:
+def group_specs(specs: Sequence[LeafSpec], group: int) -> dict[int, LeafSpec]:
     """Returns a group's leaves, or ranges of leaves, by leaf number."""
     return {
         i: spec.ranges[spec.groups.index(group)]
@@ -80,4 +80,4 @@ def _assign(
         group = min(free, key=lambda group: filled[group])
         filled[group] += sizes[i, j]
         assigned[i][j] = group
-    return filled, {i: tuple(of_leaf) for i, of_leaf in assigned.items()}
+    return filled, {i: tuple(leaf_groups) for i, leaf_groups in assigned.items()}
