@@ -210,7 +210,9 @@ def test_files_from_earlier_versions_are_restored_except_for_the_papers_codecs(t
         assert check_path(FIXTURES / name, base=base)[0] == 1
         restore_path(FIXTURES / name, tmp_path / name, base=base)
     assert (tmp_path / "folder" / "mere").read_bytes() == bytes(range(100)) * 50
-    with pytest.raises(elves.ElvesError, match="0: only version 0.2 can read the codec elf24"):
+    with pytest.raises(
+        elves.ElvesError, match="block 0: only version 0.2 can read the codec elf24"
+    ):
         check_path(FIXTURES / "paper.safetensors")
 
 
