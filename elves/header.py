@@ -44,7 +44,7 @@ NUMPY |= {f"F{8 * n}": np.dtype(f"f{n}") for n in (8, 4, 2)}
 NUMPY |= {"BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(np.bool_)}
 NUMPY |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
 # No header is longer: it takes 12 bytes per MiB and about 200 per tensor.
-_LONGEST = 2**30
+_MAX_BYTES = 2**30
 REMEDY = "Copy the file again, or use another copy."
 
 
@@ -149,7 +149,7 @@ def is_packed(path: Path) -> bool:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             # The metadata comes first, and begins like this.
-            return length < _LONGEST and file.read(26).startswith(b'{"__metadata__":{"elves":"')
+            return length < _MAX_BYTES and file.read(26).startswith(b'{"__metadata__":{"elves":"')
     except OSError:
         return False
 
@@ -159,7 +159,7 @@ def read_header(path: Path) -> tuple[Header, int]:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= _LONGEST:
+            if not 0 < length <= _MAX_BYTES:
                 raise ValueError(f"its stated length is {length} bytes")
             raw = file.read(length)
             size = file.seek(0, 2)

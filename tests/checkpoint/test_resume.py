@@ -106,7 +106,7 @@ def through_flax(tree, target):
 
 def through_numpy(tree, target):
     params, state, engine_state = jax.device_get(tree)
-    with pytest.raises(TypeError, match="a ndarray in place"):
+    with pytest.raises(TypeError, match="a ndarray instead"):
         HostEngine(runs.place(params, None), state, engine_state=engine_state)
     return params, state, engine_state
 

@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The header's size is a multiple of this.
 _ALIGNMENT = 64
 # A longer header is invalid.
-_LONGEST = 2**30
+_MAX_HEADER_BYTES = 2**30
 
 
 def write_state(
@@ -151,7 +151,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > _LONGEST:
+            if length > _MAX_HEADER_BYTES:
                 raise ValueError(f"its stated header length is {length} bytes")
             header = json.loads(file.read(length))
             stamp = _stamp(file.fileno())

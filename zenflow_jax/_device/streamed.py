@@ -26,14 +26,14 @@ class Probes(NamedTuple):
     """The gradient of a `Streamed`, of one layer or stacked."""
 
     passed: Any  # float32 (); `_ONCE` for each use of the layer's weights
-    norms: Any  # roots of `squares`: a mean of gradients breaks this relation
+    norms: Any  # square roots of `squares`: a mean of gradients breaks this relation
     squares: Any  # the rest as in `GradientParts`
     gradient: Any
     signs: Any  # packed by `_as_floats`, because gradients must be floats
     mail: Any
 
 
-#: The relative tolerance between a norm and the root of its squares, for any compiler. Means of
+#: The relative tolerance between a norm and the root of the squares, for any compiler. Means of
 #: gradients exceed it in at least one channel.
 _NORM_TOLERANCE = 1e-4
 #: Smaller gradients are not checked: their squares may be zero.

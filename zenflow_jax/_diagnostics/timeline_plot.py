@@ -8,7 +8,7 @@ from zenflow_jax._diagnostics.timeline import ROWS, Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHOWN = 12  # number of steps in a plot by default
+_DEFAULT_STEPS = 12  # number of steps in a plot by default
 # In the order of the legend. Pale colours mark spans without work: unknown, or waiting.
 _COLOURS = {
     "step": "#3b75af",
@@ -81,7 +81,7 @@ def plot_timeline(
 
     # Does not use pyplot, which needs a display and leaves global state.
     figure = Figure(figsize=(13, 4.2), layout="constrained")
-    _draw(figure, timeline, timeline.steps[-_SHOWN:] if steps is None else steps)
+    _draw(figure, timeline, timeline.steps[-_DEFAULT_STEPS:] if steps is None else steps)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure

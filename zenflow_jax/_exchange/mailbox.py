@@ -27,7 +27,7 @@ from zenflow_jax._spec.scalars import StepScalars
 
 # The maximum number of steps that Python may run ahead with "per_window". `send` itself enforces
 # it, because a step's scalars may queue behind a window's sums.
-_AHEAD = 2
+_STEPS_AHEAD = 2
 
 
 class Mailbox:
@@ -69,7 +69,7 @@ class Mailbox:
         if self._sending.sums_on_device:
             gradients = []
             self._running.append(state.step_scalars)
-            if len(self._running) > _AHEAD:
+            if len(self._running) > _STEPS_AHEAD:
                 jax.block_until_ready(self._running.popleft())
         else:
             gradients = [x for x in state.mail if x is not None]

@@ -30,7 +30,7 @@ EXTRA_POLLS_OF_SERVICE = 3
 # at the point where it does so.
 CLOSED = "close"
 # Longer messages are truncated to this many characters.
-LONGEST = 4000
+MAX_MESSAGE_LENGTH = 4000
 
 
 class PeerMonitor:
@@ -109,7 +109,7 @@ class PeerMonitor:
     def _put(self, kind: str, text: str) -> None:
         if not self._idle:
             # Only text that the service accepts.
-            self._events.put((kind, text[:LONGEST].encode(errors="replace").decode()))
+            self._events.put((kind, text[:MAX_MESSAGE_LENGTH].encode(errors="replace").decode()))
 
     def _at_exit(self) -> None:
         """Waits for all processes to leave, as JAX's own exit handler does later.

@@ -7,7 +7,7 @@ bits are rounded up exactly where the lower bits are negative.
 
 There is one exception: a master exactly halfway between a bfloat16 that ends in 0 and the next one
 is rounded down, and 32768 does not fit in int16. `rest` becomes 32767, so such a master (one in
-131,072 numbers) changes once, by its last bit; both values have the same cast. (Rounding ties away
+131,072 numbers) changes once, in its last bit; both values have the same cast. (Rounding ties away
 from zero would keep the bit, but jax rounds ties to even.) A NaN stays a NaN with its sign. All
 other numbers are restored exactly; `tests/host/test_masters.py` tests all 2**32.
 
