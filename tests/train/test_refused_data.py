@@ -41,7 +41,7 @@ FILES = {
         ("a.txt", "", r"a\.txt: the file is empty"),
         ("a.txt", b"the\n\xe9\n", r"a\.txt, line 2: the text is not UTF-8: 0xe9"),
         ("a.txt", "a", r"the train part of .* has 1 tokens.*`validation_share`"),
-        ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: there is a NUL"),
+        ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: there is a NUL byte"),
         (
             "a.jsonl",
             '{"text": "a"}\n{text: 1}\n',
@@ -55,7 +55,7 @@ FILES = {
             r"line 1: the field 'weight' must be 1, but is 0",
         ),
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: must be an object"),
-        ("a.csv", "a,b", r"a\.csv is not such a file. Pass a \*\.txt or \*\.jsonl or "),
+        ("a.csv", "a,b", r"a\.csv has another suffix. Pass a \*\.txt or \*\.jsonl or "),
         ("dev.txt", "a", r"has no training data \(train\*, .*\)\. .* dev\.txt"),
         ("train-test.txt", "a", r"train-test\.txt could be training or other data"),
         ("parts/a.txt", "a", r"has no training data .* contains parts"),
