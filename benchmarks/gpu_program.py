@@ -35,7 +35,7 @@ from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._exchange.parts import part_sharding
-from zenflow_jax._spec.groups import of_group
+from zenflow_jax._spec.groups import group_specs
 from zenflow_jax.planning._host_work import needs_of
 
 
@@ -237,7 +237,7 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
 def lowered_merge(params: Any, state: zenflow_jax.ZenFlowState) -> Any:
     """Returns the merge program, lowered for the shapes of parameters and state."""
     specs = [leaf.spec for leaf in state.leaves]
-    groups = [of_group(specs, group) for group in range(state.schedule.groups)]
+    groups = [group_specs(specs, group) for group in range(state.schedule.groups)]
     largest = max(groups, key=lambda group: sum(math.prod(x.shape) for x in group.values()))
     weights = jax.tree.leaves(params)
     merged, specs = tuple(weights[i] for i in largest), tuple(largest.values())

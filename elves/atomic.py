@@ -1,7 +1,7 @@
 """Writes files and folders atomically: they get their final names when they are complete.
 
 Until then they are in the same folder under a temporary name: `.NAME.`, 16 hexadecimal digits,
-`.part`. The next writer to the same path removes what killed processes have left.
+`.part`. The next writer to the same path removes such leftovers of killed processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.part")
 def atomic_path(path: Path, *, folder: bool = False) -> Iterator[Path]:
     """Yields a new, empty file or folder next to `path`, whose name it gets when the block ends.
 
-    It replaces an existing file or an empty folder at `path`. The block may remove or move it.
+    It replaces an existing file or empty folder at `path`. The block may remove or move it first.
     """
     path = path.absolute()
     remove_leftovers(path)

@@ -244,7 +244,7 @@ class Coder:
         elif codec == ZSTD:
             self._unpack(body, out)
         else:
-            raise Damaged(f"only version 0.2 reads the codec {CODECS[codec]}")
+            raise Damaged(f"only version 0.2 can read the codec {CODECS[codec]}")
 
     def _from_planes(self, body: np.ndarray, x: np.ndarray, rotate: bool, count: int) -> None:
         head, body = _cut(body, 4 * count)

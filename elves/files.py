@@ -28,7 +28,7 @@ from elves.header import (
     REMEDY,
     WIDTHS,
     ElvesError,
-    Of,
+    Reference,
     Tensor,
     is_packed,
     read_header,
@@ -148,7 +148,7 @@ class PlainFile(TensorFile):
     def _read_header(self) -> None:
         end = 8 + int.from_bytes(self._mapped[:8].tobytes(), "little")
         if not 8 < end <= self._mapped.size:
-            raise ValueError(f"its header would have {end - 8} bytes")
+            raise ValueError(f"its stated header length is {end - 8} bytes")
         self.head = self._mapped[:end].tobytes()
         header = json.loads(self.head[8:])
         header.pop("__metadata__", None)
@@ -171,7 +171,7 @@ class PlainFile(TensorFile):
 
 
 class PackedFile(TensorFile):
-    """A packed file. `base` is its base's folder, or None for the path at packing."""
+    """A packed file. `base` is its base's folder; None means the folder used for packing."""
 
     def __init__(self, path: Path, *, base: Path | None = None, threads: int = 1):
         self.header, at = read_header(path)
@@ -267,7 +267,7 @@ class PackedFile(TensorFile):
                 f"the tensor `{t.name}` in {self.path}, block {number}: {error}. {remedy}"
             ) from error
 
-    def _reference(self, t: Tensor, of: Of) -> TensorFile:
+    def _reference(self, t: Tensor, of: Reference) -> TensorFile:
         """Returns the file of the tensor that `of` refers to; checks that the tensor fits."""
         other = self if of.where == "file" else self._opened(t, of)
         info = other.tensors.get(of.tensor)
@@ -285,7 +285,7 @@ class PackedFile(TensorFile):
             )
         return other
 
-    def _opened(self, t: Tensor, of: Of) -> TensorFile:
+    def _opened(self, t: Tensor, of: Reference) -> TensorFile:
         folder = self._base if of.where == "base" else self.path.parent
         path = folder / of.file if folder else None
         if path not in self._references:

@@ -25,7 +25,7 @@ _SUFFIX = ".elves.safetensors"
 _STATE = re.compile(r"(^|[./_])(mu|nu|exp_avg|exp_avg_sq|opt_state|optimizer|moments?)([./@_]|$)")
 # Dtypes of a tensor and its base.
 _COMPARABLE = (("F32", "F32"), ("BF16", "BF16"), ("F16", "F16"), ("BF16", "F32"))
-# Prefix of a model's tensors inside another model.
+# Prefix of tensor names if a model is part of another model.
 _PREFIX = re.compile(r"^(model|bert)\.")
 
 
@@ -71,7 +71,7 @@ def pack_path(
             return []
         if not files:
             reason = f": {packed[0]} is already packed" if packed else ""
-            raise ElvesError(f"{source} has no safetensors to pack{reason}.")
+            raise ElvesError(f"{source} has no safetensors files to pack{reason}.")
         bases = None if base is None else _Bases(base, stack)
         pieces = {name: _pieces(file, bases) for name, file in files.items()}
         if bases is not None and not bases.matches:
@@ -105,8 +105,8 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
     """Restores a packed file or folder; returns the number of packed files.
 
     `target` must be a new path, and appears when it is complete. `base` is the base's folder, or
-    None for the path from when it was packed. If a file is damaged, or no file is packed, no target
-    is left.
+    None for the folder that was used for packing. If a file is damaged, or no file is packed, no
+    target is left.
     """
     files = _files(source).items()
     headers = {name: read_header(path)[0] if is_packed(path) else None for name, path in files}
@@ -155,7 +155,9 @@ class _Bases:
 
     def __init__(self, base: Path, stack: ExitStack):
         if not base.exists():
-            raise ElvesError(f"`base`: {base} does not exist. Pass a folder with safetensors.")
+            raise ElvesError(
+                f"`base`: {base} does not exist. Pass a folder that contains safetensors files."
+            )
         self.folder = base if base.is_dir() else base.parent
         self.matches = 0
         self._by_name: dict[str, Near] = {}

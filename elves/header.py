@@ -1,4 +1,4 @@
-"""Writes and reads a packed file's header, which describes the contents and detects any change.
+"""Writes and reads a packed file's header, which describes the contents and reveals any change.
 
     8 bytes                      the length of the header, as in every safetensors file
     __metadata__["elves"]        JSON: version; the original tensors; their codecs and blocks
@@ -6,9 +6,9 @@
     NAME                         U8: the blocks of the tensor NAME, without gaps
     spaces                       padding to the reserved length
 
-So any safetensors reader can open the file, in which it finds bytes, and reading cannot run code.
-The reader in this module encodes the parsed header again and compares: a header that differs in any
-byte is damaged.
+So any safetensors reader can open the file, and finds tensors of bytes; reading it cannot run code.
+The reader in this module encodes the parsed header again and compares the result with the file: a
+header that differs in any byte is damaged.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ NUMPY |= {f"F{8 * n}": np.dtype(f"f{n}") for n in (8, 4, 2)}
 NUMPY |= {"BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(np.bool_)}
 NUMPY |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
 # No header is longer: it takes 12 bytes per MiB and about 200 per tensor.
-_LONGEST = 2**30
+_MAX_BYTES = 2**30
 REMEDY = "Copy the file again, or use another copy."
 
 
 class ElvesError(Exception):
-    """A file could not be packed or read; the message is complete."""
+    """A file could not be packed or read; the message can be shown to the user as it is."""
 
 
 @dataclass(frozen=True)
-class Of:
-    """The tensor that another tensor equals or is close to."""
+class Reference:
+    """Refers to a tensor that another tensor equals or is close to."""
 
-    # "file" (this file), or the folder that contains `file`: "base" or, written by 0.2, "folder"
+    # "file" means this file. Otherwise, the folder that contains `file`: "base", or "folder" in
+    # files that 0.2 wrote.
     where: str
     file: str  # "" for this file
     tensor: str
@@ -71,11 +72,11 @@ class Tensor:
     dtype: str  # its name in safetensors
     shape: tuple[int, ...]
     bytes: int
-    codec: str  # the codec of most blocks, only for information: each block contains its own
+    codec: str  # the codec of most blocks, for information only: each block names its own
     bound: float | None  # the maximum allowed error
     error: float  # the maximum actual error
     crc32: int  # of the restored bytes
-    of: Of | None  # the tensor that it duplicates or differs from
+    of: Reference | None  # the tensor that it duplicates or differs from
     blocks: tuple[int, ...]  # the packed size of each block
 
     @property
@@ -103,7 +104,7 @@ class Header:
         return zlib.decompress(self.head) if self.head else b""
 
 
-def longest(header: Header) -> int:
+def max_header_size(header: Header) -> int:
     """Returns the largest possible size of the header."""
     tensors = {
         name: dataclasses.replace(
@@ -148,7 +149,7 @@ def is_packed(path: Path) -> bool:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             # The metadata comes first, and begins like this.
-            return length < _LONGEST and file.read(26).startswith(b'{"__metadata__":{"elves":"')
+            return length < _MAX_BYTES and file.read(26).startswith(b'{"__metadata__":{"elves":"')
     except OSError:
         return False
 
@@ -158,8 +159,8 @@ def read_header(path: Path) -> tuple[Header, int]:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= _LONGEST:
-                raise ValueError(f"it would have {length} bytes")
+            if not 0 < length <= _MAX_BYTES:
+                raise ValueError(f"its stated length is {length} bytes")
             raw = file.read(length)
             size = file.seek(0, 2)
         outer = json.loads(raw)["__metadata__"]
@@ -190,13 +191,16 @@ def read_header(path: Path) -> tuple[Header, int]:
 def _header(fields: Mapping[str, Any]) -> Header:
     """Parses and checks the description. Raises ValueError, or other errors for invalid types."""
     if fields["block_bytes"] != BLOCK or fields["kind"] not in (SAFETENSORS, BYTES):
-        raise ValueError(f"kind {fields['kind']} with {fields['block_bytes']}-byte blocks")
+        raise ValueError(
+            f"this program cannot read kind {fields['kind']} with {fields['block_bytes']}-byte "
+            "blocks"
+        )
     head = base64.b64decode(fields["head"], validate=True)
     tensors = {name: _tensor(name, fields) for name, fields in fields["tensors"].items()}
     size, checksum = _count(fields["bytes"]), _count(fields["crc32"])
     header = Header(fields["kind"], head, size, checksum, fields["base"], tensors)
     if size != len(header.unpacked_head()) + sum(t.bytes for t in tensors.values()):
-        raise ValueError(f"its tensors do not have {size} bytes")
+        raise ValueError(f"its tensors do not add up to {size} bytes")
     return header
 
 
@@ -207,7 +211,7 @@ def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
         raise ValueError(f"`{name}` has the dtype {dtype} and codec {codec}")
     if dtype in WIDTHS and math.prod(shape) * WIDTHS[dtype] != size:
         raise ValueError(f"`{name}`, {dtype} {shape}, cannot have {size} bytes")
-    of = None if fields["of"] is None else Of(*fields["of"])
+    of = None if fields["of"] is None else Reference(*fields["of"])
     blocks = tuple(_count(n) for n in fields["blocks"])
     # The file's size limits the restored size, so a small file cannot request much memory.
     expected = 0 if codec == DUPLICATE else -(-size // BLOCK)

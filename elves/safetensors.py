@@ -17,7 +17,7 @@ def encode_header(
     """Returns the bytes before the tensors, which follow without gaps in this order.
 
     Args:
-        tensors: Name, dtype, shape and bytes of each tensor.
+        tensors: Name, dtype, shape and size in bytes of each tensor.
         metadata: The file's metadata, if any.
         multiple: Alignment of the tensors: the header's length is a multiple of this.
         length: Length to pad to instead.

@@ -29,10 +29,10 @@ from elves.header import (
     WIDTHS,
     ElvesError,
     Header,
-    Of,
+    Reference,
     Tensor,
     encoded,
-    longest,
+    max_header_size,
 )
 from elves.safetensors import encode_header
 
@@ -148,7 +148,7 @@ def pack(
         None if base is None else str(base.absolute()),
         planned,
     )
-    length = longest(header)
+    length = max_header_size(header)
     with atomic_path(path) as part:
         with open(part, "wb") as file, _Encoder(options) as encoder:
             file.seek(length)
@@ -203,9 +203,9 @@ def _planned(piece: Piece, options: Options, equal: str | None) -> Tensor:
     bound = float(options.bound) if options.bound and dtype == "F32" else None
     codec, of = CODECS[0], None
     if equal is not None:
-        codec, of = DUPLICATE, Of("file", "", equal, 0)
+        codec, of = DUPLICATE, Reference("file", "", equal, 0)
     elif near is not None:
-        of = Of("base", near.path, near.tensor, near.file.checksum(near.tensor))
+        of = Reference("base", near.path, near.tensor, near.file.checksum(near.tensor))
     return Tensor(name, dtype, shape, data.size, codec, bound, 0.0, 0, of, ())
 
 

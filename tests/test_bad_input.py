@@ -300,7 +300,7 @@ NO_ENGINE = [
     (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "without `optax.flatten`"),
     (lambda: engine(state=optax.MultiSteps(LATE, 2).init(PARAMS)), ValueError, "MultiSteps"),
     (lambda: jax.jit(lambda p: (engine(p, TX.init(p)), p)[1])(PARAMS), TypeError, "Tracer"),
-    (lambda: engine(state=step(PARAMS, STATE)[1]), ValueError, "taken 1 steps"),
+    (lambda: engine(state=step(PARAMS, STATE)[1]), ValueError, "is from step 1"),
     (lambda: engine(SQUARE), ValueError, "is float32 (3, 6)"),
     (lambda: engine(ON_HOST), ValueError, IN_HOST_MEMORY),
     (lambda: attach(step)(ON_HOST, STATE), ValueError, IN_HOST_MEMORY),

@@ -12,7 +12,7 @@ from zenflow_jax._device.placing import place, state_shardings
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, Timeline
-from zenflow_jax._diagnostics.timeline_picture import plot_timeline
+from zenflow_jax._diagnostics.timeline_plot import plot_timeline
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._master import iter_master_params, master_params
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
@@ -45,14 +45,14 @@ __all__ = [
 ]
 
 # Imported on first use, because the handler imports orbax, which is slow.
-_OF_HANDLER = ("EngineCheckpointHandler", "EngineRestore", "EngineSave")
+_HANDLER_NAMES = ("EngineCheckpointHandler", "EngineRestore", "EngineSave")
 _MODULES = ("attach", "deepspeed", "integrations", "planning", "streaming")
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"zenflow_jax.{name}")
-    if name in _OF_HANDLER:
+    if name in _HANDLER_NAMES:
         return getattr(importlib.import_module("zenflow_jax._checkpoint.handler"), name)
     raise AttributeError(f"module 'zenflow_jax' has no attribute {name!r}")
 

@@ -70,7 +70,7 @@ class HostEngine:
 
     Raises:
         ValueError: If an argument is out of range; if `opt_state` does not have exactly one
-            ZenFlowState; if the state has taken steps and `engine_state` is not given; if
+            ZenFlowState; if the state is not from step 0 and `engine_state` is not given; if
             `engine_state` belongs to another run or has different options; if the parameters do not
             match the state or are on different devices; or if jax has too little pinned memory. The
             error is a `planning.UnfitRunError` if different settings or another checkpoint fix it.
@@ -125,7 +125,7 @@ class HostEngine:
         host = new_host_state(offloaded.pick(weights), state, offloaded, adam, compact=compact)
         skipped = int(read(state.skipped_in_a_row))
         self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
-        self._expected = checks.Expected(state, weights, offloaded, moved)
+        self._checker = checks.StateChecker(state, weights, offloaded, moved)
         self._progress = progress = Progress(state.schedule, offloaded)
         self._integrity = Integrity(state, everything=check == "all")
         self._updates = updates = Updates(worker, offloaded)
@@ -150,7 +150,7 @@ class HostEngine:
         stats = self._worker.stats
         return dataclasses.replace(
             stats,
-            put_back=self._expected.put_back,
+            put_back=self._checker.put_back,
             bytes_to_device=stats.bytes_to_device + self._updates.late_bytes,
             **self._progress.counts,
             **self._worker.recorder.seconds(),
@@ -190,13 +190,13 @@ class HostEngine:
         arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
         at_once = [group for group in closing if boundaries[group].synchronous]
         first = self._progress.step == 0
-        state = self._expected.state(opt_state)
+        state = self._checker.state(opt_state)
         # Rejects unsuitable parameters before any change.
-        taken = self._expected.take(params)
+        taken = self._checker.take(params)
         if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
         self._tokens.check_new_step(state)
-        state = self._expected.in_place(state, taken.weights)
+        state = self._checker.in_place(state, taken.weights)
         if first:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
@@ -246,11 +246,11 @@ class HostEngine:
             RuntimeError, ValueError, TypeError: As for `exchange`, or if a step was not exchanged.
         """
         self._check_open()
-        state = self._expected.state(opt_state)
+        state = self._checker.state(opt_state)
         copied = self._tokens.check_between_steps(state, "flush")
-        taken = self._expected.take(params)
+        taken = self._checker.take(params)
         if copied:
-            state = self._expected.in_place(state, taken.weights)
+            state = self._checker.in_place(state, taken.weights)
         # An update mid-window would overwrite the provisional steps since the window opened.
         at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
@@ -303,9 +303,9 @@ class HostEngine:
     def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:
         """Waits for the host's masters; returns a key that each step, flush or load changes."""
         self._check_open()
-        self._expected.state(opt_state)
+        self._checker.state(opt_state)
         if self._progress.step == 0:
-            self._updates.load(self._expected.take(params).offloaded)
+            self._updates.load(self._checker.take(params).offloaded)
         self._settle()
         return lambda: (self._tokens.number, self._updates.loads)
 

@@ -87,7 +87,7 @@ def iter_master_params(
         for place, leaf in zip(places, state.leaves, strict=True)
     }
 
-    def of_host(number: int) -> jax.Array:
+    def host_masters(number: int) -> jax.Array:
         engine._check_open()
         if moment() != start:
             raise RuntimeError(
@@ -103,7 +103,7 @@ def iter_master_params(
                 yield path, weight
                 continue
             leaf, number = leaf_at[place]
-            host = None if number is None else of_host(number)
+            host = None if number is None else host_masters(number)
             yield path, _master(weight, leaf.replace(spec=leaf.spec.anonymous), host)
 
     return pairs()
@@ -113,7 +113,7 @@ def iter_master_params(
 def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
     """Returns a leaf's masters: `host` on deferred channels, else the device's or the parameter.
 
-    `host` is used only where the parameter is its cast.
+    `host` is used only where the parameter is a cast of it.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     if leaf.channels is None:
@@ -123,8 +123,8 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
         place = positions(shard.to_local(leaf.channels), shard.block.n)
         wide = selected = weight.astype(jnp.float32)
         if leaf.master is not None:
-            of_weight = take(weight, shard.to_local(leaf.channels), shard.block)
-            master = shard.gather(current_masters(shard.own(of_weight), leaf, shard.part))
+            selected_values = take(weight, shard.to_local(leaf.channels), shard.block)
+            master = shard.gather(current_masters(shard.own(selected_values), leaf, shard.part))
             selected = gather_to_channels(master, place, shard.block)
         host = shard.gather(host)
         host = jnp.where(rounded(host, weight.dtype) == wide, host, wide)

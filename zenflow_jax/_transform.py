@@ -81,19 +81,19 @@ def zenflow(
     `update_interval` steps, scaled to match them. Leaves take turns: at every step some windows
     close, and their updates reach the parameters one step later.
 
-    With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with float32
-    master weights. Steps whose gradient is not finite are skipped; do not let
+    With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is equivalent to `optax.adamw`
+    with float32 master weights. Steps whose gradient is not finite are skipped; do not let
     `optax.apply_if_finite` withhold an update. The arguments up to `eps` match `optax.adamw`, in
     the same order; `eps_root`, `mu_dtype` and `nesterov` are missing.
 
     Args:
         learning_rate: A number, a schedule over the step count (from 0, without skipped steps), or
-            a float32 array. For different rates, a function of (key path, leaf) that returns such a
-            rate, or a tree of rates like the parameters (or a prefix of it). A function that can be
+            a float32 array. For several rates, a tree of rates like the parameters (or a prefix of
+            it), or a function of (key path, leaf) that returns a rate. A function that can be
             called with one argument is a schedule, unless the argument's name contains "path".
         b1: Decay of the first moment.
         b2: Decay of the second moment.
-        eps: Added to the root of the second moment.
+        eps: Added to the square root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by the learning rate; a number, a schedule
             or an array.
         mask: Tree of bools like the parameters (or a prefix of it), or a function of the parameters
@@ -114,10 +114,10 @@ def zenflow(
             `rolling`, else `update_interval`.
         window_scaling: How a window's single step is scaled to the c steps in it that count, after
             Malladi et al. (2022): the learning rate is multiplied by c to this power, the betas are
-            raised to the power c, eps is divided by the root of c, and weight decay acts as in c
-            steps. 0.5 is their rule; 0 scales only the betas; None, as in the paper, scales
-            nothing. Use None if windows close together, because longer steps with staler updates
-            overshoot.
+            raised to the power of c, eps is divided by the square root of c, and weight decay acts
+            as over c steps. 0.5 is their rule; 0 scales only the betas; None, as in the paper,
+            scales nothing. Use None if windows close together, because longer steps with staler
+            updates overshoot.
         provisional_share: At each step except the first and the warm-up's steps, the device moves
             every deferred weight by this fraction of the learning rate, against the sign of its
             gradient, until the next update replaces this move. This costs 0.25 bytes per offloaded
@@ -127,7 +127,7 @@ def zenflow(
             transformation receives (only some, in `optax.partition`). Clipping before `zenflow`
             would keep the mail from leaving during the backward pass.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
-            is the input axis of an `(in, out)` kernel and the row of an embedding.
+            is the input axis of an `(in, out)` kernel and the row axis of an embedding.
         resident: Function of (key path, leaf) that returns whether a leaf stays wholly on the
             device. Leaves with fewer than two axes always stay there.
         partition_replicated: Whether mesh axes that replicate a leaf divide its optimizer state and
@@ -268,7 +268,8 @@ def _update(
         leaves=state.leaves.replace(leaf for _, leaf in stepped),
     )
     # Without `exchange` in between, the last step's mail is lost, and deferred channels would
-    # silently stop learning. A jitted update cannot raise: it returns NaN, and `exchange` raises.
+    # silently stop learning. A jitted update cannot raise errors: it returns NaN, and `exchange`
+    # raises an error.
     lost = state.token == USED
     wrong = misused(gradients, state.leaves)
     changes = [jnp.where(lost | wrong, jnp.nan, change) for change, _ in stepped]

@@ -47,15 +47,15 @@ def attach(
       `nnx.State`, or a tuple that contains it. Merged, they are a module or a tuple with one model
       and one `nnx.Optimizer`.
 
-    With `optax.MultiSteps`, the step exchanges only after an update, which it detects by waiting
-    for each micro-batch.
+    With `optax.MultiSteps`, the result calls `exchange` only after an update, which it detects by
+    waiting for each micro-batch.
 
     Args:
         step: The train step. Pass parameters and state by position.
         engine: The run's engine. With None, the first call creates the engine from the call's
             arguments, whose state must be fresh or belong to `engine_options["engine_state"]`.
         flush_every: Number of steps between flushes, counted from the start of the run. With None,
-            it flushes only when you call `flush`.
+            only your calls to `flush` flush.
         fields: The names of parameters and optimizer state in a train state, by default
             `("params", "opt_state")`; or the names of model and optimizer in an nnx module with
             several models.
@@ -118,7 +118,7 @@ class AttachedStep:
         return self._engine
 
     def __call__(self, *args: Any, **more: Any) -> Any:
-        """Takes the step and exchanges; returns the step's results, ready for the next step."""
+        """Takes the step, then calls `exchange`; returns the results for the next step."""
         take, _ = self._start(args)
         out = self._step(*args, **more)
         params, opt_state, put = take(out)

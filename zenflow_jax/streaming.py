@@ -145,13 +145,13 @@ def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         if not stacks:
             return loss_fn(*args, **kwargs)
 
-        def of_arrays(weights: dict[int, Any]) -> Any:
+        def plain_loss(weights: dict[int, Any]) -> Any:
             arrays = [weights.get(i, x) for i, (_, x) in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(treedef, arrays)
             return loss_fn(*args, **kwargs)
 
         names = {i: plain_name(leaves[i][0][2:]) for i in stacks}  # without the argument's position
-        return evaluate(of_arrays, stacks, names, scan_layers)
+        return evaluate(plain_loss, stacks, names, scan_layers)
 
     return streaming_loss
 
@@ -189,12 +189,12 @@ def scan_layers(
         check_outside_of_shard_map("streaming.scan_layers", remedy)
 
     def streaming_body(carry: Any, layer: Any) -> tuple[Any, Any]:
-        return body(carry, _of_streamed(layer_weights, layer))
+        return body(carry, _map_streamed(layer_weights, layer))
 
-    return jax.lax.scan(streaming_body, carry, _of_streamed(_constant, layers), **options)
+    return jax.lax.scan(streaming_body, carry, _map_streamed(_constant, layers), **options)
 
 
-def _of_streamed(function: Callable[[Any], Any], layers: Any) -> Any:
+def _map_streamed(function: Callable[[Any], Any], layers: Any) -> Any:
     """Applies `function` to the leaves that stream."""
     return jax.tree.map(lambda x: function(x) if is_streamed(x) else x, layers, is_leaf=is_streamed)
 
@@ -208,7 +208,7 @@ def check_device() -> None:
     """Compares a small streamed scan with a plain scan, on the default device.
 
     This takes a few seconds, mostly for compilation. XLA has had bugs with arrays in host memory
-    inside loops (openxla/xla#46231), and no GPU has run this yet.
+    inside loops (openxla/xla#46231), and this has not run on a GPU yet.
 
     Raises:
         RuntimeError: If the results differ by more than rounding errors.

@@ -157,7 +157,7 @@ def test_a_checkpoint_that_changes_before_its_engine_is_created_is_rejected(tmp_
         path.unlink()
         told = []  # reports to processes that still see the file and would otherwise wait
         with monkeypatch.context() as patch:
-            patch.setattr(resume, "agree", lambda refusal, *_: told.append(refusal))
+            patch.setattr(resume, "agree", lambda problem, *_: told.append(problem))
             with pytest.raises(FileNotFoundError, match="was deleted after the engine"):
                 resumed(training, (training.params, training.state, restored))
         assert "was deleted" in told[0]
@@ -221,7 +221,7 @@ def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_p
         stream.close()
         with pytest.raises(RuntimeError, match="closed before the whole"):
             stream.write(tmp_path)
-        refused(ValueError, "is not a complete file of an engine's state")
+        refused(ValueError, "is not a complete engine state file")
         (path,) = tmp_path.iterdir()
         path.unlink()
         save(training, tmp_path)
@@ -231,9 +231,9 @@ def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_p
         with pytest.raises(ValueError, match="only 0 of 40 elements of leaves/0/mu"):
             np.asarray(leaf["mu"])
         for text, words in (
-            (whole[:-1], "is incomplete in its .* Use another"),
-            (whole[:100], "engine-00000-of-00001.* is not a complete file"),
-            (b"\xff" * 64, "is not a complete file .* its header has"),
+            (whole[:-1], "do not contain all of .* Use another"),
+            (whole[:100], "engine-00000-of-00001.* is not a complete engine"),
+            (b"\xff" * 64, "is not a complete engine .* stated header length"),
             (whole.replace(b"zenflow_jax engine", b"zenflow_jax ENGINE"), "its format is"),
         ):
             path.write_bytes(text)
@@ -245,4 +245,4 @@ def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_p
         refused(FileNotFoundError, "lacks engine-00000-of-.* each of 2 processes")
         training.go(1)
         save_as(0)
-        refused(ValueError, "mixes files from several saves, of steps 0 and 1")
+        refused(ValueError, "mixes files from several saves, from steps 0 and 1")

@@ -52,7 +52,7 @@ def test_a_streaming_program_is_rejected_with_a_jax_that_has_wrong_slices(name):
 
 @pytest.mark.parametrize("name", ["streamed"] if REFUSES else [])
 def test_wrong_slices_in_loops_are_found(name, monkeypatch):
-    monkeypatch.setattr(host_slices, "_FIXED", (0,))
+    monkeypatch.setattr(host_slices, "_FIXED_VERSION", (0,))
     compiled = STREAMING[name]()
     assert (len(compiled.wrong), compiled.figures.slices) == (2, 0)
 

@@ -156,7 +156,7 @@ def test_a_device_that_streams_wrong_gradients_is_rejected(monkeypatch):
 
 
 def test_a_program_for_a_gpu_is_rejected_if_jax_slices_host_memory_wrongly(monkeypatch):
-    monkeypatch.setattr(host_slices, "_FIXED", (99,))
+    monkeypatch.setattr(host_slices, "_FIXED_VERSION", (99,))
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
     state = tx.init(params)
 

@@ -116,7 +116,7 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 24))
         ("planes", struct.pack("<4I", 100, 100, 100, 2**32 - 1), "only 0 of 100 bytes"),
         ("zstd", BOMB, "the frame has 16777216 bytes, not 400"),
         ("zstd", b"nothing", "the zstd frame"),
-        ("distance", BOMB, "only version 0.2 reads the codec distance"),
+        ("distance", BOMB, "only version 0.2 can read the codec distance"),
         ("elf", struct.pack("<hBI", -23, 1, 2**31), "2147483648 outliers"),
         ("elf", struct.pack("<hBI", -23, 0, 1) + struct.pack("<II", 100, 0), "outlier 100 is out"),
         ("stored", bytes(399), "399 bytes, not 400"),

@@ -210,7 +210,9 @@ def test_files_from_earlier_versions_are_restored_except_for_the_papers_codecs(t
         assert check_path(FIXTURES / name, base=base)[0] == 1
         restore_path(FIXTURES / name, tmp_path / name, base=base)
     assert (tmp_path / "folder" / "mere").read_bytes() == bytes(range(100)) * 50
-    with pytest.raises(elves.ElvesError, match="block 0: only version 0.2 reads the codec elf24"):
+    with pytest.raises(
+        elves.ElvesError, match="block 0: only version 0.2 can read the codec elf24"
+    ):
         check_path(FIXTURES / "paper.safetensors")
 
 
@@ -297,7 +299,7 @@ def test_unsuitable_paths_and_truncated_files_are_rejected(tmp_path):
         ("in", "in/more/out", "Pass a path outside"),
         ("in/one.safetensors", "base", "base already exists. Pass a new path"),
         ("in", "gone/out", "is not in an existing folder. Pass a new path"),
-        ("pickles", "out", "pickles has no safetensors to pack"),
+        ("pickles", "out", "pickles has no safetensors files to pack"),
         ("cut", "out", "The safetensors file .*one.* is damaged"),
     ):
         with pytest.raises(elves.ElvesError, match=message):

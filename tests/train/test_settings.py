@@ -108,7 +108,7 @@ def test_a_runs_settings_do_not_start_it_again_in_another_folder(tmp_path, monke
         (["--text-column", "body"], "`text_column`: must be text, as standard_library does not"),
         (["--corpus-megabytes", "1e-6"], "are too few for"),
         (["--sequence-length", "10000000"], "are too few for 10000000"),
-        (["--topk-ratio", "1.5"], "`topk_ratio` must lie in [0, 1]"),
+        (["--topk-ratio", "1.5"], "`topk_ratio` must be in [0, 1]"),
         (["--select-interval", "0"], "select_interval"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),

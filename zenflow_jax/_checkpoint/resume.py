@@ -2,8 +2,8 @@
 
 Parameters, optimizer state and engine state must be from the same moment. Each engine draws a
 number, which all processes in the run share, and which determines the tokens in the optimizer's and
-the engine's state: equal steps and tokens prove the same moment. Parameters carry no token, so the
-engine's state contains a checksum of each parameter, its fingerprint.
+the engine's state: if steps and tokens are equal, both are from the same moment. Parameters carry
+no token, so the engine's state contains a checksum of each parameter, its fingerprint.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def join_run(
     progress: Progress,
     updates: Updates,
 ) -> int:
-    """Resumes a saved state, if there is one; agrees with other processes on the run's number."""
+    """Resumes from a saved state, if any; agrees with other processes on the run's number."""
     step, token = int(read(state.step)), int(read(state.token))
     devices = devices_of(weights)
     if engine_state is None:
@@ -70,13 +70,13 @@ def join_run(
         counts = counts_from_tree(engine_state["counts"])
         _check_selection(offloaded, state)
         before = _resume_host(worker, counts, engine_state["leaves"], offloaded)
-        refusal = find_difference(counts, step, token, sums, specs)
+        problem = find_difference(counts, step, token, sums, specs)
     except (OSError, ValueError) as error:
         # The other processes may have read the state without an error, and may be waiting.
         with contextlib.suppress(ValueError):
             agree(str(error), step, token, devices)
         raise
-    number = agree(refusal, step, token, devices)
+    number = agree(problem, step, token, devices)
     progress.resume(counts)
     updates.note_channels(state.leaves)
     updates.resume(counts.pending, before)
@@ -105,11 +105,11 @@ def _resume_host(
     parts, specs = offloaded.parts, offloaded.specs
 
     def arrays(part: Part) -> dict[str, np.ndarray]:
-        of_leaf = leaves[part.leaf]
+        saved = leaves[part.leaf]
         names = ["master", "mu", "nu", "steps"]
-        if counts.counted[part.spec.group] and "total" in of_leaf:
+        if counts.counted[part.spec.group] and "total" in saved:
             names.append("total")
-        return {name: _piece(of_leaf, name, part, specs[part.leaf]) for name in names}
+        return {name: _piece(saved, name, part, specs[part.leaf]) for name in names}
 
     worker.resume(map(arrays, parts), counts)
     return [
@@ -186,10 +186,10 @@ def _describe_options(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> 
     words["`send_gradients`"] = '"per_window"' if options["send_gradients"] else "another value"
     words["the number of leaves"] = str(len(options["leaves"]))
     # Only a mesh that divides the layers of a stack changes the number of ranges.
-    of_leaf = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
+    labels = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
     groups = iter(np.asarray(options["groups"]).tolist())
     for spec, row in zip(specs, np.asarray(options["leaves"]).tolist(), strict=False):
-        words |= {f"the {x} of {spec.name}": str(n) for x, n in zip(of_leaf, row, strict=True)}
+        words |= {f"the {x} of {spec.name}": str(n) for x, n in zip(labels, row, strict=True)}
         in_turn = ", ".join(str(next(groups, None)) for _ in spec.groups)
         words[f"the group of {spec.name}"] = in_turn
     return words
@@ -203,11 +203,11 @@ def _number(number: float | int, rule: float = 0.0, share: float = 0.0) -> str:
     return words if rule == 0 else f"{words} (rule {rule:g}, share {text(share)})"
 
 
-def fingerprints_alive(
+def fingerprints_of_live_arrays(
     weights: Sequence[weakref.ref[jax.Array]], specs: Sequence[LeafSpec], devices: Collection[Any]
 ) -> np.ndarray:
     """Returns all leaves' fingerprints, uint32; 0 for a parameter that any process has freed."""
-    arrays = [of_leaf() for of_leaf in weights]
+    arrays = [reference() for reference in weights]
     alive = [x is not None and not x.is_deleted() for x in arrays]
     if len({device.process_index for device in devices}) > 1:
         # Other processes may have freed more, but all must run the same programs.
@@ -219,7 +219,7 @@ def fingerprints_alive(
 
 
 def _as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
-    """Waits for fingerprints to save, and returns them with 1 instead of 0."""
+    """Waits for fingerprints that are to be saved, and returns them with 0 replaced by 1."""
     return np.maximum(np.array(jax.device_get(sums), np.uint32), 1)
 
 
@@ -250,19 +250,19 @@ def find_difference(
     )
 
 
-def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:
+def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) -> int:
     """Draws the run's number at random, and returns the same number in every process.
 
-    Waits for the other processes, and raises if any process has a `refusal` or a different state.
+    Waits for the other processes. Raises an error if any process has a `problem` or another state.
     """
-    own = [secrets.randbits(31), int(refusal is not None), step, token]
+    own = [secrets.randbits(31), int(problem is not None), step, token]
     several = len({device.process_index for device in devices}) > 1
-    of_processes = gather(own, devices) if several else {0: own}
-    if refusal is not None:
-        raise ValueError(refusal)
-    leader, first = min(of_processes.items())
-    for process, (_, refused, *moment) in of_processes.items():
-        if refused:
+    by_process = gather(own, devices) if several else {0: own}
+    if problem is not None:
+        raise ValueError(problem)
+    leader, first = min(by_process.items())
+    for process, (_, rejected, *moment) in by_process.items():
+        if rejected:
             raise ValueError(
                 f"Process {process} rejected its checkpoint. See its error message, and restore "
                 "the same checkpoint in every process."
@@ -277,7 +277,7 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
 
 
 def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[int]]:
-    """Gathers each process's values through the devices, jax's only public channel."""
+    """Gathers each process's values through the devices: jax has no other public way."""
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
     row = np.array([values], np.int32)

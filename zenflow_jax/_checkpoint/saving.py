@@ -1,7 +1,7 @@
 """Captures an engine's state at one moment, for a tree in memory or for files.
 
 Each process writes one file, from the host's own memory, while the run continues. The file contains
-the parts that this process saves, each under its place in the leaf (`stored.py` reads them).
+the parts that this process saves, each named after its position in the leaf (see `stored.py`).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from zenflow_jax._checkpoint.resume import fingerprints_alive
+from zenflow_jax._checkpoint.resume import fingerprints_of_live_arrays
 from zenflow_jax._checkpoint.stored import write_state
 from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays, small_sharding
 from zenflow_jax._device.memory import HOST, put_everywhere
@@ -38,7 +38,7 @@ _POLL_S = 0.1
 
 
 class Saver:
-    """Saves one engine. Must be used from its calling thread, while the worker is idle."""
+    """Saves an engine's state. Must be used on the engine's calling thread, with an idle worker."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Saver:
         self._offloaded, self._host_kernel = offloaded, host_kernel
         self._worker, self._tokens = worker, tokens
         self._progress, self._updates = progress, updates
-        self._snapshots: list[Snapshot] = []  # saves that may still run
+        self._snapshots: list[Snapshot] = []  # saves that may still be running
         worker.host.before_write = self._before_write
 
     def note(self, weights: Sequence[jax.Array]) -> None:
@@ -95,7 +95,7 @@ class Saver:
         specs = [leaf.spec for leaf in self._abstract.leaves]
         fingerprints = np.zeros(len(specs), np.uint32)
         if progress.step:  # before the first step, other parameters may be loaded
-            fingerprints = fingerprints_alive(self._weights, specs, self._devices)
+            fingerprints = fingerprints_of_live_arrays(self._weights, specs, self._devices)
         counts = Counts(
             step=progress.step,
             open_steps=progress.open_steps,
@@ -135,7 +135,9 @@ class Saver:
 
 
 class Snapshot:
-    """The host's leaves at one moment, in the order of saving; each has `nbytes` and `copy()`.
+    """The host's leaves at one moment, in the order in which they are saved.
+
+    Each has `nbytes` and `copy()`.
 
     A leaf that is overwritten before it is saved is copied, if there is room for copies; otherwise
     its writer waits for the saver, which saves that leaf next.
@@ -174,7 +176,7 @@ class Snapshot:
             return True
 
     def leaves(self) -> Iterator[tuple[int, Any]]:
-        """Yields each leaf as it was; requesting the next leaf releases the last."""
+        """Yields each leaf as it was; requesting the next leaf releases the previous one."""
         while True:
             with self._condition:
                 if not self._unsaved:
@@ -213,7 +215,7 @@ class EngineStream:
     arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # for each offloaded leaf
     small: Mapping[str, Any]  # counts and options, which are equal in all processes
     everywhere: Any  # the sharding for arrays of `small`
-    before: Sequence[np.ndarray | None]  # for each part, as `Updates.before`
+    before: Sequence[np.ndarray | None]  # for each part, as in `Updates.before`
     adam: HostAdam  # sums mail, on the thread that writes
     # For each saved part, the places of its arrays in the leaf's arrays; empty sums are left out.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
@@ -228,15 +230,15 @@ class EngineStream:
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of arrays; needs all of this process's parts."""
         leaves = dict(self.snapshot.leaves())
-        of_leaves = [
+        arrays_by_leaf = [
             {name: self._assembled(i, name, leaves) for name in arrays}
             for i, arrays in enumerate(self.arrays)
         ]
-        jax.block_until_ready(of_leaves)  # only CPUs copy synchronously
+        jax.block_until_ready(arrays_by_leaf)  # only CPUs copy synchronously
         small = jax.tree.map(
             lambda x: put_everywhere(x, x.shape, self.everywhere), dict(self.small)
         )
-        return {"leaves": of_leaves, **small}
+        return {"leaves": arrays_by_leaf, **small}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file to an existing folder, and closes the stream."""
@@ -276,7 +278,7 @@ class EngineStream:
             yield from getattr(leaf, name).chunks(_CHUNK)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
-        """Returns elements of the open window's sum, bit-identical for any chunks."""
+        """Returns elements of the open window's sum, bit-identical for any chunk size."""
         total = np.empty(end - begin, np.float32)
         window = leaf.open
         if window.total is not None:

@@ -1,7 +1,7 @@
 """Files with an engine's state: written in pieces, in any order, and read on demand.
 
-They use the safetensors format. The safetensors library can write only whole arrays from memory,
-which has no room for them during a save. `saving.py` describes the contents.
+They use the safetensors format. The safetensors library can write only whole arrays that are in
+memory, which has no room for such copies during a save. `saving.py` describes the contents.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The header's size is a multiple of this.
 _ALIGNMENT = 64
 # A longer header is invalid.
-_LONGEST = 2**30
+_MAX_HEADER_BYTES = 2**30
 
 
 def write_state(
@@ -141,7 +141,7 @@ class _Tensor:
 
 
 def _stamp(file: int) -> tuple[int, int]:
-    """Returns size and modification time, which identify a file that was replaced."""
+    """Returns size and modification time, which reveal whether a file was replaced."""
     status = os.fstat(file)
     return status.st_size, status.st_mtime_ns
 
@@ -151,8 +151,8 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > _LONGEST:
-                raise ValueError(f"its header has {length} bytes")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"its stated header length is {length} bytes")
             header = json.loads(file.read(length))
             stamp = _stamp(file.fileno())
         metadata = header.pop("__metadata__")
@@ -172,10 +172,10 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
             begin, end = header[name]["data_offsets"]
             size = math.prod(x.shape) * x.dtype.itemsize
             if end - begin != size or begin < 0 or 8 + length + end > stamp[0]:
-                raise ValueError(f"{name} is incomplete in its {stamp[0]} bytes")
+                raise ValueError(f"its {stamp[0]} bytes do not contain all of {name}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not a complete file of an engine's state: {error}. Use another checkpoint."
+            f"{path} is not a complete engine state file: {error}. Use another checkpoint."
         ) from error
     return metadata, tensors
 
@@ -251,7 +251,7 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
     if len(moments) > 1:
         steps = " and ".join(str(step) for step, _ in sorted(moments))
         raise ValueError(
-            f"{folder} mixes files from several saves, of steps {steps} or of other runs. Use "
+            f"{folder} mixes files from several saves, from steps {steps} or from other runs. Use "
             "another checkpoint, or keep only the files of one save in the folder."
         )
     return tree

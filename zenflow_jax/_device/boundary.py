@@ -131,7 +131,7 @@ def choose(
 
 @partial(jax.jit, static_argnames="specs")
 def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
-    """Returns the parameters, with the masters' casts on the selected channels."""
+    """Returns the parameters, with casts of the masters on the selected channels."""
 
     def enter_leaf(shard: Shard, weight: Array, master: Array, channels: Array) -> Array:
         place = positions(shard.to_local(channels), shard.block.n)
@@ -152,7 +152,7 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
 
 @partial(jax.jit, static_argnames="specs")
 def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
-    """Returns the selected channels' share of the best channels' score."""
+    """Returns `kept_share` for leaves or ranges."""
     return kept_share(list(map(cut, scores, specs)), list(map(cut, channels, specs)), specs)
 
 

@@ -1,4 +1,4 @@
-"""Builds the state before the first step, with the placement of `update`'s results.
+"""Builds the initial state, placed in the same way as the results of `update`.
 
 If the first and second states' shardings differ even in spelling, jit compiles the step twice. So
 on a mesh, the first state is also made by jit.
@@ -139,7 +139,7 @@ def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int)
 def _first_scalars(
     weights: list[jax.Array], specs: tuple[LeafSpec, ...], static: Static
 ) -> StepScalars:
-    """Makes step scalars of zero on all of the run's devices."""
+    """Makes zero-valued step scalars on all of the run's devices."""
     sizes = StepScalars.sizes(specs, static.schedule.needs_statistics)
     in_step = static.send_gradients.in_step
     rank = mail_rank(specs) if in_step else 1

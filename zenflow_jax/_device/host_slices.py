@@ -21,7 +21,7 @@ _DISABLED = any(
     _PASS in passes.split(",")
     for passes in re.findall(r"--xla_disable_hlo_passes=(\S*)", os.environ.get("XLA_FLAGS", ""))
 )
-_FIXED = (0, 11, 1)
+_FIXED_VERSION = (0, 11, 1)
 
 _sliced_p = Primitive("zenflow_jax_host_slices")
 _sliced_p.def_abstract_eval(lambda x: x)
@@ -32,7 +32,7 @@ def check_slices(x: jax.Array) -> jax.Array:
 
     The function cannot be differentiated.
     """
-    return x if jax.__version_info__ >= _FIXED else _sliced_p.bind(x)
+    return x if jax.__version_info__ >= _FIXED_VERSION else _sliced_p.bind(x)
 
 
 def _refuse() -> None:

@@ -237,8 +237,8 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
     longest_first = sorted(paths, key=lambda pair: -len(pair[0]))
 
     def sharding_of(path: Any, x: Any) -> Any:
-        for of_param, param in longest_first:
-            if x.shape == param.shape and path[len(path) - len(of_param) :] == of_param:
+        for param_path, param in longest_first:
+            if x.shape == param.shape and path[len(path) - len(param_path) :] == param_path:
                 return param.sharding
         return everywhere
 

@@ -53,7 +53,7 @@ class Layout:
 
 
 class Shard:
-    """A leaf from the view of one device, inside `on_each_device`.
+    """A leaf as one device sees it, inside `on_each_device`.
 
     Attributes:
         block: The leaf's spec, as if this device's block were the whole parameter.
@@ -104,7 +104,7 @@ class Shard:
     def sum_blocks(self, x: jax.Array) -> jax.Array:
         """Sums over the devices that hold different blocks."""
         names = () if self._place is None else self._place.block
-        return _psum(x, [name for of_axis in names for name in of_axis])
+        return _psum(x, [name for axis_names in names for name in axis_names])
 
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
         """Sums over all devices, including replicas."""

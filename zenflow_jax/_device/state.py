@@ -1,4 +1,4 @@
-"""The state that `zenflow()` keeps between steps: a named tuple, with static facts in its treedef.
+"""The state that `zenflow()` keeps between steps: a named tuple, with metadata in its treedef.
 
 The engine needs nothing else. Trees of shapes, shardings and partition specs also use these
 classes. Checkpoint libraries and trainers that traverse the state find only arrays.
@@ -146,7 +146,7 @@ class ZenFlowState(NamedTuple):
 
 def leaf_layout(spec: LeafSpec) -> LeafState:
     """Returns the partition specs of a leaf's state."""
-    lay: Any = Layout(spec)  # partition specs in place of arrays
+    lay: Any = Layout(spec)  # partition specs instead of arrays
     everywhere: Any = REPLICATED
     each: Any = None if spec.resident else lay.channels
     return LeafState(
@@ -218,9 +218,9 @@ def find_state(opt_state: Any) -> ZenFlowState:
         kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
         if is_nnx_state(opt_state):
             remedy = (
-                "An `nnx.State` contains only arrays: pass its graphdef, `attach(step, "
-                "graphdef=...)`, or `nnx.merge` both, and pass model and optimizer to "
-                "`engine.exchange_nnx`"
+                "An `nnx.State` contains only arrays: pass its graphdef to `attach(step, "
+                "graphdef=...)`, or combine the two with `nnx.merge`, and pass model and optimizer "
+                "to `engine.exchange_nnx`"
             )
         elif states:
             remedy = (

@@ -1,7 +1,7 @@
-"""Statistics for adaptive windows and selections, from numbers that a step computes in any case.
+"""Statistics for adaptive windows and selections, from numbers that a step computes anyway.
 
 The sums of squares per channel show how much of the gradient is deferred and how much is selected;
-the scores show which share of the best score is selected.
+the scores show how much of the highest possible total score the selected channels have.
 """
 
 import math
@@ -55,9 +55,9 @@ def _sums(shard: Shard, squares: jax.Array, channels: jax.Array) -> jax.Array:
 def kept_share(
     scores: Sequence[jax.Array], channels: Sequence[jax.Array], specs: Sequence[LeafSpec]
 ) -> jax.Array:
-    """Returns the selected channels' share of the best k channels' score, weighted by leaf size.
+    """Returns the ratio of the selected channels' total score to that of the best k channels.
 
-    The result is float32 () in [0, 1]; 1 while all scores are zero.
+    It is averaged over leaves, weighted by size: float32 () in [0, 1]; 1 while all scores are zero.
     """
     sums = each_leaf(
         _selected_and_best,

@@ -134,7 +134,7 @@ _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
 def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """Packs the signs of `g`: each equal piece of an axis is a digit; packs the remainder alone.
+    """Packs the signs of `g`: each equal piece of an axis is a digit; the remainder is separate.
 
     The two results are not joined, because a concatenated gradient could then meet a second
     concatenation in one kernel, which jax 0.10.2 and 0.11.0 miscompile on GPUs (jax-ml/jax#40588).

@@ -26,16 +26,16 @@ class Probes(NamedTuple):
     """The gradient of a `Streamed`, of one layer or stacked."""
 
     passed: Any  # float32 (); `_ONCE` for each use of the layer's weights
-    norms: Any  # roots of `squares`: a mean of gradients breaks this relation
+    norms: Any  # square roots of `squares`: a mean of gradients breaks this relation
     squares: Any  # the rest as in `GradientParts`
     gradient: Any
     signs: Any  # packed by `_as_floats`, because gradients must be floats
     mail: Any
 
 
-#: The relative tolerance between a norm and the root of its squares, for any compiler. Means of
+#: The relative tolerance between a norm and the root of the squares, for any compiler. Means of
 #: gradients exceed it in at least one channel.
-_OF_NORM = 1e-4
+_NORM_TOLERANCE = 1e-4
 #: Smaller gradients are not checked: their squares may be zero.
 _SMALL = 1e-18
 
@@ -225,7 +225,7 @@ def misused(gradients: Sequence[Any], leaves: Sequence[LeafState]) -> jax.Array:
 def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
     norms, channels = g.probes.norms, leaf.channels
     assert channels is not None
-    apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _OF_NORM * norms + _SMALL
+    apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _NORM_TOLERANCE * norms + _SMALL
     wrong = [
         g.probes.passed != np.float32(_ONCE),
         apart,  # False for NaN, for which the step is skipped

@@ -21,9 +21,9 @@ class EngineStats:
         window_lengths: Number of windows by length in steps, including skipped steps. If leaves
             take turns, each group has separate windows.
         reselections: Number of channel selections in all groups, including the first.
-        kept_share: The selected channels' share of the best k channels' score, averaged over the
-            groups' second-to-last boundaries. None before the first share is read, or if
-            `select_interval` is not an `AutoSelect`.
+        kept_share: The ratio of the selected channels' total score to that of the best k channels,
+            averaged over the groups' second-to-last boundaries. None before the first ratio is
+            read, or if `select_interval` is not an `AutoSelect`.
         put_back: Number of state arrays that other code, such as a trainer, misplaced and the
             engine put back: at its start, and once after a step.
         skipped_steps: Number of steps with a non-finite gradient, among the steps whose mail has

@@ -1,6 +1,6 @@
 """Records a run's activities over time: the recorder, and the timeline made from it.
 
-`timeline_picture.py` draws the timeline.
+`timeline_plot.py` draws the timeline.
 """
 
 import contextlib

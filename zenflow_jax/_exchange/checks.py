@@ -43,7 +43,7 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
     _check_wrappers(opt_state, state)
-    _warn_of_later(opt_state)
+    _warn_about_later_transformations(opt_state)
     _check_arrays(jax.tree.leaves(state))
     _check_one_run(state)
     if fresh:
@@ -58,7 +58,7 @@ def _check_arrays(arrays: Sequence[Any]) -> None:
     for x in arrays:
         if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             raise TypeError(
-                f"The optimizer state contains a {type(x).__name__} in place of a jax array. Pass "
+                f"The optimizer state contains a {type(x).__name__} instead of a jax array. Pass "
                 "the state that `tx.init` or the step returned, outside jit (jit the step, not the "
                 "function that `attach` returns). For flax nnx, pass model and optimizer to "
                 "`exchange_nnx` or `flush_nnx`. Put NumPy arrays from a checkpoint where "
@@ -81,7 +81,7 @@ def _check_fresh(state: ZenFlowState) -> None:
     step = int(read(state.step))
     if step:
         raise ValueError(
-            f"The state has taken {step} steps, but a new engine lacks the moments of the deferred "
+            f"The state is from step {step}, but a new engine lacks the moments of the deferred "
             "channels. Make the engine before the first step, or pass the `engine_state` that was "
             "saved with this state, or start from the parameters alone, with `tx.init(params)`."
         )
@@ -90,11 +90,11 @@ def _check_fresh(state: ZenFlowState) -> None:
 def _check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
     """Rejects parameters whose devices, or their order, differ from the state's."""
     for weight, leaf in zip(weights, state.leaves, strict=True):
-        of_weight, of_state = _devices(weight.sharding), _devices(leaf.mu.sharding)
-        if of_weight != of_state:
+        weight_devices, state_devices = _devices(weight.sharding), _devices(leaf.mu.sharding)
+        if weight_devices != state_devices:
             raise ValueError(
-                f"{leaf.spec.name} is on {of_weight}, but its state is on {of_state}. Call "
-                "`tx.init` after placing the parameters."
+                f"{leaf.spec.name} is on {weight_devices}, but its state is on {state_devices}. "
+                "Call `tx.init` after placing the parameters."
             )
 
 
@@ -118,24 +118,24 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
         )
 
 
-def _warn_of_later(opt_state: Any) -> None:
-    """Warns of transformations after zenflow, whose effect may be hidden by rounding.
+def _warn_about_later_transformations(opt_state: Any) -> None:
+    """Warns about transformations after zenflow, whose effect rounding may hide.
 
     A mask after zenflow's own mask may contain all other leaves.
     """
     chains = jax.tree.leaves(opt_state, is_leaf=lambda x: type(x) is tuple)
     for chain in (x for x in chains if has_state(x) and type(x) is tuple):
         place = [has_state(x) for x in chain].index(True)
-        of_mask = optax.MaskedState if isinstance(chain[place], optax.MaskedState) else ()
-        later = [x for x in chain[place + 1 :] if not isinstance(x, of_mask)]
+        mask_types = optax.MaskedState if isinstance(chain[place], optax.MaskedState) else ()
+        later = [x for x in chain[place + 1 :] if not isinstance(x, mask_types)]
         if later:
             _logger.warning(
-                f"Other transformations follow zenflow in its chain ({len(later)}). They do not "
-                "act on the host's updates, and the engine can reject them only where they visibly "
-                "change a weight. Put zenflow last: set a variable rate with `learning_rate`, and "
-                "freeze leaves with `optax.partition`."
+                "Other transformations follow zenflow in its chain. They do not act on the host's "
+                "updates, and the engine can reject them only where they visibly change a weight. "
+                "Put zenflow last: pass a variable `learning_rate`, and freeze leaves "
+                "with `optax.partition`."
             )
-        _warn_of_later(chain[place])
+        _warn_about_later_transformations(chain[place])
 
 
 def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
@@ -152,8 +152,8 @@ def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
     return [x for x in nodes if isinstance(x, kinds)]
 
 
-class Expected:
-    """Rejects states and parameters from outside an engine's run. For use in one thread only."""
+class StateChecker:
+    """Rejects states and parameters from outside a run. Must be used from one thread only."""
 
     def __init__(
         self,
@@ -170,8 +170,8 @@ class Expected:
         self._places = Places(self._specs)
         self._on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
         # The last correct shardings of state and parameters.
-        self._of_state: list[Any] = []
-        self._of_params: list[Any] = []
+        self._state_shardings: list[Any] = []
+        self._param_shardings: list[Any] = []
 
     def state(self, opt_state: Any) -> ZenFlowState:
         """Returns the state in `opt_state`."""
@@ -185,15 +185,15 @@ class Expected:
         return state
 
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
-        """Returns a step's state with all arrays in place; moves misplaced arrays once in a run.
+        """Returns a step's state with all arrays in place; moves misplaced arrays once per run.
 
         On a mesh, each device would mistake its piece of a misplaced array for other channels.
-        Gradients of mail in device memory did not leave during the step, and still occupy memory.
+        If mail is in device memory, its gradients did not leave during the step, and still use it.
         """
         # Programs themselves reject arrays and parameters on different devices.
         watched = state.mail, state.leaves if self._on_mesh else ()
         shardings = [x.sharding for x in jax.tree.leaves(watched)]
-        if _same(shardings, self._of_state):
+        if _same(shardings, self._state_shardings):
             return state
         placed, moved = put_back(state, weights, memories=True)
         pairs = zip(state.leaves, placed.leaves, state.mail, placed.mail, strict=True)
@@ -203,7 +203,7 @@ class Expected:
             if not leaf.spec.resident and (mail is not new_mail or _has_moved(leaf, new))
         ]
         if not misplaced:
-            self._of_state = shardings
+            self._state_shardings = shardings
             return state
         if self._has_put_back:
             raise ValueError(
@@ -221,9 +221,9 @@ class Expected:
         taken = CallerTree(*self._places(params), self._offloaded)
         check_leaves(taken.weights, self._specs)
         shardings = [getattr(weight, "sharding", None) for weight in taken.weights]
-        if not _same(shardings, self._of_params):
+        if not _same(shardings, self._param_shardings):
             check_placement(taken.weights, self._specs)
-            self._of_params = shardings
+            self._param_shardings = shardings
         return taken
 
 
@@ -297,15 +297,16 @@ class Tokens:
             )
         if self._repeated:
             raise RuntimeError(
-                "A step was dropped: the last two calls of `exchange` got the same state, and now "
+                "A step was dropped: the last two calls to `exchange` got the same state, and now "
                 "another step follows. Call `exchange` after each step, with the step's results. "
-                "To train further after a trainer's last hooks, call `flush` first."
+                "To continue training after a trainer has run its last hooks, call `flush` first."
             )
 
     def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
-        """Rejects any state but the last returned state; returns whether this is a copy of it.
+        """Rejects any state but the last returned state; returns whether `state` is a copy of it.
 
-        A step without an update (a micro-batch of `optax.MultiSteps`) makes a copy. Waits for it.
+        A step without an update (a micro-batch of `optax.MultiSteps`) makes a copy; if so, waits
+        for that step.
         """
         self._check_flushed(state)
         self._repeated = False  # training may continue after a flush
@@ -362,7 +363,7 @@ class CallerTree:
         return jax.tree.unflatten(self.treedef, self.leaves)
 
     def with_offloaded(self, weights: Sequence[jax.Array]) -> "CallerTree":
-        """Returns this tree with `weights` in place of the offloaded leaves."""
+        """Returns this tree with `weights` instead of the offloaded leaves."""
         leaves = list(self.leaves)
         for i, weight in zip(self.known.pick(self.places), weights, strict=True):
             leaves[i] = weight

@@ -39,7 +39,7 @@ _CHANNELS = 4
 #: Relative tolerances between two programs: for a step, because `1 - b**n` may be off by a few
 #: units in the last place of the power (1% with b2 = 0.99999), and for a float32 parameter. A false
 #: positive would abort a correct run; a transformation after `zenflow` changes steps by more.
-_OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
+_STEP_TOLERANCE, _PARAMETER_TOLERANCE = 0.05, 2.0**-20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,9 @@ class _Extent:
 class Integrity:
     """Checks the parameters of one engine's run. Must be used from one thread only.
 
-    All processes get the same counts, so the same call raises in each process. With `everything`,
-    all values are compared at each step, which needs a second copy of the parameters on the device.
+    All processes get the same counts, so the same call raises an error in each process. With
+    `everything`, all values are compared at each step, which needs a second copy of the parameters
+    on the device.
     """
 
     def __init__(self, state: ZenFlowState, *, everything: bool):
@@ -85,7 +86,7 @@ class Integrity:
         self._before: list[_Rows] | None = None
 
     def check(self, until: int) -> None:
-        """Waits for the counts of steps up to `until`; raises if any count was ever nonzero."""
+        """Waits for counts of steps up to `until`; raises an error if any was ever nonzero."""
         while not self._error and self._unread and self._unread[0][0] <= until:
             step, names, counts = self._unread.popleft()
             values = jax.device_get(counts)  # every device has all counts
@@ -95,9 +96,9 @@ class Integrity:
                     f"Something other than zenflow changed {first_names(changed)} in or after step "
                     f"{step}, and this engine does not accept further steps. Pass each step the "
                     "parameters that the last `exchange` or `flush` returned, and apply updates "
-                    "with `optax.apply_updates`. Put zenflow last in its chain; set a variable "
-                    "rate with `learning_rate` and `optax.inject_hyperparams`. To change weights "
-                    "during a run, call `flush` and `tx.init(params)`, then make a new engine."
+                    "with `optax.apply_updates`. Put zenflow last in its chain; for a variable "
+                    "learning rate, use `optax.inject_hyperparams`. To change weights during a "
+                    "run, call `flush` and `tx.init(params)`, then make a new engine."
                 )
         if self._error:
             raise RuntimeError(self._error)
@@ -184,27 +185,27 @@ def _compare(
     layout = Layout(leaf.spec)
 
     def count(shard, weight, rows, leaf, scalars, step, finite):
-        of_step, counts = AdamScalars(*scalars), finite > 0  # a skipped step changes nothing
+        adam_scalars, counts = AdamScalars(*scalars), finite > 0  # a skipped step changes nothing
         after = _rows_of(shard, weight, leaf.channels, extent=extent)
         wrong = jnp.zeros((), jnp.int32)
         if rows.selected is not None:
             assert after.selected is not None
             wrong += _count_selected(
-                shard, rows.selected, after.selected, leaf, of_step, counts, extent
+                shard, rows.selected, after.selected, leaf, adam_scalars, counts, extent
             )
         if rows.samples is not None:
             assert after.samples is not None
             length = jnp.zeros((), jnp.float32)
             if extent.schedule.provisional_share is not None:
-                length = extent.schedule.provisional_step(step, of_step.learning_rate, counts)
+                length = extent.schedule.provisional_step(step, adam_scalars.learning_rate, counts)
             deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
             deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
             stray = _strays(rows.samples, after.samples, length) & extent.sample(deferred)
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(wrong)
 
-    of_leaf = leaf_layout(leaf.spec).replace(scores=None)
-    takes = [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3]
+    leaf_specs = leaf_layout(leaf.spec).replace(scores=None)
+    takes = [layout.block, layout.each_device, leaf_specs, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
     scalars = jnp.stack(step.adam[leaf.spec.rate])
     return counted(weight, rows, leaf, scalars, step.step, step.finite)
@@ -213,7 +214,7 @@ def _compare(
 def _strays(before: Array, after: Array, length: Array) -> Array:
     """Returns a mask of values that neither stayed nor moved by a provisional step, up or down."""
     old, new = before.astype(jnp.float32), after.astype(jnp.float32)
-    slack = _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new) + length)
+    slack = _PARAMETER_TOLERANCE * (jnp.abs(old) + jnp.abs(new) + length)
     moved = [old + provisional_change(before, step) for step in (length, -length)]
     near = [jnp.abs(new - x) <= slack for x in (old, *moved)]
     return ~(near[0] | near[1] | near[2]) & ~jnp.isnan(new)
@@ -224,7 +225,7 @@ def _count_selected(
     before: Array,
     after: Array,
     leaf: LeafState,
-    of_step: AdamScalars,
+    adam_scalars: AdamScalars,
     counts: Array,
     extent: _Extent,
 ) -> Array:
@@ -249,10 +250,10 @@ def _count_selected(
         steps = steps if spec.resident else broadcast_channels(steps, spec)
         steps = sampled(jnp.broadcast_to(steps, leaf.mu.shape)).astype(jnp.int32)
         change = change_of(
-            old, sampled(leaf.mu), sampled(leaf.nu), steps, of_step, decay=spec.decay
+            old, sampled(leaf.mu), sampled(leaf.nu), steps, adam_scalars, decay=spec.decay
         )
-        decay = jnp.abs(of_step.learning_rate * of_step.weight_decay * old)
-        expected, slack = old + change, _OF_STEP * (jnp.abs(change) + 2 * decay)
-    slack = slack + _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new))
+        decay = jnp.abs(adam_scalars.learning_rate * adam_scalars.weight_decay * old)
+        expected, slack = old + change, _STEP_TOLERANCE * (jnp.abs(change) + 2 * decay)
+    slack = slack + _PARAMETER_TOLERANCE * (jnp.abs(old) + jnp.abs(new))
     expected = jnp.where(counts, expected, old)
     return jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)

@@ -21,13 +21,13 @@ from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._spec.groups import of_group
+from zenflow_jax._spec.groups import group_specs
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import StepScalars
 
 # The maximum number of steps that Python may run ahead with "per_window". `send` itself enforces
 # it, because a step's scalars may queue behind a window's sums.
-_AHEAD = 2
+_STEPS_AHEAD = 2
 
 
 class Mailbox:
@@ -43,7 +43,7 @@ class Mailbox:
         if self._sending.sums_on_device:
             specs = [leaf.spec for leaf in state.leaves]
             self._take_sums = [
-                _sums_taker(state.mail, of_group(specs, group))
+                _sums_taker(state.mail, group_specs(specs, group))
                 for group in range(state.schedule.groups)
             ]
             self._placeholders = (), state.step_scalars  # sums belong to the state alone
@@ -69,7 +69,7 @@ class Mailbox:
         if self._sending.sums_on_device:
             gradients = []
             self._running.append(state.step_scalars)
-            if len(self._running) > _AHEAD:
+            if len(self._running) > _STEPS_AHEAD:
                 jax.block_until_ready(self._running.popleft())
         else:
             gradients = [x for x in state.mail if x is not None]
@@ -139,9 +139,9 @@ def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
     shardings = {i: mail[i].sharding for i in specs}
     placed = {i: x if isinstance(x, NamedSharding) else None for i, x in shardings.items()}
 
-    def split(of_ranges: dict[int, Any], whole: dict[int, Any]) -> tuple[dict, dict]:
-        parts = {i: cut(x, ranges[i]) for i, x in of_ranges.items()}
-        rests = {i: put(of_ranges[i], jnp.zeros_like(x), ranges[i]) for i, x in parts.items()}
+    def split(range_arrays: dict[int, Any], whole: dict[int, Any]) -> tuple[dict, dict]:
+        parts = {i: cut(x, ranges[i]) for i, x in range_arrays.items()}
+        rests = {i: put(range_arrays[i], jnp.zeros_like(x), ranges[i]) for i, x in parts.items()}
         return parts, rests | {i: jnp.zeros_like(x) for i, x in whole.items()}
 
     out_shardings = ({i: placed[i] for i in ranges}, placed)

@@ -56,8 +56,8 @@ class Mail(_Message):
             )
         if step == 0:  # scalars that no step wrote
             raise RuntimeError(
-                f"The state has no mail of step {self.step}, because `update` did not write it: a "
-                "wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
+                f"The state has no mail from step {self.step}, because `update` did not write it: "
+                "a wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
                 "around `tx.update`), a dynamic loss scale kept the old state (`jnp.where(finite, "
                 "new, old)`), or the state is fresh from `tx.init`. With `MultiSteps`, call "
                 "`exchange` only if `multi_steps.has_updated(opt_state)`. Omit `apply_if_finite`, "

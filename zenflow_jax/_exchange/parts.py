@@ -20,7 +20,7 @@ from zenflow_jax._device.shards import Layout, Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
-from zenflow_jax._spec.groups import of_group
+from zenflow_jax._spec.groups import group_specs
 from zenflow_jax._spec.leaf import LeafSpec
 
 _T = TypeVar("_T")
@@ -50,7 +50,7 @@ class Part:
             return piece
         return piece[self.index[0]]
 
-    def of_mail(self, piece: np.ndarray) -> np.ndarray:
+    def cut_mail(self, piece: np.ndarray) -> np.ndarray:
         """Returns this part's range of a mail's piece, without the unit axes."""
         return self.cut(piece.reshape(without_units(piece.shape, len(self.spec.shape))))
 
@@ -111,8 +111,8 @@ class OffloadedLeaves:
                     by_position[position] = put(piece, device)
         return [x for _, x in sorted(by_position.items())]
 
-    def pick(self, of_all: Sequence[_T]) -> list[_T]:
-        return [of_all[i] for i in self.places]
+    def pick(self, values: Sequence[_T]) -> list[_T]:
+        return [values[i] for i in self.places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,18 +135,18 @@ class Group:
 
     @classmethod
     def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":
-        of_leaves = of_group(specs, group)
-        order = {leaf: i for i, leaf in enumerate(of_leaves)}
+        by_leaf = group_specs(specs, group)
+        order = {leaf: i for i, leaf in enumerate(by_leaf)}
         numbers = tuple(i for i, part in enumerate(parts) if part.spec.group == group)
         return cls(
-            leaves=tuple(of_leaves),
-            specs=tuple(of_leaves.values()),
+            leaves=tuple(by_leaf),
+            specs=tuple(by_leaf.values()),
             part_numbers=numbers,
             parts=tuple(dataclasses.replace(parts[i], leaf=order[parts[i].leaf]) for i in numbers),
         )
 
-    def pick(self, of_offloaded: Sequence[_T]) -> list[_T]:
-        return [of_offloaded[i] for i in self.leaves]
+    def pick(self, values: Sequence[_T]) -> list[_T]:
+        return [values[i] for i in self.leaves]
 
 
 def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
@@ -281,10 +281,10 @@ def keep_sharding(new: jax.Array, old: jax.Array) -> jax.Array:
 def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Returns each leaf's pieces in device order, from each part's pieces."""
     count = 1 + max((part.leaf for part in parts), default=-1)
-    of_leaves: list[dict[int, Any]] = [{} for _ in range(count)]
+    by_position: list[dict[int, Any]] = [{} for _ in range(count)]
     for part, on_devices in zip(parts, pieces, strict=True):
-        of_leaves[part.leaf].update(zip(part.positions, on_devices, strict=True))
-    return [[x for _, x in sorted(leaf.items())] for leaf in of_leaves]
+        by_position[part.leaf].update(zip(part.positions, on_devices, strict=True))
+    return [[x for _, x in sorted(leaf.items())] for leaf in by_position]
 
 
 def replace_selection(

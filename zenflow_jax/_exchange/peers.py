@@ -23,26 +23,26 @@ import jax
 POLL_S = 1.0
 GRACE_S = 30.0
 # Rank 0 runs the service. When rank 0 ends, JAX aborts the others with messages that hide the
-# reason, so rank 0 ends last, after `LAST_BY` more polls.
+# reason, so rank 0 ends last, after `EXTRA_POLLS_OF_SERVICE` more polls.
 SERVICE = 0
-LAST_BY = 3
-# The leaving point of a process that closes its engine; the others leave where they raise a
-# failure.
+EXTRA_POLLS_OF_SERVICE = 3
+# The point at which a process leaves if it closes its engine. A process that raises an error leaves
+# at the point where it does so.
 CLOSED = "close"
 # Longer messages are truncated to this many characters.
-LONGEST = 4000
+MAX_MESSAGE_LENGTH = 4000
 
 
 class PeerMonitor:
     """Propagates failures between an engine's processes, through JAX's coordination service.
 
-    A process *leaves* the engine when it raises a failure to its caller, or closes. If all
-    processes left at the same point, they dispatched the same programs, and none waits for another:
-    the monitor then ends silently. Otherwise, `grace_s` after a failure is known, each process
-    writes the message and its threads' stacks to stderr, and exits with code 1: some processes are
-    already stuck, and the others would get stuck in their next collective. Each process announces
-    this in advance. The same time limit applies to the interpreter's exit. Polls are `poll_s`
-    apart.
+    A process *leaves* the engine when it raises an error to its caller because of a failure, or
+    closes. If all processes left at the same point, they dispatched the same programs, and none
+    waits for another: the monitor then ends silently. Otherwise, `grace_s` after a failure is
+    known, each process writes the message and its threads' stacks to stderr, and exits with code 1:
+    some processes are already stuck, and the others would get stuck in their next collective. Each
+    process announces this in advance. The same time limit applies to the interpreter's exit. Polls
+    are `poll_s` apart.
 
     Call `start` first, then the other methods, from any thread and any number of times. The other
     methods neither wait nor raise. `name` identifies the engine in all its `processes`.
@@ -69,7 +69,7 @@ class PeerMonitor:
         # This process's events (kind, text), for the thread. A `SimpleQueue`, because the garbage
         # collector may call `close` on a thread that is inside `put` or `get`.
         self._events: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._done = threading.Event()  # set when the thread makes no more requests
+        self._done = threading.Event()  # set once the thread will make no more requests
         # The attributes below are used only by the thread.
         self._failed: dict[int, str] = {}  # each failed process's message
         self._left: dict[int, str] = {}  # the point at which each process left
@@ -99,7 +99,7 @@ class PeerMonitor:
         self._passed += 1
 
     def raised(self) -> None:
-        """Records that the caller's thread raises a failure, from this process or another."""
+        """Records that the caller's thread raises an error because a process has failed."""
         self._put("left", f"point {self._passed}")
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class PeerMonitor:
     def _put(self, kind: str, text: str) -> None:
         if not self._idle:
             # Only text that the service accepts.
-            self._events.put((kind, text[:LONGEST].encode(errors="replace").decode()))
+            self._events.put((kind, text[:MAX_MESSAGE_LENGTH].encode(errors="replace").decode()))
 
     def _at_exit(self) -> None:
         """Waits for all processes to leave, as JAX's own exit handler does later.
@@ -149,8 +149,8 @@ class PeerMonitor:
                     return
             now = time.monotonic()
             if self._failed and end == math.inf:
-                last_by = LAST_BY * self._poll_s if self._me == SERVICE else 0
-                end = now + self._grace_s + last_by
+                extra_s = EXTRA_POLLS_OF_SERVICE * self._poll_s if self._me == SERVICE else 0
+                end = now + self._grace_s + extra_s
                 self._notify_worker()
             if self._exits and self._failed:
                 # The exit continues, and may get stuck; this thread does not outlive it.
@@ -218,7 +218,7 @@ class PeerMonitor:
         _write_stderr(
             f"{self._describe_failure()}\nProcess {self._me} {outcome} in {self._grace_s:g} s, "
             "unless all processes leave the engine at the same point by then, either by raising "
-            "this failure or by calling `close`.\n"
+            "this error or by calling `close`.\n"
         )
 
     def _end(self) -> None:

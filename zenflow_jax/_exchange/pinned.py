@@ -33,12 +33,12 @@ def buffers(state: ZenFlowState) -> float:
     """Returns the maximum number of mails in host memory at once, including fractions."""
     specs, shares = _offloaded(state)
     if state.send_gradients.sums_on_device:
-        of_groups = [0.0] * state.schedule.groups
+        group_shares = [0.0] * state.schedule.groups
         for spec, share in zip(specs, shares, strict=True):
             for part in spec.ranges:
-                of_groups[part.group] += share * part.shape[0] / spec.shape[0]
+                group_shares[part.group] += share * part.shape[0] / spec.shape[0]
         # Sums for windows that are being updated, and for windows that close next.
-        return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
+        return min(2.0, _waiting(state.schedule, group_shares) + 2 * max(group_shares))
     written, placeholders = int(state.send_gradients.in_step), 0.0
     if written:  # the state's placeholder mail has full size
         shapes = {(spec.shape, spec.mail_dtype): x for spec, x in zip(specs, shares, strict=True)}
@@ -85,14 +85,14 @@ def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[float]]:
     return specs, [size / sum(sizes) for size in sizes]
 
 
-def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
+def _waiting(schedule: Schedule, group_shares: Sequence[float]) -> float:
     """Returns the largest share of leaves that wait for their updates.
 
     The group whose window closed last does not count.
     """
     whole = schedule.window if isinstance(schedule.window, int) else 1
     staleness = whole if schedule.staleness is None else schedule.staleness
-    return sum(sorted(of_groups)[::-1][: max(staleness - 1, 0)], 0.0)
+    return sum(sorted(group_shares)[::-1][: max(staleness - 1, 0)], 0.0)
 
 
 def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:

@@ -30,7 +30,7 @@ class Counts:
     counted: Sequence[int]  # steps that are in the sums
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
-    fingerprints: np.ndarray  # uint32, of all leaves: `fingerprints_alive`; 0 before the first step
+    fingerprints: np.ndarray  # uint32, one for each leaf (`resume.py`); 0 before the first step
     step: int = 0
     windows: int = 0  # closed so far
     token: int = 0  # for the next step
@@ -51,7 +51,7 @@ class Progress:
         self.open_steps = [0] * schedule.groups  # in each open window, including skipped steps
         self.window_lengths: Counter[int] = Counter()
         self.reselections = 0  # over all groups, including first selections
-        # By group: the selected channels' share of the best k channels' score; NaN if unknown.
+        # By group: the last `kept_share` (`_device/statistics.py`); NaN if unknown.
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
         self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
@@ -130,12 +130,12 @@ class Progress:
 
 
 class Ending:
-    """Warns of gradients that are lost if an engine ends now, by `close` or garbage collection."""
+    """Warns about gradients that are lost if an engine ends, by `close` or garbage collection."""
 
     def __init__(self, progress: Progress, pending: Mapping[int, Any]):
         self._progress, self._pending = progress, pending
         self.flushed = False  # whether `flush` was called after the last step
-        self.safe = True  # whether nothing is lost: no step, or a save followed it
+        self.safe = True  # whether nothing is lost: no step was taken, or a save followed it
 
     @property
     def lacks_updates(self) -> bool:

@@ -80,9 +80,9 @@ class Updates:
                 group = self._offloaded.groups[number]
                 ends = np.cumsum(channel_widths(group.specs))[:-1]
                 for i, part in zip(group.part_numbers, group.parts, strict=True):
-                    of_leaves = np.split(read(part.of(pending.before)), ends, axis=1)
+                    rows = np.split(read(part.of(pending.before)), ends, axis=1)
                     shape = part.spec.view4(part.spec.k)[::2]
-                    channels[i] = of_leaves[part.leaf].reshape(shape)
+                    channels[i] = rows[part.leaf].reshape(shape)
         return channels
 
     def forget(self) -> None:
@@ -167,10 +167,10 @@ class Updates:
         before: jax.Array | None,
     ) -> list[jax.Array]:
         group = self._offloaded.groups[number]
-        params, of_leaves = group.pick(weights), by_leaf(group.parts, uploads)
+        params, arrays = group.pick(weights), by_leaf(group.parts, uploads)
         new = [
             assemble(pieces, spec.shape, part_sharding(weight, spec))
-            for weight, spec, pieces in zip(params, group.specs, of_leaves, strict=True)
+            for weight, spec, pieces in zip(params, group.specs, arrays, strict=True)
         ]
         donated, kept = split_uploads(new, group.specs)
         rows = self._rows[number]
@@ -255,7 +255,7 @@ class Updates:
         return cut_states(states, specs=group.specs) if group.in_ranges else list(states)
 
     def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
-        """Starts computing the selected channels' share of the best score in a group."""
+        """Starts computing a group's `kept_share` (`_device/statistics.py`)."""
         group = self._offloaded.groups[number]
         states = group.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]

@@ -126,10 +126,10 @@ class Worker:
         `wait` gets a function that returns whether the worker must end; if so, `wait` returns
         False.
         """
-        of_thread = threading.current_thread() is self._thread
-        with self.recorder.meanwhile("wait for save") if of_thread else nullcontext():
+        on_worker_thread = threading.current_thread() is self._thread
+        with self.recorder.meanwhile("wait for save") if on_worker_thread else nullcontext():
             may_write = wait(lambda: self._stop is not None)
-        if not may_write and not of_thread:
+        if not may_write and not on_worker_thread:
             raise RuntimeError("the engine was closed")
         if not may_write:
             self._raise_stop()
@@ -137,7 +137,7 @@ class Worker:
     def wait(self, future: Future, after: Any) -> Any:
         """Waits for the result of `future`, on the caller's thread.
 
-        The wait counts as a wait for the host only once `after`, the last step's arrays, are ready.
+        The wait counts as a wait for the host only once `after`, the last step's arrays, is ready.
         """
         if not future.done():
             begin = time.perf_counter()
@@ -262,7 +262,7 @@ class Worker:
         read = nbytes((gradients, step_scalars))
         if sent.finite and gradients:
             pieces, parts = [view(g) for g in gradients], self._offloaded.parts
-            self.host.add([part.of_mail(pieces[part.piece]) for part in parts], factor)
+            self.host.add([part.cut_mail(pieces[part.piece]) for part in parts], factor)
         elif sent.finite:
             self.host.count()
         gradients.clear()

@@ -90,7 +90,7 @@ class HostAdam:
         gradients: WeightedGradients,
         scale: float,
         active: np.ndarray,
-        of_window: WindowStep,
+        hyperparameters: WindowStep,
     ) -> Iterator[None]:
         """Takes an AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
@@ -112,17 +112,17 @@ class HostAdam:
         active = active.copy()  # The caller may select again during the step.
         if masters.size == 0 or not active.any():
             return
-        steps += active * np.int32(of_window.advance)
+        steps += active * np.int32(hyperparameters.advance)
         step = Step(
             masters=masters,
             mu=mu,
             nu=nu,
             gradients=[(flat(g), np.float32(factor)) for g, factor in gradients],
             active=active.reshape(-1),
-            m_debias=_debias(steps, of_window.b1),
-            v_debias=_debias(steps, of_window.b2),
+            m_debias=_debias(steps, hyperparameters.b1),
+            v_debias=_debias(steps, hyperparameters.b2),
             scale=np.float32(scale),
-            scalars=AdamScalars(*map(np.float32, of_window.scalars)),
+            scalars=AdamScalars(*map(np.float32, hyperparameters.scalars)),
         )
         kernel = self._kernel_for(*(g for g, _ in gradients), masters.cast)
         limit = self._limit(kernel, masters.size)
@@ -138,8 +138,8 @@ class HostAdam:
         """Copies `channels` `(entries, k)` into new float32 arrays `(entries, rows, k, tail)`."""
         entries, rows, _, tail = arrays[0].shape
         taken = [x.like((entries, rows, channels.shape[1], tail)) for x in arrays]
-        for x, of_channels in zip(arrays, taken, strict=True):
-            self._move(x, of_channels, channels, inward=False)
+        for x, subset in zip(arrays, taken, strict=True):
+            self._move(x, subset, channels, inward=False)
         return [x.as_float32(self._run) for x in taken]
 
     def put(
@@ -147,25 +147,23 @@ class HostAdam:
     ) -> None:
         """Overwrites channels with `rows`, as `take` returns them."""
         for x, numbers in zip(arrays, rows, strict=True):
-            of_channels = type(x)(numbers) if x.plain else x.like(numbers.shape)
+            subset = type(x)(numbers) if x.plain else x.like(numbers.shape)
             if not x.plain:
-                of_channels.write(numbers, self._run)
-            self._move(x, of_channels, channels, inward=True)
+                subset.write(numbers, self._run)
+            self._move(x, subset, channels, inward=True)
 
     def close(self) -> None:
         """Ends the threads. Safe to call twice."""
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _move(
-        self, x: HostArray, of_channels: HostArray, channels: np.ndarray, *, inward: bool
-    ) -> None:
-        """Copies `channels` from `x` to `of_channels`, or in the other direction if `inward`."""
+    def _move(self, x: HostArray, subset: HostArray, channels: np.ndarray, *, inward: bool) -> None:
+        """Copies `channels` from `x` to `subset`, or in the other direction if `inward`."""
         entries, rows, n, tail = x.shape
         k, together = channels.shape[1], max(_LEAST_TILE // max(rows * tail, 1), 1)
         assert channels.dtype == np.int32
-        assert of_channels.shape == (entries, rows, k, tail)
-        if of_channels.size == 0:
+        assert subset.shape == (entries, rows, k, tail)
+        if subset.size == 0:
             return
         if not 0 <= channels.min() <= channels.max() < n:
             raise ValueError(
@@ -177,7 +175,7 @@ class HostAdam:
             for i in range(entries)
             for left in range(0, k, together)
         ]
-        for whole, few in zip(x.arrays, of_channels.arrays, strict=True):
+        for whole, few in zip(x.arrays, subset.arrays, strict=True):
             self._run(partial(_move, whole, few, channels, inward), tiles)
 
     def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
@@ -209,11 +207,11 @@ class HostAdam:
 
 
 def _move(
-    x: np.ndarray, of_channels: np.ndarray, channels: np.ndarray, inward: bool, tile: Tile
+    x: np.ndarray, subset: np.ndarray, channels: np.ndarray, inward: bool, tile: Tile
 ) -> None:
     """Copies a tile: a range of one entry's `channels`."""
     entry, _, left, right = tile
-    index, moved = channels[entry, left:right], of_channels[entry][:, left:right]
+    index, moved = channels[entry, left:right], subset[entry][:, left:right]
     if inward:
         x[entry][:, index] = moved
     else:

@@ -5,8 +5,8 @@ upper 16 bits of a float32. The host keeps the rounded number and the master's l
 `rest`, as a signed number: `bits of master = (bits of rounded << 16) + rest`, because the upper
 bits are rounded up exactly where the lower bits are negative.
 
-There is one exception: a master exactly halfway above a bfloat16 that ends in 0 is rounded down to
-it, and the rest, 32768, does not fit in int16. `rest` becomes 32767, so such a master (one in
+There is one exception: a master exactly halfway between a bfloat16 that ends in 0 and the next one
+is rounded down, and 32768 does not fit in int16. `rest` becomes 32767, so such a master (one in
 131,072 numbers) changes once, in its last bit; both values have the same cast. (Rounding ties away
 from zero would keep the bit, but jax rounds ties to even.) A NaN stays a NaN with its sign. All
 other numbers are restored exactly; `tests/host/test_masters.py` tests all 2**32.

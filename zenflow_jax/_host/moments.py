@@ -10,8 +10,8 @@ https://arxiv.org/abs/2602.23349), but decoding needs no division. Second moment
 `c / 255` times the scale, for `c` from 0 to 255. Encoding rounds to the nearest code, but to at
 least 1 for a second moment above zero: a second moment of zero would make the step huge.
 
-The first moment's scale is a bfloat16, the second's is a float32. Here a bfloat16 would never
-shrink: with `b2` = 0.999 an update shrinks the root by 1 in 2000, which would be rounded away.
+The first moment's scale is a bfloat16, the second's is a float32. A bfloat16 scale would never
+shrink there: with `b2` = 0.999, an update shrinks it by 1 in 2000, which would be rounded away.
 
 Decoded numbers encode to the same codes and scales, because the largest code stands exactly for the
 scale. So checkpoints store float32 moments without loss. A bucket is zero if its numbers (or roots)
@@ -60,20 +60,20 @@ class Moment(HostArray):
         return Moment.zeros(shape, self.values.dtype)
 
     def read_tile(self, tile: Tile, scratch: np.ndarray) -> np.ndarray:
-        values, scales, axis = self._of_tile(tile)
+        values, scales, axis = self._tile_arrays(tile)
         if scales is None:
             return values
         _decode(values, _spread(scales, axis, values.shape), scratch)
         return scratch
 
     def write_tile(self, tile: Tile, x: np.ndarray, where: "np.ndarray | bool" = True) -> None:
-        values, scales, axis = self._of_tile(tile)
+        values, scales, axis = self._tile_arrays(tile)
         if scales is None:
             np.copyto(values, x, where=where)
         else:
             _encode(x, axis, values, scales, where)
 
-    def _of_tile(self, tile: Tile) -> tuple[np.ndarray, np.ndarray | None, int]:
+    def _tile_arrays(self, tile: Tile) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Returns a tile's values and scales, and the axis along which buckets lie."""
         segments, scales = self.segments, self.scales
         first, last, left, right = tile

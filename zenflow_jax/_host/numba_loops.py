@@ -7,7 +7,7 @@ decoded to scratch, a chunk at a time, and encoded again after the step.
 
 In Numba, the sum of two uint32 is a uint64, so each step of bit arithmetic casts back. Numba checks
 an index that it cannot prove positive, which keeps LLVM from vectorizing, so indices are unsigned
-(`np.uintp`), or count over slices from zero. Flags that select a function (`by_type`) are True or
+(`np.uintp`), or start at zero in a slice. Flags that select a function (`by_type`) are True or
 None, which have different types.
 
 Letters: `p, m, v` master and moments, each `(segments, width)`, flattened. For split masters

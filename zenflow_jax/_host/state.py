@@ -231,12 +231,12 @@ class HostState:
         self.windows = closed
         for window, steps in zip(self.open, counted, strict=True):
             window.counted = steps
-        for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
+        for leaf, saved in zip(self.leaves, arrays, strict=True):
             for name in ("master", "mu", "nu"):
-                getattr(leaf, name).write(of_leaf[name])
-            leaf.steps[...] = of_leaf["steps"].reshape(leaf.steps.shape)
-            if self.open[leaf.spec.group].counted and "total" in of_leaf:
-                leaf.open.total = copied(of_leaf["total"].reshape(leaf.master.shape))
+                getattr(leaf, name).write(saved[name])
+            leaf.steps[...] = saved["steps"].reshape(leaf.steps.shape)
+            if self.open[leaf.spec.group].counted and "total" in saved:
+                leaf.open.total = copied(saved["total"].reshape(leaf.master.shape))
 
     def close(self) -> None:
         # A caller that waits for a failed update may still hold these lists.

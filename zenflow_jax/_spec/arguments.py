@@ -157,13 +157,13 @@ def _check_range(name: str, number: float, where: str) -> None:
     if not np.isfinite(number) or number < 0:
         raise ValueError(f"`{name}`{where} must be finite and at least 0, got {number}.")
     if name in ("b1", "b2") and number >= 1:
-        raise ValueError(f"`{name}` must lie in [0, 1), got {number}.")
+        raise ValueError(f"`{name}` must be in [0, 1), got {number}.")
     if name == "max_grad_norm" and number == 0:
         raise ValueError("`max_grad_norm` must be above 0, or None for no clipping, got 0.")
 
 
 def check_learning_rate(rate: Any) -> None:
-    """Checks a rate or a tree of rates; a function of (path, leaf) is checked when it is called."""
+    """Checks a rate or a tree of rates; the results of a function are checked when it is called."""
     if not callable(rate):
         for path, x in jax.tree_util.tree_leaves_with_path(rate) or [((), rate)]:
             check_number("learning_rate", x, f" at {jax.tree_util.keystr(path)}" if path else "")

@@ -15,7 +15,7 @@ from zenflow_jax._spec.schedule import Schedule
 UNEVEN = 1.5
 #: The maximum size of a stacked leaf's range, as a multiple of the groups' mean size, tried in this
 #: order. Each boundary of a range copies the whole leaf, so large ranges come first.
-_LARGEST = (math.inf, 1.0, 0.5, 0.25)
+_RANGE_LIMITS = (math.inf, 1.0, 0.5, 0.25)
 
 
 def in_groups(
@@ -31,8 +31,8 @@ def in_groups(
         return tuple(specs), dataclasses.replace(schedule, groups=1)
     mean = sum(map(_nbytes, offloaded.values())) / schedule.groups
     tried = []
-    for largest in _LARGEST:
-        cut = {i: _cut(spec, largest * mean, schedule.groups) for i, spec in offloaded.items()}
+    for limit in _RANGE_LIMITS:
+        cut = {i: _cut(spec, limit * mean, schedule.groups) for i, spec in offloaded.items()}
         filled, assigned = _assign(cut, schedule.groups)
         tried.append((max(filled), len(filled), assigned))
         if len(filled) == schedule.groups and max(filled) <= UNEVEN * min(filled):
@@ -45,7 +45,7 @@ def in_groups(
     return tuple(grouped), dataclasses.replace(schedule, groups=groups)
 
 
-def of_group(specs: Sequence[LeafSpec], group: int) -> dict[int, LeafSpec]:
+def group_specs(specs: Sequence[LeafSpec], group: int) -> dict[int, LeafSpec]:
     """Returns a group's leaves, or ranges of leaves, by leaf number."""
     return {
         i: spec.ranges[spec.groups.index(group)]
@@ -58,12 +58,12 @@ def _nbytes(spec: LeafSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
-def _cut(spec: LeafSpec, largest: float, groups: int) -> LeafSpec:
-    """Cuts the leaf into the fewest ranges with at most `largest` bytes each."""
+def _cut(spec: LeafSpec, limit: float, groups: int) -> LeafSpec:
+    """Cuts the leaf into the fewest ranges with at most `limit` bytes each."""
     place = spec.placement
     if not spec.stack or (place is not None and place.part[0]):
         return spec
-    count = min(math.ceil(_nbytes(spec) / largest), spec.shape[0], groups)
+    count = min(math.ceil(_nbytes(spec) / limit), spec.shape[0], groups)
     return dataclasses.replace(spec, groups=(0,) * max(count, 1))
 
 
@@ -80,4 +80,4 @@ def _assign(
         group = min(free, key=lambda group: filled[group])
         filled[group] += sizes[i, j]
         assigned[i][j] = group
-    return filled, {i: tuple(of_leaf) for i, of_leaf in assigned.items()}
+    return filled, {i: tuple(leaf_groups) for i, leaf_groups in assigned.items()}

@@ -1,4 +1,4 @@
-"""The static facts of one leaf: its shape, channel axis and number of selected channels."""
+"""The static metadata of a leaf: its shape, channel axis and number of selected channels."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """The static facts of one leaf; hashable, because the state's treedef carries them."""
+    """The static metadata of a leaf; hashable, because it is part of the state's treedef."""
 
     name: str  # key path, formatted by `plain_name`
     shape: tuple[int, ...]

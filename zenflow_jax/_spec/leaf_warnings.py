@@ -31,7 +31,7 @@ def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
     _logger.warning(
         f"zenflow saves no memory: all {len(specs)} leaves stay on the device (the first is "
         f"{first.name or 'a bare array'} of shape {first.shape}). It offloads only leaves that "
-        "have two or more axes and are not named by `resident`. Leave out `optax.flatten`, or "
+        "have two or more axes and do not match `resident`. Leave out `optax.flatten`, or "
         "change `resident` or `topk_ratio`."
     )
 
@@ -94,7 +94,7 @@ def warn_of_a_part(params: Any) -> None:
         _logger.warning(
             "`max_grad_norm` clips by the norm of this `zenflow`'s leaves "
             f"({len(nodes) - masked}). `optax.partition` or `optax.masked` hides other leaves "
-            f"({masked}). If these are trained, use `optax.clip_by_global_norm` in front of the "
+            f"({masked}). If these are trained, use `optax.clip_by_global_norm` before the "
             "partition instead."
         )
 

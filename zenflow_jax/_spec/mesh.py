@@ -1,6 +1,6 @@
 """A leaf's placement on a mesh: the mesh axes that divide the leaf, or the work on it.
 
-These facts are static and hashable, and do not name devices. `_device/shards.py` uses them.
+This metadata is static and hashable, and names no devices. `_device/shards.py` uses it.
 
 Words: a device holds a *block* of a parameter. If several devices hold the same block (data
 parallelism), each works only on its *part* of it, as in ZeRO. Otherwise the part is the block.

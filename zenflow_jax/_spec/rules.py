@@ -50,16 +50,16 @@ class AutoWindow:
 
 @dataclasses.dataclass(frozen=True)
 class AutoSelect:
-    """Selects again when the selected channels no longer hold most of the score.
+    """Selects again when the selected channels no longer have most of the total score.
 
-    Each boundary measures the selected channels' share of the best k channels' score, averaged over
-    leaves and weighted by their size. If the share is below `keep`, the next boundary selects
-    again, as does the `max_windows`-th window since the last selection. Scores are summed from that
-    selection on: if the best channels change w windows after it, the next selection follows about w
-    / keep + 1 windows later.
+    At each boundary, the engine computes the ratio of the selected channels' total score to that of
+    the best k channels, averaged over leaves and weighted by size. If it is below `keep`, channels
+    are selected again at the next boundary; they are also selected `max_windows` windows after the
+    last selection. Scores are summed from a selection on: if the best channels change w windows
+    after it, the next selection follows about w / keep + 1 windows later.
 
     Attributes:
-        keep: The minimum share, in [0, 1].
+        keep: The minimum ratio, in [0, 1].
         max_windows: The maximum number of windows between two selections.
 
     Examples:
@@ -97,19 +97,19 @@ class SendGradients(enum.StrEnum):
 
 
 def check_int(
-    name: str, value: Any, least: int | None, kinds: str = "an int", remedy: str = ""
+    name: str, value: Any, minimum: int | None, kinds: str = "an int", remedy: str = ""
 ) -> int:
-    """Returns an int of at least `least`; `kinds` lists the accepted types for the error."""
+    """Returns an int of at least `minimum`; `kinds` lists the accepted types for the error."""
     # To Python, a bool is an Integral; to users, it is not.
     if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
-    if least is not None and value < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
     return int(value)
 
 
-def check_int_or_none(name: str, value: Any, least: int, remedy: str = "") -> int | None:
-    return None if value is None else check_int(name, value, least, "an int or None", remedy)
+def check_int_or_none(name: str, value: Any, minimum: int, remedy: str = "") -> int | None:
+    return None if value is None else check_int(name, value, minimum, "an int or None", remedy)
 
 
 def check_one_of(name: str, value: Any, choices: Collection[str]) -> None:
@@ -128,5 +128,5 @@ def check_share(name: str, value: Any, kinds: str = "a float", remedy: str = "")
     if not isinstance(value, Real) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
     if not 0 <= float(value) <= 1:
-        raise ValueError(f"`{name}` must lie in [0, 1], got {value}.")
+        raise ValueError(f"`{name}` must be in [0, 1], got {value}.")
     return float(value)

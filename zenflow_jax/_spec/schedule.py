@@ -37,7 +37,7 @@ class ScheduleState(NamedTuple):
     selected: Float32[np.ndarray, " leaves"]  # selected channels' root mean squares, summed
     # For each group.
     windows: Int32[np.ndarray, " groups"]  # windows closed since the last selection
-    kept_share: Float32[np.ndarray, " groups"]  # share of the best score, if measured; else 1
+    kept_share: Float32[np.ndarray, " groups"]  # as in `_device/statistics.py`, if measured; else 1
 
     def open_step(self) -> "ScheduleState":
         """Returns the state after a step whose window stays open; `add` takes its statistics."""
@@ -123,7 +123,7 @@ class Schedule:
 
     @property
     def needs_kept_share(self) -> bool:
-        """Returns whether decisions need the selected channels' share of the best score."""
+        """Returns whether decisions need the statistic `kept_share`."""
         return isinstance(self.select, AutoSelect)
 
     def boundary(self, step: int, schedule_state: ScheduleState, group: int = 0) -> Boundary:

@@ -8,7 +8,7 @@ from zenflow_jax._diagnostics.timeline import ROWS, Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHOWN = 12  # number of steps in a picture by default
+_DEFAULT_STEPS = 12  # number of steps in a plot by default
 # In the order of the legend. Pale colours mark spans without work: unknown, or waiting.
 _COLOURS = {
     "step": "#3b75af",
@@ -81,7 +81,7 @@ def plot_timeline(
 
     # Does not use pyplot, which needs a display and leaves global state.
     figure = Figure(figsize=(13, 4.2), layout="constrained")
-    _draw(figure, timeline, timeline.steps[-_SHOWN:] if steps is None else steps)
+    _draw(figure, timeline, timeline.steps[-_DEFAULT_STEPS:] if steps is None else steps)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
@@ -100,14 +100,14 @@ def _draw(figure: "Figure", timeline: Timeline, steps: range) -> None:
     )
     axes.set_yticks(range(len(ROWS)), ROWS)
     for kind, colour in _COLOURS.items():
-        of_kind = [span for span in spans if span.kind == kind]
-        if not of_kind:
+        kind_spans = [span for span in spans if span.kind == kind]
+        if not kind_spans:
             continue
         # Waits are drawn over their call, whose edges stay visible.
         height = 0.5 if kind in ("wait for device", "wait for host") else 0.72
         axes.broken_barh(
-            [(1e3 * (span.start - start), 1e3 * (span.end - span.start)) for span in of_kind],
-            (ROWS.index(of_kind[0].row) - height / 2, height),
+            [(1e3 * (span.start - start), 1e3 * (span.end - span.start)) for span in kind_spans],
+            (ROWS.index(kind_spans[0].row) - height / 2, height),
             facecolors=colour,
             # The edge keeps the shortest spans visible and separates steps.
             edgecolors="white" if kind == "step" else colour,
