@@ -144,10 +144,7 @@ def test_a_mistake_ends_the_command_with_one_message(folder, capsys):
         (["--top-p", 1.5], "`top_p`: must be"),
         (["--temperature", "nan"], "`temperature`: must be"),
         (["--seed", -1], "`seed`: must be"),
-        (
-            ["--model", "nowhere"],
-            "nowhere does not exist",
-        ),
+        (["--model", "nowhere"], "nowhere does not exist"),
         (["--prompt", "a"], "unknown option --prompt. Write only its value"),
         (["sat", "down"], "unexpected argument 'sat down'"),
         (["--topp", 1], "unknown option --topp. Did you mean --top-p"),

@@ -18,11 +18,7 @@ def assert_rejected(folder, *words):
 
 LOW_IS_HIGH = LLAMA3 | {"high_freq_factor": 1.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
-MIXED_LAYERS = {
-    "use_sliding_window": True,
-    "sliding_window": 5,
-    "layer_types": [FULL, SLIDING],
-}
+MIXED_LAYERS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": [FULL, SLIDING]}
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,7 @@ def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
     for call, words in (
         (lambda: mesh(""), "^`mesh`: needs `axis=size` pairs.*but has ''"),
         (lambda: mesh("data=0"), "^`mesh`: needs `axis=size` pairs.*but has 'data=0'"),
-        (
-            lambda: mesh("tensr=1"),
-            "needs only the axes data, fsdp, tensor, but has `tensr`",
-        ),
+        (lambda: mesh("tensr=1"), "needs only the axes data, fsdp, tensor, but has `tensr`"),
         (lambda: mesh("data=1,data=1"), "^`mesh`: needs every axis once, but has `data` twice"),
         (lambda: mesh("data=64,fsdp=3"), r"needs .* of devices, here \d+ .* the product 192"),
         (lambda: placed("a/up/kernel", 4, 4), "a size of `fsdp` that divides .*but has fsdp=3"),
