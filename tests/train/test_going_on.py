@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 from benchmarks import kill_test
 from benchmarks.kill_test import differences, steps_of
 from tests.processes import output, start
-from tests.train.scripts import cut_short, flip_a_bit, largest_file
 from train import finetune
 from train.cli.settings import SettingsError
 from train.distributed.stopping import StopRequest
@@ -108,25 +107,6 @@ def assert_not_changed(config: Path, run: Path, capsys) -> None:
         assert finetune.main([str(config), "--run", run.name, *options]) == code
         assert re.search(expected, "".join(capsys.readouterr()))
     assert changed_at(run) == before
-
-
-@pytest.mark.slow
-def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_one_before(tmp_path, capsys):
-    config = kill_test.write_config(tmp_path, steps=13, optimizer="adamw")
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.mkdir()
-    for name in ("lock", "settings.toml"):  # like a start that was killed before it saved
-        (whole / name).touch()
-    assert finetune.main([str(config), "--run", whole.name, "--keep", "9"]) == 0
-    assert "no checkpoint to resume from" in capsys.readouterr().out
-    cut_short(whole, cut, after=10)
-    flip_a_bit(largest_file(cut / "checkpoints" / "10"))
-    assert finetune.main([str(config), "--run", cut.name]) == 0
-    text = capsys.readouterr().out
-    assert "checkpoint 10 is damaged: " in text
-    assert "resuming from checkpoint 5" in text
-    assert "checkpoints/10 to damaged-10" in text
-    assert differences(whole, cut) == []
 
 
 @pytest.mark.slow
