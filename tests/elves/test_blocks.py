@@ -96,7 +96,7 @@ def test_differences_from_a_base_are_small_and_exact(dtype, words, scale, share)
 
 
 def sealed(body, checksum, codec):
-    """A block with valid checksums, from someone who can compute them."""
+    """Returns a block with valid checksums."""
     tail = struct.pack("<IB", checksum, codec) + body
     return struct.pack("<I", zlib.crc32(tail)) + tail
 
@@ -108,14 +108,8 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 24))
     ("codec", "body", "message"),
     [
         ("elf", struct.pack("<hBI", 900, 0, 0), r"step 2\*\*900"),
-        (
-            "planes",
-            struct.pack("<4I", len(BOMB) + 1, 0, 0, 0) + b"\1" + BOMB,
-            "the frame has 16777216 bytes, not 100",
-        ),
         ("planes", struct.pack("<4I", 100, 100, 100, 2**32 - 1), "only 0 of 100 bytes"),
         ("zstd", BOMB, "the frame has 16777216 bytes, not 400"),
-        ("zstd", b"nothing", "the zstd frame"),
         ("distance", BOMB, "only version 0.2 reads the codec distance"),
         ("elf", struct.pack("<hBI", -23, 1, 2**31), "2147483648 outliers"),
         ("elf", struct.pack("<hBI", -23, 0, 1) + struct.pack("<II", 100, 0), "outlier 100 is out"),

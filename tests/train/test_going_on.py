@@ -52,21 +52,20 @@ def test_a_stopped_and_killed_run_is_bit_identical_and_a_finished_run_is_not_cha
     config = kill_test.write_config(tmp_path, steps=STEPS)
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     seldom = "--save-every", "40"  # saves are most of a run's time
+    whole.mkdir()
+    for name in (LOCK, "settings.toml"):  # like a start that was killed before its first save
+        (whole / name).touch()
     assert finetune.main([str(config), "--run", whole.name, *seldom]) == 0
+    assert "no checkpoint to resume from" in capsys.readouterr().out
+    trace = tmp_path / "trace.json"
     with monkeypatch.context() as patch:
         patch.setattr(StopRequest, "after", stopped_after(7))
-        command = [
-            str(config),
-            "--run",
-            interrupted.name,
-            "--timeline",
-            str(tmp_path / "trace.json"),
-        ]
+        command = [str(config), "--run", interrupted.name, "--timeline", str(trace)]
         assert finetune.main(command) == 128 + signal.SIGTERM
     message, command = capsys.readouterr().err.splitlines()[-2:]
     assert re.fullmatch("stopped by SIGTERM after step 7, which is saved.*", message)
     assert command == f"python -m train.finetune {interrupted}/settings.toml --run interrupted"
-    assert '"step": 7' in (tmp_path / "trace.json").read_text(encoding="utf-8")
+    assert '"step": 7' in trace.read_text(encoding="utf-8")
 
     killed = start("-m", "train.finetune", config, "--run", interrupted.name)
     checkpoints = interrupted / "checkpoints"
@@ -113,8 +112,8 @@ def assert_not_changed(config: Path, run: Path, capsys) -> None:
 def test_a_run_on_a_full_disk_ends_with_one_message(tmp_path, small_disk, capfd):
     config = kill_test.write_config(tmp_path, steps=STEPS, optimizer="adamw")
     disk = small_disk("2m")
-    where = ["--output-dir", str(disk), "--keep", "99", "--log-every", "1"]
-    assert finetune.main([str(config), "--run", "full", *where]) == 2
+    options = ["--output-dir", str(disk), "--keep", "99", "--log-every", "1"]
+    assert finetune.main([str(config), "--run", "full", *options]) == 2
     gc.collect()  # orbax prints a traceback for each array
     error = capfd.readouterr().err
     assert "Traceback" not in error

@@ -37,27 +37,20 @@ with StopRequest(lambda line: print(line, flush=True)) as stop:
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "phase", "expected"),
-    [
-        (signal.SIGINT, "start", "no step has been done since the start"),
-        (signal.SIGTERM, "end", "all is saved"),
-    ],
-)
-def test_a_signal_ends_a_command_at_once_if_nothing_needs_saving(number, phase, expected):
-    with stuck(phase) as process:
-        process.send_signal(number)
-        assert output(process) == (128 + number, f"stopped by {number.name}: {expected}\n")
+def test_a_signal_ends_a_command_at_once_if_nothing_needs_saving():
+    with stuck("end") as process:
+        process.send_signal(signal.SIGTERM)
+        assert output(process) == (128 + signal.SIGTERM, "stopped by SIGTERM: all is saved\n")
 
 
 def test_a_signal_is_confirmed_at_once_and_the_next_one_aborts():
     with stuck("step") as process:
         process.send_signal(signal.SIGUSR1)
-        said = "SIGUSR1: stopping after this step and saving; send another signal to abort\n"
-        assert process.stdout.readline() == said
+        confirmed = "SIGUSR1: stopping after this step and saving; send another signal to abort\n"
+        assert process.stdout.readline() == confirmed
         process.send_signal(signal.SIGUSR1)  # counts like SIGTERM
-        said = "aborted by SIGUSR1; the last checkpoint is unchanged\n"
-        assert output(process) == (128 + signal.SIGTERM, said)
+        aborted = "aborted by SIGUSR1; the last checkpoint is unchanged\n"
+        assert output(process) == (128 + signal.SIGTERM, aborted)
 
 
 @contextlib.contextmanager
@@ -98,11 +91,11 @@ def test_an_interrupt_before_a_command_has_begun_gives_one_line(monkeypatch, cap
 
 def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    said = how_to_resume(signal.SIGTERM, 7, Path("runs/my first"))
-    assert said.endswith(" 'runs/my first/settings.toml' --run 'my first'")
+    line = how_to_resume(signal.SIGTERM, 7, Path("runs/my first"))
+    assert line.endswith(" 'runs/my first/settings.toml' --run 'my first'")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    said = how_to_resume(signal.SIGTERM, 7, Path("runs/job-17"))
-    assert said.endswith(" is saved. Resume with the same sbatch or srun command and --run job-17")
+    line = how_to_resume(signal.SIGTERM, 7, Path("runs/job-17"))
+    assert line.endswith(" is saved. Resume with the same sbatch or srun command and --run job-17")
 
 
 @pytest.mark.parametrize(
