@@ -113,7 +113,9 @@ def contents(wheel):
 
 
 @pytest.mark.slow
-def test_the_whole_wheel_imports_with_only_its_requirements(wheel, tmp_path):
+def test_the_wheel_imports_with_only_its_requirements_and_commands_name_missing_ones(
+    wheel, tmp_path
+):
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path)
     required = closure(described(wheel).get_all("Requires-Dist"))
@@ -127,12 +129,14 @@ def test_the_whole_wheel_imports_with_only_its_requirements(wheel, tmp_path):
     # Tunix belongs to an extra.
     names = [x.replace("/", ".") for x in names if "tunix" not in x and "py.typed" not in x]
     code = BARE.format(absent=absent) + f"import {', '.join(names)}\n"
-    code += "print(zenflow_jax.__file__)"
+    code += "print(zenflow_jax.__file__)\nsys.exit(zenflow_jax._commands.finetune())"
     env = os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, **AS_TEXT)
-    done(run)
+    assert run.returncode == 2, run.stderr
     origin = Path(run.stdout.splitlines()[-1])
     assert origin.is_relative_to(tmp_path), "the source tree was imported"
+    assert run.stderr.startswith("error: this command needs the module ")
+    assert run.stderr.endswith('pip install "zenflow_jax[train]"\n')
 
 
 # Calls each console command as its script does, in one process that imports everything once.
@@ -178,16 +182,6 @@ def test_each_command_works_when_installed_beside_modules_of_the_same_names(whee
         output = run.stdout.partition(f"> {line}\n")[2].partition("\n> ")[0]
         assert expected in output, output
         assert f"code {code}" in output
-
-
-def test_a_command_without_its_packages_shows_how_to_install_them():
-    code = (
-        BARE.format(absent={"rich"}) + "import zenflow_jax._commands as c; sys.exit(c.finetune())"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, **AS_TEXT)
-    assert run.returncode == 2
-    assert run.stderr.startswith("error: this command needs the module rich")
-    assert run.stderr.endswith('pip install "zenflow_jax[train]"\n')
 
 
 def closure(requirements):
