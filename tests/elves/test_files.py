@@ -26,8 +26,8 @@ def noise(*shape, scale=0.05, seed=0, dtype=np.float32):
 
 def tensors():
     """Returns a tensor of each kind, some with several blocks."""
-    odd = noise(70)
-    odd[:4] = [np.nan, -0.0, np.inf, -np.inf]
+    odd = noise(5000)
+    odd[:8] = [np.nan, -np.nan, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38]
     nearly = noise(700, 512)
     nearly[350] = 0  # between equal ends
     return {
@@ -35,13 +35,14 @@ def tensors():
         "nearly": nearly,
         "cast": noise(1200, 512, seed=1, dtype=ml_dtypes.bfloat16),
         "half": noise(300, dtype=np.float16),
-        "double": noise(30, dtype=np.float64),
+        "double": noise(5000, dtype=np.float64),
         "odd": odd,
         "same": odd.copy(),
         "none": np.zeros((0, 3), np.float32),
         "scalar": np.float32(0.5).reshape(()),
         "mask": np.array([True, False]),
         "ids": np.arange(512),
+        "bytes": np.tile(np.arange(7, dtype=np.uint8), 900),
         "zeros": np.zeros(400_000, np.float32),
     }
 
@@ -94,8 +95,11 @@ def test_a_packed_file_is_a_safetensors_file_of_bytes(packed):
         assert file.get_slice("w").get_shape() == [sum(blocks)]
         assert len(blocks) == 2
     assert described["w"]["crc32"] == zlib.crc32(tensors()["w"].tobytes())
-    assert described["same"]["codec"] == "duplicate"
-    assert described["zeros"]["codec"] == "constant"
+    codecs = {name: entry["codec"] for name, entry in described.items()}
+    planes = ("w", "nearly", "cast", "half", "double", "odd", "ids")
+    expected = dict.fromkeys(planes, "planes") | {"zeros": "constant", "bytes": "zstd"}
+    stored = dict.fromkeys(("none", "scalar", "mask"), "stored")
+    assert codecs == expected | stored | {"same": "duplicate"}
 
 
 def test_a_slice_reads_the_same_as_numpy(packed):

@@ -1,6 +1,10 @@
 """`ZenFlowHooks` in Tunix's own trainer: equality with AdamW, evaluations, and misuse."""
 
+import importlib
+import importlib.metadata
 import itertools
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,7 +17,6 @@ from tests.in_tunix.trainers import (
     AS_ADAMW,
     ENGINE,
     LATE,
-    Conditional,
     Recorder,
     batches,
     make_model,
@@ -22,6 +25,7 @@ from tests.in_tunix.trainers import (
     weights,
     zenflow,
 )
+from zenflow_jax.integrations import tunix
 from zenflow_jax.integrations.tunix import ZenFlowHooks, channel_axis
 
 # Float32 operations in a different order; weights are near 1, updates near 1e-2.
@@ -76,23 +80,13 @@ def test_sums_with_a_users_multi_steps_equal_the_trainers(devices):
     assert_same_bits(weights(model), weights(expected))
 
 
-@pytest.mark.parametrize(
-    ("sending", "devices", "settings"),
-    [
-        ("after_step", 4, {}),
-        ("per_window", 4, {"gradient_accumulation_steps": 2}),
-        ("during_step", 0, {"gradient_accumulation_steps": 2, "kind": Conditional}),
-        ("per_window", 4, {"gradient_accumulation_steps": 2, "kind": Conditional}),
-    ],
-    ids=str,
-)
-def test_other_values_of_send_gradients_and_conditional_updates_equal_adamw(
-    sending, devices, settings
-):
+@pytest.mark.parametrize(("sending", "accumulate"), [("after_step", None), ("per_window", 2)])
+def test_other_values_of_send_gradients_equal_adamw(sending, accumulate):
     tx = zenflow(send_gradients=sending, **AS_ADAMW)
-    model, _, hooks = train(tx, 5, evaluate="as_is", devices=devices, **settings)
+    settings = {"devices": 4, "gradient_accumulation_steps": accumulate}
+    model, _, hooks = train(tx, 5, evaluate="as_is", **settings)
     assert hooks.stats.steps == 5
-    assert_close(model, train(ADAMW, 5, devices=devices, **settings)[0])
+    assert_close(model, train(ADAMW, 5, **settings)[0])
 
 
 @DEVICES
@@ -183,3 +177,17 @@ def test_projections_in_tunix_models_have_their_inputs_as_channels():
         assert (spec.axis, spec.n, spec.stack) == (0, 16, ())
     (spec,) = (x for key, x in specs.items() if "o_proj" in key)
     assert (spec.n, spec.stack) == (8, (4,))
+
+
+def test_the_installed_version_is_the_extras_version():
+    root = Path(__file__).parents[2]
+    extra = r'^tunix = \["google-tunix>=([\d.]+),<'
+    (bound,) = re.findall(extra, (root / "pyproject.toml").read_text(), re.M)
+    assert importlib.metadata.version("google-tunix") == bound == tunix.VERSION
+    assert f"google-tunix {bound}" in (root / "docs/trainers.md").read_text()
+
+
+def test_another_version_is_rejected_by_name(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.8")
+    with pytest.raises(ImportError, match=r"google-tunix is 0\.1\.8, .* need 0\.1\.7"):
+        importlib.reload(tunix)

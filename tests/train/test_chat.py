@@ -278,13 +278,11 @@ def test_a_trained_folder_names_all_ends_and_one_template(tmp_path, tokenizer, t
     assert generate.read_prompt(options, tokenizer).ends - {-1} == set(known)
 
 
-def test_ends_of_turns_also_end_generated_text(tmp_path, tokenizer):
+def test_a_prompt_follows_the_template_with_a_system_message(tmp_path, tokenizer):
     write_byte_level(tmp_path, also=[TURN, TURN_END])
     shutil.copyfile(FIXTURES / "turns.jinja", tmp_path / "chat_template.jinja")
     options = generate.Options(prompt="Who?", model=str(tmp_path), format="chat")
     prompt = generate.read_prompt(options, tokenizer)
-    ends = {tokenizer.tokens.token_to_id(token) for token in (END, TURN_END)}
-    assert prompt.ends == ends
     text = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
     assert text.endswith(f"{TURN}user\nWho?{TURN_END}\n{TURN}assistant\n")
     options = dataclasses.replace(options, system="Say no.")
@@ -293,10 +291,6 @@ def test_ends_of_turns_also_end_generated_text(tmp_path, tokenizer):
     assert tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False) == turns != text
     with pytest.raises(SettingsError, match="`system`: --format text has no system message"):
         generate.read_prompt(dataclasses.replace(options, format="text"), tokenizer)
-    skips = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|end|>{% endfor %}"
-    (tmp_path / "chat_template.jinja").write_text(skips)
-    with pytest.raises(SettingsError, match=r"`format`: .*skips `content` of message 1 \(role 's"):
-        generate.read_prompt(options, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No.') }}")
     with pytest.raises(SettingsError, match="`format`: .*No.*--format text"):
         generate.read_prompt(options, tokenizer)

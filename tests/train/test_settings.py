@@ -119,9 +119,7 @@ def test_a_mistake_ends_the_command_with_one_line_code_2_and_no_folder(
 def test_the_version_and_the_help_of_a_plan_need_no_config(capsys, monkeypatch):
     for command, shown in (
         ("zenflow-finetune --version", f"zenflow_jax {zenflow_jax.__version__}\n"),
-        ("zenflow-plan --version --plan", f"zenflow_jax {zenflow_jax.__version__}\n"),
         ("zenflow-plan --help --plan", "Plans a run's memory and speed"),
-        ("zenflow-finetune --help", "Fine-tunes a model with the settings"),
     ):
         monkeypatch.setattr("sys.argv", command.split())
         with pytest.raises(SystemExit) as ended:

@@ -87,16 +87,6 @@ def test_a_batch_has_the_positions_that_its_longest_example_needs(buckets):
     assert Batches(numbers(9), **words, buckets=buckets).length(0) is None
 
 
-def test_a_sample_has_the_same_examples_with_any_padding():
-    cut, full = (Sample(Sentences(10), batch_size=4, seed=4, buckets=b) for b in (10, 1))
-    for short, padded in zip(cut, full, strict=True):
-        width = short["mask"].shape[1]
-        np.testing.assert_array_equal(short["mask"], padded["mask"][:, :width])
-        assert not padded["mask"][:, width:].any()
-        np.testing.assert_array_equal(short[ROWS], padded[ROWS])
-    assert {batch["mask"].shape[1] for batch in cut} != {10}
-
-
 def tiny_model() -> tuple[nnx.GraphDef, dict]:
     return models.split(small_model(dtype="float32"))
 
