@@ -14,7 +14,6 @@ from tunix.sft import checkpoint_manager
 
 from tests.comparisons import assert_same_bits
 from tests.in_tunix.trainers import (
-    AS_ADAMW,
     ENGINE,
     LATE,
     Recorder,
@@ -88,16 +87,6 @@ def test_a_run_resumes_from_the_first_step_and_from_an_open_window(step, tmp_pat
     resumed, began, _ = run(tmp_path)
     assert began == step
     assert_same_bits(resumed, run()[0])
-
-
-def test_a_run_on_a_mesh_resumes_on_one_device(tmp_path):
-    # Four shards that select separately select as many channels as the whole leaf.
-    options = AS_ADAMW | dict(topk_ratio=0.5)
-    stop_at(5, tmp_path, devices=4, **options)
-    resumed, began, _ = run(tmp_path, **options)
-    assert began == 5
-    for name, x in run(None, devices=4, **options)[0].items():
-        np.testing.assert_allclose(resumed[name], x, rtol=0, atol=ATOL)
 
 
 def test_the_last_checkpoint_has_all_updates_and_a_longer_run_resumes_from_it(tmp_path):

@@ -1,6 +1,6 @@
 """The training script's checkpoints, with a few small arrays: kept and rejected ones.
 
-`test_going_on.py` has runs that resume from their checkpoints.
+`test_stopping.py` has runs that resume from their checkpoints.
 """
 
 import json

@@ -56,7 +56,6 @@ FILES = {
     "alpaca": [
         ("a.json", '[\n{"instruction": "a",}]', r"a\.json: the text is not valid JSON .*line 2"),
         ("a.json", json.dumps([PLAIN, {"output": "b"}]), "item 2: .* 'instruction' is missing"),
-        ("a.jsonl", records(PLAIN), "needs at least two examples, but has 1"),
         ("a.jsonl", records(DOLLY), r"'output' is missing\. Rename 'response' to 'output'\."),
         ("a.jsonl", records(PLAIN | {"history": [["a", "b"]]}), r"'history' .* use --task chat"),
         ("a.jsonl", extended(), r"is a conversation\. Use --task chat"),
@@ -66,7 +65,6 @@ FILES = {
         ("a.jsonl", chats({"messages": ["hi"]}), r"line 2, message 1: must be \{.*\}, but is 'hi'"),
         ("a.jsonl", chats({"messages": [{"role": "user"}]}), r"the field 'content' is missing"),
         ("a.jsonl", chats({"messages": [USER]}), r"the role 'assistant', only 'user'"),
-        ("a.jsonl", chats({"prompt": "a"}), r"'messages' is .*'prompt'.. Rename the field"),
         ("a.jsonl", chats({"messages": [USER, ANSWER], "tools": "[]"}), "'tools' must be a list"),
         ("a.jsonl", chats({"messages": [ANSWER, USER]}), r"rejects .*: Roles must alternate"),
         ("a.jsonl", extended(label=False), r"line 2: the field 'label' .*training on preferences"),
