@@ -1,4 +1,4 @@
-"""Block codecs: rounding within a bound, and rejected blocks; `test_files.py` has the others."""
+"""Block codecs: rounding within a bound, and rejected blocks; `test_files.py` tests codecs."""
 
 import struct
 import zlib

@@ -33,8 +33,8 @@ def test_products_in_loops_count_for_every_iteration_and_convolutions_by_their_w
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
 
     def convolution(x, w):
-        of = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=of)
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dimensions)
 
     def products_of(f, *shapes):
         arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

@@ -70,10 +70,10 @@ def talk(*turns):
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
 def test_texts_and_tokens_equal_those_of_transformers(tokenizer, template, name, case):
-    expected, of = EXPECTED[name][case], template(name)
-    conversation = of.conversation(expected["messages"], expected.get("tools"))
+    expected, chat_template = EXPECTED[name][case], template(name)
+    conversation = chat_template.conversation(expected["messages"], expected.get("tools"))
     assert conversation.text == expected["text"]
-    prompt = of.render(expected["messages"][:-1], ask=True, tools=expected.get("tools"))
+    prompt = chat_template.render(expected["messages"][:-1], ask=True, tools=expected.get("tools"))
     assert prompt == expected["prompt"]
     [encoded] = answers.encode_conversations(tokenizer, iter([conversation]))
     assert encoded.tokens.tolist() == expected["tokens"]
@@ -119,20 +119,20 @@ def test_a_template_that_prompts_for_a_thought_does_not_prompt_for_one_that_the_
 ):
     # Like models that always think: the prompt ends with the start of the thought.
     turns = (FIXTURES / "turns.jinja").read_text()
-    of = written(turns + "{% if add_generation_prompt %}<think>{% endif %}")
+    chat_template = written(turns + "{% if add_generation_prompt %}<think>{% endif %}")
     for first, last in (("The cat.", "<th>."), ("a", "a"), ("assistant", "<")):
-        conversation = of.conversation(talk("Who?", first, "Where?", last))
+        conversation = chat_template.conversation(talk("Who?", first, "Where?", last))
         assert answers_of(conversation) == [first + TURN_END, last + TURN_END]
 
 
 def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(written):
     # With an end of text after only the last message, which does not end an answer.
-    of = written(
+    chat_template = written(
         "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|turn_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|turn|>assistant\n{% else %}{{ eos_token }}{% endif %}"
     )
     for answer in ("A", "", "end", "|", "assistant"):
-        conversation = of.conversation(talk("A", answer, "A", answer, "A", answer))
+        conversation = chat_template.conversation(talk("A", answer, "A", answer, "A", answer))
         assert answers_of(conversation) == [answer + TURN_END] * 2 + [f"{answer}{TURN_END}\n{END}"]
         turns = [conversation.text[:start].count(TURN) for start, _ in conversation.answers]
         assert turns == [2, 4, 6]
@@ -158,12 +158,12 @@ def test_an_answer_with_weight_zero_is_not_learned(tmp_path, template, name, fie
 
 
 def test_a_template_that_marks_answers_together_cannot_leave_one_out(written):
-    of = written(
+    chat_template = written(
         "{% generation %}{{ messages | map(attribute='content') | join }}{% endgeneration %}"
     )
-    assert of.conversation(talk("a", "b", "c", "d")).answers == [(0, 4)]
+    assert chat_template.conversation(talk("a", "b", "c", "d")).answers == [(0, 4)]
     with pytest.raises(ConversationError, match=r"has 1 `{% generation %}` for 2 answers"):
-        of.conversation(talk("a", "b", "c", "d"), skipped=[1])
+        chat_template.conversation(talk("a", "b", "c", "d"), skipped=[1])
 
 
 def test_arguments_of_calls_are_objects_in_templates(tmp_path, written, template):

@@ -73,7 +73,7 @@ class Job:
         self.checkpoints.save(step, self.params, self.opt_state, None, progress, figure=loss)
 
     def restored(self, step: int):
-        """The saved state, from which the job resumes."""
+        """Restores the saved state, from which the job resumes."""
         restored = self.checkpoints.restore(step, self.params, self.opt_state)
         self.params, self.opt_state = restored.params, restored.opt_state
         return restored

@@ -6,9 +6,7 @@ import os
 import random
 import re
 import signal
-import sys
 import threading
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from train.cli.settings import Settings, SettingsError
 from train.distributed.stopping import Interrupted, StopRequest, how_to_resume
 from train.finetune import describe_oom, find_oom
 from train.run.folder import LOCK, run_lock
-from zenflow_jax import _commands
 
 STEPS = 63
 
@@ -198,16 +195,6 @@ def test_a_signal_interrupts_work_between_two_steps_and_handlers_are_restored():
         stop.check()
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_an_interrupt_before_a_command_has_begun_gives_one_line(monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_commands, "importlib", types.SimpleNamespace(import_module=interrupted))
-    monkeypatch.setattr("sys.path", [*sys.path])
-    assert _commands.finetune() == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "stopped by SIGINT\n"
 
 
 def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch):

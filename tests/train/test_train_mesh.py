@@ -127,7 +127,7 @@ def test_mpirun_without_the_flags_is_rejected_with_the_line_that_works(monkeypat
 
 
 def losses(run: Path) -> list[float]:
-    """Every step's loss, and the validations before and after."""
+    """Returns every step's loss, and the validations before and after."""
     steps = [float(row["loss"]) for row in rows(run / "metrics.csv")]
     assert len(steps) == TINY_MESH["steps"]
     figures = summary(run)
