@@ -123,24 +123,16 @@ def test_a_change_to_any_byte_is_detected(tmp_path):
     }
     elves.save(path, saved)
     elves.save(tmp_path / "lossy.safetensors", {"w": x}, bound=1e-4)
-    rng = np.random.default_rng(0)
-    undetected = []
-    for whole in ((tmp_path / name).read_bytes() for name in (path.name, "lossy.safetensors")):
+    for name in (path.name, "lossy.safetensors"):
+        whole = (tmp_path / name).read_bytes()
+        for at in range(0, len(whole), 5):
+            changed = bytearray(whole)
+            changed[at] ^= 1 + at % 255
+            path.write_bytes(changed)
+            with pytest.raises(elves.ElvesError):
+                check_path(path)
         path.write_bytes(whole)
-        with open(path, "r+b", buffering=0) as file:
-            for at in range(0, len(whole), 5):
-                change = int(rng.integers(1, 256))
-                file.seek(at)
-                file.write(bytes([whole[at] ^ change]))
-                try:
-                    check_path(path)
-                    undetected.append(at)
-                except elves.ElvesError:
-                    pass
-                file.seek(at)
-                file.write(whole[at : at + 1])
         check_path(path)
-    assert undetected == []
 
 
 @pytest.mark.parametrize(
