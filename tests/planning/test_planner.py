@@ -41,7 +41,7 @@ def test_products_in_loops_count_for_every_iteration_and_convolutions_by_their_w
         return products(jax.jit(f).trace(*arrays).jaxpr.jaxpr)
 
     flops, moved_bytes = products_of(jax.value_and_grad(loss), (10, 512, 512), (2048, 512))
-    assert flops == 3 * 10 * 2 * 2048 * 512**2  # also on the way back
+    assert flops == 3 * 10 * 2 * 2048 * 512**2  # including the backward pass
     assert moved_bytes == 3 * 10 * 4 * (2 * 2048 * 512 + 512**2)
     flops, _ = products_of(convolution, (2, 8, 8, 3), (5, 5, 3, 16))
     assert flops == 2 * (2 * 8 * 8 * 16) * 5 * 5 * 3

@@ -237,7 +237,7 @@ def test_a_run_keeps_the_template_with_the_model_and_prompts_use_it(tmp_path, ca
     assert finetune.main([str(run / "settings.toml"), "--run", "a", "--steps", "3"]) == 0
     assert "resuming from checkpoint 2" in capsys.readouterr().out
 
-    # An export need not name it.
+    # An export finds the template in the run's folder.
     exporting = ["--run", "a", "--chat-template", "None", "--export", "2", str(out)]
     assert finetune.main([config, *exporting]) == 0
     for model in (run / "model", out):
@@ -273,7 +273,7 @@ def test_a_trained_folder_names_all_ends_and_one_template(tmp_path, tokenizer, t
     assert content == before | {"eos_token_id": known}
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
     assert not (tmp_path / "chat_template.json").exists()
-    # For other programs: they need not find any end themselves.
+    # The folder names all ends, for other programs, too.
     options = generate.Options(prompt="Who?", model=str(tmp_path), format=task)
     assert generate.read_prompt(options, tokenizer).ends - {-1} == set(known)
 

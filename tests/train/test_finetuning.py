@@ -27,8 +27,8 @@ SHORT = {
     "learning_rate": 3e-3,
     "dtype": "float32",
     "topk_ratio": 0.25,
-    "update_interval": 2,  # two groups of leaves, and as many programs of each kind
-    "length_buckets": 1,  # each is a program of its own
+    "update_interval": 2,  # two groups of leaves, each with its own programs
+    "length_buckets": 1,  # each bucket compiles another program
     "max_grad_norm": 1.0,
     "evaluate_every": 10,
     "save_every": 5,
@@ -255,7 +255,7 @@ def test_a_layerwise_run_equals_adamw(tmp_path, monkeypatch, name, steps):
     monkeypatch.setattr(cross_entropy, "PART", 100)
     options = SHORT | (glue if name == "bert" else language)(tmp_path)
     options |= {"model": str(model), "steps": 3, "micro_batches": 2, "length_buckets": 1}
-    # A key's bias has only rounding as its gradient, which a small `eps` would enlarge.
+    # A key bias's gradient is only rounding error, which a small `eps` would enlarge.
     options |= {"eval_batches": 2, "keep_best": False, "eps": 1e-3}
     expected = trained(scripts.read(**options | {"optimizer": "adamw"}), steps, tmp_path / "adamw")
     layerwise = trained(scripts.read(**options | BY_LAYER), steps, tmp_path / "by_layer")

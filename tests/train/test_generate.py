@@ -17,7 +17,7 @@ from train.cli.settings import task_name
 from train.huggingface.tokenizer import read_tokenizer
 from train.model.sampling import Sampling, continue_tokens, narrow
 
-PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
+PROMPT, MORE = 5, 6  # tokens; the sum exceeds the Mistral fixture's window
 
 
 # Attention differs between these: windows, head groups, norms.
@@ -97,7 +97,7 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
     sampled = ["--model", folder, "the cat", "--max-tokens", 9, "--top-k", 40]
     assert run(capsys, *sampled)[1] == run(capsys, *sampled)[1] != out
     assert run(capsys, *sampled, "--temperature", 0)[1] == out
-    # So cold that only the most likely token remains.
+    # At this temperature, only the most likely token remains.
     assert run(capsys, *sampled, "--temperature", 1e-4)[1] == out
 
 

@@ -91,7 +91,7 @@ def test_a_run_stops_after_too_many_consecutive_skipped_steps_or_if_all_are_skip
     state = counted([1, 2, 3, 4, 5, 5]).state()
     with pytest.raises(NotFiniteError, match="steps 7 to 8 were skipped"):
         counted([6, 7], steps_done=6, state=state)
-    counted([], steps_done=6, state=state)  # without steps nothing is known
+    counted([], steps_done=6, state=state)  # without steps, no verdict
 
 
 def logged(folder, to):

@@ -187,7 +187,7 @@ def test_a_packed_sequences_loss_is_that_of_its_separate_texts():
     np.testing.assert_allclose(together, expected, rtol=TOLERANCE)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=F32_RTOL * np.abs(y).max())
-    # Joined texts would see those before them.
+    # Joined texts would attend to earlier texts.
     assert abs(loss(params, {"tokens": batch["tokens"]}) - expected) > 0.01
     without_positions = {name: batch[name] for name in ("tokens", "weights")}
     assert abs(loss(params, without_positions) - expected) > 0.01

@@ -138,7 +138,7 @@ def test_a_second_start_of_a_run_is_rejected_until_the_first_ends(tmp_path):
         pass
 
 
-# The main thread is where Python's handlers cannot run, and signals do not wake it: it waits for
+# Blocks the main thread where Python's handlers cannot run and signals do not wake it: it waits for
 # a lock of the C library that it holds itself.
 STUCK = """
 import ctypes, sys

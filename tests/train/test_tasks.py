@@ -77,7 +77,7 @@ def test_positions_restart_in_each_document_and_its_first_token_is_not_a_target(
         expected[:border] = range(border)
         assert example["positions"].tolist() == expected.tolist()
         assert example["weights"].tolist() == targets[5 * i + 1 : 5 * i + 6]
-    # A document by itself has nothing to be kept from.
+    # A single document needs neither positions nor weights.
     assert task.validation[0].keys() == {"tokens"}
     together = language_task(tmp_path, decoder, length=5, joined=True)
     assert together.train[1].keys() == {"tokens"}
@@ -89,7 +89,7 @@ def test_the_longest_document_validates_with_its_end_if_no_document_has_the_size
     for name, letter, count in (("README", "r", 1), ("a", "a", 40), ("b", "b", 60)):
         write(tmp_path / f"{name}.txt", letter * count)
     task = language_task(tmp_path, decoder, length=4, share=0.15)
-    # All are 107 tokens with begin and end, of which 15% are 16; README has 3.
+    # The 107 tokens include begin and end tokens; 15% are 16 tokens. README has 3.
     every = [enclosed(decoder, letter * n) for letter, n in (("r", 1), ("a", 40), ("b", 60))]
     train, validation = joined(task.train), joined(task.validation)
     assert validation == every[2][-16:][: len(validation)]
@@ -137,7 +137,7 @@ def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
 
 
 PLAIN = {"instruction": "Say {this}.", "output": "this"}
-GIVEN = {"instruction": "Add.", "input": "1 and 2", "output": "the sum is 3"}
+WITH_INPUT = {"instruction": "Add.", "input": "1 and 2", "output": "the sum is 3"}
 
 
 def alpaca_task(data, tokenizer, *, length=512):
@@ -153,7 +153,12 @@ def alpaca_folder(folder, *items):
 
 
 def test_only_the_answer_and_its_end_token_count(tmp_path, decoder):
-    items = (PLAIN, GIVEN, PLAIN | {"input": None}, PLAIN | {"input": "", "text": "passed over"})
+    items = (
+        PLAIN,
+        WITH_INPUT,
+        PLAIN | {"input": None},
+        PLAIN | {"input": "", "text": "passed over"},
+    )
     task = alpaca_task(alpaca_folder(tmp_path, *items), decoder)
     assert task.kind == "decoder"
     assert {note.partition(": ")[2] for note in task.notes} == {

@@ -98,8 +98,8 @@ def test_zenflow_trains_and_writes_its_record(tmp_path, capsys):
     assert 0 <= figures["wait_share"] <= 1
     # At least the bfloat16 gradient of most channels.
     assert 1 < figures["bytes_per_parameter_and_step"] < 4
-    # Rolling windows in two groups, one with a first window of one step; the other's seventh,
-    # with the thirteenth step, stays open.
+    # Two groups have rolling windows. One group's first window has one step; the other group's
+    # seventh window, with step 13, stays open.
     assert [int(row["step"]) for row in metrics] == [1, 4, 8, 12, 13]
     assert [figures[name] for name in SCHEDULE] == [13, 25 / 13, 2, None]
     # Progress, and the remaining time.

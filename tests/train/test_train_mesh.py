@@ -117,7 +117,7 @@ def test_processes_come_from_the_flags_or_else_from_slurm(monkeypatch):
 
 
 def test_mpirun_without_the_flags_is_rejected_with_the_line_that_works(monkeypatch):
-    # Inside an allocation also with the variables of SLURM's daemons, which each start many.
+    # Inside an allocation, the environment also has the variables of SLURM's daemons.
     for slurm in ({}, SLURM_STEP | {"SLURM_PROCID": "0"}):
         for mpi, prefix in ((MPIRUN, "OMPI_COMM_WORLD"), (MPICH, "PMI")):
             set_launcher(monkeypatch, slurm | mpi)
