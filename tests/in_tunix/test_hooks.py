@@ -17,6 +17,7 @@ from tests.in_tunix.trainers import (
     AS_ADAMW,
     ENGINE,
     LATE,
+    Conditional,
     Recorder,
     batches,
     make_model,
@@ -80,13 +81,26 @@ def test_sums_with_a_users_multi_steps_equal_the_trainers(devices):
     assert_same_bits(weights(model), weights(expected))
 
 
-@pytest.mark.parametrize(("sending", "accumulate"), [("after_step", None), ("per_window", 2)])
-def test_other_values_of_send_gradients_equal_adamw(sending, accumulate):
+TWO = {"gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("sending", "devices", "settings"),
+    [
+        ("after_step", 4, {}),
+        ("per_window", 4, TWO),
+        ("during_step", 0, TWO | {"kind": Conditional}),
+        ("per_window", 4, TWO | {"kind": Conditional}),
+    ],
+    ids=str,
+)
+def test_other_values_of_send_gradients_and_conditional_updates_equal_adamw(
+    sending, devices, settings
+):
     tx = zenflow(send_gradients=sending, **AS_ADAMW)
-    settings = {"devices": 4, "gradient_accumulation_steps": accumulate}
-    model, _, hooks = train(tx, 5, evaluate="as_is", **settings)
+    model, _, hooks = train(tx, 5, evaluate="as_is", devices=devices, **settings)
     assert hooks.stats.steps == 5
-    assert_close(model, train(ADAMW, 5, **settings)[0])
+    assert_close(model, train(ADAMW, 5, devices=devices, **settings)[0])
 
 
 @DEVICES

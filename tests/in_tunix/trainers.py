@@ -72,8 +72,9 @@ def config(steps: int, folder: Any = None, every: int = 2, **more: Any) -> Any:
 def make_trainer(
     tx: Any, steps: int, folder: Any = None, every: int = 2, devices: int = 0, **more: Any
 ) -> Any:
-    """Returns a trainer; call this inside `with mesh_of(devices)`."""
-    return peft_trainer.PeftTrainer(make_model(devices), tx, config(steps, folder, every, **more))
+    """Returns a trainer of the class `kind`; call this inside `with mesh_of(devices)`."""
+    kind = more.pop("kind", peft_trainer.PeftTrainer)
+    return kind(make_model(devices), tx, config(steps, folder, every, **more))
 
 
 def batches(seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
@@ -95,6 +96,40 @@ def zenflow(rate: Any = 1e-2, **options: Any) -> Any:
 def weights(model: nnx.Module) -> dict[str, np.ndarray]:
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return {name: np.array(x) for name, x in state.items()}
+
+
+class Conditional(peft_trainer.PeftTrainer):
+    """Accumulates gradients like Tunix after 0.1.7 and MaxText: the update is in `nnx.cond`."""
+
+    def __init__(self, model: nnx.Module, optimizer: Any, settings: Any):
+        every, settings.gradient_accumulation_steps = settings.gradient_accumulation_steps, None
+        super().__init__(model, optimizer, settings)
+        settings.gradient_accumulation_steps = every
+        # The step changes only attributes of its arguments.
+        zeros = jax.tree.map(jax.numpy.zeros_like, nnx.as_pure(nnx.state(model, nnx.Param)))
+        self.optimizer.sums = nnx.data(jax.tree.map(nnx.Variable, zeros))
+        self.optimizer.summed = nnx.Variable(jax.numpy.zeros((), int))
+
+    def create_train_step_fn(self) -> Any:
+        every = self.config.gradient_accumulation_steps
+
+        def update(model: Any, optimizer: Any) -> None:
+            params = nnx.state(model, nnx.Param)
+            sums = jax.tree.leaves(nnx.as_pure(optimizer.sums))
+            optimizer.update(model, jax.tree.unflatten(jax.tree.structure(params), sums))
+            for name, x in optimizer.sums.items():
+                optimizer.sums[name][...] = jax.numpy.zeros_like(x[...])
+
+        def train_step(model: Any, optimizer: Any, inputs: Any) -> Any:
+            loss, gradients = nnx.value_and_grad(self.loss_fn)(model, **inputs)
+            for name, g in nnx.to_pure_dict(gradients).items():
+                optimizer.sums[name][...] += g / every
+            optimizer.summed[...] += 1
+            last = optimizer.summed[...] % every == 0
+            nnx.cond(last, update, lambda model, optimizer: None, model, optimizer)
+            return loss, None, jax.numpy.zeros(())
+
+        return train_step
 
 
 class Recorder(tunix_hooks.TrainingHooks):
