@@ -133,7 +133,7 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
 
 @pytest.mark.slow
 def test_a_step_with_streamed_layers_equals_one_without():
-    _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True, remat=True, parts=2)
+    _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True, parts=2)
     tx = make_optimizer(Settings(scan_layers=True, stream="gradients", max_grad_norm=0.1, steps=10))
     rows = np.arange(18).reshape(2, 9) % 50
 
