@@ -1,19 +1,15 @@
 """Does a compiled program access host memory in the right places, and with the copy engine?
 
-    python -m benchmarks.host_access PROGRAM.txt        # from `compiled.as_text()`
-
 XLA for GPUs annotates a slice inside a loop with a walk in bytes, offset + iteration * stride. Its
 runtime follows the walk and ignores the index. In jax 0.10.2 and 0.11.0, some walks differ from the
-index (openxla/xla#46231). This program evaluates the index of each host memory slice for each
+index (openxla/xla#46231). `traffic` evaluates the index of each host memory slice for each
 iteration, and compares. A slice without a walk belongs to a kernel: then multiprocessors, not a
 copy engine, read host memory word by word.
 """
 
 import json
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.program_text import (
@@ -258,19 +254,3 @@ def large_copies(text: str, least_bytes: int) -> Iterator[str]:
         for x in computation.values():
             if x.opcode == "copy" and HOST not in x.shape and nbytes(x.shape) >= least_bytes:
                 yield f"{name}: {x.name} {x.shape}"
-
-
-def main() -> None:
-    for path in sys.argv[1:]:
-        result = traffic(Path(path).read_text(encoding="utf-8"))
-        print(
-            f"{path}: {result.right} correct slices in loops, {len(result.wrong)} WRONG, "
-            f"{len(result.kernels)} by kernels; {result.to_host} copies to the host, "
-            f"{result.to_device} to the device"
-        )
-        for line in (*result.wrong, *result.kernels):
-            print(f"  {line}")
-
-
-if __name__ == "__main__":
-    main()

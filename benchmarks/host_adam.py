@@ -65,7 +65,7 @@ def main() -> None:
     cases: dict[str, dict[str, Run]] = {}
     add_limits(cases, arrays, args.threads)
     for kernel, name in (("numba", "Numba"), ("numpy", "NumPy")):
-        add_ours(cases, arrays, HostAdam(kernel, args.threads), name)
+        add_zenflow(cases, arrays, HostAdam(kernel, args.threads), name)
     for add_peer, name in ((add_torch, TORCH), (add_deepspeed, DEEPSPEED)):
         try:
             add_peer(cases, arrays, args.threads, name)
@@ -106,7 +106,6 @@ BFLOAT16 = "bf16 gradient, bf16 weight (26 bytes)"
 SUM = "float32 sum of a window, bf16 weight (28 bytes)"
 SKIPPING = f"the same, {SKIPPED:.0%} of the channels skipped"
 WINDOW = "four bf16 gradients, bf16 weight (32 bytes)"
-ADDING = "add a bf16 gradient to the sum (10 bytes)"
 
 
 def add_limits(cases: dict[str, dict[str, Run]], x: Arrays, threads: int) -> None:
@@ -131,7 +130,6 @@ def add_limits(cases: dict[str, dict[str, Run]], x: Arrays, threads: int) -> Non
         cases.setdefault(case, {})[LIMIT] = over_threads(stream, *masters, x.m, x.v, g)
     window = over_threads(stream_window, *split, x.m, x.v, x.g16, *x.more16)
     cases[WINDOW] = {LIMIT: window}
-    cases[ADDING] = {LIMIT: over_threads(stream_sum, x.g, x.g16)}
 
 
 def bits(x: np.ndarray) -> np.ndarray:
@@ -162,13 +160,7 @@ def stream_window(p, rest, m, v, g, h, j, k, zero):
         rest[i] ^= np.int16(x)
 
 
-@numba.njit(nogil=True)
-def stream_sum(total, g, zero):
-    for i in range(total.size):
-        total[i] += zero * np.float32(g[i])
-
-
-def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
+def add_zenflow(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
     step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, None)
     n = x.p.shape[2]
     flip = (1, n, WIDTH, 1)  # the same memory, viewed as rows of channels
@@ -209,7 +201,6 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
     cases[WINDOW][f"{name}, compact (20), trailing"] = compact(
         np.ones((1, WIDTH), bool), shape=flip
     )
-    cases[ADDING][name] = lambda: adam.accumulate(x.g, [(x.g16, 0.0)], first=False)
 
 
 def laid_out(moment: Moment, shape: tuple[int, ...]) -> Moment:

@@ -158,7 +158,7 @@ def kill_at(
         return
     saved = max(steps_of(checkpoints), default=0)
     target = saved + SAVE_EVERY * moments.randrange(SAVES)
-    # A start first removes what the previous kill has left.
+    # A start first removes files that the previous kill left.
     wait_for(lambda: not half_written(checkpoints), process)
     wait_for(lambda: max(steps_of(checkpoints), default=0) >= target, process)
     # A step takes 2 to 10 ms, a save 30.

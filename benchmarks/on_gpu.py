@@ -9,17 +9,17 @@ a stage that raises, aborts, hangs or runs out of memory keeps its earlier resul
 GPU free for the next. The report names stages that did not fit in the budget.
 
 `DIR/report.md` and `DIR/report.json` are complete at any moment: they are rewritten whenever a
-stage has a new result, and when it ends. The folder also contains a picture, and log.txt with all
-output.
+stage has a new result, and when it ends. `DIR/log.txt` contains all output.
 
-Needs only the library's packages and matplotlib, and no network. This process does not start jax,
-so the stages have the whole GPU. Answers: `benchmarks/LOG.md`.
+Needs only the library's packages, and no network. This process does not start jax, so the stages
+have the whole GPU. To keep compiled programs for the next command, set JAX_COMPILATION_CACHE_DIR.
+Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
 import datetime
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +40,6 @@ from benchmarks.gpu_stages.report import Outcome
 
 #: Maximum size of a stage's output to keep.
 MOST_BYTES = 2**20
-#: The picture from the stage `step_time`.
-PICTURE = "step_time.png"
 #: Grace period between a stage's time limit and its kill.
 GRACE_S = 8.0
 #: Time between two polls of a running stage.
@@ -82,7 +81,6 @@ def run(
     seconds: float,
     rehearse: bool,
     command: str,
-    cache: Path | None = None,
 ) -> list[Outcome]:
     """Runs the stages in turn and returns their outcomes; the report is complete after each.
 
@@ -92,8 +90,6 @@ def run(
         seconds: Total time for all stages.
         rehearse: Whether to run on a CPU, with tiny sizes.
         command: The command to name in the report.
-        cache: Folder for compiled programs; None for JAX_COMPILATION_CACHE_DIR, or a temporary
-            folder.
     """
     deadline = time.monotonic() + seconds - GRACE_S
     # If only some stages run, they share the time of the rest.
@@ -108,9 +104,10 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch) / "notes"
         work.mkdir()
-        compiled = cache or os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(scratch) / "cache"
+        compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(scratch) / "cache"
         environment = _environment(Path(compiled), rehearse)
         about["pinned memory limit"] = f"{environment[_PINNED]} GiB"
+        about["XLA_FLAGS"] = environment.get("XLA_FLAGS", "")
         (out / "log.txt").write_text("", encoding="utf-8")
         write = partial(report.write, out, work, about, outcomes)
         status = None
@@ -167,6 +164,10 @@ def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
                 "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
             ]
         )
+    elif [int(n) for n in re.findall(r"\d+", metadata.version("jax"))] < [0, 11, 1]:
+        # Without it, this jax rejects streamed layers, because XLA would slice host memory wrongly.
+        flag = "--xla_disable_hlo_passes=dynamic-slice-annotator"
+        changed["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     own = {name: os.environ[name] for name in (_PINNED,) if name in os.environ}
     return os.environ | changed | own
 
@@ -234,13 +235,11 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _keep_output(stage: StageLimits, work: Path, out: Path) -> None:
-    """Appends the stage's output to log.txt, and copies its picture, if any."""
+    """Appends the stage's output to log.txt."""
     source = work / f"{stage.name}.log"
     output = source.read_bytes()[-MOST_BYTES:] if source.exists() else b""
     with (out / "log.txt").open("ab") as file:
         file.write(f"==== {stage.name}\n".encode() + output)
-    if (work / PICTURE).exists():
-        shutil.copyfile(work / PICTURE, out / PICTURE)
 
 
 @contextmanager
@@ -272,7 +271,6 @@ def main() -> None:
         metavar="STAGE",
         help=f"stages to run, out of {', '.join(names)}",
     )
-    add("--cache", type=Path, help="folder that keeps compiled programs for the next command")
     args = parser.parse_args()
     if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "report.json").exists():
         parser.error(f"--out {args.out} is not empty and has no report. Pass another folder.")
@@ -284,7 +282,6 @@ def main() -> None:
             seconds=60 * args.minutes,
             rehearse=args.rehearse,
             command=" ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
-            cache=args.cache,
         )
     print(f"wrote {args.out / 'report.md'}")
     if not all(outcome.well for outcome in outcomes):

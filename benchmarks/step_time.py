@@ -1,8 +1,7 @@
 """How long does a training step take with `zenflow`, compared with all alternatives?
 
     python -m benchmarks.step_time --model tiny --rounds 2
-    python -m benchmarks.step_time --model 1b --rounds 5 --json step_time.json
-    python -m benchmarks.step_time --model 1b --tokens 1024 4096 16384 --plot step_time.png
+    python -m benchmarks.step_time --model 1b --rounds 5
 
 The peers train the same model on the same batches, with bf16 weights and float32 masters:
 
@@ -19,17 +18,17 @@ The peers train the same model on the same batches, with bf16 weights and float3
 DeepSpeed is not included, because it needs torch with CUDA and a CUDA compiler.
 
 In each round, the peers take turns in shuffled order. A peer first runs a window that is not timed,
-so that an update is in flight as in the middle of a run, then `--stretches` timed stretches of
-`--steps` steps, and finally waits until its host is idle. The loop waits for the device only at the
-ends of a stretch. Compiling and the first selection are not timed; later selections are (the last
-column counts them; there is one in 16 windows, so a short stretch may have none). With `--resident
-one`, each turn of a peer sets it up from the same weights, and takes it down at the end; with
-`all`, everything stays in memory, on the device and on the host.
+so that an update is in flight as in the middle of a run, then `--steps` timed steps, and finally
+waits until its host is idle. The loop waits for the device only before and after the timed steps.
+Compiling and the first selection are not timed; later selections are (the last column counts them;
+there is one in 16 windows, so a turn may have none). With `--resident one`, each turn of a peer
+sets it up from the same weights, and takes it down at the end; with `all`, everything stays in
+memory, on the device and on the host.
 
-Prints medians over the stretches. "idle" is the share of the step beyond the time of `adamw`. The
+Prints medians over the turns. "idle" is the share of the step beyond the time of `adamw`. The
 device's peak is the allocator's peak in each peer's first turn. Peers run in ascending order of
-memory, because the peak cannot be reset; "<=" marks an upper bound, which another peer or a smaller
-batch had already reached. Bytes are per parameter, and per step for transfers; "host arrays" are
+memory, because the peak cannot be reset; "<=" marks an upper bound, which another peer had already
+reached. Bytes are per parameter, and per step for transfers; "host arrays" are
 those of the engine, without its pinned mail. On a CPU, all memory is the same and device and host
 share the cores, so only the counts are meaningful. On a GPU, large models need
 `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`; the error contains the value. Answers: `benchmarks/LOG.md`.
@@ -37,19 +36,17 @@ share the cores, so only the counts are meaningful. On a GPU, large models need
 
 import argparse
 import fnmatch
-import json
 import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from benchmarks.step_time_model import MODELS, Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer, Runner
-from benchmarks.step_time_report import Comparison, Result, draw, table, to_json
+from benchmarks.step_time_report import Comparison, Result, table
 from zenflow_jax import EngineStats
 
 #: Number of different batches; a multiple of all peers' micro-batches.
@@ -104,8 +101,8 @@ def warm_up(runner: Runner) -> None:
     runner.settle()
 
 
-def turn(runner: Runner, result: Result, *, steps: int, stretches: int) -> None:
-    """Times several stretches; the host is idle before and after."""
+def turn(runner: Runner, result: Result, steps: int) -> None:
+    """Times some steps; the host is idle before and after."""
     window = runner.peer.window
     before = _stats(runner)
     for _ in range(window // runner.peer.micro_batches):
@@ -113,18 +110,16 @@ def turn(runner: Runner, result: Result, *, steps: int, stretches: int) -> None:
         _note_memory(runner, result)
     runner.wait()
     start = _stats(runner)
-    for _ in range(stretches):
-        waited = _stats(runner).wait_s
-        began = time.perf_counter()
-        runner.advance(steps)
-        runner.wait()
-        result.step_s.append((time.perf_counter() - began) / steps)
-        result.wait_s.append((_stats(runner).wait_s - waited) / steps)
-        _note_memory(runner, result)
+    began = time.perf_counter()
+    runner.advance(steps)
+    runner.wait()
+    result.step_s.append((time.perf_counter() - began) / steps)
+    result.wait_s.append((_stats(runner).wait_s - start.wait_s) / steps)
+    _note_memory(runner, result)
     result.selections += _stats(runner).reselections - start.reselections
     runner.settle()
     # The host is idle at both ends, so this is its work for all steps.
-    after, made = _stats(runner), window + stretches * steps
+    after, made = _stats(runner), window + steps
     parked = runner.parked_bytes
     result.work_s.append((after.work_s - before.work_s) / made)
     moved = after.bytes_to_host - before.bytes_to_host
@@ -151,9 +146,7 @@ def compare(
     vocabulary: int,
     rounds: int,
     steps: int,
-    stretches: int,
     resident: str,
-    threads: int | None,
     save: Callable[[Comparison], None],
     until: float | None = None,
 ) -> Comparison:
@@ -166,10 +159,7 @@ def compare(
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocabulary, size=(BATCHES, batch, length + 1), dtype=np.int32)
     comparison = Comparison(model.parameters, batch, length, [Result(peer.name) for peer in peers])
-    both = [
-        (Runner(p, model, tokens, threads), r)
-        for p, r in zip(peers, comparison.results, strict=True)
-    ]
+    both = [(Runner(p, model, tokens), r) for p, r in zip(peers, comparison.results, strict=True)]
     both = first_turns(both, until)
     save(comparison)
     longest = 0.0
@@ -187,7 +177,7 @@ def compare(
             for runner, result in both:
                 if resident == "one":
                     warm_up(runner)
-                turn(runner, result, steps=steps, stretches=stretches)
+                turn(runner, result, steps)
                 if resident == "one":
                     runner.take_down()
             longest = max(longest, time.perf_counter() - start)
@@ -199,28 +189,17 @@ def compare(
     return comparison
 
 
-def _parser() -> argparse.ArgumentParser:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="tiny")
     add("--batch", type=int, help="sequences in a step; default: the model's")
     add("--length", type=int, help="tokens in a sequence; default: the model's")
-    add("--tokens", type=int, nargs="+", help="tokens in a step, instead of --batch; draws a plot")
     add("--scan-layers", action="store_true")
-    add("--remat", action=argparse.BooleanOptionalAction, default=True)
     add("--peers", nargs="+", default=["*"], help="names or patterns such as 'zenflow-s4-*'")
     add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=16, help="steps in a stretch; whole windows of all peers")
-    add("--stretches", type=int, default=1, help="stretches of each peer in a round")
+    add("--steps", type=int, default=16, help="timed steps in a turn; whole windows of all peers")
     add("--resident", choices=("one", "all"), default="one", help="peers in memory at a time")
-    add("--threads", type=int, help="threads of the engine")
-    add("--json", type=Path, help="file for all figures")
-    add("--plot", type=Path, default=Path(__file__).with_name("step_time.png"))
-    return parser
-
-
-def main() -> None:
-    parser = _parser()
     args = parser.parse_args()
 
     preset = MODELS[args.model]
@@ -232,53 +211,33 @@ def main() -> None:
     for peer in peers:
         if args.steps % peer.window:
             parser.error(f"--steps must be a multiple of {peer.window} for {peer.name}")
-    wrong = [n for n in args.tokens or () if n % length]
-    if wrong:
-        parser.error(f"--tokens {wrong} are not multiples of --length {length}")
-    # The smallest first, because the device's peak cannot be reset.
-    batches = sorted(n // length for n in args.tokens or ()) or [args.batch or preset.batch]
-
-    options = {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items()}
-    model = make_model(
-        preset.config._replace(positions=length), scan_layers=args.scan_layers, remat=args.remat
-    )
+    config = preset.config._replace(positions=length)
+    model = make_model(config, scan_layers=args.scan_layers, remat=True)
+    batch = args.batch or preset.batch
     print(
         f"{args.model}, {model.parameters / 1e6:,.2f} M parameters, jax {jax.__version__}, "
-        f"{jax.devices()[0].device_kind}, sequences of {length} tokens, resident: {args.resident}",
+        f"{jax.devices()[0].device_kind}, {batch} x {length} tokens in a step, resident: "
+        f"{args.resident}",
         flush=True,
     )
-    done: list[Comparison] = []
-
-    def save(so_far: Comparison) -> None:
-        if args.json is not None:
-            args.json.write_text(json.dumps(to_json([*done, so_far], options), indent=1))
-
     with tempfile.TemporaryDirectory() as folder:
         # Peers that differ only in window length share a device program, which is compiled once.
         if jax.config.values["jax_compilation_cache_dir"] is None:
             jax.config.update("jax_compilation_cache_dir", folder)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        for batch in batches:
-            comparison = compare(
-                model,
-                peers,
-                batch=batch,
-                length=length,
-                vocabulary=preset.config.vocabulary,
-                rounds=args.rounds,
-                steps=args.steps,
-                stretches=args.stretches,
-                resident=args.resident,
-                threads=args.threads,
-                save=save,
-            )
-            done.append(comparison)
-            print(f"\n{batch} sequences, {comparison.tokens:,} tokens in a step\n")
-            print(f"{table(comparison)}\n")
-    if args.tokens:
-        draw(done, args.plot)
-        print(f"drawn: {args.plot}")
+        comparison = compare(
+            model,
+            peers,
+            batch=batch,
+            length=length,
+            vocabulary=preset.config.vocabulary,
+            rounds=args.rounds,
+            steps=args.steps,
+            resident=args.resident,
+            save=lambda _: None,
+        )
+    print(f"\n{table(comparison)}")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from benchmarks.step_time_peers import PEERS, Peer, is_parked, make_step
 from zenflow_jax import planning
 
 
-def compile_step(peer: Peer, model: Model, batch: int, length: int, gpu: str = "h200") -> Report:
-    mesh = planning.described_mesh(gpu, {"data": 1})
+def compile_step(peer: Peer, model: Model, batch: int, length: int) -> Report:
+    mesh = planning.described_mesh("h200", {"data": 1})
     device = NamedSharding(mesh, PartitionSpec())
     host = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
 

@@ -34,15 +34,13 @@ def _preset(batch: int, length: int, **sizes: int) -> Preset:
     return Preset(llama(length, **sizes), batch, length)
 
 
-#: 0.16 M, 222 M, 134 M, 1.10 B and 3.02 B parameters. "cpu" has a small vocabulary, so that most
-#: parameters are in layers. "1b" has the sizes of TinyLlama, "3b" of Llama 3.2 3B with a smaller
-#: vocabulary and a separate head.
+#: 0.16 M, 222 M, 134 M and 1.10 B parameters. "cpu" has a small vocabulary, so that most parameters
+#: are in layers. "1b" has the sizes of TinyLlama.
 MODELS = {
     "tiny": _preset(2, 32, width=64, layers=2, heads=4, kv_heads=2, ffn=192, vocabulary=512),
     "cpu": _preset(1, 64, width=1024, layers=16, heads=16, kv_heads=16, ffn=2816, vocabulary=8192),
     "125m": _preset(8, 512, width=768, layers=12, heads=12, kv_heads=12, ffn=2048),
     "1b": _preset(4, 1024, width=2048, layers=22, heads=32, kv_heads=4, ffn=5632),
-    "3b": _preset(2, 1024, width=3072, layers=28, heads=24, kv_heads=8, ffn=8192),
 }
 
 

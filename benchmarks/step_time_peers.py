@@ -232,7 +232,6 @@ class Runner:
         peer: The peer.
         model: Its model.
         tokens: int32 `(n, b, t + 1)`: batches for `n` steps, which are then repeated.
-        threads: As for `HostEngine`.
         prefetch_bytes: As for `HostEngine`.
     """
 
@@ -241,12 +240,11 @@ class Runner:
         peer: Peer,
         model: Model,
         tokens: np.ndarray,
-        threads: int | None = None,
         prefetch_bytes: int | None = None,
     ):
         self.peer = peer
         self._model = model
-        self._engine_options = {"threads": threads, "prefetch_bytes": prefetch_bytes}
+        self._prefetch_bytes = prefetch_bytes
         self._optimizer = peer.make()
         self._step: Any = None
         self._batches: Sequence[jax.Array] = [
@@ -272,7 +270,9 @@ class Runner:
         self.params = self._model.draw()
         self.state = self._optimizer.init(self.params)
         if self.peer.offloads:
-            self.engine = zenflow_jax.HostEngine(self.params, self.state, **self._engine_options)
+            self.engine = zenflow_jax.HostEngine(
+                self.params, self.state, prefetch_bytes=self._prefetch_bytes
+            )
         if self._step is None:
             # `zenflow` places its own arrays in host memory.
             placement = jax.tree.map(lambda x: x.sharding, (self.params, self.state))

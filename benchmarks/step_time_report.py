@@ -1,17 +1,10 @@
-"""Stores the results of `step_time.py`, and writes the table, the plot and the JSON file."""
+"""Stores the results of `step_time.py`, and writes the table."""
 
 import dataclasses
 import statistics
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from matplotlib.figure import Figure
-
-from benchmarks import machine
 
 #: The peer with the fastest possible steps.
 LIMIT = "adamw"
@@ -27,12 +20,12 @@ class Result:
     device_peak_bytes: int | None = None  # None if the backend does not report it
     device_peak_is_bound: bool = False  # another peer used as much before
     host_bytes: int = 0  # the engine's or parked arrays, at their maximum
-    step_s: list[float] = dataclasses.field(default_factory=list)  # a sample for each stretch
+    step_s: list[float] = dataclasses.field(default_factory=list)  # a sample for each turn
     wait_s: list[float] = dataclasses.field(default_factory=list)
-    work_s: list[float] = dataclasses.field(default_factory=list)  # from here on, one per turn
+    work_s: list[float] = dataclasses.field(default_factory=list)
     bytes_to_host: list[float] = dataclasses.field(default_factory=list)
     bytes_to_device: list[float] = dataclasses.field(default_factory=list)
-    selections: int = 0  # within all stretches
+    selections: int = 0  # within all timed steps
 
 
 @dataclasses.dataclass
@@ -68,7 +61,6 @@ def figures(comparison: Comparison) -> dict[str, dict[str, Any]]:
             "step_ms": 1e3 * median,
             "low_ms": 1e3 * low,
             "high_ms": 1e3 * high,
-            "mean_ms": 1e3 * statistics.mean(r.step_s),
             "tokens_per_s": comparison.tokens / median,
             "idle": None if limit is None else 1 - limit / median,
             "device_peak": r.device_peak_bytes and r.device_peak_bytes / n,
@@ -84,17 +76,17 @@ def figures(comparison: Comparison) -> dict[str, dict[str, Any]]:
 def table(comparison: Comparison) -> str:
     """Returns the results as a Markdown table."""
     rows = [
-        "| peer | step, ms (quartiles) | mean, ms | tokens/s | idle | device peak, GB "
+        "| peer | step, ms (quartiles) | tokens/s | idle | device peak, GB "
         "| the same per parameter | to host | to device | host works, ms | loop waits, ms "
         "| host arrays | selections |",
-        "|" + "---|" * 13,
+        "|" + "---|" * 12,
     ]
     of_peers = figures(comparison)
     for r in comparison.results:
         if not r.fits:
-            rows.append(f"| {r.peer} | does not fit |" + " - |" * 11)
+            rows.append(f"| {r.peer} | does not fit |" + " - |" * 10)
         if r.left_out:
-            rows.append(f"| {r.peer} | skipped for lack of time |" + " - |" * 11)
+            rows.append(f"| {r.peer} | skipped for lack of time |" + " - |" * 10)
         if r.peer not in of_peers:
             continue
         f = of_peers[r.peer]
@@ -103,7 +95,6 @@ def table(comparison: Comparison) -> str:
         cells = [
             r.peer,
             f"{f['step_ms']:.2f} ({f['low_ms']:.2f}-{f['high_ms']:.2f})",
-            f"{f['mean_ms']:.2f}",
             f"{f['tokens_per_s']:,.0f}",
             "-" if f["idle"] is None or r.peer == LIMIT else f"{f['idle']:.1%}",
             "-" if peak is None else f"{bound}{peak / 1e9:.2f}",
@@ -117,40 +108,3 @@ def table(comparison: Comparison) -> str:
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
-
-
-def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Plots step time against tokens per step, with a line for each peer."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    by_size = sorted(comparisons, key=lambda c: c.tokens)
-    by_tokens = [(c.tokens, figures(c)) for c in by_size]
-    for peer in dict.fromkeys(peer for _, peers in by_tokens for peer in peers):
-        points = [(tokens, peers[peer]["step_ms"]) for tokens, peers in by_tokens if peer in peers]
-        style = "k--" if peer == LIMIT else ".-"
-        axes.plot(*zip(*points, strict=True), style, label=peer)
-    axes.set(xlabel="tokens in a step", ylabel="median step, ms", xscale="log", yscale="log")
-    axes.set_xticks([tokens for tokens, _ in by_tokens], [f"{tokens:,}" for tokens, _ in by_tokens])
-    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatter("{x:g}")
-    axes.grid(alpha=0.3, axis="y", which="both")
-    axes.set_title(
-        f"{by_size[0].parameters / 1e6:,.1f} M parameters, {jax.devices()[0].device_kind}"
-    )
-    figure.legend(loc="outside right center", fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def to_json(comparisons: Sequence[Comparison], options: dict[str, Any]) -> dict[str, Any]:
-    """Returns all samples, their `figures`, and their origin."""
-    return {
-        "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
-        "options": options,
-        "device": jax.devices()[0].device_kind,
-        "machine": machine.summary(),
-        "comparisons": [
-            {**dataclasses.asdict(c), "tokens": c.tokens, "figures": figures(c)}
-            for c in comparisons
-        ],
-    }

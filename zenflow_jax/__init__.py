@@ -12,7 +12,7 @@ from zenflow_jax._device.placing import place, state_shardings
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, Timeline
-from zenflow_jax._diagnostics.timeline_output import plot_timeline, save_trace
+from zenflow_jax._diagnostics.timeline_picture import plot_timeline
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._master import iter_master_params, master_params
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
@@ -40,7 +40,6 @@ __all__ = [
     "master_params",
     "place",
     "plot_timeline",
-    "save_trace",
     "state_shardings",
     "zenflow",
 ]

@@ -60,7 +60,7 @@ def seconds(work: Callable[[], Any], repeats: int = _REPEATS) -> float:
 
 
 def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
-    """Measures transfers in GB/s: NumPy memory, mapped or not, and jax's pinned memory."""
+    """Measures transfers in GB/s: NumPy memory, and jax's pinned memory."""
     on_device = jax.sharding.SingleDeviceSharding(device)
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     pageable = np.ones(size // 4, np.float32)
@@ -81,7 +81,6 @@ def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
 
     rows = [
         ("NumPy, pageable", lambda: rate(up), nothing),
-        ("NumPy, mapped", lambda: _while_mapped(pageable, device, lambda: rate(up)), nothing),
         ("NumPy, to pinned_host", lambda: rate(lambda: jax.device_put(pageable, pinned)), nothing),
         (
             "jax, pinned_host",
@@ -102,23 +101,6 @@ def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
         cells = ((name, *rates) for name, rates in rates_of.items())
         stage.notes.put(f"Between host and device, {mebibytes}", table(head, cells))
         stage.notes.keep(crossings=known | {mebibytes: rates_of})
-
-
-def _while_mapped(array: np.ndarray, device: jax.Device, measure: Callable[[], str]) -> str:
-    """Returns the result of `measure` while the driver has pinned the array, or the error.
-
-    An engine could pin its upload buffers once in this way.
-    """
-    # This method is not public, but jaxlib 0.10.2 and 0.11.2 have it, and a test checks this.
-    client, address = device.client, array.ctypes.data
-    try:
-        client.dma_map(address, array.nbytes)
-    except jax.errors.JaxRuntimeError as error:  # always raised on a CPU
-        return str(error).splitlines()[0]
-    try:
-        return measure()
-    finally:
-        client.dma_unmap(address)
 
 
 def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) -> None:

@@ -30,7 +30,7 @@ class Notes:
         self._save()
 
     def keep(self, **figures: Any) -> None:
-        """Sets figures for report.json, and for later stages."""
+        """Sets figures for report.json."""
         self.data |= figures
         self._save()
 
@@ -64,10 +64,6 @@ class Stage:
     def left(self) -> float:
         """Returns the seconds until the time limit."""
         return self.until - time.monotonic()
-
-    def of(self, other: str) -> dict[str, Any]:
-        """Returns another stage's figures; {} if it has not run."""
-        return Notes(notes_path(self.folder, other)).data
 
 
 def notes_path(folder: Path, name: str) -> Path:

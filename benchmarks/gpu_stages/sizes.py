@@ -1,8 +1,8 @@
 """Chooses the models and peers of the stages `step_time` and `headline`.
 
-The choice depends only on the sizes of device and host memory, so that `programs.py` can compile
-every step beforehand. Each peer in `step_time_peers.py` needs a number of bytes per parameter; the
-constants are from `benchmarks/LOG.md`.
+The choice depends only on the sizes of device and host memory. Each peer in
+`step_time_peers.py` needs a number of bytes per parameter; the constants are from
+`benchmarks/LOG.md`.
 """
 
 import math
@@ -40,8 +40,8 @@ _MAILS = {
     "zenflow-s4-r0.05-exchange": 6,
     "zenflow-s4-r0.05-device": 2,
 }
-#: More than five mails are summed, in float32 ("Is it cheaper to add up mail as it comes, or in the
-#: update?").
+#: More than five mails are summed, in float32 ("Can a window of four be summed at the speed of
+#: memory?").
 _SUM_BYTES = 4.0
 #: Masters, which contain the uploads, and moments; the hand-over of a twentieth of the channels.
 _STATE_BYTES, _HAND_OVER_BYTES = 12.0, 0.6

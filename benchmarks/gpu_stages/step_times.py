@@ -4,7 +4,7 @@ Runs `benchmarks/step_time.py` with the peers and sizes in `sizes.py`, the most 
 while time permits. The report contains a new table after every round.
 """
 
-import json
+import dataclasses
 import time
 import traceback
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from benchmarks.gpu_stages.sizes import Machine, Part
 from benchmarks.step_time_memory import trace_step
 from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer
-from benchmarks.step_time_report import Comparison, draw, figures, table, to_json
+from benchmarks.step_time_report import Comparison, figures, table
 
 #: A part does not start if less time than this is left per billion parameters, because it would not
 #: produce results: making the host's masters and moments cannot be interrupted. Assumed.
 _LEAST_S = 18.0
 #: More rounds than needed: most parts run out of time first.
 _ROUNDS = 7
-_STEPS = 16  # in a stretch: whole windows of all peers
+_STEPS = 16  # timed steps in a turn: whole windows of all peers
 
 
 def run(stage: Stage) -> None:
@@ -52,13 +52,8 @@ def run(stage: Stage) -> None:
             reason = "the device is out of memory" if out_of_memory(error) else repr(error)[:500]
             stage.notes.put(f"{part.title}: failed", reason)
             failed.append(part.title)
-    # The plot has one line per peer, so it shows only one model in one form.
-    written = [c for t, c in done.items() if t.endswith("a step") and "written out" in t]
-    written = [c for c in written if figures(c)]
-    if written:
-        draw(written, stage.folder / "step_time.png")
     if not any(figures(c) for c in done.values()):
-        raise RuntimeError("No peer completed a stretch, so there are no step times.")
+        raise RuntimeError("No peer completed a turn, so there are no step times.")
     if failed:
         raise RuntimeError(f"{len(failed)} parts failed, the first: {failed[0]}")
 
@@ -73,7 +68,7 @@ def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]
         stage.notes.keep(
             parts={title: figures(c) for title, c in done.items()},
             # Keeps all samples, not only medians.
-            samples=json.loads(json.dumps(to_json(list(done.values()), {})["comparisons"])),
+            samples=[dataclasses.asdict(c) for c in done.values()],
         )
 
     print(f"== {part.title}", flush=True)
@@ -87,9 +82,7 @@ def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]
         vocabulary=part.config.vocabulary,
         rounds=1 if stage.rehearse else _ROUNDS,
         steps=_STEPS,
-        stretches=1,
         resident="all" if part.together else "one",
-        threads=None,
         save=save,
         until=None if stage.rehearse else until,
     )
@@ -132,7 +125,7 @@ def _compiled() -> int:
 
 def _words(part: Part, comparison: Comparison) -> str:
     measured = [len(r.step_s) for r in comparison.results if r.step_s]
-    rounds = f"{min(measured)} to {max(measured)} stretches" if measured else "no stretch yet"
+    rounds = f"{min(measured)} to {max(measured)} turns" if measured else "no turn yet"
     where = "all peers in memory at a time" if part.together else "one peer in memory at a time"
     return (
         f"{rounds} of {_STEPS} steps for each peer, in turns, {where}; {comparison.batch} x "

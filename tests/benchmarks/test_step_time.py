@@ -1,8 +1,5 @@
 """`benchmarks/step_time.py`: each peer's step is correct, and so are the reported figures."""
 
-import dataclasses
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +17,7 @@ from benchmarks.step_time_peers import (
     Runner,
     adamw,
 )
-from benchmarks.step_time_report import Comparison, Result, draw, figures, table, to_json
+from benchmarks.step_time_report import Comparison, Result, figures, table
 from tests.comparisons import assert_same_bits
 from tests.compilations import times_compiled
 
@@ -83,18 +80,18 @@ def test_mixed_precision_adamw_is_optax_adamw_of_the_masters_and_rounds_them():
     moments = tx.init(weights)
 
     @jax.jit
-    def theirs(gradients, moments, weights):
+    def expected_step(gradients, moments, weights):
         updates, moments = tx.update(gradients, moments, weights)
         return optax.apply_updates(weights, updates), moments
 
-    ours = jax.jit(optimizer.apply)
+    apply = jax.jit(optimizer.apply)
     for key in keys[1:]:
         gradients = jax.tree.map(
             lambda p, key=key: jax.random.normal(key, p.shape).astype(p.dtype), params
         )
-        params, state = ours(gradients, state, params)
+        params, state = apply(gradients, state, params)
         exact = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        weights, moments = theirs(exact, moments, weights)
+        weights, moments = expected_step(exact, moments, weights)
         assert_same_bits(state.master, weights)
         assert_same_bits(params, jax.tree.map(lambda w, p: w.astype(p.dtype), weights, params))
     assert params["w"].dtype == jnp.bfloat16
@@ -119,7 +116,7 @@ def test_parked_state_is_bit_identical_to_state_on_the_device_and_stays_in_host_
 
 
 @pytest.mark.slow
-def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
+def test_a_comparison_measures_every_peer_in_every_round(model):
     saved = []
     comparison = step_time.compare(
         model,
@@ -130,25 +127,20 @@ def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
         resident="one",
         rounds=2,
         steps=8,
-        stretches=2,
-        threads=1,
-        save=lambda c: saved.append(to_json([c], {"rounds": 2})),
+        save=saved.append,
     )
-    assert [len(r.step_s) for r in comparison.results] == [4, 4]
+    assert [len(r.step_s) for r in comparison.results] == [2, 2]
     assert [len(r.work_s) for r in comparison.results] == [2, 2]
-    ours, parked = figures(comparison).values()
+    zenflow, parked = figures(comparison).values()
     # 2 bytes of bf16 at each step, and once per window, plus the step's scalars.
     n, offloaded, step_scalars = 32 * 16 * 2 + 16, 32 * 16 * 2, 4 * (8 + 3)
-    assert ours["to_host"] == (2 * offloaded + step_scalars) / n
-    # Windows in 20 steps; for half the leaves, they start earlier and are open at the end.
-    np.testing.assert_allclose(ours["to_device"], 2 * offloaded * 5 / 20 / n, rtol=1e-12)
-    assert ours["host_ms"] > 0
+    assert zenflow["to_host"] == (2 * offloaded + step_scalars) / n
+    # Windows in 12 steps; for half the leaves, they start earlier and are open at the end.
+    np.testing.assert_allclose(zenflow["to_device"], 2 * offloaded * 3 / 12 / n, rtol=1e-12)
+    assert zenflow["host_ms"] > 0
     assert parked["to_host"] == parked["to_device"] == 12
     assert parked["idle"] is None
     assert len(saved) == 3  # after the first turns, and after each round
-    assert json.loads(json.dumps(saved[-1]))["comparisons"][0]["tokens"] == LENGTH
-    draw([comparison, dataclasses.replace(comparison, batch=2)], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 0
 
 
 def test_idle_is_the_share_that_adamw_does_not_need():

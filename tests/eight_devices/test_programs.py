@@ -3,14 +3,15 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zenflow_jax
-from benchmarks.collectives import collectives, compiled_step, placements
+from benchmarks.collectives import collectives
 from tests import runs
 from zenflow_jax._exchange import pinned
 
@@ -20,47 +21,71 @@ GRADIENT = N * N * 2  # bytes, bfloat16
 AHEAD = (runs.Leaf("narrow", (8, 16), -2, "bfloat16"), runs.Leaf("wide", (8, 32), -2, "float32"))
 
 
+def _on(shape, *entries):
+    """Returns the matrix's sharding on all devices; its channels are along its first axis."""
+    mesh = jax.make_mesh((*shape.values(),), (*shape,), axis_types=(AxisType.Auto,) * len(shape))
+    return NamedSharding(mesh, P(*entries))
+
+
+CUT = {"fsdp": 2, "tensor": 4}, "tensor", "fsdp"
+COPIED = {"data": 8}, None
+CUT_AND_COPIED = {"data": 2, "fsdp": 2, "tensor": 2}, "fsdp", "tensor"
+
+
+def compiled_step(tx, sharding):
+    """Compiles a training step with one `N` x `N` bfloat16 matrix and 64 examples per device."""
+    mesh = sharding.mesh
+    params = {"w": jax.ShapeDtypeStruct((N, N), jnp.bfloat16, sharding=sharding)}
+    spread = NamedSharding(mesh, P(mesh.axis_names[0]))
+    batch = jax.ShapeDtypeStruct((64 * mesh.size, N), jnp.bfloat16, sharding=spread)
+
+    def step(params, state, batch):
+        def loss(params):
+            return jnp.sum(jnp.tanh(batch @ params["w"]).astype(jnp.float32) ** 2)
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step).lower(params, tx.init(params), batch).compile()
+
+
 def of_sgd_and_zenflow(sharding):
     """Returns the collectives in a step with SGD, and in a step with zenflow."""
     tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, max_grad_norm=1.0)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
-        return [collectives(compiled_step(x, sharding, N).as_text()) for x in (optax.sgd(1e-3), tx)]
+        return [collectives(compiled_step(x, sharding).as_text()) for x in (optax.sgd(1e-3), tx)]
 
 
 def test_a_step_exchanges_only_the_scores_in_addition():
-    sharding = placements(jax.devices())["channels over tensor, the other over fsdp"]
-    base, ours = of_sgd_and_zenflow(sharding)
-    added = sum(c.nbytes for c in ours) - sum(c.nbytes for c in base)
+    base, zenflow = of_sgd_and_zenflow(_on(*CUT))
+    added = sum(c.nbytes for c in zenflow) - sum(c.nbytes for c in base)
     assert len(base) > 0
     # Expects four bytes per channel, and the leaf's sum for the norm.
     assert 0 < added <= 4 * N + 4
     assert GRADIENT > 2000 * added
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["replicated over data", "channels over fsdp, the other over tensor, replicated over data"],
-)
-def test_with_copies_a_step_also_exchanges_the_selected_rows(name):
-    sharding = placements(jax.devices())[name]
-    base, ours = of_sgd_and_zenflow(sharding)
+@pytest.mark.parametrize("placement", [COPIED, CUT_AND_COPIED], ids=["copied", "cut and copied"])
+def test_with_copies_a_step_also_exchanges_the_selected_rows(placement):
+    sharding = _on(*placement)
+    base, zenflow = of_sgd_and_zenflow(sharding)
     # 5% of the channels in a device's block, rounded up. The compiler for CPUs widens bfloat16 from
     # two bytes to four, also in the gradients' sum.
     block = math.prod(sharding.shard_shape((N, N)))
     rows = block * 4 * 0.051
-    added = sum(c.nbytes for c in ours) - sum(c.nbytes for c in base)
+    added = sum(c.nbytes for c in zenflow) - sum(c.nbytes for c in base)
     # The block's signs, four to a byte, determine the provisional step.
     assert 0.04 / 0.05 * rows < added - block / 4 <= rows + 4 * N + 4
     # As before, the gradient is also summed over the devices with copies.
-    assert [c for c in ours if c.nbytes > block] == [c for c in base if c.nbytes > block]
+    assert [c for c in zenflow if c.nbytes > block] == [c for c in base if c.nbytes > block]
 
 
 def test_the_pinned_memory_limit_applies_to_each_devices_mail(monkeypatch):
-    asked = []
-    monkeypatch.setattr(pinned, "check_pinned", lambda needs, _: asked.append(needs["mail"]))
+    needed = []
+    monkeypatch.setattr(pinned, "check_pinned", lambda needs, _: needed.append(needs["mail"]))
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
     shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
     with runs.Training(AHEAD, runs.CALM, shardings=shardings) as training:
         whole = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in AHEAD)
         mails = pinned.buffers(training.state)
-        assert asked == [whole // 8 * mails] * 8
+        assert needed == [whole // 8 * mails] * 8

@@ -56,7 +56,7 @@ class Launch:
 class Start:
     """Start: options that are not keys in the TOML file."""
 
-    timeline: File | None = option(None, "Draw the last steps: .png, .svg, .pdf or .json.")
+    timeline: File | None = option(None, "Draw the last steps: .png, .svg or .pdf.")
     export: tuple[str, str] | None = option(
         None,
         "Write the weights of a checkpoint of --run to DIR; STEP may be best.",
@@ -67,7 +67,7 @@ class Start:
 
     def __post_init__(self):
         if self.timeline is not None:
-            path, endings = Path(self.timeline), (".png", ".svg", ".pdf", ".json")
+            path, endings = Path(self.timeline), (".png", ".svg", ".pdf")
             if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
                 raise SettingsError(
                     f"`--timeline`: must be a file ending in {', '.join(endings)}, but is {path}."

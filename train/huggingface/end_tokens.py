@@ -1,4 +1,4 @@
-"""Completes a trained folder: adds the tokens that end an answer, and keeps one chat template.
+"""Completes a trained model's folder: adds the end tokens of answers, and keeps one chat template.
 
 Other programs read end tokens only from generation_config.json; `train.generate` also finds them in
 the chat template.

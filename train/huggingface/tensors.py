@@ -146,7 +146,7 @@ def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
 
 def transpose(x: np.ndarray, out: np.ndarray) -> None:
     """Writes the transpose of `x` to `out` in tiles, about five times as fast as NumPy alone."""
-    # Copies integers, because NumPy is slower with other dtypes, such as bfloat16.
+    # Copies the elements as integers, because NumPy is slower with other dtypes, such as bfloat16.
     kind = f"u{x.dtype.itemsize}"
     rows, columns = out.view(kind), x.view(kind)
     for i in range(0, rows.shape[0], 64):
@@ -227,8 +227,8 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not index.exists():
         others = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
         raise ModelError(
-            f"{folder} has no {SINGLE} or {INDEX}, only {others}. Pass a folder with safetensors, "
-            "such as one written by transformers' `save_pretrained`."
+            f"{folder} has no {SINGLE} or {INDEX}, only {others}. Pass a folder that contains "
+            "safetensors files, such as one written by transformers' `save_pretrained`."
         )
     files = read_object(index, ModelError).get("weight_map")
     if not isinstance(files, dict):

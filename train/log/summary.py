@@ -91,11 +91,10 @@ def write_picture(
 
 
 def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
-    """Writes the last steps as a picture or a trace; an error is printed, not raised."""
-    write = zenflow_jax.save_trace if path.suffix == ".json" else zenflow_jax.plot_timeline
+    """Draws the last steps; an error is printed, not raised."""
     if timeline.steps:
         try:
-            write(timeline, path)
+            zenflow_jax.plot_timeline(timeline, path)
             line = f"timeline of the last steps: {path}"
         except OSError as error:
             line = f"the timeline cannot be written to {path}: {error}"

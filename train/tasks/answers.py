@@ -36,7 +36,7 @@ from train.tasks.encoding import (
 )
 from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
-from train.tasks.files import common_place, expect_examples, find_files, records, text_field
+from train.tasks.files import common_path, expect_examples, find_files, records, text_field
 
 SUFFIXES = (".json", ".jsonl", tables.SUFFIX)
 
@@ -84,7 +84,7 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
                 f"{template.where}: no special token follows an answer, so a model may not learn "
                 "to stop"
             )
-        notes += reader.notes(common_place(paths))
+        notes += reader.notes(common_path(paths))
 
     return task_of_answers(data, tokenizer, encode_files, **options)
 
@@ -104,7 +104,7 @@ def task_of_answers(
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
-    sides: list[Examples] = []
+    splits: list[Examples] = []
     for paths in filter(None, (files.train, files.validation)):
         encoded = store_tokens(encode_files(paths, notes), tokenizer)
         # The first token of an example is not a target.
@@ -112,7 +112,7 @@ def task_of_answers(
         bounds = zip(encoded.starts[:-1] + 1, ends, strict=True)
         answered = (encoded.marks[begin:end].any() for begin, end in bounds)
         rows = np.flatnonzero(np.fromiter(answered, bool))
-        where, count = common_place(paths), len(encoded.whole)
+        where, count = common_path(paths), len(encoded.whole)
         if not len(rows):
             raise DataError(
                 f"{where}: in none of {count} examples does an answer to train on begin within "
@@ -123,10 +123,10 @@ def task_of_answers(
                 f"{where}: left out {count - len(rows)} of {count} examples, in which no answer to "
                 f"train on begins within {sequence_length} tokens"
             )
-        sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
-    if len(sides) == 1:
-        sides = sides[0].split(data, validation_share=validation_share, seed=seed)
-    train, validation = sides
+        splits.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
+    if len(splits) == 1:
+        splits = splits[0].split(data, validation_share=validation_share, seed=seed)
+    train, validation = splits
     return task_of(train, validation, tokenizer, notes=notes)
 
 
@@ -149,7 +149,7 @@ def _encode_instructions(
         lengths = np.stack([prompts + (tokenizer.begin is not None), outputs + 1], axis=1)
         counts = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.reshape(-1))
         yield Encoded(tokens, counts, starts, np.diff(starts))
-    notes += fields.notes(common_place(paths))
+    notes += fields.notes(common_path(paths))
 
 
 def encode_conversations(

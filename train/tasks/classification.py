@@ -98,16 +98,16 @@ def make(
     if all(map(tables.is_table, files.train)):
         named = tables.class_names(files.train[0], columns.label)
     classes = named or _classes(rows[0].labels, known, columns.label, data)
-    ids = [_ids(side, classes, known, columns.label) for side in rows]
-    sides: list[Examples] = [
-        Sentences(side.texts, labels, tokenizer, sequence_length)
-        for side, labels in zip(rows, ids, strict=True)
+    ids = [_ids(split, classes, known, columns.label) for split in rows]
+    splits: list[Examples] = [
+        Sentences(split.texts, labels, tokenizer, sequence_length)
+        for split, labels in zip(rows, ids, strict=True)
     ]
-    if len(sides) == 1:
-        sides = sides[0].split(data, validation_share=validation_share, seed=seed)
+    if len(splits) == 1:
+        splits = splits[0].split(data, validation_share=validation_share, seed=seed)
     task = task_of(
-        sides[0],
-        sides[1],
+        splits[0],
+        splits[1],
         tokenizer,
         checksum=zlib.crc32(json.dumps(classes).encode()),
         labels=classes,
@@ -142,12 +142,12 @@ def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -
     return classes
 
 
-def _ids(side: Rows, classes: list[str], known: Sequence[str], column: str) -> list[int]:
+def _ids(split: Rows, classes: list[str], known: Sequence[str], column: str) -> list[int]:
     """Returns the id of each label; case matters only if the file defines the classes."""
     exact = {name: i for i, name in enumerate(classes)}
     folded = {name.lower(): i for i, name in enumerate(known)} if classes == list(known) else {}
     ids = []
-    for label, place in zip(side.labels, side.places, strict=True):
+    for label, place in zip(split.labels, split.places, strict=True):
         ids.append(exact.get(label, folded.get(label.lower(), -1)))
         if ids[-1] < 0:
             raise DataError(

@@ -31,7 +31,7 @@ class Conversations:
             tools = record.get(TOOLS) or None
             _expect_objects(where, TOOLS, tools or [])
             try:
-                conversation = self._written(where, messages, tools, skipped)
+                conversation = self._rendered(where, messages, tools, skipped)
             except ConversationError as error:
                 raise DataError(f"{where}: {error}.") from error
             self._conversations += 1
@@ -48,7 +48,7 @@ class Conversations:
             )
         return notes
 
-    def _written(
+    def _rendered(
         self, where: str, messages: list[dict], tools: list | None, skipped: set[int]
     ) -> Conversation:
         parsed = [dict(message) for message in messages]
@@ -104,10 +104,10 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 def _expect_objects(where: str, field: str, items: Any) -> None:
     """Raises a `DataError` if tools or calls are not a list of objects with functions."""
-    fitting = isinstance(items, list) and all(
+    valid = isinstance(items, list) and all(
         isinstance(item, dict) and isinstance(item.get("function", item), dict) for item in items
     )
-    if not fitting:
+    if not valid:
         raise DataError(
             f"{where}: the field {field!r} must be a list of objects "
             f'{{"type": "function", "function": {{...}}}}, but is {shorten(repr(items))}.'

@@ -59,11 +59,11 @@ class Examples:
         """Returns the training examples and the validation examples of `data`."""
         if len(self) < 2 and validation_share < 1:
             raise DataError(f"{data} needs at least two examples, but has {len(self)}.")
-        sides = []
-        for side in self._drawn(validation_share=validation_share, seed=seed):
-            sides.append(copy.copy(self))
-            sides[-1]._choose(self._rows[side])
-        return sides
+        splits = []
+        for chosen in self._drawn(validation_share=validation_share, seed=seed):
+            splits.append(copy.copy(self))
+            splits[-1]._choose(self._rows[chosen])
+        return splits
 
     def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
         """Returns the indices of training and validation examples."""
@@ -104,7 +104,7 @@ class Sentences(Examples):
         return {"tokens": tokens, "types": types, "mask": mask, "label": label}
 
     def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
-        """Splits each class separately: a class with two examples has one on each side."""
+        """Splits each class separately: a class with two examples has one in each split."""
         options: Any = {"validation_share": validation_share, "seed": seed}
         labels = self._labels[self._rows]
         counts = np.bincount(labels)
@@ -130,7 +130,7 @@ def task_of(
     labels: Sequence[str] = (),
     notes: Iterable[str] = (),
 ) -> Task:
-    """Creates the task for these examples; `checksum` covers anything besides the examples."""
+    """Creates the task for these examples; `checksum` covers anything besplits the examples."""
     checksum = validation.checksum(train.checksum(checksum))
     shown = train if len(train) else validation
     lengths = (

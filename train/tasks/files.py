@@ -13,8 +13,8 @@ import numpy as np
 from train.tasks import tables
 from train.tasks.batches import DataError
 
-# Words that indicate a file's purpose, as in the library `datasets`.
-_SIDES = {
+# Words that indicate a file's purpose, as in the `datasets` library.
+_SPLITS = {
     "train": r"train(ing)?",
     "validation": r"val(id(ation)?)?|dev",
     "test": r"test(ing)?|eval(uation)?",
@@ -27,24 +27,24 @@ Example = TypeVar("Example")
 
 
 class Files(NamedTuple):
-    """The files of a task, each side sorted by name."""
+    """The files of a task, each split sorted by name."""
 
     train: list[Path]
-    validation: list[Path]  # empty if a share of the training files is used
+    validation: list[Path]  # empty if a share of the training files is used for validation
     notes: list[str]
 
 
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     """Finds a task's files in a file or folder; their names end in one of `suffixes`.
 
-    In a folder, names decide which files are for training or validation (`_side_of`); test data is
-    left out. If no name marks training data, files without a side are used for training.
+    In a folder, names decide which files are for training or validation (`_split_of`); test data is
+    left out. If no name marks training data, files without a split are used for training.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
     kinds = " or ".join("*" + suffix for suffix in suffixes)
     if not data.is_dir():
-        problem = "is not such a file" if data.exists() else "does not exist"
+        problem = "has another suffix" if data.exists() else "does not exist"
         raise DataError(f"`data`: {data} {problem}. Pass a {kinds} file, or a folder of them.")
     names = sorted(
         path.name
@@ -52,36 +52,36 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         # Omits files that `datasets` adds.
         if path.name.lower().endswith(suffixes) and not path.name.startswith((".", "dataset_info"))
     )
-    of_side: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
+    of_split: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in names:
-        of_side[_side_of(name)].append(name)
-    notes, unnamed = [], of_side[None]
-    if of_side["train"] and unnamed:
+        of_split[_split_of(name)].append(name)
+    notes, unnamed = [], of_split[None]
+    if of_split["train"] and unnamed:
         notes.append(f"{data}: left out {', '.join(unnamed)}, because there are train* files")
-    if of_side["test"]:
-        notes.append(f"{data}: left out the test data {', '.join(of_side['test'])}")
-    train = of_side["train"] or unnamed
+    if of_split["test"]:
+        notes.append(f"{data}: left out the test data {', '.join(of_split['test'])}")
+    train = of_split["train"] or unnamed
     if not train:
         present = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "nothing"
         raise DataError(f"{data} has no training data (train*, {kinds}). It contains {present}.")
-    return Files([data / x for x in train], [data / x for x in of_side["validation"]], notes)
+    return Files([data / x for x in train], [data / x for x in of_split["validation"]], notes)
 
 
-def _side_of(name: str) -> str | None:
-    """Returns the side that a name's first or last word indicates, or None.
+def _split_of(name: str) -> str | None:
+    """Returns the split that a name's first or last word indicates, or None.
 
     `train-00000-of-00002` and `chat_train` indicate one; `trains` and `how-to-train-a-dog` do not.
     """
     words = re.findall(r"[^-_. \d]+", _SHARD.sub("", Path(name).stem.lower()))
-    sides = {
-        side
+    splits = {
+        split
         for word in (words[:1] + words[-1:])
-        for side, pattern in _SIDES.items()
+        for split, pattern in _SPLITS.items()
         if re.fullmatch(f"({pattern})(set|data)?", word)
     }
-    if len(sides) > 1:
+    if len(splits) > 1:
         raise DataError(f"`data`: {name} could be training or other data. Rename it.")
-    return sides.pop() if sides else None
+    return splits.pop() if splits else None
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -99,7 +99,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 ) from error
             if "\0" in text:  # usually UTF-16, or a damaged file
                 raise DataError(
-                    f"{path}, line {number}: there is a NUL. Convert the text to UTF-8."
+                    f"{path}, line {number}: there is a NUL byte. Convert the text to UTF-8."
                 )
             yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
 
@@ -121,8 +121,8 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield _object(where, _parse(where, line.removesuffix("\n")))
 
 
-def common_place(paths: Sequence[Path]) -> Path:
-    """Returns the only file, or the folder of several files."""
+def common_path(paths: Sequence[Path]) -> Path:
+    """Returns the only file, or the folder that contains all files."""
     return paths[0] if len(paths) == 1 else paths[0].parent
 
 
@@ -167,23 +167,23 @@ def split(
         return np.arange(0), np.arange(len(sizes))
     order = np.random.default_rng(seed).permutation(len(sizes))
     room, smallest = validation_share * float(sizes.sum()), sizes.min()
-    validates = np.zeros(len(sizes), bool)
+    in_validation = np.zeros(len(sizes), bool)
     for i in order:  # an array, because a list of 100 million numbers takes gigabytes
         if room < smallest:
             break
         if sizes[i] <= room:
-            validates[i] = True
+            in_validation[i] = True
             room -= sizes[i]
     # Examples of size 0 may all have fit.
-    if validates.all():
-        validates[order[-1]] = False
-    if not validates.any():
-        validates[np.argmin(sizes)] = True
-    return np.flatnonzero(~validates), np.flatnonzero(validates)
+    if in_validation.all():
+        in_validation[order[-1]] = False
+    if not in_validation.any():
+        in_validation[np.argmin(sizes)] = True
+    return np.flatnonzero(~in_validation), np.flatnonzero(in_validation)
 
 
 def shorten(text: str) -> str:
-    """Returns the text, shortened with dots for a message."""
+    """Returns the text, cut off with an ellipsis for a message."""
     return text if len(text) <= 100 else text[:100] + "..."
 
 

@@ -1,7 +1,7 @@
 """Trains on the next token of any text: text files, JSONL, or tables with a text field.
 
 A document is a text file, a line of JSONL, or a row of a table. Its tokens are followed by an end
-token, and preceded by a begin token if the model was trained with one. All documents of a side are
+token, and preceded by a begin token if the model was trained with one. All documents in a split are
 joined and cut into windows of T + 1 tokens that overlap by one: every token is predicted once per
 epoch. Documents in a window do not attend to each other unless they are `joined`; the first token
 of a document is not a target. If no set of documents matches the validation share, the end of the
@@ -26,7 +26,7 @@ from train.tasks.batches import DataError
 from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode, store_tokens
 from train.tasks.examples import describe_example
 from train.tasks.fields import Fields
-from train.tasks.files import common_place, find_files, lines, records, split, text_field
+from train.tasks.files import common_path, find_files, lines, records, split, text_field
 
 # Four pieces per chunk, for four cores. With pieces of 2**20 characters, 20 MB of text took 430 MB
 # of memory instead of 150 MB, in addition to the tokens, and the same time.
@@ -47,14 +47,14 @@ def make(
     """Creates the task of predicting the next token, with the arguments of `task_of_answers`."""
     files = find_files(data, SUFFIXES)
     notes, checksum = list(files.notes), int(joined)
-    sides: list[Documents] = []
+    splits: list[Documents] = []
     for paths in filter(None, (files.train, files.validation)):
         encoded = store_tokens(_encode(paths, tokenizer, field, notes), tokenizer)
         checksum = zlib.crc32(b"%d" % encoded.checksum, checksum)
-        sides.append(Documents(encoded.tokens, encoded.starts[:-1], np.diff(encoded.starts)))
-    if len(sides) == 1:
-        sides = _split(sides[0], validation_share=validation_share, seed=seed)
-    for part, (_, begins, lengths) in zip(("train", "validation"), sides, strict=True):
+        splits.append(Documents(encoded.tokens, encoded.starts[:-1], np.diff(encoded.starts)))
+    if len(splits) == 1:
+        splits = _split(splits[0], validation_share=validation_share, seed=seed)
+    for part, (_, begins, lengths) in zip(("train", "validation"), splits, strict=True):
         count = int(lengths.sum())
         if count <= sequence_length and (part, validation_share) != ("train", 1):
             raise DataError(
@@ -63,7 +63,7 @@ def make(
                 "`validation_share`."
             )
         checksum = zlib.crc32(lengths, zlib.crc32(begins, checksum))
-    windows, validation = (Windows(side, sequence_length, joined=joined) for side in sides)
+    windows, validation = (Windows(x, sequence_length, joined=joined) for x in splits)
     return Task(
         train=windows,
         validation=validation,
@@ -122,9 +122,9 @@ def _split(documents: Documents, *, validation_share: float, seed: int) -> list[
     tokens, begins, lengths = documents
     wanted = validation_share * lengths.sum()
     if len(lengths) > 1:
-        sides = split(lengths, validation_share=validation_share, seed=seed)
-        if wanted / 2 <= lengths[sides[1]].sum() <= 2 * wanted:
-            return [Documents(tokens, begins[side], lengths[side]) for side in sides]
+        splits = split(lengths, validation_share=validation_share, seed=seed)
+        if wanted / 2 <= lengths[splits[1]].sum() <= 2 * wanted:
+            return [Documents(tokens, begins[x], lengths[x]) for x in splits]
     longest = np.argmax(lengths)
     size = min(round(wanted), lengths[longest])
     begin = begins[longest] + lengths[longest] - size
@@ -170,7 +170,7 @@ def _pieces_of(
             raise DataError(f"{path}: the file is empty, or has only blank texts.")
         if blank:
             notes.append(f"{path.name}: blank texts left out: {blank}")
-    notes += fields.notes(common_place(paths))
+    notes += fields.notes(common_path(paths))
 
 
 def _documents(path: Path, field: str, fields: Fields) -> Iterator[Iterable[str]]:

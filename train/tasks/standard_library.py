@@ -1,7 +1,7 @@
 """Reads real text that every machine has: the source files of Python's standard library.
 
 Each byte is a token. The files are shuffled with the seed and cut off at the requested size; the
-first files are for validation. Each side is joined, with a zero byte before each file.
+first files are for validation. The files in each split are joined, with a zero byte before each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY = 256  # the values of a byte
 
 FILE_START = b"\0"  # occurs in no source file
 
-# Folders with installed packages, parts that many distributions omit, and tables as code.
+# Folders with installed packages, parts that many distributions omit, and data tables in code.
 SKIPPED_FOLDERS = frozenset(
     "site-packages dist-packages __pycache__ test tests idlelib turtledemo encodings "
     "pydoc_data".split()
@@ -34,8 +34,8 @@ def make(
     """Creates the task of predicting the next byte of Python's source files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     options = {"max_bytes": int(corpus_megabytes * 1e6), "validation_share": validation_share}
-    sides = split_files(root, source_files(root), seed=seed, **options)
-    train, validation = (windows(root, files, sequence_length) for files in sides)
+    splits = split_files(root, source_files(root), seed=seed, **options)
+    train, validation = (windows(root, files, sequence_length) for files in splits)
     checksum = zlib.crc32(validation.tokens, zlib.crc32(train.tokens))
     return Task(train, validation, checksum)
 
@@ -57,13 +57,13 @@ def split_files(
     """Splits `files`, up to `max_bytes`, into sorted training and validation files."""
     shuffled = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     ends = np.cumsum([(root / path).stat().st_size for path in shuffled])
-    # A file that crosses a limit belongs to the side before the limit.
+    # A file that crosses a limit belongs to the split before the limit.
     taken = int(np.searchsorted(ends, max_bytes)) + 1
     shuffled, ends = shuffled[:taken], ends[:taken]
     border = int(np.searchsorted(ends, validation_share * ends[-1])) + 1
     border = min(border, len(shuffled) - 1)
-    sides = shuffled[border:], shuffled[:border]
-    return sorted(sides[0], key=Path.as_posix), sorted(sides[1], key=Path.as_posix)
+    splits = shuffled[border:], shuffled[:border]
+    return sorted(splits[0], key=Path.as_posix), sorted(splits[1], key=Path.as_posix)
 
 
 def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:

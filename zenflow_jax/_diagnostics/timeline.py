@@ -1,6 +1,6 @@
 """Records a run's activities over time: the recorder, and the timeline made from it.
 
-`timeline_output.py` draws and writes the timeline.
+`timeline_picture.py` draws the timeline.
 """
 
 import contextlib
@@ -16,11 +16,6 @@ Row = Literal["device", "mail", "host", "upload", "caller"]
 #: The rows, in the order in which they are shown.
 ROWS: tuple[Row, ...] = ("device", "mail", "host", "upload", "caller")
 
-#: Kinds with a window's number; all other kinds have a step's number.
-OF_WINDOWS = frozenset(
-    {"take in sums", "hand over", "update", "wait for uploads", "wait for save", "upload"}
-)
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # Enough for about 400 steps, at nine spans per step; 1 MB.
@@ -35,7 +30,8 @@ class Span(NamedTuple):
         kind: The activity; docs/timeline.md lists the kinds.
         start: Start time, in seconds of `time.perf_counter`.
         end: End time.
-        number: The step's or window's number.
+        number: The window's number for "take in sums", "hand over", "update", "upload" and the
+            worker's waits; the step's number for all other kinds.
 
     Examples:
         >>> span = Span("host", "update", start=1.0, end=1.25, number=3)

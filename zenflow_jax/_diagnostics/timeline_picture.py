@@ -1,10 +1,9 @@
-"""Draws a `Timeline`, and writes it for trace viewers in browsers."""
+"""Draws a `Timeline`."""
 
-import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zenflow_jax._diagnostics.timeline import OF_WINDOWS, ROWS, Span, Timeline
+from zenflow_jax._diagnostics.timeline import ROWS, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,8 +76,7 @@ def plot_timeline(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "matplotlib is not installed. Install the extra `plot`, or use "
-            "`zenflow_jax.save_trace`, which does not need it."
+            "matplotlib is not installed. Install the extra `plot`, or read `timeline.spans`."
         ) from error
 
     # Does not use pyplot, which needs a display and leaves global state.
@@ -120,59 +118,3 @@ def _draw(figure: "Figure", timeline: Timeline, steps: range) -> None:
         if span.kind == "step":
             axes.axvline(1e3 * (span.end - start), color="0.85", linewidth=0.6, zorder=0)
     figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=9)
-
-
-def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Writes a whole timeline as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
-
-    Args:
-        timeline: A `HostEngine.timeline`, or a part of it: `timeline.during(steps)`.
-        path: Path of the JSON file, which should end in .json.
-
-    Examples:
-        >>> import tempfile, zenflow_jax
-        >>> span = zenflow_jax.Span("host", "update", start=1.0, end=1.25, number=3)
-        >>> path = tempfile.mkdtemp() + "/trace.json"
-        >>> zenflow_jax.save_trace(zenflow_jax.Timeline((span,)), path)
-    """
-    begin = min((span.start for span in timeline.spans), default=0.0)
-    events = [_named("process_name", "zenflow_jax", 0)]
-    thread = 0
-    for row in ROWS:
-        for lane in _lanes([span for span in timeline.spans if span.row == row]):
-            thread += 1
-            events.append(_named("thread_name", row, thread))
-            events.extend(_event(span, begin, thread) for span in lane)
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"displayTimeUnit": "ms", "traceEvents": events}, file)
-
-
-def _lanes(spans: list[Span]) -> list[list[Span]]:
-    """Sorts spans into lanes, because viewers misdraw a thread's partially overlapping spans."""
-    lanes: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        fitting = (x for x in lanes if all(y.end <= span.start or span.end <= y.end for y in x))
-        lane = next(fitting, None)
-        if lane is None:
-            lanes.append(lane := [])
-        lane.append(span)
-    return lanes or [[]]
-
-
-def _event(span: Span, begin: float, thread: int) -> dict[str, Any]:
-    # Whole nanoseconds, so that rounding keeps nested spans nested.
-    start, end = (round(1e9 * (moment - begin)) for moment in (span.start, span.end))
-    return {
-        "name": f"{span.kind} {span.number}",
-        "cat": span.row,
-        "ph": "X",
-        "ts": start / 1e3,
-        "dur": (end - start) / 1e3,
-        "pid": 0,
-        "tid": thread,
-        "args": {"window" if span.kind in OF_WINDOWS else "step": span.number},
-    }
-
-
-def _named(kind: str, name: str, thread: int) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}
