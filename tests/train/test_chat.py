@@ -234,8 +234,8 @@ def test_a_run_keeps_the_template_with_the_model_and_prompts_use_it(tmp_path, ca
     assert "[/b]" in shown
     run, text, out = tmp_path / "runs" / "a", template_file.read_text(), tmp_path / "out"
     template_file.unlink()
-    assert finetune.main([str(run / "settings.toml"), "--run", "a", "--steps", "3"]) == 0
-    assert "resuming from checkpoint 2" in capsys.readouterr().out
+    assert finetune.main([str(run / "settings.toml"), "--run", "a"]) == 0
+    assert "has completed all 2 steps" in capsys.readouterr().out
 
     # An export finds the template in the run's folder.
     exporting = ["--run", "a", "--chat-template", "None", "--export", "2", str(out)]
