@@ -153,7 +153,7 @@ def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys,
     folder = write_model(tmp_path / "model", "bert")
     origin, graphdef, params = load(folder)
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
-    texts, expected = ["why is it\u2028on the dog", "a good film " * 9, ""], []
+    texts, expected = ["a good film " * 9, "", "why is it\u2028on the dog"], []
     model = jax.jit(lambda *inputs: nnx.merge(graphdef, params)(*inputs))
     for text in texts:
         ids = tokenizer.tokens.encode(text).ids
