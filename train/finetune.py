@@ -107,7 +107,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     # The run's own template, even if the settings have changed.
     copy = folder / TEMPLATE
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
-    task = task_name(vars(settings))
+    task = task_name(settings)
     models.write(target, origin, weights, values, labels=labels, texts=texts, task=task)
     pending = settings.optimizer != "adamw" and not layered
     line = f"{target} contains the weights of checkpoint {step} in {folder}"
@@ -198,7 +198,7 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
         return 0
     processes.join(command.launch)
     console = Console(quiet=not processes.is_first())
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = partial(show, console)
     if start.export is not None:
         if processes.is_first():
             checkpoint, target = start.export

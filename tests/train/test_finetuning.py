@@ -223,7 +223,7 @@ def trained(sources, steps, folder):
     """Returns the losses of some steps, the metrics after them, and the written weights."""
     job, state = setup.prepare(sources, lambda: None)
     batches, params = [job.batches[i] for i in range(steps)], job.model.params
-    options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
+    options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.settings)}
     losses = []
     if job.layered is None:
         for batch in batches:

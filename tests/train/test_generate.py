@@ -13,7 +13,7 @@ from flax import nnx
 from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, assert_close, change_config, change_tensors, load, write_model
 from train import Failure, generate
-from train.cli.settings import task_name
+from train.cli.settings import DataSettings, task_name
 from train.huggingface.tokenizer import read_tokenizer
 from train.model.sampling import Sampling, continue_tokens, narrow
 
@@ -170,7 +170,7 @@ def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys,
     assert [name for name, _ in lines] == [name for name, _ in expected]
     assert [float(x) for _, x in lines] == pytest.approx([x for _, x in expected], abs=2e-4)
     assert run(capsys, "--model", folder, texts[0])[1] == out.splitlines(keepends=True)[0]
-    pairs = task_name({"task": "classification", "second_text_column": "b"})
+    pairs = task_name(DataSettings(task="classification", second_text_column="b"))
     change_config(folder, zenflow_task=pairs)
     assert f"trained on pairs of texts ({pairs})" in run(capsys, "--model", folder, "a cat")[2]
 

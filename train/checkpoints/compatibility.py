@@ -34,33 +34,21 @@ def description(
     # The other two values give bit-identical results, so either may follow the other.
     sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
-    fixed["stream"] = _of_shapes(settings["stream"], config)
+    fixed["stream"] = settings["stream"]
     if settings["task"] != "language":
         del fixed["packing"]
-    return {
-        "settings": fixed,
-        "labels": list(labels),  # not compared, because the data determines them
-        "stream": settings["stream"],
-        "data": data,
-        "model": _as_strings(config),
-    }
+    # Labels are not compared, because the data determines them.
+    return {**description_of_model(fixed, config), "labels": list(labels), "data": data}
 
 
 def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
     """Returns the part of a `description` that a reader of the weights must share."""
     stream = settings["stream"]
-    settings = {**settings, "stream": _of_shapes(stream, config)}
-    return {"settings": settings, "stream": stream, "model": _as_strings(config)}
-
-
-def _of_shapes(stream: str, config: Any) -> str:
     apart = stream == "weights" or parts_that_stream(config, stream) > 1
-    return stream if apart else "none"
-
-
-def _as_strings(config: Any) -> dict[str, str]:
+    settings = {**settings, "stream": stream if apart else "none"}
     # Array shapes do not reveal everything: not the rotations' base, for example.
-    return {} if config is None else {name: str(x) for name, x in config._asdict().items()}
+    model = {} if config is None else {name: str(x) for name, x in config._asdict().items()}
+    return {"settings": settings, "stream": stream, "model": model}
 
 
 def check_same_run(

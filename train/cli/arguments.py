@@ -23,9 +23,6 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from train import Failure
 
-#: The keys of an option's metadata for the limits of its value.
-BOUNDS = ("above", "least")
-
 
 class ArgumentError(Failure):
     """A mistake in a command line."""
@@ -56,7 +53,8 @@ def option(
 def out_of_bounds(options: Any) -> Iterator[tuple[str, str]]:
     """Yields the name of each option that is out of bounds, with its bounds in words."""
     for spec in fields(options):
-        value, above, least = getattr(options, spec.name), *map(spec.metadata.get, BOUNDS)
+        value, more = getattr(options, spec.name), spec.metadata
+        above, least = more.get("above"), more.get("least")
         if value is None or isinstance(value, str) or above is least is None:
             continue
         if above is not None and not (math.isfinite(value) and value > above):

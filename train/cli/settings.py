@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -33,10 +33,10 @@ class SettingsError(Failure):
     """A mistake in the settings."""
 
 
-def task_name(settings: Mapping[str, Any]) -> str:
+def task_name(settings: DataSettings) -> str:
     """Returns the task that the trained model's config records."""
-    is_own = settings["task"] == "classification"
-    return PAIRS if is_own and settings.get("second_text_column") else settings["task"]
+    is_own = settings.task == "classification"
+    return PAIRS if is_own and settings.second_text_column else settings.task
 
 
 def steps_of(share: float, count: int) -> int:
@@ -302,23 +302,15 @@ class Settings(OutputSettings, StepSettings, DataSettings):
 
 # Shares of all steps, each with the number of steps that it replaces.
 _SHARES = {"full_warm_up_share": "full_warm_up_rounds", "warmup_share": "warmup_steps"}
+_DURING_STEP = {"send_gradients": "during_step"}
 _NOT_BY_LAYER = {"layer_updates": "after_backward", "layer_inputs": "device"}
+_IN_SCANS = {"optimizer": "zenflow", "scan_layers": True, "micro_batches": 1}
+_BY_LAYER = {"optimizer": "offload", "scan_layers": False, "transfer_dtype": None}
 # Required values for each kind of stream.
 _OF_STREAMS: dict[str, dict[str, Any]] = {
     "none": _NOT_BY_LAYER,
-    "gradients": _NOT_BY_LAYER
-    | {
-        "optimizer": "zenflow",
-        "scan_layers": True,
-        "micro_batches": 1,
-        "send_gradients": "during_step",
-    },
-    "weights": {
-        "optimizer": "offload",
-        "scan_layers": False,
-        "send_gradients": "during_step",
-        "transfer_dtype": None,
-    },
+    "gradients": _NOT_BY_LAYER | _IN_SCANS | _DURING_STEP,
+    "weights": _BY_LAYER | _DURING_STEP,
 }
 
 

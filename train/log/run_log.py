@@ -160,19 +160,15 @@ def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[R
                 # A killed run may have left an incomplete last line.
                 if None in line.values() or int(line["step"]) > until:
                     break
-                rows.append(_read(line))
+                counts = ("step", "skipped")
+                pairs = ((int if n in counts else float, line[n]) for n in Row._fields)
+                rows.append(Row(*(read(text) if text else None for read, text in pairs)))
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, csv.Error):
         last = rows[-1].step if rows else 0
         say(f"{path} is damaged: its rows for the steps from {last + 1} to {until} are lost")
     return rows
-
-
-def _read(line: Mapping[str, str]) -> Row:
-    counts = ("step", "skipped")
-    values = {n: (int if n in counts else float)(line[n]) if line[n] else None for n in Row._fields}
-    return Row(**values)
 
 
 def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, float]]:

@@ -25,6 +25,7 @@ import zenflow_jax
 from train import command_of
 from train.cli.settings import PAIRS
 from train.log.meter import Row
+from train.log.run_log import show
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
@@ -98,7 +99,7 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
             line = f"timeline of the last steps: {path}"
         except OSError as error:
             line = f"the timeline cannot be written to {path}: {error}"
-        console.print(line, highlight=False, soft_wrap=True)
+        show(console, line)
 
 
 def command_of_use(model: Path, task: str) -> str | None:

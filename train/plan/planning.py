@@ -192,11 +192,7 @@ def folder_of_config(model: str) -> Pretrained:
 
 
 def planned_step(
-    settings: StepSettings,
-    origin: Pretrained | None,
-    mesh: Mesh | None,
-    *,
-    placed: bool = False,
+    settings: StepSettings, origin: Pretrained | None, mesh: Mesh | None, *, placed: bool = False
 ) -> PlannedStep:
     """Returns the step that a run would compile; `placed` puts its arguments on the mesh."""
     kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
@@ -238,15 +234,10 @@ def plan_layers(
 ) -> planning.LayerPlan:
     """Plans a run whose weights stream; `machine` is passed to `plan_layerwise`."""
     kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
-    graphdef, shapes = jax.eval_shape(lambda: models.split(build()))
-    if divided is not None:
-        shardings: Any = weight_shardings(divided, shapes)
-    else:
-        where = SingleDeviceSharding(jax.devices("cpu")[0])
-        if mesh is not None and compiles:
-            where = batches = NamedSharding(mesh, PartitionSpec())
-        shardings = jax.tree.map(lambda _: where, shapes)
-    model = models.layered_shapes(graphdef, shapes, shardings)
+    where = SingleDeviceSharding(jax.devices("cpu")[0])
+    if divided is None and mesh is not None and compiles:
+        where = batches = NamedSharding(mesh, PartitionSpec())
+    model = models.abstract_layered(build, divided, where)[1]
     rows = settings.batch_size // settings.micro_batches
     return planning.plan_layerwise(
         model.shapes,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from train.cli.command_line import PROGRAM, Planning
 from train.cli.settings import option_words
+from train.log.run_log import show as show_line
 from train.plan.planning import RunPlan, Way
 from zenflow_jax import planning
 
@@ -33,7 +34,8 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
 
     def row(name: str, amount: int, style: str | None = None) -> None:
         if amount:
-            table.add_row(name, _in_gb(amount), style=style)
+            digits = 1 if amount >= 1e10 else 3 if amount < 1e8 else 2
+            table.add_row(name, f"{amount / 1e9:,.{digits}f}", style=style)
 
     for name, amount in plan.device.items():
         row(f"device: {name}", amount)
@@ -57,7 +59,7 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     table.add_row("short", ", ".join(plan.short) or "nothing", style="bold")
     console.print(table)
     for line in advice(run_plan, arguments):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        show_line(console, line)
 
 
 def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
@@ -99,7 +101,3 @@ def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
     for name, value in way.changes.items():
         words += option_words(name, value)
     return shlex.join(words)
-
-
-def _in_gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.{1 if nbytes >= 1e10 else 3 if nbytes < 1e8 else 2}f}"

@@ -85,9 +85,6 @@ def layered(graphdef: nnx.GraphDef, params: Any) -> LayeredModel:
     def block(weights: Any, x: jax.Array, shared: Any) -> jax.Array:
         return placed(nnx.merge(block_def, weights)(x, *shared), sharding)
 
-    if parts > 1:
-        return _in_parts(model, params, block, len(blocks))
-
     def first(outer: Any, batch: Batch) -> tuple[jax.Array, Any]:
         model, tokens = nnx.merge(outer_def, outer), batch["tokens"].astype(jnp.int32)
         if not is_decoder:
@@ -103,10 +100,23 @@ def layered(graphdef: nnx.GraphDef, params: Any) -> LayeredModel:
         targets = batch["tokens"].astype(jnp.int32)[:, 1:]
         return from_losses(model.losses_after(x, targets), batch)
 
-    return _of(first, [block] * len(blocks), result, 1, len(blocks), params)
+    functions = first, [block] * len(blocks), result
+    if parts > 1:
+        functions = _in_parts(model, block, len(blocks))
+    begin, layers, end = functions
+    return LayeredModel(
+        begin,
+        layers,
+        lambda *args: layerwise.WeightedLoss(*mean_loss(end(*args))),
+        lambda outer, carry, batch: judged(end(outer, carry, batch), batch),
+        parts,
+        len(blocks),
+        params,
+    )
 
 
-def _in_parts(model: Any, params: Any, block: Callable, blocks: int) -> LayeredModel:
+def _in_parts(model: Any, block: Callable, blocks: int) -> tuple[Callable, list, Callable]:
+    """Returns `first`, the layers and the result of a model whose vocabulary is in parts."""
     dtype, width, parts = model.embed.dtype, model.config.width, model.parts
     norm_def = nnx.split(model.norm)[0]
     words = model.config.vocabulary // parts
@@ -138,27 +148,7 @@ def _in_parts(model: Any, params: Any, block: Callable, blocks: int) -> LayeredM
     def result(_: Any, carry: Any, batch: Batch) -> PerExample:
         return from_losses(vocabulary.losses_of(carry[2]), batch)
 
-    layers = [*[embed] * parts, *[in_carry] * blocks, norm, *[head] * parts]
-    return _of(first, layers, result, parts, blocks, params)
-
-
-def _of(
-    first: Callable,
-    layers: Sequence[Callable],
-    result: Callable,
-    parts: int,
-    blocks: int,
-    model: Any,
-) -> LayeredModel:
-    return LayeredModel(
-        first,
-        layers,
-        lambda *args: layerwise.WeightedLoss(*mean_loss(result(*args))),
-        lambda outer, carry, batch: judged(result(outer, carry, batch), batch),
-        parts,
-        blocks,
-        model,
-    )
+    return first, [*[embed] * parts, *[in_carry] * blocks, norm, *[head] * parts], result
 
 
 def _parts(stack: Any) -> list[Any]:

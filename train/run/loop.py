@@ -20,7 +20,7 @@ from train.cli.settings import SettingsError, task_name
 from train.distributed import processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
 from train.log import summary
-from train.log.meter import Meter, Totals, check_finite, has_stalled
+from train.log.meter import Meter, Totals, causes_of_infinity, check_finite, has_stalled
 from train.log.run_log import NoLog, RunLog, read_rows, reporter, show
 from train.run import models
 from train.run.folder import write_settings
@@ -62,7 +62,7 @@ class Run:
                 keep=job.settings.keep,
                 keep_best=job.settings.keep_best,
                 larger_is_better=job.settings.larger_is_better,
-                describe=description(job.values, task.checksum, config, task.labels),
+                describe=description(vars(job.settings), task.checksum, config, task.labels),
                 say=self._say,
             )
         )
@@ -93,7 +93,7 @@ class Run:
         self.checkpoints.rename_damaged()  # only now that this start is known to be valid
         self._open_log(progress)
         if not self.done:
-            check_finite(self._validated(0), self.job.causes_of_infinity)
+            check_finite(self._validated(0), causes_of_infinity(self.job.settings))
         elif self._is_validated(self.done):
             # The last start was stopped before this validation, or ended with this step.
             figures = self._validated(self.done)
@@ -126,13 +126,13 @@ class Run:
         metered = progress.get("meter")
         self.log = NoLog()
         if processes.is_first():
-            write_settings(self.folder, job.values, job.texts)
+            write_settings(self.folder, vars(job.settings), job.texts)
             in_rows = done - len(metered["unread"]) if metered else 0
             self.log = RunLog(
                 self.folder,
                 steps=self.steps,
                 console=self.console,
-                reporter=reporter(job.settings.report_to, self.folder, config=job.values),
+                reporter=reporter(job.settings.report_to, self.folder, config=vars(job.settings)),
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
             )
@@ -141,7 +141,7 @@ class Run:
             log_every=job.settings.log_every,
             stats=(lambda: host.stats) if host else None,
             max_skipped=job.settings.max_skipped,
-            remedy=f"{job.causes_of_infinity} With --run {self.folder.name} and a lower "
+            remedy=f"{causes_of_infinity(job.settings)} With --run {self.folder.name} and a lower "
             "--learning-rate, the run resumes from its last checkpoint, if any; another --run "
             "starts again.",
             steps_done=done,
@@ -255,7 +255,7 @@ class Run:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} contains {weights}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
-        use = summary.command_of_use(self.folder / ended.written, task_name(self.job.values))
+        use = summary.command_of_use(self.folder / ended.written, task_name(self.job.settings))
         if use and ended.written == models.FOLDER:
             self._say(f"Try it: {use}")
 
@@ -268,7 +268,7 @@ class Run:
             weights = self.training.final_weights()
         job, origin = self.job, self.job.model.origin
         folder = self.folder if origin is None else self.folder / models.FOLDER
-        options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.values)}
+        options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.settings)}
         models.write(folder, origin, *weights, **options)
         return models.WEIGHTS if origin is None else models.FOLDER
 
@@ -276,6 +276,8 @@ class Run:
         job = self.job
         host, parameters = self.training.host, self.training.parameters
         stats = host.stats if host else None
+        lengths = stats.window_lengths if stats else {}  # warm-up windows have one step
+        in_windows = sum(length * count for length, count in lengths.items())
         moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
         moved /= parameters * max(self.steps - self.done, 1)
         return {
@@ -298,7 +300,7 @@ class Run:
             "validation_before": self.validations[0][1],
             "validation_after": self.validations[-1][1],
             "windows": stats and stats.windows,
-            "mean_window_length": stats and _mean_length(stats.window_lengths),
+            "mean_window_length": in_windows / stats.windows if lengths else None,
             "reselections": stats and stats.reselections,
             "kept_share": stats and stats.kept_share,
         }
@@ -344,12 +346,6 @@ class Run:
 
     def _say(self, line: str) -> None:
         show(self.console, line)
-
-
-def _mean_length(counts: Mapping[int, int]) -> float | None:
-    """Returns the mean length of closed windows in steps; warm-up windows have one step."""
-    steps = sum(length * count for length, count in counts.items())
-    return steps / sum(counts.values()) if counts else None
 
 
 def is_due(every: int, step: int) -> bool:

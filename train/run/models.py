@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from elves.atomic import atomic_path
 from train.cli.settings import StepSettings
@@ -106,15 +106,17 @@ def layered_shapes(graphdef: nnx.GraphDef, shapes: Any, shardings: Any) -> Layer
 
 
 def abstract_layered(
-    build: Callable[[], nnx.Module], mesh: Mesh | None = None
+    build: Callable[[], nnx.Module], mesh: Mesh | None = None, where: Sharding | None = None
 ) -> tuple[nnx.GraphDef, LayeredModel]:
-    """Returns the definition of a model, and its functions and shapes for the trainer."""
+    """Returns the definition of a model, and its functions and shapes for the trainer.
+
+    Without a mesh, all shapes have the sharding `where`, by default on the first device.
+    """
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
-    first = SingleDeviceSharding(jax.local_devices()[0])
-    wheres = (
-        jax.tree.map(lambda _: first, shapes) if mesh is None else weight_shardings(mesh, shapes)
-    )
-    return graphdef, layered_shapes(graphdef, shapes, wheres)
+    if mesh is not None:
+        return graphdef, layered_shapes(graphdef, shapes, weight_shardings(mesh, shapes))
+    where = where or SingleDeviceSharding(jax.local_devices()[0])
+    return graphdef, layered_shapes(graphdef, shapes, jax.tree.map(lambda _: where, shapes))
 
 
 def _heads_to_draw(origin: loading.Pretrained, labels: Sequence[str]) -> tuple[str, ...]:

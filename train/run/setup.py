@@ -23,13 +23,7 @@ from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
 from train.run import models, optimizers
 from train.run.by_layer import LayeredModel
-from train.run.step import (
-    DETERMINISTIC,
-    PER_EXAMPLE,
-    make_judge,
-    make_train_step,
-    make_validate,
-)
+from train.run.step import DETERMINISTIC, PER_EXAMPLE, make_judge, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.batches import Batches, Sample
 from train.tasks.chosen import make_task
@@ -51,7 +45,6 @@ class Sources(NamedTuple):
 
 class Job(NamedTuple):
     settings: Settings  # final
-    values: Mapping[str, Any]  # the same settings, to be recorded
     mesh: Mesh | None
     task: Task
     texts: Mapping[str, str]
@@ -61,7 +54,6 @@ class Job(NamedTuple):
     train_step: Callable | None  # for all other models
     validate: Callable[[Any], dict[str, float]]  # from `make_validate`
     notes: tuple[str, ...]  # shown to the user
-    causes_of_infinity: str
 
 
 def read(settings: Settings, *, timeline: Path | None) -> Sources:
@@ -74,8 +66,15 @@ def read(settings: Settings, *, timeline: Path | None) -> Sources:
             "`--timeline`: needs steps with host work (zenflow or offload), but the run uses "
             f"{settings.optimizer} with steps {settings.steps}."
         )
-    if settings.steps == 0:
-        _check_evaluation(settings.run, settings.model, settings.output_dir)
+    if settings.steps == 0 and (run := settings.run) is not None:
+        # A run's settings contain both run and model, so the choice would be ambiguous.
+        trained, model = Path(settings.output_dir, run, models.FOLDER), settings.model
+        if model is None or Path(model).resolve() != trained.resolve():
+            raise SettingsError(
+                f"`steps`: 0 with the run {run} would only show metrics of "
+                f"{model or 'an untrained model'}. For the model that the run has trained, pass "
+                f"--model {trained}; otherwise pass --run None."
+            )
     origin = None if settings.model is None else read_folder(settings.model)
     config = models.config_of(origin, settings)
     texts = models.template_files(settings.chat_template)
@@ -107,8 +106,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     # A resumed run with more steps must have the same number of rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
-    values = dataclasses.asdict(settings)
-    processes.check_same(to_toml(values), task.checksum)
+    processes.check_same(to_toml(vars(settings)), task.checksum)
     model, layered, judge = make_model(sources)
     opt_state = train_step = None
     if layered is None:
@@ -130,7 +128,6 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
 
     job = Job(
         settings=settings,
-        values=values,
         mesh=mesh,
         task=task,
         texts=sources.texts,
@@ -140,7 +137,6 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         train_step=train_step,
         validate=make_validate(judge, task, sources.sample, check),
         notes=(*task.notes, *task.overview, *few),
-        causes_of_infinity=causes_of_infinity(settings),
     )
     return job, opt_state
 
@@ -196,7 +192,7 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     """Shows a validation's metrics, which must be finite. All processes must call it."""
     settings, task, sample = sources.settings, sources.task, sources.sample
-    processes.check_same(to_toml(dataclasses.asdict(settings)), task.checksum)
+    processes.check_same(to_toml(vars(settings)), task.checksum)
     for line in (*task.notes, *task.overview):
         say(line)
     model, layered, judge = make_model(sources)
@@ -215,14 +211,3 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
         say(f"{name} {value:.4f}{per}")
     check_finite(figures, causes_of_infinity(settings))
     processes.leave()
-
-
-def _check_evaluation(run: str | None, model: str | None, output_dir: str) -> None:
-    """Rejects an evaluation of an ambiguous model: a run's settings contain both run and model."""
-    trained = Path(output_dir) / str(run) / models.FOLDER
-    if run is not None and (model is None or Path(model).resolve() != trained.resolve()):
-        raise SettingsError(
-            f"`steps`: 0 with the run {run} would only show metrics of "
-            f"{model or 'an untrained model'}. For the model that the run has trained, pass "
-            f"--model {trained}; otherwise pass --run None."
-        )

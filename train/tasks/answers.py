@@ -26,14 +26,7 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, tables
 from train.tasks.batches import DataError
 from train.tasks.conversations import Conversations
-from train.tasks.encoding import (
-    Encoded,
-    chunks,
-    enclose,
-    encode,
-    smallest_dtype,
-    store_tokens,
-)
+from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype, store_tokens
 from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
 from train.tasks.files import common_path, expect_examples, find_files, records, text_field

@@ -35,11 +35,10 @@ OF_CHATS = REFUSED | {
     **dict.fromkeys(("documents", "chat_template_kwargs"), _KWARGS),
 }
 OF_MESSAGES = REFUSED | {
-    "function_call": "Write it into `tool_calls`, as [{'type': 'function', 'function': ...}]",
+    "function_call": "Write it into `tool_calls`, as [{'type': 'function', 'function': ...}]"
 }
 OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
-    ("system", "history"),
-    "Alpaca has no such field. Write conversations, and use --task chat",
+    ("system", "history"), "Alpaca has no such field. Write conversations, and use --task chat"
 )
 
 # 1 or true to train on an example or message, 0 or false not to.

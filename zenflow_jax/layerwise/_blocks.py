@@ -49,9 +49,7 @@ class Piece:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaf:
     path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: Any  # in pinned host memory
+    abstract: Any  # shape, dtype, and sharding in pinned host memory
     devices: tuple[Any, ...]  # this process's devices
     decays: bool
     pieces: tuple[Piece, ...]  # none if the leaf is frozen
@@ -79,7 +77,8 @@ class Block:
         """Returns the bytes of the weights on each of this process's devices."""
         sizes = Counter[Any]()
         for leaf in self.leaves:
-            piece = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            x = leaf.abstract
+            piece = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             sizes.update(dict.fromkeys(leaf.devices, piece))
         return sizes
 
@@ -87,10 +86,7 @@ class Block:
         def copied(piece: Piece) -> Piece:
             return dataclasses.replace(piece, **{x: getattr(piece, x).copy() for x in ARRAYS})
 
-        leaves = (
-            dataclasses.replace(leaf, pieces=tuple(map(copied, leaf.pieces)))
-            for leaf in self.leaves
-        )
+        leaves = [dataclasses.replace(x, pieces=tuple(map(copied, x.pieces))) for x in self.leaves]
         return dataclasses.replace(self, leaves=tuple(leaves))
 
     def to_device(self, weights: list[jax.Array]) -> Any:
@@ -104,14 +100,13 @@ class Block:
     @functools.cached_property
     def _shardings(self) -> tuple[list[Any], list[Any]]:
         # Created once, because creating them takes longer than copying a small array.
-        in_host = [leaf.sharding for leaf in self.leaves]
+        in_host = [leaf.abstract.sharding for leaf in self.leaves]
         return [x.with_memory_kind("device") for x in in_host], in_host
 
     @property
     def abstract(self) -> Any:
         """Returns the weights' shapes and placements, as the user's tree."""
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves]
-        return jax.tree.unflatten(self.treedef, shapes)
+        return jax.tree.unflatten(self.treedef, [leaf.abstract for leaf in self.leaves])
 
     def update(
         self,
@@ -160,41 +155,34 @@ def make_block(
         raise TypeError(
             f"The result of `mask` differs from {name} in structure. Return a bool for each weight."
         )
-    arrays, leaves, resumes = [], [], trains and saved is not None
+    arrays, leaves = [], []
+    saved = saved if trains else None
     for (path, x), decay in zip(pairs, jax.tree.leaves(masked), strict=True):
         inner = jax.tree_util.keystr(path, simple=True, separator=".")
         full = f"{name}.{inner}" if inner else name
-        arrays.append(x := _placed(full, x))
-        of_leaf = next(saved, None) if saved is not None and trains else None
-        if resumes:
-            _check_saved(full, x, of_leaf)
+        if (dtype := jnp.result_type(x)) not in DTYPES:
+            raise TypeError(
+                f"{full} is {dtype.name}, but weights must be float32, bfloat16 or float16. Pass "
+                "arrays that are not weights in the batch, or return them from `first` in `shared`."
+            )
+        if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+            x = upload(np.asarray(x), jax.local_devices()[0], HOST)
+        arrays.append(x)
+        of_leaf = None if saved is None else next(saved, None)
+        if saved is not None:
+            shape = None if of_leaf is None else tuple(of_leaf["master"].shape)
+            if shape != x.shape:
+                raise UnfitRunError(
+                    f"{full} has the shape {x.shape}, but {shape or 'nothing'} in `state`. Resume "
+                    "with the saved run's model and `frozen`."
+                )
         elif isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(f"{full} has a shape but no values. Pass an array, or pass `state`.")
         leaves.append(_make_leaf(full, x, bool(decay), trains, compact, of_leaf))
     block = Block(name, treedef, tuple(leaves), trains)
+    weights = moved(arrays, HOST) if saved is None else block.weights()
     # The user may reuse NumPy's memory for the next layer.
-    return block, jax.block_until_ready(block.weights() if resumes else moved(arrays, HOST))
-
-
-def _check_saved(path: str, x: Any, saved: Mapping[str, Any] | None) -> None:
-    """Rejects saved arrays that do not belong to the leaf `x`."""
-    shape = None if saved is None else tuple(saved["master"].shape)
-    if shape != x.shape:
-        raise UnfitRunError(
-            f"{path} has the shape {x.shape}, but {shape or 'nothing'} in `state`. Resume with the "
-            "saved run's model and `frozen`."
-        )
-
-
-def _placed(path: str, x: Any) -> Any:
-    if (dtype := jnp.result_type(x)) not in DTYPES:
-        raise TypeError(
-            f"{path} is {dtype.name}, but weights must be float32, bfloat16 or float16. Pass "
-            "arrays that are not weights in the batch, or return them from `first` in `shared`."
-        )
-    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        return x
-    return upload(np.asarray(x), jax.local_devices()[0], HOST)
+    return block, jax.block_until_ready(weights)
 
 
 def _make_leaf(path: str, x: Any, decays: bool, trains: bool, compact: bool, saved: Any) -> Leaf:
@@ -219,15 +207,9 @@ def _make_leaf(path: str, x: Any, decays: bool, trains: bool, compact: bool, sav
             for name in ARRAYS:
                 getattr(piece, name).write(np.asarray(saved[name][index]))
         pieces.append(piece)
-    return Leaf(
-        path=path,
-        shape=x.shape,
-        dtype=np.dtype(x.dtype),
-        sharding=x.sharding.with_memory_kind(HOST),
-        devices=tuple(devices),
-        decays=decays,
-        pieces=tuple(pieces),
-    )
+    where = x.sharding.with_memory_kind(HOST)
+    abstract = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    return Leaf(path, abstract, tuple(devices), decays, tuple(pieces))
 
 
 def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Array:
@@ -236,7 +218,8 @@ def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Arr
         numbers = numbers_of(piece).reshape(piece.shape)
         for position in piece.positions:
             on_devices[position] = upload(numbers, leaf.devices[position], HOST)
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, on_devices)
+    x = leaf.abstract
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, on_devices)
 
 
 def moved(tree: Any, memory_kind: str) -> Any:

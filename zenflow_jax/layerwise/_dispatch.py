@@ -1,6 +1,7 @@
 """The caller's half of a layerwise run: dispatches all programs and copies, in a fixed order."""
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenflow_jax._device.memory import HOST, nbytes
+from zenflow_jax._diagnostics.timeline import Recorder, Row
 from zenflow_jax.layerwise._blocks import Block, moved
-from zenflow_jax.layerwise._host import Host
+from zenflow_jax.layerwise._host import Host, TaskThread
 from zenflow_jax.layerwise._programs import ModelProgram, key_of, shapes_of, trace_model
-from zenflow_jax.layerwise._watch import Watch
 
 #: The maximum number of layers whose programs or gradients are in flight.
 AHEAD = 2
@@ -42,7 +43,7 @@ class Dispatcher:
         self._functions, self._blocks = functions, blocks
         self._trains = [block.trains for block in blocks]
         self._weights: list[list[jax.Array] | Future[list[jax.Array]]] = [*weights]
-        self._host, self._watch = host, Watch(host.recorder)
+        self._host, self.watch = host, Watch(host.recorder)
         self._inputs_to_host, self._options = inputs_to_host, options
         self._rate = jax.jit(lambda count: jnp.asarray(rate(count), jnp.float32))
         self._mean = jax.jit(_mean)
@@ -53,17 +54,13 @@ class Dispatcher:
         self._layer_programs: dict[Any, Any] = {}
         self._decision: Future[None] | None = None
         self._updating: deque[Future[Any]] = deque()
-        self._leaving: deque[list[jax.Array]] = (
-            deque()
-        )  # gradients, if updates begin after the backward pass
+        # Gradients, if updates begin after the backward pass.
+        self._leaving: deque[list[jax.Array]] = deque()
         self._throttle: deque[Any] = deque()
         # Copies of the previous layer's input, keyed by `id`.
         self._copied: dict[int, jax.Array] = {}
         self._number = 0  # the current step
         self.bytes_to_host = self.bytes_to_device = 0
-
-    def close(self) -> None:
-        self._watch.close()
 
     def wait(self) -> None:
         """Waits for the last step's updates."""
@@ -85,17 +82,8 @@ class Dispatcher:
         self.wait_for_decision()  # the rate depends on the decision
         self._number = number
         rate = self._rate(np.int32(self._host.counted))
-        layers, outer = program.layers, self._fetch(0)
-        carries, shared = map(list, zip(*(program.first(outer, x) for x in batches), strict=True))
-        inputs, weights = [], self._fetch(1)
-        for i, layer in enumerate(layers):
-            # Dispatched before the program that hides it, because dispatching allocates memory.
-            following = self._fetch(i + 2) if i + 1 < len(layers) else weights
-            inputs.append(self._keep([jax.tree.leaves(x) for x in carries], layer.kept))
-            carries = [layer.run(weights, *pair) for pair in zip(carries, shared, strict=True)]
-            self._dispatched("forward", carries)
-            weights = following
-        self._copied = {}
+        layers, inputs = program.layers, []
+        outer, weights, carries, shared = self._forward(program, batches, inputs)
         ends = [
             program.last(outer, carry, batch) for carry, batch in zip(carries, batches, strict=True)
         ]
@@ -105,8 +93,8 @@ class Dispatcher:
         loss, weights_sum = self._mean(losses, weighing)
         # A single micro-batch has no weight; the last of several also gets the sum of weights.
         is_last = [*[False] * (len(batches) - 1), True]
-        weigh = [(w, weights_sum if x else None) for w, x in zip(weighing, is_last, strict=True)]
-        weigh = weigh if len(batches) > 1 else [(None, None)]
+        sums = [weights_sum if x else None for x in is_last]
+        weigh = [*zip(weighing, sums, strict=True)] if len(batches) > 1 else [None]
         self._dispatched("loss", loss)
         if self._host.at_once:
             self._decision = self._host.decide(self._number, rate, [loss])
@@ -119,8 +107,8 @@ class Dispatcher:
             below = self._fetch(i) if i > max(lowest - 1, 0) else None
             total = squares = None
             for j in range(len(batches)):
-                total, squares, g[j], g_shared[j] = layers[i].backward[is_last[j]](
-                    weights, taken[j], shared[j], g[j], g_shared[j], total, *weigh[j]
+                (total, squares), (g[j], g_shared[j]) = layers[i].backward[is_last[j]](
+                    total, weigh[j], weights, g[j], g_shared[j], taken[j], shared[j]
                 )
             del taken
             self._dispatched("backward", squares)
@@ -130,8 +118,8 @@ class Dispatcher:
         if self._trains[0]:
             total = squares = None
             for j, batch in enumerate(batches):
-                total, squares = program.first_backward[is_last[j]](
-                    outer, batch, g[j], g_shared[j], g_outer[j], total, *weigh[j]
+                (total, squares), _ = program.first_backward[is_last[j]](
+                    total, weigh[j], outer, g[j], g_shared[j], g_outer[j], batch
                 )
                 g_outer[j] = None
             mails.append(self._send(0, total, squares))
@@ -141,6 +129,27 @@ class Dispatcher:
             for i, mail, x in sorted(mails, key=lambda of_block: of_block[0]):
                 self._update(i, mail, x)
         return loss
+
+    def _forward(
+        self, program: ModelProgram, batches: Sequence[Any], inputs: list[Any] | None = None
+    ) -> tuple[Any, Any, list[Any], list[Any]]:
+        """Dispatches the layers' forward programs, and adds their kept inputs to `inputs`.
+
+        Returns the outer weights, the last layer's weights, and each batch's carry and shared data.
+        """
+        outer, layers = self._fetch(0), program.layers
+        carries, shared = map(list, zip(*(program.first(outer, x) for x in batches), strict=True))
+        weights = self._fetch(1)
+        for i, layer in enumerate(layers):
+            # Dispatched before the program that hides it, because dispatching allocates memory.
+            following = self._fetch(i + 2) if i + 1 < len(layers) else weights
+            if inputs is not None:
+                inputs.append(self._keep([jax.tree.leaves(x) for x in carries], layer.kept))
+            carries = [layer.run(weights, *pair) for pair in zip(carries, shared, strict=True)]
+            self._dispatched("forward", carries)
+            weights = following
+        self._copied = {}
+        return outer, weights, carries, shared
 
     def _keep(self, carries: list[list[jax.Array]], kept: Sequence[int]) -> list[list[jax.Array]]:
         """Returns the layer inputs that the backward pass needs, in the memory where they wait."""
@@ -162,7 +171,7 @@ class Dispatcher:
             jax.block_until_ready(self._leaving.popleft())
         mail = self._blocks[i].to_host(gradient)
         self.bytes_to_host += nbytes(mail)
-        self._watch.add("mail", "copy", self._number, mail)
+        self.watch.add("mail", "copy", self._number, mail)
         if not self._host.at_once:
             self._leaving.append(mail)
         else:
@@ -176,7 +185,7 @@ class Dispatcher:
 
     def _dispatched(self, kind: str, result: Any) -> None:
         """Records a layer's programs, and waits until Python is at most a few layers ahead."""
-        self._watch.add("device", kind, self._number, result)
+        self.watch.add("device", kind, self._number, result)
         self._throttle.append(result)
         if len(self._throttle) > AHEAD:
             start = time.perf_counter()
@@ -184,14 +193,7 @@ class Dispatcher:
             self._host.recorder.add("caller", "wait for device", start, self._number)
 
     def evaluate(self, program: ModelProgram, batch: Any, last: Callable | None) -> Any:
-        outer = self._fetch(0)
-        carry, shared = program.first(outer, batch)
-        weights = self._fetch(1)
-        for i, layer in enumerate(program.layers):
-            following = self._fetch(i + 2) if i + 1 < len(program.layers) else None
-            carry = layer.run(weights, carry, shared)
-            self._dispatched("forward", carry)
-            weights = following
+        outer, _, (carry,), _ = self._forward(program, [batch])
         if last is None:
             return program.loss(outer, carry, batch)[0]
         return self._jitted(last)(outer, carry, batch)
@@ -217,8 +219,38 @@ class Dispatcher:
         weights = self.weights(i)
         self.bytes_to_device += nbytes(weights)
         fetched = self._blocks[i].to_device(weights)
-        self._watch.add("upload", "fetch", self._number, fetched)
+        self.watch.add("upload", "fetch", self._number, fetched)
         return fetched
+
+
+class Watch:
+    """Records when programs and copies end, on a thread for each row of the timeline.
+
+    Does not keep arrays alive; misses arrays that are freed early.
+    """
+
+    def __init__(self, recorder: Recorder):
+        rows: tuple[Row, ...] = ("device", "mail", "upload")
+        self._recorder = recorder
+        self._ends: dict[Row, float] = dict.fromkeys(rows, 0.0)
+        self._threads: dict[Row, TaskThread] = {row: TaskThread("zenflow-watch") for row in rows}
+
+    def add(self, row: Row, kind: str, step: int, result: Any) -> None:
+        """Watches a program or copy that was just dispatched, which ends with its last array."""
+        if arrays := jax.tree.leaves(result):
+            event = row, kind, step, weakref.ref(arrays[-1]), time.perf_counter()
+            self._threads[row].submit(self._record, *event)
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.end()
+
+    def _record(self, row: Row, kind: str, step: int, known: Any, dispatched: float) -> None:
+        if (array := known()) is not None:
+            array.block_until_ready()  # if it was donated or failed, the caller's error says so
+            del array
+            start = max(dispatched, self._ends[row])
+            self._ends[row] = self._recorder.add(row, kind, start, step)
 
 
 def _mean(losses: Sequence[jax.Array], weights: Sequence[jax.Array]) -> tuple[Any, Any]:

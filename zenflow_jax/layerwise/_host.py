@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,13 +23,13 @@ from zenflow_jax.layerwise._blocks import Block
 _MEMORY = np.float32(0.9)
 
 
-class _Thread:
+class TaskThread:
     """Runs tasks in order. Unlike a pool's thread it never keeps the interpreter from ending."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        arguments = {"target": _run_tasks, "args": (self._tasks,), "name": "zenflow-host"}
-        self._thread = threading.Thread(**arguments, daemon=True)
+        arguments = {"target": _run_tasks, "args": (self._tasks,), "name": name, "daemon": True}
+        self._thread = threading.Thread(**arguments)
         self._thread.start()
         weakref.finalize(self, self._tasks.put, None)
 
@@ -38,9 +38,13 @@ class _Thread:
         self._tasks.put((future, task, args))
         return future
 
+    def end(self) -> None:
+        """Lets the thread end after its current tasks, without waiting."""
+        self._tasks.put(None)
+
     def close(self) -> None:
         """Ends the thread after its current tasks."""
-        self._tasks.put(None)
+        self.end()
         self._thread.join()
 
 
@@ -57,6 +61,8 @@ def _run_tasks(tasks: "queue.SimpleQueue[Any]") -> None:
 class Host:
     """Owns the state of all blocks. Public methods are for the caller's thread.
 
+    `counts` are from a saved state; they are empty in a new run.
+
     With `at_once`, a block is updated when its gradient arrives, and its clipping factor comes from
     a projected norm: the sum of squares so far in the step, divided by the share that these blocks
     had in earlier steps. Otherwise a step's updates begin when all sums of squares are known.
@@ -72,12 +78,13 @@ class Host:
         at_once: bool,
         max_grad_norm: float | None,
         max_skipped: int | None,
-        step: int,
-        counted: int,
-        shares: np.ndarray,
+        counts: Mapping[str, Any],
     ):
-        self.blocks, self.recorder, self.shares = blocks, Recorder(), shares
-        self.counted, self.skipped, self._in_a_row = counted, step - counted, 0
+        self.blocks, self.recorder, self._in_a_row = blocks, Recorder(), 0
+        self.counted = int(counts.get("counted", 0))
+        self.skipped = int(counts.get("step", 0)) - self.counted
+        sizes = np.array([block.nbytes for block in blocks], np.float32)
+        self.shares = np.asarray(counts.get("shares", sizes / max(sizes.sum(), 1)), np.float32)
         self._scalars, self._adam, self._peers = scalars, adam, peers
         self.at_once, self._max_grad_norm = at_once, max_grad_norm
         self._max_skipped = max_skipped
@@ -88,7 +95,7 @@ class Host:
         self._counts, self._factor = True, 1.0
         self._arrived = 0.0  # when the device's last result arrived
         self._squares: dict[int, np.float32] = {}
-        self._thread = _Thread()
+        self._thread = TaskThread("zenflow-host")
         peers.start(self._on_peer_failure)
 
     def decide(self, step: int, rate: jax.Array, numbers: Sequence[jax.Array]) -> Future[None]:
@@ -105,13 +112,11 @@ class Host:
         """Returns a task's result, or raises its error."""
         if not future.done():
             start = time.perf_counter()
-            try:
-                future.exception()
-            finally:
-                now, step = time.perf_counter(), self.counted + self.skipped
-                arrived = min(max(self._arrived, start), now)
-                self.recorder.add("caller", "wait for device", start, step, arrived)
-                self.recorder.add("caller", "wait for host", arrived, step, now)
+            future.exception()
+            now, step = time.perf_counter(), self.counted + self.skipped
+            arrived = min(max(self._arrived, start), now)
+            self.recorder.add("caller", "wait for device", start, step, arrived)
+            self.recorder.add("caller", "wait for host", arrived, step, now)
         if future.exception() is not None:
             self.check()
         return future.result()

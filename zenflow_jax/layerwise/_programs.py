@@ -6,14 +6,18 @@ carry have no gradient; neither do outputs of `first` that do not depend on the 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
 Options = dict[str, Any] | None
+
+# The numbers of arguments of backward programs.
+_TOTAL, _WEIGHTS, _G, _G_SHARED, _G_LAST = 0, 2, 3, 4, 5
 
 
 class WeightedLoss(NamedTuple):
@@ -42,8 +46,8 @@ class LayerProgram:
     """
 
     forward: Callable[..., list[jax.Array]]
-    # The arguments and results are as in `_backward_of`. The first function is for all
-    # micro-batches except the last, the second for the last one, which consumes the weights.
+    # (total, weighing, weights, g, g_shared, kept inputs, shared) -> (gradient, squares), (the
+    # gradients of the carry and of `shared`), as in `_backward_programs`
     backward: tuple[Callable[..., Any], Callable[..., Any]]
     carry: Any  # the new carry, as `ShapeDtypeStruct`s
     passed: Mapping[int, int]  # leaves of the new carry that are leaves of the old carry
@@ -66,7 +70,8 @@ class ModelProgram:
     layers: Sequence[LayerProgram]
     loss: Callable[..., Any]  # (outer, carry, batch) -> loss, weight
     last: Callable[..., Any]  # the same -> (loss, weight), (gradient of outer, of the carry)
-    first_backward: tuple[Callable[..., Any], Callable[..., Any]]  # as for a layer
+    # (total, weighing, outer, g, g_shared, g_last, batch) -> (gradient, squares), ()
+    first_backward: tuple[Callable[..., Any], Callable[..., Any]]
     moving: tuple[int, ...]  # leaves of `shared` that have a gradient
 
 
@@ -127,17 +132,20 @@ def trace_model(
         def varied(outer: Any, floats: Any) -> tuple[jax.Array, jax.Array]:
             return loss(outer, rebuild(floats), batch)
 
-        if not trains[0]:
-            value, g = jax.value_and_grad(partial(varied, outer), has_aux=True)(floats)
-            return value, (None, g)
-        return jax.value_and_grad(varied, argnums=(0, 1), has_aux=True)(outer, floats)
+        argnums = (0, 1) if trains[0] else 1
+        value, g = jax.value_and_grad(varied, argnums, has_aux=True)(outer, floats)
+        return value, g if trains[0] else (None, g)
+
+    def pull(outer: Any, g: Any, g_shared: Any, g_last: Any, batch: Any) -> tuple[Any, Any]:
+        g_first = _pull_first(first, moving, outer, g, g_shared, batch)
+        return jax.tree.map(jnp.add, g_last, g_first), ()
 
     return ModelProgram(
         first=jax.jit(first, compiler_options=options),
         layers=programs,
         loss=jax.jit(loss, compiler_options=options),
         last=jax.jit(with_gradient, compiler_options=options),
-        first_backward=_first_backward_of(first, outer, moving, options),
+        first_backward=_backward_programs(pull, _shardings(outer), (), (_G_LAST,), options),
         moving=moving,
     )
 
@@ -163,22 +171,20 @@ def _trace_layer(
         made = jax.tree.leaves(function(weights, carry, shared))
         return [x for i, x in enumerate(made) if i not in passed]
 
-    pull = _pull_of(function, carry, moving, trains)
-    g = [x for x in jax.tree.leaves(new) if _is_float(x)]
-    reads = _reads(pull, 1, shapes_of(weights), jax.tree.leaves(carry), shared, g)
-    kept = tuple(sorted(reads))
-    backward = _backward_of(pull, carry, kept)
-    same = [key_of(x) for x in g] == [key_of(x) for x in jax.tree.leaves(carry) if _is_float(x)]
-    # If the carry's gradients have different shapes, they could not be donated to any result.
-    donated = ("g", "g_shared") if same else ("g_shared",)
-    # The weights' gradient stays on the weights' devices and reuses their memory.
-    wheres = (_shardings(weights) if trains else None, None, None, None)
-    jit: Any = partial(jax.jit, backward, out_shardings=wheres, compiler_options=options)
+    pull, leaves = _pull_of(function, carry, moving, trains), jax.tree.leaves(carry)
+    g, g_shared = floats_of(new), [jax.tree.leaves(shared)[i] for i in moving]
+    whole = partial(pull, range(count))
+    kept = tuple(_reads(whole, 3, shapes_of(weights), g, g_shared, leaves, shared))
+    same = [key_of(x) for x in g] == [key_of(x) for x in floats_of(carry)]
     return LayerProgram(
         forward=jax.jit(forward, compiler_options=options),
-        backward=(
-            jit(donate_argnames=(*donated, "total")),
-            jit(donate_argnames=(*donated, "weights") if trains else donated),
+        backward=_backward_programs(
+            partial(pull, kept),
+            _shardings(weights) if trains else None,
+            # If the carry's gradients have different shapes, no result could use their memory.
+            (_G, _G_SHARED) if same else (_G_SHARED,),
+            (_WEIGHTS,) if trains else (),
+            options,
         ),
         carry=new,
         passed=passed,
@@ -188,90 +194,71 @@ def _trace_layer(
 
 def _pull_of(function: Callable, like: Any, moving: tuple[int, ...], trains: bool) -> Callable:
     """Returns a layer's vector-Jacobian product, which recomputes the layer."""
-    treedef = jax.tree.structure(like)
+    shapes, treedef = jax.tree.flatten(like)
 
-    def pull(weights: Any, leaves: list[Any], shared: Any, g: list[Any]) -> Any:
-        floats, rebuild = _split_floats(jax.tree.unflatten(treedef, leaves))
-        parts, join = _split_at(shared, moving)
-
-        def varied(weights: Any, floats: list[Any], parts: list[Any]) -> list[Any]:
-            new = function(weights, rebuild(floats), join(parts))
-            return [x for x in jax.tree.leaves(new) if _is_float(x)]
-
-        if trains:
-            return jax.vjp(varied, weights, floats, parts)[1](g)
-        return None, *jax.vjp(partial(varied, weights), floats, parts)[1](g)
-
-    return pull
-
-
-def _backward_of(pull: Callable, carry: Any, kept: tuple[int, ...]) -> Callable:
-    shapes = jax.tree.leaves(carry)
-
-    def backward(
-        weights: Any,
-        inputs: list[Any],
-        shared: Any,
-        g: list[Any],
-        g_shared: list[Any],
-        total: Any,
-        weight: Any,
-        weights_sum: Any,
-    ) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Returns the weights' gradient, its sum of squares, and gradients of carry and `shared`.
-
-        Without micro-batches, `total` and both weights are None. Otherwise the gradient, times its
-        `weight`, is added to the float32 `total`; the last micro-batch also gets the `weights_sum`.
-        """
+    def pull(
+        kept: Sequence[int], weights: Any, g: Any, g_shared: Any, inputs: Any, shared: Any
+    ) -> tuple[Any, Any]:
         known = dict(zip(kept, inputs, strict=True))
         leaves = [
             known[i] if i in known else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(shapes)
         ]
-        g_weights, g, more = pull(weights, leaves, shared, g)
-        g_weights, squares = _added(g_weights, total, weight, weights_sum)
-        return g_weights, squares, g, [a + b for a, b in zip(g_shared, more, strict=True)]
+        floats, rebuild = _split_floats(jax.tree.unflatten(treedef, leaves))
+        parts, join = _split_at(shared, moving)
 
-    return backward
+        def varied(weights: Any, floats: list[Any], parts: list[Any]) -> list[Any]:
+            return floats_of(function(weights, rebuild(floats), join(parts)))
 
+        if trains:
+            g_weights, g, more = jax.vjp(varied, weights, floats, parts)[1](g)
+        else:
+            g_weights, (g, more) = None, jax.vjp(partial(varied, weights), floats, parts)[1](g)
+        return g_weights, (g, [a + b for a, b in zip(g_shared, more, strict=True)])
 
-def _first_backward_of(
-    first: Callable, outer: Any, moving: tuple[int, ...], options: Options
-) -> tuple[Callable, Callable]:
-    def first_backward(
-        outer: Any,
-        batch: Any,
-        g: list[Any],
-        g_shared: list[Any],
-        g_last: Any,
-        total: Any,
-        weight: Any,
-        weights_sum: Any,
-    ) -> tuple[Any, Any]:
-        """Returns the outer weights' gradient, including `g_last`, and its sum of squares."""
-        g_first = _pull_first(first, outer, batch, g, g_shared, moving)
-        g_outer = jax.tree.map(jnp.add, g_last, g_first)
-        return _added(g_outer, total, weight, weights_sum)
-
-    wheres = _shardings(outer), None
-    jit: Any = partial(jax.jit, first_backward, out_shardings=wheres, compiler_options=options)
-    return jit(donate_argnames="total"), jit(donate_argnames="g_last")
+    return pull
 
 
 def _pull_first(
-    first: Callable, outer: Any, batch: Any, g: Any, g_shared: Any, moving: tuple[int, ...]
+    first: Callable, moving: tuple[int, ...], outer: Any, g: Any, g_shared: Any, batch: Any
 ) -> Any:
     def varied(outer: Any) -> Any:
         carry, shared = first(outer, batch)
-        return _split_floats(carry)[0], _split_at(shared, moving)[0]
+        return floats_of(carry), _split_at(shared, moving)[0]
 
     return jax.vjp(varied, outer)[1]((g, g_shared))[0]
 
 
-def _added(g: Any, total: Any, weight: Any, weights_sum: Any) -> tuple[Any, Any]:
+def _backward_programs(
+    pull: Callable[..., tuple[Any, Any]],
+    shardings: Any,
+    donated: tuple[int, ...],
+    consumed: tuple[int, ...],
+    options: Options,
+) -> tuple[Callable, Callable]:
+    """Returns a program for all micro-batches except the last, and a program for the last.
+
+    `pull` returns the weights' gradient and other gradients. The programs also return the
+    gradient's sum of squares. Without micro-batches, `total` and `weighing` are None. Otherwise
+    `weighing` is the micro-batch's weight and, for the last, the sum of all weights. The gradient,
+    times its weight, is added to the float32 `total`. The last program consumes more arguments.
+    """
+
+    def backward(total: Any, weighing: Any, *args: Any) -> Any:
+        g, others = pull(*args)
+        return _added(g, total, weighing), others
+
+    # The weights' gradient stays on the weights' devices and reuses their memory.
+    wheres = (shardings, None), None
+    jit: Any = partial(jax.jit, backward, out_shardings=wheres, compiler_options=options)
+    return jit(donate_argnums=(_TOTAL, *donated)), jit(donate_argnums=(*donated, *consumed))
+
+
+def _added(g: Any, total: Any, weighing: Any) -> tuple[Any, Any]:
     """Adds a micro-batch's gradient to `total`; only the last one gets a sum of squares."""
     if g is None:
         return None, jnp.float32(0)
-    if weight is not None:
+    if weighing is not None:
+        weight, weights_sum = weighing
         new = jax.tree.map(lambda x: x.astype(jnp.float32) * weight, g)
         new = new if total is None else jax.tree.map(jnp.add, total, new)
         if weights_sum is None:
@@ -285,44 +272,27 @@ def _added(g: Any, total: Any, weight: Any, weights_sum: Any) -> tuple[Any, Any]
 
 def _moving(first: Callable, outer: Any, batch: Any, carry: Any, shared: Any) -> tuple[int, ...]:
     """Returns the leaves of `shared` whose gradients reach the outer weights."""
-    leaves = jax.tree.leaves(shared)
-    floats = tuple(i for i, x in enumerate(leaves) if _is_float(x))
-
-    def pull(g_shared: list[Any], outer: Any, batch: Any, g: Any) -> Any:
-        return _pull_first(first, outer, batch, g, g_shared, floats)
-
-    g = [x for x in jax.tree.leaves(carry) if _is_float(x)]
-    reads = _reads(pull, 0, [leaves[i] for i in floats], outer, batch, g)
-    return tuple(floats[i] for i in sorted(reads))
+    floats = _float_places(shared)
+    g_shared = [jax.tree.leaves(shared)[i] for i in floats]
+    pull = partial(_pull_first, first, floats)
+    return tuple(floats[i] for i in _reads(pull, 2, outer, floats_of(carry), g_shared, batch))
 
 
-def _reads(function: Callable, argument: int, *args: Any) -> set[int]:
+def _reads(function: Callable, argument: int, *args: Any) -> list[int]:
     """Returns the leaves of an argument that the results depend on."""
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    live = live_inputs(jaxpr, range(len(jaxpr.outvars)))
+    live = live_inputs(jax.make_jaxpr(function)(*args).jaxpr)
     begin = len(jax.tree.leaves(args[:argument]))
-    return {i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live}
+    return [i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live]
 
 
-def live_inputs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
-    """Returns the inputs that the given outputs depend on; a loop counts as a whole."""
-    live = {id(jaxpr.outvars[i]) for i in outputs}  # by identity: literals are not hashable
-    for equation in reversed(jaxpr.eqns):
-        used = [i for i, x in enumerate(equation.outvars) if id(x) in live]
-        if not used and not equation.effects:
-            continue
-        inputs: Iterable[int] = range(len(equation.invars))
-        if equation.primitive.name in ("jit", "remat2"):
-            inner = equation.params["jaxpr"]
-            inputs = live_inputs(getattr(inner, "jaxpr", inner), used)
-        live |= {id(equation.invars[i]) for i in inputs}
-    return {i for i, x in enumerate(jaxpr.invars) if id(x) in live}
+def live_inputs(jaxpr: Any, outputs: Sequence[bool] | bool = True) -> set[int]:
+    """Returns the inputs that the chosen outputs depend on."""
+    return {i for i, is_live in enumerate(dce_jaxpr(jaxpr, outputs)[1]) if is_live}
 
 
 def _split_floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Returns the float leaves of a tree, and a function that puts other values in their place."""
-    leaves = jax.tree.leaves(tree)
-    return _split_at(tree, tuple(i for i, x in enumerate(leaves) if _is_float(x)))
+    return _split_at(tree, _float_places(tree))
 
 
 def _split_at(tree: Any, places: tuple[int, ...]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -357,13 +327,9 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
     """Yields the arrays that a function, or a jitted function inside it, closes over."""
     yield from getattr(jaxpr, "consts", ())
     for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves(equation.params, is_leaf=_has_equations):
-            if _has_equations(inner):
+        for inner in jax.tree.leaves(equation.params):
+            if hasattr(inner, "eqns"):
                 yield from _constants(inner)
-
-
-def _has_equations(x: Any) -> bool:
-    return hasattr(x, "eqns")
 
 
 @contextlib.contextmanager
@@ -398,6 +364,15 @@ def _shardings(weights: Any) -> Any:
 def key_of(shapes: Any) -> Any:
     leaves, treedef = jax.tree.flatten(shapes)
     return treedef, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)
+
+
+def floats_of(tree: Any) -> list[Any]:
+    """Returns the float leaves of a tree."""
+    return [x for x in jax.tree.leaves(tree) if _is_float(x)]
+
+
+def _float_places(tree: Any) -> tuple[int, ...]:
+    return tuple(i for i, x in enumerate(jax.tree.leaves(tree)) if _is_float(x))
 
 
 def _is_float(x: Any) -> bool:

@@ -39,33 +39,32 @@ class BlockStream:
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of NumPy arrays; all pieces must be in this process."""
         for leaf in self._leaves():
-            if not leaf.sharding.is_fully_addressable:
+            if not leaf.abstract.sharding.is_fully_addressable:
                 raise ValueError(
                     f"{leaf.path} is on devices of several processes. Save with `EngineSave`."
                 )
-        leaves: list[dict[str, Any]] = []
-        for _, block in sorted(self.snapshot.leaves()):
-            for leaf in block.leaves:
-                arrays = {name: np.empty(leaf.shape, np.float32) for name in ARRAYS}
-                for piece in leaf.pieces:
-                    for name, x in arrays.items():
-                        x[piece.index] = getattr(piece, name).as_float32().reshape(piece.shape)
-                leaves.append(arrays)
+        leaves: list[dict[str, Any]] = [
+            {name: np.empty(leaf.abstract.shape, np.float32) for name in ARRAYS}
+            for leaf in self._leaves()
+        ]
+        for _, block in self.snapshot.leaves():
+            for number, name, piece, x in self._arrays([block]):
+                leaves[number][name][piece.index] = x.as_float32().reshape(piece.shape)
         return {"leaves": leaves, "counts": dict(self.counts), "layout": _layout()}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file into an existing folder, and closes the stream."""
         small = {"counts": self.counts, "layout": _layout()}
         leaves: list[dict[str, Any]] = [
-            dict.fromkeys(ARRAYS, jax.ShapeDtypeStruct(leaf.shape, np.float32))
+            dict.fromkeys(ARRAYS, jax.ShapeDtypeStruct(leaf.abstract.shape, np.float32))
             for leaf in self._leaves()
         ]
-        tensors = {name: (np.float32, piece.shape) for name, piece, _ in self._tensors(self.blocks)}
+        tensors = {_tensor(*x): (np.float32, x[2].shape) for x in self._arrays(self.blocks)}
         chunks = (
-            (name, *chunk)
+            (_tensor(*x), *chunk)
             for _, block in self.snapshot.leaves()
-            for name, _, x in self._tensors([block])
-            for chunk in x.chunks(_CHUNK)
+            for x in self._arrays([block])
+            for chunk in x[3].chunks(_CHUNK)
         )
         with contextlib.closing(self):
             write_state(folder, self.processes, small, leaves, tensors, chunks)
@@ -73,14 +72,18 @@ class BlockStream:
     def _leaves(self) -> Iterator[Leaf]:
         return (leaf for block in self.blocks for leaf in block.leaves)
 
-    def _tensors(self, blocks: Iterable[Block]) -> Iterator[tuple[str, Piece, HostArray]]:
-        """Yields the name, the piece and the numbers of each array in this process's file."""
+    def _arrays(self, blocks: Iterable[Block]) -> Iterator[tuple[int, str, Piece, HostArray]]:
+        """Yields the leaf's number, the name, the piece and the numbers of each array to save."""
         numbers = {leaf.path: number for number, leaf in enumerate(self._leaves())}
         for leaf in (leaf for block in blocks for leaf in block.leaves):
             for piece in (piece for piece in leaf.pieces if piece.saved):
-                start = ",".join(str(s.start) for s in piece.index)
                 for name in ARRAYS:
-                    yield f"leaves/{numbers[leaf.path]}/{name}@{start}", piece, getattr(piece, name)
+                    yield numbers[leaf.path], name, piece, getattr(piece, name)
+
+
+def _tensor(number: int, name: str, piece: Piece, _: HostArray) -> str:
+    start = ",".join(str(s.start) for s in piece.index)
+    return f"leaves/{number}/{name}@{start}"
 
 
 def _layout() -> dict[str, np.ndarray]:

@@ -8,7 +8,6 @@ outputs so far, and an index, which selects inputs other than weights, such as a
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -82,7 +81,9 @@ class ScannedModel:
         self._loss_fn, self._shapes, batch = loss_fn, shapes_of(leaves), shapes_of(batch)
         traced = self._traced(batch)
         if where is None:
-            stacks = _scanned_leaves(traced[0], self._names)
+            finding, others = _Finding(_CHOOSER), len(traced[0].in_avals) - len(pairs)
+            finding.run(traced[0], [*map(Stack, range(len(pairs)), self._names), *[None] * others])
+            stacks = sorted(finding.lines)
         else:
             stacks = [i for i, pair in enumerate(pairs) if where(*pair)]
         if not stacks:
@@ -205,14 +206,15 @@ class ScannedModel:
         outer = [x for i, x in enumerate(self._shapes) if i not in self._stacks]
         run_front, (carry, shared), jaxpr = _as_function(front, outer, batch)
         count = len(jaxpr.outvars)
-        scanned = live_inputs(jaxpr, range(count - len(shared.inputs), count))
+        by_layer = [i >= count - len(shared.inputs) for i in range(count)]
+        scanned = live_inputs(jaxpr, by_layer)
         made = shared.scan.body.out_avals[len(carry) :]
         outputs = {
             i: jax.ShapeDtypeStruct((self._length, *x.shape), x.dtype) for i, x in enumerate(made)
         }
         run_behind, _, jaxpr = _as_function(behind, outer, batch, carry, outputs)
         begin = len(jax.tree.leaves((outer, batch, carry)))
-        read = {i - begin for i in live_inputs(jaxpr, range(len(jaxpr.outvars)))}
+        read = {i - begin for i in live_inputs(jaxpr)}
         return _Cut(run_front, run_behind, shared.scan, scanned, outputs, read)
 
 
@@ -239,19 +241,15 @@ class _Cut:
     read: set[int]  # the outputs that the loss depends on
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("consts", "inputs"),
-    meta_fields=("scan", "stacks"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Shared:
     """The data that all layers read."""
 
     consts: Sequence[Any]
     inputs: Sequence[Any]  # stacked inputs for each layer, except weights
-    scan: Scan  # without values
-    stacks: tuple[int, ...]
+    scan: Scan = dataclasses.field(metadata={"static": True})  # without values
+    stacks: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
 def _layer(weights: Any, carry: Any, shared: _Shared) -> Any:
@@ -274,14 +272,6 @@ class _Finding(Evaluation):
 
     def other(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
         return [None] * len(equation.outvars)
-
-
-def _scanned_leaves(traced: Any, names: Sequence[str]) -> list[int]:
-    """Returns the indices of the parameters that scans read."""
-    finding = _Finding(_CHOOSER)
-    leaves: list[Any] = [Stack(i, name) for i, name in enumerate(names)]
-    finding.run(traced, leaves + [None] * (len(traced.in_avals) - len(leaves)))
-    return sorted(finding.lines)
 
 
 class _Reached(Exception):

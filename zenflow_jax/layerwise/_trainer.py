@@ -2,7 +2,6 @@
 
 import itertools
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -146,11 +145,10 @@ class Trainer:
         self.steps = int(counts.get("step", 0))
         self._blocks, self._interrupted = blocks, False
         leaves = [leaf for block in blocks for leaf in block.leaves]
-        devices = {device for leaf in leaves for device in leaf.sharding.device_set}
+        devices = {device for leaf in leaves for device in leaf.abstract.sharding.device_set}
         self._processes = sorted({device.process_index for device in devices})
         name = f"layerwise {next(_NUMBERS)}"
         self._peers = PeerMonitor(name, self._processes, exit_if_stuck=exit_if_stuck)
-        sizes = np.array([block.nbytes for block in blocks], np.float32)
         # Last: a failed constructor must not leak a thread.
         self._host = Host(
             blocks,
@@ -160,9 +158,7 @@ class Trainer:
             at_once=at_once,
             max_grad_norm=max_grad_norm,
             max_skipped=max_skipped,
-            step=self.steps,
-            counted=int(counts.get("counted", 0)),
-            shares=np.asarray(counts.get("shares", sizes / max(sizes.sum(), 1)), np.float32),
+            counts=counts,
         )
         self._dispatcher = Dispatcher(
             (first, layers, last),
@@ -173,7 +169,6 @@ class Trainer:
             inputs_to_host=inputs == "host",
             options=compiler_options,
         )
-        weakref.finalize(self, self._dispatcher.close)
 
     @property
     def stats(self) -> EngineStats:
@@ -287,7 +282,6 @@ class Trainer:
             "token": np.array(self._host.counted, np.int32),
             "counted": np.array(self._host.counted, np.int32),
             "shares": self._host.shares.copy(),
-            "trains": np.array([block.trains for block in self._blocks], np.int32),
             "names": _checksum_of_names(self._blocks),
         }
         trained = [block for block in self._blocks if block.trains]
@@ -301,7 +295,7 @@ class Trainer:
     def close(self) -> None:
         """Ends the threads; drops updates that have not begun. Safe to call twice."""
         self._host.close()
-        self._dispatcher.close()
+        self._dispatcher.watch.close()
 
     def __enter__(self) -> "Trainer":
         return self
@@ -347,15 +341,11 @@ def _make_blocks(
         )
     blocks, weights = zip(*made, strict=True)
     _check_names(frozen, len(blocks) - 1)
-    if saved is not None and state is not None:
-        trained = np.asarray(state["counts"]["trains"]).tolist()
-        same = trained == [block.trains for block in blocks]
-        same = same and state["counts"]["names"] == _checksum_of_names(blocks)
-        if next(saved, None) is not None or not same:
-            raise UnfitRunError(
-                "`state` has different weights, by name, or different frozen layers. Resume with "
-                "the saved run's model and `frozen`."
-            )
+    if state is not None and state["counts"]["names"] != _checksum_of_names(blocks):
+        raise UnfitRunError(
+            "`state` has different weights, by name, or different frozen layers. Resume with the "
+            "saved run's model and `frozen`."
+        )
     return blocks, weights
 
 

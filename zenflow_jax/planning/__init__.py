@@ -6,11 +6,10 @@ for a GPU that this machine need not have.
 """
 
 from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_here, gpu_of_kind
+from zenflow_jax.planning._gpus import EFFICIENCY, GPUS, Gpu, gpu_here, gpu_of_kind
 from zenflow_jax.planning._layers import LayerPlan, plan_layerwise
 from zenflow_jax.planning._plans import (
     DEFAULT_FRACTION,
-    EFFICIENCY,
     HOST_RESERVE,
     MAX_FRACTION,
     TEMPORARIES,

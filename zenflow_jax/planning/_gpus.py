@@ -14,6 +14,9 @@ import dataclasses
 import jax
 
 _MIB = 2**20
+#: Assumed shares of a GPU's peak operations and of its memory bandwidth.
+EFFICIENCY = 0.4
+OF_BANDWIDTH = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,10 @@ class Gpu:
     cores: int
     l2_cache: int
     core_memory: int
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """Returns the assumed time for `flops` operations that read and write `moved` bytes."""
+        return max(flops / self.flops / EFFICIENCY, moved / self.bandwidth / OF_BANDWIDTH)
 
     def host_beside(self, devices: int) -> tuple[float, int]:
         """Returns the assumed bandwidth and memory, in bytes, of a host with `devices` GPUs.

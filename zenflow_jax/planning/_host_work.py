@@ -4,7 +4,7 @@ States may consist of shapes. Host memory limits the speed of updates, so work i
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class Needs(NamedTuple):
     steps: int  # the number of steps that this work may take
     mean: float  # per step, on average
     late_mean: float  # bytes that boundaries wait for, per step, on average
+    to_host: float  # bytes of mail per step
+    to_device: float  # bytes of uploads per step, on average
 
 
 def needs_of(
@@ -57,10 +59,9 @@ def needs_of(
     early = within(specs, prefetch_bytes)
     for leaf, part in ((i, x) for i, spec in enumerate(specs) for x in spec.ranges):
         size, entries = math.prod(part.shape), math.prod(part.stack)
-        masters = sum(x.itemsize for x in Masters.zeros((0,), part.dtype).arrays)
         of_groups[part.group] += (
             size,
-            size * masters + bytes_of_moments(part.view4(part.n), compact=compact),
+            state_bytes(part.view4(part.n), part.dtype, compact=compact),
             entries * (part.n + part.k) * np.dtype(np.int32).itemsize,
             math.prod(part.selected_shape) * 3 * _FLOAT32,
             size * part.mail_dtype.itemsize,
@@ -84,6 +85,7 @@ def needs_of(
     waiting = min(staleness or 1, schedule.groups)
     neighbours = np.tile(upload - late, 2)
     under_way = mail.max() if on_device else mail.sum()
+    usual = schedule.window if isinstance(schedule.window, int) else 2
     return Needs(
         state=int(kept.sum() + counts.sum()),
         # A leaf's open window may have a sum, and so may the window that is being updated.
@@ -98,14 +100,12 @@ def needs_of(
         steps=steps,
         mean=float(updates.sum() / window + arriving),
         late_mean=float(late.sum() / window),
+        to_host=float(sent.sum() / (usual if on_device else 1)),
+        to_device=float(upload.sum() / usual),
     )
 
 
-def busy_share(state: ZenFlowState, rate: float, step_s: float, *, host_state: str) -> float:
-    """Returns the share of the available time that the host needs, in the worst case.
-
-    Steps take `step_s` seconds; updates read and write `rate` bytes of host memory per second.
-    """
-    work = needs_of(state, host_state=host_state)
-    # Without offloaded leaves, there is neither work nor a rate.
-    return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0
+def state_bytes(shape: tuple[int, int, int, int], dtype: Any, *, compact: bool) -> int:
+    """Returns the bytes of masters and moments of this shape."""
+    masters = sum(x.itemsize for x in Masters.zeros((0,), dtype).arrays)
+    return math.prod(shape) * masters + bytes_of_moments(shape, compact=compact)

@@ -7,29 +7,25 @@ device, and for the times at which programs, copies and updates end.
 import bisect
 import dataclasses
 import functools
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from zenflow_jax._exchange.checks import is_compact
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import bytes_of_moments
 from zenflow_jax._spec.rules import check_one_of
 from zenflow_jax.layerwise._dispatch import AHEAD
-from zenflow_jax.layerwise._programs import LayerProgram, ModelProgram, shapes_of, trace_model
-from zenflow_jax.planning._gpus import Gpu, gpu_named
-from zenflow_jax.planning._plans import (
-    EFFICIENCY,
-    OF_BANDWIDTH,
-    TEMPORARIES,
-    Plan,
-    nbytes_here,
-    shares_of,
+from zenflow_jax.layerwise._programs import (
+    LayerProgram,
+    ModelProgram,
+    floats_of,
+    shapes_of,
+    trace_model,
 )
+from zenflow_jax.planning._gpus import Gpu, gpu_named
+from zenflow_jax.planning._host_work import state_bytes
+from zenflow_jax.planning._plans import TEMPORARIES, Plan, nbytes_here, shares_of
 from zenflow_jax.planning._steps import nbytes, peak_bytes, products
 
 #: A plan reports the batch size from which compute takes at least this share of a step.
@@ -67,10 +63,8 @@ class LayerPlan(Plan):
         text = f"A step takes {self.step_s:.2g} s; its bottleneck is {self.bottleneck} ({work})."
         if self.compute_from is None:
             return [f"{text} Compute does not reach {BOUND:.0%} of a step with any batch."]
-        return [
-            f"{text} Compute takes {BOUND:.0%} of a step once the batch is {self.compute_from:.2g} "
-            "times as large."
-        ]
+        larger = f"{self.compute_from:.2g} times as large"
+        return [f"{text} Compute takes {BOUND:.0%} of a step once the batch is {larger}."]
 
 
 def plan_layerwise(
@@ -181,11 +175,7 @@ def plan_layerwise(
 
 def _host_bytes(block: Sequence[Any], compact: bool) -> tuple[int, int]:
     """Returns the bytes of a block's state, and the bytes that its update reads and writes."""
-    state = 0
-    for x in block:
-        size = math.prod(x.shape)
-        state += size * sum(array.itemsize for array in Masters.zeros((0,), x.dtype).arrays)
-        state += bytes_of_moments((1, 1, 1, size), compact=compact)
+    state = sum(state_bytes((1, 1, 1, x.size), x.dtype, compact=compact) for x in block)
     # An update also reads the gradient, and copies new weights from masters to pinned memory.
     return state, 2 * state + 3 * sum(map(nbytes, block))
 
@@ -208,9 +198,9 @@ class _Costs:
     compiles: bool
 
     def call(self, program: Any, times: int, *args: Any) -> _Call:
-        gpu, traced = self.gpu, program.trace(*args)
+        traced = program.trace(*args)
         flops, moved = (times * x / self.shares for x in products(traced.jaxpr.jaxpr))
-        seconds = max(flops / gpu.flops / EFFICIENCY, moved / gpu.bandwidth / OF_BANDWIDTH)
+        seconds = self.gpu.seconds(flops, moved)
         if not self.compiles:
             return _Call(traced.out_info, 0, flops, seconds)
         compiled = traced.lower().compile()
@@ -275,14 +265,14 @@ def _step_of(
         kept.append([carries[-1][j] for j in layer.kept])
         if (kind := id(layer)) not in kinds:
             ahead = costs.call(layer.forward, parts, weights, carry, shared)
-            g = _floats(jax.tree.leaves(_carry_after(layer, ahead, carry)))
-            arguments = weights, kept[-1], shared, g, moving, None, None, None
+            g = floats_of(_carry_after(layer, ahead, carry))
+            arguments = None, None, weights, g, moving, kept[-1], shared
             kinds[kind] = ahead, costs.call(layer.backward[1], parts, *arguments)
         calls.append(kinds[kind])
         carry = _carry_after(layer, calls[-1][0], carry)
         carries.append(jax.tree.leaves(carry))
     last = costs.call(program.last, parts, outer, carry, batch)
-    arguments = outer, batch, _floats(carries[0]), moving, last.out[1][0], None, None, None
+    arguments = None, None, outer, floats_of(carries[0]), moving, last.out[1][0], batch
     begin = costs.call(program.first_backward[1], parts, *arguments)
     sizes = [costs.size(x) for x in (outer, *layers)]
     ahead, back = ([pair[j] for pair in calls] for j in range(2))
@@ -309,7 +299,7 @@ def _device_bytes(step: _Step) -> dict[str, int]:
         uses = {
             "weights": outer + weights,
             "gradients of weights": gradients,
-            "layers' inputs": parts * (costs.size(carried) + costs.size(_floats(g))),
+            "layers' inputs": parts * (costs.size(carried) + costs.size(floats_of(g))),
         }
         if costs.compiles:
             uses[TEMPORARIES] = extra
@@ -394,7 +384,3 @@ def _period(step: _Step, bus: float, host: list[float], at_once: bool, scale: fl
 
 def _shape_at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _floats(arrays: list[Any]) -> list[Any]:
-    return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -9,16 +9,13 @@ import jax
 from jax.sharding import NamedSharding
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
-from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._device.state import ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._spec.rules import check_int_or_none
 from zenflow_jax.planning._gpus import Gpu, gpu_named
-from zenflow_jax.planning._host_work import Needs, busy_share, needs_of
+from zenflow_jax.planning._host_work import Needs, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
-#: Assumed shares of a GPU's peak operations and of its memory bandwidth.
-EFFICIENCY = 0.4
-OF_BANDWIDTH = 0.7
 #: The largest share of GPU memory that jax may be allowed to use, and jax's default.
 MAX_FRACTION = 0.95
 DEFAULT_FRACTION = 0.75
@@ -226,7 +223,8 @@ def plan(
             f"`step` is a {type(step).__name__} that is not jitted. Pass "
             "`jax.jit(step, donate_argnums=(0, 1))`."
         )
-    weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state)
+    state = find_state(opt_state) if has_state(opt_state) else None
+    weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state, state)
     needs = {
         "weights": sum(map(nbytes_here, weights)),
         "optimizer state": sum(map(nbytes_here, state_arrays)),
@@ -234,23 +232,22 @@ def plan(
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
     flops, moved_bytes = (x / shares_of(arguments) for x in work)
     moved_bytes += 2 * sum(needs.values())  # weights and state are also read and written
-    products_s, memory_s = flops / gpu.flops, moved_bytes / gpu.bandwidth
-    step_s = max(1e-9, products_s / EFFICIENCY, memory_s / OF_BANDWIDTH)
+    step_s = max(1e-9, gpu.seconds(flops, moved_bytes))
     devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
     usual_rate, usual_bytes = gpu.host_beside(devices)
     rate = bandwidth or usual_rate
     saved, of_host, waits_s = [*weights, *state_arrays], {}, 0.0
-    for state in _states(opt_state):
+    if state is not None:
         saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
         engine = needs_of(state, host_state=host_state, prefetch_bytes=prefetch_bytes)
         needs["mail under way"] = engine.under_way // devices
         needs["uploads"] = engine.uploads // devices
-        of_host = _of_host(state, engine, devices, rate)
+        of_host = _of_host(engine, devices, rate)
         if engine.late:
             needs[LATE] = of_host["late"]
             waits_s += engine.late_mean / devices / gpu.bus
         if state.schedule.staleness != 0:
-            of_host["busy"] = busy_share(state, rate, step_s, host_state=host_state)
+            of_host["busy"] = engine.busiest / rate / (engine.steps * step_s)
     estimate = Plan(
         gpu=gpu,
         devices=devices,
@@ -266,16 +263,8 @@ def plan(
     return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
 
 
-def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> dict[str, Any]:
+def _of_host(needs: Needs, devices: int, rate: float) -> dict[str, Any]:
     """Returns a plan's fields for the host and the bus."""
-    parts = [part for leaf in state.leaves if not leaf.spec.resident for part in leaf.spec.ranges]
-    window = state.schedule.window if isinstance(state.schedule.window, int) else 2
-    sending = state.send_gradients
-    mails = sum(
-        math.prod(x.shape) * x.mail_dtype.itemsize * (x.copies if sending.in_step else 1)
-        for x in parts
-    )
-    steps_of_a_mail = window if sending.sums_on_device else 1
     return {
         "host": {
             "masters, moments": needs.state,
@@ -285,8 +274,8 @@ def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> di
             "hand-over": needs.hand_over,
             "a save": needs.saving,
         },
-        "to_host": int(mails / steps_of_a_mail / devices),
-        "to_device": int(sum(map(nbytes, parts)) / window / devices),
+        "to_host": int(needs.to_host / devices),
+        "to_device": int(needs.to_device / devices),
         "late": needs.late // devices,
         "host_s": needs.mean / rate,
     }
@@ -298,17 +287,12 @@ def gb(number: int | float) -> str:
     return f"{amount:.0f} GB" if amount >= 100 else f"{amount:.1f} GB"
 
 
-def _states(opt_state: Any) -> list[ZenFlowState]:
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ZenFlowState))
-    return [x for x in nodes if isinstance(x, ZenFlowState)]
-
-
-def _on_device(opt_state: Any) -> list[Any]:
+def _on_device(opt_state: Any, state: ZenFlowState | None) -> list[Any]:
     """Returns the arrays of an optimizer's state, except placeholder mail."""
-    placeholders = set()
-    for state in _states(opt_state):
+    placeholders: Any = ()
+    if state is not None:
         mail = () if state.send_gradients.sums_on_device else state.mail
-        placeholders |= {id(x) for x in jax.tree.leaves((state.step_scalars, mail))}
+        placeholders = {id(x) for x in jax.tree.leaves((state.step_scalars, mail))}
     return [x for x in jax.tree.leaves(opt_state) if id(x) not in placeholders]
 
 

@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import Jaxpr, Var, jaxprs_in_params
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax.planning._gpus import GPUS
 
@@ -43,9 +43,8 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
             "Compiling for a GPU needs jax's CUDA plugin: "
             f"{str(error).splitlines()[0][:200]}. Install it: {INSTALL}."
         ) from error
-    auto = (AxisType.Auto,) * len(sizes)
     devices = np.array(topology.devices).reshape(tuple(sizes.values()))
-    return Mesh(devices, tuple(sizes), axis_types=auto)
+    return Mesh(devices, tuple(sizes))
 
 
 @functools.cache
@@ -106,19 +105,11 @@ def products(jaxpr: Jaxpr) -> tuple[float, float]:
             flops += _FLOPS[name](equation)
             moved += sum(nbytes(x.aval) for x in (*equation.invars, *equation.outvars))
         rounds = equation.params["length"] if name == "scan" else 1
-        for inner in inner_jaxprs(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             inner_flops, inner_moved = products(inner)
             flops += rounds * inner_flops
             moved += rounds * inner_moved
     return flops, moved
-
-
-def inner_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    for x in jax.tree.leaves(list(params.values())):
-        if isinstance(x, ClosedJaxpr):
-            yield x.jaxpr
-        elif isinstance(x, Jaxpr):
-            yield x
 
 
 def nbytes(x: Any) -> int:
