@@ -34,6 +34,8 @@ ours = { test -z "$$(ls -A "$$folder" 2> /dev/null)" || test -e "$$folder/.zenfl
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # an environment allows one install at a time
+# `.ci/run` makes the two environments named `install-` while other targets run.
+.PHONY: install-compiler install-tunix
 .PHONY: help quickstart test test-fast test-compiled test-tunix test-clients test-slurm docs test-docs dist lint clean same-python
 
 help:
@@ -81,6 +83,7 @@ test-compiled: $(compiler)/.installed $(tools)
 	@JAX_PLATFORMS=cpu PYTHONPATH=$(compiler) TF_CPP_MIN_LOG_LEVEL=3 $(pytest) $(TESTARGS) \
 	  tests/compiled/check_programs.py 2> $(compiler)/stderr.log || { cat $(compiler)/stderr.log; exit 1; }
 
+install-compiler: $(compiler)/.installed
 $(compiler)/.installed: $(installed)
 	@folder=$(compiler); $(ours) && mkdir -p $(compiler) && touch $(compiler)/.zenflow_jax
 	@find $(compiler) -mindepth 1 ! -name .zenflow_jax -delete
@@ -91,9 +94,9 @@ $(compiler)/.installed: $(installed)
 test-slurm: $(installed) $(tools)
 	@$(pytest) tests/in_slurm.py
 
-test-tunix:
+install-tunix test-tunix:
 	@folder=$(VENV)-tunix; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax
-	@PYTHON=$(PYTHON) .ci/tunix $(VENV)-tunix
+	@PYTHON=$(PYTHON) .ci/tunix $(VENV)-tunix $@
 
 test-clients:
 	@folder=$(VENV)-clients; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax

@@ -192,11 +192,7 @@ def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
 
 @functools.cache
 def programs(
-    leaves: Leaves,
-    settings: Settings,
-    donate: bool,
-    partition: bool,
-    optimized: bool,
+    leaves: Leaves, settings: Settings, donate: bool, partition: bool, optimized: bool
 ) -> tuple[Any, Any]:
     """Returns transformation and jitted step, compiled once for all runs."""
     tx = transformation(leaves, settings, partition_replicated=partition)
@@ -395,7 +391,4 @@ class Training:
 def _along(x: Any, leaf: Leaf) -> Any:
     """Returns `(*stack, channels)` with unit axes for the leaf's other axes."""
     axis = leaf.axis % len(leaf.shape)
-    stack = x.ndim - 1
-    return x.reshape(
-        *x.shape[:-1], *[1] * (axis - stack), x.shape[-1], *[1] * (len(leaf.shape) - axis - 1)
-    )
+    return np.expand_dims(x, [i for i in range(x.ndim - 1, len(leaf.shape)) if i != axis])

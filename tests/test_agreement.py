@@ -104,20 +104,20 @@ AGREEMENTS = {
         dict(WARM, send_gradients="per_window", staleness=0),
         Plan(20, bad=(2, 5, 13), flush_at=(10,)),
     ),
-    "adaptive windows and selections": (
+    "adaptive windows": (
         FIRST,
-        dict(ADAPTIVE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.5, 3)),
+        dict(ADAPTIVE, update_interval=AutoWindow(5, 0.4), select_interval=5),
         Plan(30, bad=(7, 8, 9), flush_at=(15,)),
     ),
-    "adaptive windows, not stale": (
+    "adaptive windows and selections, not stale, at first all skipped": (
         FEW,
-        dict(ADAPTIVE, update_interval=AutoWindow(3, 0.3), select_interval=5, staleness=0),
-        Plan(30, bad=(7, 8, 9), flush_at=(15,)),
-    ),
-    "adaptive selections, all skipped": (
-        FEW,
-        dict(ADAPTIVE, update_interval=3, select_interval=AutoSelect(0.6, 4)),
-        Plan(7, bad=(1, 2, 3, 4, 5, 6, 7)),
+        dict(
+            ADAPTIVE,
+            update_interval=AutoWindow(3, 0.3),
+            select_interval=AutoSelect(0.6, 4),
+            staleness=0,
+        ),
+        Plan(30, bad=(1, 2, 3, 4, 5, 6, 7, 17, 18, 19), flush_at=(15,)),
     ),
 }
 

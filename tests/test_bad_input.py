@@ -63,42 +63,30 @@ def table(*rows):
     return pytest.mark.parametrize(("call", "exception", "word"), rows)
 
 
-NUMBERS = ["learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm"]
-# These values could only produce NaN.
-NEVER = [np.nan, np.inf, -np.inf, -1e-3, jnp.float32(np.nan), jnp.float32(-1e-3)]
-NO_NUMBER = ["0.1", np.ones(3), 1j, jnp.bfloat16(0.9)]
 # A function of a leaf is not a schedule; a function that is a tree may be either.
 OF_LEAF = lambda path, leaf: 0.1  # noqa: E731
 PARTIAL = jax.tree_util.Partial(lambda rate, count: rate, 0.1)
-WRONG_VALUES = {
-    **dict.fromkeys(NUMBERS, NEVER),
-    "learning_rate": [*NEVER, {"weight": -1e-3}],
-    "b1": [*NEVER, 1.0],
-    "b2": [*NEVER, 2],
-    "max_grad_norm": [*NEVER, 0],
-    "topk_ratio": [10.0, -0.1, np.nan],
-    "update_interval": [0],
-    "select_interval": [0, -2],
-    "full_warm_up_rounds": [-1],
-    "staleness": [-1, 3],
-    "window_scaling": [2, -0.5, np.nan],
-    "provisional_share": [2, np.nan],
+NEVER = [np.nan, np.inf, -1e-3, jnp.float32(np.nan), jnp.float32(-1e-3)]  # could only produce NaN
+NO_NUMBER = ["0.1", np.ones(3), 1j, jnp.bfloat16(0.9), None]
+# All numbers share a check, so only `learning_rate` has all wrong values. Each other option has
+# those that its own limits and types reject.
+WRONG = {
+    "learning_rate": [*NEVER, *NO_NUMBER, {"weight": -1e-3}, [0.1, "0.1"], {"w": OF_LEAF}, PARTIAL],
+    "b1": [1.0, None, lambda count: 0.5],
+    "b2": [2, np.nan],
+    "eps": [-1e-3, "0.1"],
+    "weight_decay": [np.inf, [0.1, 0.2], OF_LEAF, lambda path: 0.1],
+    "max_grad_norm": [0, np.nan, lambda count: 0.5],
+    "topk_ratio": [10.0, -0.1, np.nan, None, True],
+    "update_interval": [0, "auto", 2.0],
+    "select_interval": [0, "epoch"],
+    "full_warm_up_rounds": [-1, None],
+    "rolling": [1],
+    "staleness": [-1, 3, True],
+    "window_scaling": [2, "sqrt"],
+    "provisional_share": [2, "half"],
     "send_gradients": ["later", None],
     "transfer_dtype": ["float16", 3],
-}
-WRONG_TYPES = {
-    "learning_rate": [*NO_NUMBER, None, [0.1, "0.1"], {"weight": OF_LEAF}, PARTIAL],
-    "weight_decay": [*NO_NUMBER, None, [0.1, 0.2], OF_LEAF, lambda path: 0.1],
-    **dict.fromkeys(["b1", "b2", "eps"], [*NO_NUMBER, None, [0.1, 0.2], lambda count: 0.5]),
-    "max_grad_norm": [*NO_NUMBER, [0.1, 0.2], lambda count: 0.5],
-    "topk_ratio": [None, True],
-    "update_interval": ["auto", 2.0],
-    "select_interval": ["epoch", 2.0],
-    "full_warm_up_rounds": [None],
-    "rolling": [1],
-    "staleness": [1.0, True],
-    "window_scaling": ["sqrt"],
-    "provisional_share": ["half"],
     "offload": [None],
     "channel_axis": [None],
     "resident": [["bias"]],
@@ -108,45 +96,36 @@ WRONG_TYPES = {
     "mu_dtype": [jnp.bfloat16],
     "nesterov": [True],
 }
-
-
 WRONG_ENGINE_OPTIONS = {
     "host_kernel": ["cuda"],
     "host_state": ["int8", None],
-    "threads": [0, -1, 1.5, True, "2"],
-    "prefetch_bytes": [-1, 1e9, True, "1G"],
-    "max_skipped": [0, 2.0, True],
+    "threads": [0, 1.5, "2"],
+    "prefetch_bytes": [-1, 1e9],
+    "max_skipped": [0, True],
     "check": ["everything", None],
 }
 
 
 @pytest.mark.parametrize(
-    ("call", "name", "value", "exception"),
+    ("call", "name", "value"),
     [
-        (call, name, value, exception)
-        for call, options, exception in (
-            (make, WRONG_VALUES, ValueError),
-            (make, WRONG_TYPES, TypeError),
-            (engine, WRONG_ENGINE_OPTIONS, (TypeError, ValueError)),
-        )
+        (call, name, value)
+        for call, options in ((make, WRONG), (engine, WRONG_ENGINE_OPTIONS))
         for name, values in options.items()
         for value in values
     ],
 )
-def test_an_invalid_option_is_rejected_by_name(call, name, value, exception):
-    assert_told(lambda: call(**{name: value}), exception, name)
+def test_an_invalid_option_is_rejected_by_name(call, name, value):
+    assert_told(lambda: call(**{name: value}), (TypeError, ValueError), name)
 
 
 WRONG_OPTIONS = [
     (lambda: make(topk_ratio=0.0, update_interval=AutoWindow()), ValueError, "topk_ratio"),
-    (lambda: make(update_interval=AutoWindow(), select_interval=0), ValueError, "select_interval"),
     (lambda: make(update_interval=AutoWindow(), staleness=2), ValueError, "staleness"),
     (lambda: make(staleness=3, rolling=False), ValueError, "staleness"),
     (lambda: AutoWindow(max_interval=0), ValueError, "AutoWindow.max_interval"),
-    (lambda: AutoWindow(max_interval=True), TypeError, "AutoWindow.max_interval"),
     (lambda: AutoWindow(share=0), ValueError, "AutoWindow.share"),
     (lambda: AutoSelect(keep=np.nan), ValueError, "AutoSelect.keep"),
-    (lambda: AutoSelect(keep="most"), TypeError, "AutoSelect.keep"),
     (lambda: AutoSelect(max_windows=2.5), TypeError, "AutoSelect.max_windows"),
     (lambda: zenflow(1e-3, 0.9, 0.95, 1e-8, 1e-12), TypeError, "positional"),
     (lambda: make(topk=0.1), TypeError, "'topk'"),
@@ -164,16 +143,13 @@ def inject(static_args=STATIC_ARGS):
 @pytest.mark.parametrize(
     "options",
     [
-        {"topk_ratio": np.float32(0.25), "update_interval": np.int64(2)},
-        {"rolling": np.False_, "staleness": np.int32(0)},
+        {"topk_ratio": np.float32(0.25), "update_interval": np.int64(2), "staleness": np.int32(0)},
         {"update_interval": AutoWindow(), "select_interval": None, "staleness": 0},
-        {"window_scaling": 0, "provisional_share": 0},
-        {"window_scaling": np.float32(1.0), "provisional_share": np.float32(1.0)},
-        {"max_grad_norm": 1, "learning_rate": jnp.float32(0.1)},
-        {"b1": 0, "b2": 0.0, "learning_rate": np.float64(0.1)},
+        {"window_scaling": 0, "provisional_share": 0, "rolling": np.False_, "max_grad_norm": 1},
+        {"window_scaling": np.float32(1.0), "provisional_share": np.float32(1.0), "mask": True},
+        {"b1": 0, "b2": 0.0, "learning_rate": np.float64(0.1), "channel_axis": np.int32(-1)},
         {"learning_rate": {"bias": 1, "weight": lambda count, by=2: by}},
-        {"channel_axis": np.int32(-1), "mask": True},
-        {"channel_axis": lambda path, leaf: np.int64(-1)},
+        {"channel_axis": lambda path, leaf: np.int64(-1), "learning_rate": jnp.float32(0.1)},
         {"mask": {"bias": jnp.bool_(True), "weight": np.False_}},
     ],
     ids=lambda options: " and ".join(options),
@@ -201,10 +177,7 @@ def test_options_that_inject_hyperparams_would_turn_into_arrays_need_static_args
     assert_told(lambda: tx(1e-2, **{name: INJECTED[name]}).init(PARAMS), TypeError, word)
 
 
-NARROW = ["complex64", "int32", "bool", "uint8", "float8_e4m3fn"]
-
-
-@pytest.mark.parametrize("dtype", [*NARROW, "float64", "complex128", "int64"])
+@pytest.mark.parametrize("dtype", ["complex64", "int32", "bool", "float8_e4m3fn", "float64"])
 def test_leaves_with_unsupported_dtypes_are_rejected_by_name(dtype):
     with jax.enable_x64(True):
         params = {"good": jnp.ones(3, "float32"), "bad": [jnp.ones((6, 3), dtype)]}
@@ -221,7 +194,6 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
     [
         (optax.flatten(make()), PARAMS, "saves no memory"),
         (make(resident=lambda *_: True), PARAMS, "saves no memory: all 2 leaves stay on the dev"),
-        (make(), PARAMS, None),
         (make(max_grad_norm=1.0), PARAMS, None),
         (
             optax.masked(make(max_grad_norm=1.0), {"weight": True, "bias": False}),
@@ -229,7 +201,6 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
             "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` hides other",
         ),
         (make(topk_ratio=0.05), SECOND_AXIS, "selects 1 of 4 channels along axis 1 of ['second']"),
-        (make(topk_ratio=0.05, channel_axis=-1), SECOND_AXIS, None),
         (make(topk_ratio=0.05), SECOND_AXIS | {"more": jnp.ones((256, 1024))}, None),
         (make(), SCANNED, "treats ['norm']['scale'] of shape (18, 64) as a matrix with 18 chan"),
         (make(resident=lambda path, _: "scale" in str(path[-1])), SCANNED, None),
@@ -246,15 +217,11 @@ WRONG_PARAMS = [
     (lambda: init({"dropout": jax.random.key(0), **PARAMS}), ValueError, "['dropout']"),
     (lambda: init({"scale": 1.0}), TypeError, "['scale']"),
     (lambda: init(PARAMS, channel_axis=2), ValueError, "`channel_axis` is 2 for ['weight']"),
-    (lambda: init(PARAMS, channel_axis=-3), ValueError, "is -3 for ['weight']"),
     (lambda: init(PARAMS, channel_axis=lambda path, x: None), ValueError, "is None for"),
-    (lambda: init(PARAMS, channel_axis=lambda path, x: -1.0), ValueError, "is -1.0 for"),
     (lambda: init(PARAMS, mask={"kernel": True}), ValueError, "`mask`"),
-    (lambda: init(PARAMS, mask={"bias": 1, "weight": {"kernel": 1}}), ValueError, "`mask`"),
     (lambda: init(PARAMS, mask=lambda params: [True]), ValueError, "`mask`"),
     (lambda: init(PARAMS, learning_rate={"kernel": 0.1}), ValueError, "`learning_rate`"),
     (lambda: init(PARAMS, learning_rate=lambda path, x: None), TypeError, "for ['bias'] must be"),
-    (lambda: init(PARAMS, learning_rate=lambda path, x=None: -1), ValueError, "for ['bias'] must"),
     (lambda: init(PARAMS, learning_rate=lambda path, x: OF_LEAF), TypeError, "['bias'] is a func"),
     (lambda: init(ON_HOST), ValueError, IN_HOST_MEMORY),
     (lambda: jax.jit(TX.init)(ON_HOST), ValueError, IN_HOST_MEMORY),
@@ -284,14 +251,10 @@ FLOAT0 = with_weight(np.zeros((6, 3), jax.dtypes.float0))  # gradients of intege
     (lambda: update(params=None), ValueError, "parameters"),
     (lambda: update(params={"bias": PARAMS["bias"]}), ValueError, "`params` has 1 leaves. Pass"),
     (lambda: update({**PARAMS, "more": jnp.ones(2)}), ValueError, "`gradients` has 3 leaves. P"),
-    (lambda: update({"a": PARAMS["bias"], "weight": jnp.ones((6, 3))}), ValueError, "['a']"),
     (lambda: update(params=list(PARAMS.values())), ValueError, "at [0]"),
-    (lambda: update(params=SQUARE), ValueError, "(3, 6)"),
     (lambda: update(SQUARE), ValueError, "(3, 6)"),
-    (lambda: update(with_weight(jnp.ones((2, 6, 3)))), ValueError, "(2, 6, 3)"),
     (lambda: update(params=of_dtype(jnp.bfloat16)), ValueError, "has bfloat16"),
     (lambda: update(of_dtype(jnp.complex64)), ValueError, "has complex64 (6, 3) at ['weight']"),
-    (lambda: update(of_dtype(jnp.int32)), ValueError, "has int32 (6, 3) at ['weight']"),
     (lambda: update(FLOAT0), ValueError, "at ['weight']"),
     (lambda: update(state=optax.adam(1e-2).init(PARAMS)), ValueError, "ZenFlowState"),
     (lambda: update(tx=TWO_RATES), ValueError, "0.2 for ['weight'], which had the same rate"),
@@ -324,62 +287,43 @@ ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 LATE = make(send_gradients="after_step")
 STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
-NO_ONE_STATE = [
-    (lambda: zenflow_jax.find_state(ADAM), ValueError, NO_STATE),
-    (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
-]
-
-
 NO_ENGINE = [
+    (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
     (lambda: engine(state=ADAM), ValueError, NO_STATE),
     (lambda: engine(state=nnx.state(nnx_optimizer(optax.adam(1.0)))), ValueError, NO_STATE),
-    (lambda: engine(STATE, PARAMS), ValueError, NO_STATE),
     (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), ValueError, "jax.vmap(tx.init)"),
     (lambda: engine(nnx_model()), ValueError, "nnx.state(model)"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "ShapeDtypeStruct"),
     (lambda: engine(shapes_of(PARAMS)), TypeError, "ShapeDtypeStruct"),
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),
-    (lambda: engine(state=numpy_of(STATE), engine_state={}), TypeError, "ndarray"),
     (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "without `optax.flatten`"),
     (lambda: engine(state=optax.MultiSteps(LATE, 2).init(PARAMS)), ValueError, "MultiSteps"),
-    (
-        lambda: engine(state=optax.apply_if_finite(LATE, 3).init(PARAMS)),
-        ValueError,
-        "ApplyIfFinite",
-    ),
     (lambda: jax.jit(lambda p: (engine(p, TX.init(p)), p)[1])(PARAMS), TypeError, "Tracer"),
     (lambda: engine(state=step(PARAMS, STATE)[1]), ValueError, "taken 1 steps"),
-    (lambda: engine({"kernel": PARAMS["weight"]}), ValueError, "among its 1 leaves"),
     (lambda: engine(SQUARE), ValueError, "is float32 (3, 6)"),
     (lambda: engine(ON_HOST), ValueError, IN_HOST_MEMORY),
     (lambda: attach(step)(ON_HOST, STATE), ValueError, IN_HOST_MEMORY),
     (lambda: engine(of_dtype(jnp.float16)), ValueError, "is float16 (6, 3)"),
-    (lambda: check_pinned({"mail": 75.5 * GIB}, "cuda"), UnfitRunError, "LIMIT_GB=95"),
 ]
 
 
-@table(*WRONG_OPTIONS, *WRONG_PARAMS, *NO_ONE_STATE, *NO_ENGINE)
+@table(*WRONG_OPTIONS, *WRONG_PARAMS, *NO_ENGINE)
 def test_a_mistake_is_rejected(call, exception, word):
     assert_told(call, exception, word)
 
 
-@pytest.mark.parametrize(
-    ("limit", "platform", "fits", "beyond"),
-    [(None, "cuda", 64, 65), ("75", "gpu", 75, 75.1), ("1", "cpu", 99, None)],
-)
-def test_pinned_memory_is_rejected_only_beyond_a_gpus_limit(
-    monkeypatch, limit, platform, fits, beyond
-):
+def test_pinned_memory_is_rejected_only_beyond_a_gpus_limit(monkeypatch):
     name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
     monkeypatch.delenv(name, raising=False)
-    if limit is not None:
-        monkeypatch.setenv(name, limit)
-    check_pinned({"mail": fits * GIB}, platform)
-    if beyond:
-        with pytest.raises(UnfitRunError, match="64.5 for mail and 0.5|75.1"):
-            check_pinned({"mail": (beyond - 0.5) * GIB, "hand-overs": GIB // 2}, platform)
+    check_pinned({"mail": 64 * GIB}, "cuda")
+    with pytest.raises(UnfitRunError, match="64.5 for mail and 0.5 for hand-overs"):
+        check_pinned({"mail": 64.5 * GIB, "hand-overs": GIB // 2}, "cuda")
+    monkeypatch.setenv(name, "75")
+    check_pinned({"mail": 75 * GIB}, "gpu")
+    with pytest.raises(UnfitRunError, match="LIMIT_GB=95"):
+        check_pinned({"mail": 75.5 * GIB}, "gpu")
+    check_pinned({"mail": 99 * GIB}, "cpu")
     monkeypatch.setenv(name, "96.5")
-    if platform != "cpu":
-        with pytest.raises(UnfitRunError, match="whole number"):
-            check_pinned({"mail": GIB}, platform)
+    with pytest.raises(UnfitRunError, match="whole number"):
+        check_pinned({"mail": GIB}, "cuda")

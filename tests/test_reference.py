@@ -27,26 +27,17 @@ def step(reference, *gradient):
     return param[:, 0].tolist()
 
 
-STEP_BY_STEP = dict(update_interval=1, staleness=0)
-
-
 @pytest.mark.parametrize(
     ("options", "reselections"),
     [
-        (dict(STEP_BY_STEP, topk_ratio=0.0, select_interval=1000), 1),
-        (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=1), 10),
+        (dict(topk_ratio=0.25, update_interval=1, select_interval=2, staleness=0), 6),
         (dict(topk_ratio=1.0, update_interval=3, select_interval=3, weight_decay=0.05), 3),
         (dict(topk_ratio=0.25, update_interval=4, full_warm_up_rounds=11), 0),
-        # Clips always, at some steps, or never.
-        *[
-            (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=2, max_grad_norm=x), 6)
-            for x in (0.5, comparisons.MAX_NORM, 1e6)
-        ],
     ],
     ids=str,
 )
 def test_without_staleness_it_equals_optax_adamw(options, reselections):
-    settings, plan = Settings(**options), Plan(10)
+    settings, plan = Settings(max_grad_norm=comparisons.MAX_NORM, **options), Plan(10)
     for leaves in (FIRST, SECOND):
         history, slow = comparisons.reference(leaves, settings, plan)
         clip, decay = settings.max_grad_norm, settings.weight_decay
@@ -64,29 +55,15 @@ def test_a_windows_mean_is_taken_over_clipped_gradients():
     np.testing.assert_array_equal(nu[1], 4.5)
 
 
-def test_finite_leaves_with_an_infinite_norm_are_clipped_to_zero_as_in_optax():
-    settings = Settings(**BY_HAND, max_grad_norm=1.0)
-    leaves = [np.zeros(1, np.float32)] * 2
-    reference = Reference(leaves, 1.0, settings, channel_axes=[None, None])
-    huge = np.array([1.5e19], np.float32)
-    np.testing.assert_array_equal(reference.step([huge, huge]), 0.0)
-    assert reference.skipped == 0
-
-
 DOUBLING = [2.0**t for t in range(9)]
 HALF = {"topk_ratio": 0.5, "staleness": 0}
 # Each case has rates, options and, for each step, the gradients and the resulting weights of all
 # channels. None in place of gradients means a flush.
 BY_STEP = {
-    "a deferred channel takes one step with the mean of its window": (
-        1.0,
-        HALF | {"update_interval": 2},
-        [((1, 1), (-0.5, 0)), ((1, 5), (-1, -0.75))],
-    ),
-    "and with the learning rate of the last step of its window": (
+    "a deferred channel takes one step, with its window's mean gradient and last rate": (
         DOUBLING,
         HALF | {"update_interval": 2},
-        [((1, 1), (-0.5, 0)), ((1, 1), (-1.5, -1))],
+        [((1, 1), (-0.5, 0)), ((1, 5), (-1.5, -1.5))],
     ),
     "an overlapped update is stale by exactly one window": (
         1.0,
@@ -122,12 +99,7 @@ BY_STEP = {
         [((1, 1), (-0.5, 0)), ((1, 5), (-1.5, 0)), ((np.nan, 1), (-1.5, -3))]
         + [((1, 1), (-1.5, -5))],  # the other is selected then
     ),
-    "a window of skipped steps makes no update": (
-        1.0,
-        HALF | {"update_interval": 2, "weight_decay": 0.5},
-        [((0, np.nan), (0, 0))] * 4,
-    ),
-    "nor a late one": (
+    "a window of skipped steps makes no update, not even a late one": (
         1.0,
         {"topk_ratio": 0.5, "update_interval": 2, "weight_decay": 0.5},
         [((0, np.nan), (0, 0))] * 4,
@@ -154,13 +126,6 @@ BY_STEP = {
         {"topk_ratio": 0.5, "update_interval": 2, "provisional_share": 0.5},
         [((15, 1), (-0.9375, 0)), ((15, 5), (-1.875, -0.5)), ((15, 1), (-2.8125, -1))]
         + [(None, (-2.8125, -1)), ((15, 5), (-3.75, -0.75)), (None, (-3.75, -1.5))],
-    ),
-    "after it no provisional step is lost where the update was due": (
-        1.0,
-        {"topk_ratio": 0.5, "update_interval": 2, "staleness": 1, "provisional_share": 0.5},
-        [((15, 1), (-0.9375, 0)), ((15, 5), (-1.875, -0.5)), ((15, 1), (-2.8125, -0.75))]
-        + [((15, 5), (-3.75, -1.25)), (None, (-3.75, -1.5))]
-        + [((15, 1), (-4.6875, -2)), (None, (-4.6875, -2))],
     ),
 }
 

@@ -2,15 +2,12 @@
 
 import copy
 import dataclasses
-import tempfile
 import threading
 
 import jax
 import numpy as np
 import pytest
 from flax import serialization
-from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
-from jax.sharding import SingleDeviceSharding
 
 import zenflow_jax
 from tests import comparisons, runs
@@ -59,21 +56,17 @@ def test_a_run_resumed_from_any_step_is_bit_identical(leaves, changes, engine):
         with Training(leaves, settings, donate=True, **engine) as untouched:
             go(untouched, PLAN, PLAN.steps)
             comparisons.assert_same_bits(end(untouched), expected)
-        for t, checkpoint in enumerate(checkpoints):
+        last = PLAN.steps - 1
+        for t, checkpoint in enumerate(checkpoints[:last]):
             # A resumed run may prefetch different parts.
             with resumed(whole, checkpoint, prefetch_bytes=100 * (t % 2), **engine) as again:
                 again.t = t
-                if t % 3:
-                    # By then, the update in flight has arrived, and all later results depend on it.
-                    soon = min(t + 4, PLAN.steps - 1)
-                    go(again, PLAN, soon)
-                    ours, theirs = map(without_tokens, (saved(again), checkpoints[soon]))
-                    comparisons.assert_same_bits(ours, theirs)
-                    assert counted(again) == counts[soon], t
-                else:
-                    go(again, PLAN, PLAN.steps)
-                    comparisons.assert_same_bits(end(again), expected)
-                    assert counted(again) == counted(whole), t
+                # By then, the update in flight has arrived, and all later results depend on it.
+                soon = min(t + 4, last) if t % 6 else last
+                go(again, PLAN, soon)
+                ours, theirs = map(without_tokens, (saved(again), checkpoints[soon]))
+                comparisons.assert_same_bits(ours, theirs)
+                assert counted(again) == counts[soon], t
 
 
 @pytest.mark.parametrize("then", ["float32", "compact"])
@@ -105,29 +98,10 @@ def through_flax(tree, target):
 
 
 def through_numpy(tree, target):
-    params, state, engine_state = jax.device_get(tree)
-    with pytest.raises(TypeError, match="a ndarray in place"):
-        HostEngine(runs.place(params, None), state, engine_state=engine_state)
-    return params, state, engine_state
+    return jax.device_get(tree)
 
 
-def through_jax(tree, target):
-    """Returns the tree from jax's own serializer, which cannot read into pinned memory."""
-    leaves, treedef = jax.tree.flatten(tree)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [f"{folder}/{i}" for i in range(len(leaves))]
-        manager = GlobalAsyncCheckpointManager()
-        manager.serialize_with_paths(leaves, paths)
-        manager.wait_until_finished()
-        in_cpu_memory = [SingleDeviceSharding(jax.devices("cpu")[0])] * len(leaves)
-        params, state, engine_state = treedef.unflatten(
-            GlobalAsyncCheckpointManager().deserialize_with_paths(in_cpu_memory, paths)
-        )
-    assert jax.tree.structure(engine_state) == jax.tree.structure(target[2])
-    return params, zenflow_jax.place(params, state), engine_state
-
-
-@pytest.mark.parametrize("through", [through_flax, through_numpy, through_jax])
+@pytest.mark.parametrize("through", [through_flax, through_numpy])
 def test_a_run_resumes_from_bytes(through):
     with Training(FIRST, SETTINGS, donate=True) as whole:
         go(whole, PLAN, 9)
@@ -145,14 +119,6 @@ def test_a_run_resumes_from_bytes(through):
             comparisons.assert_same_bits(end(again), expected)
 
 
-def test_flax_rejects_a_state_with_different_options():
-    params, states = runs.initial(ONE), []
-    for settings in (SETTINGS, dataclasses.replace(SETTINGS, topk_ratio=0.5)):
-        states.append(runs.transformation(ONE, settings).init(params))
-    with pytest.raises(ValueError, match=r"'channels': \(3,\), .*'channels': \(5,\)"):
-        serialization.from_state_dict(states[1], serialization.to_state_dict(states[0]))
-
-
 @pytest.fixture(scope="module")
 def after_six():
     """Returns the trees of a run that was saved after six steps."""
@@ -164,14 +130,10 @@ def after_six():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"update_interval": 2}, "`update_interval` is 2, but was 4"),
         ({"update_interval": AutoWindow(4)}, "`update_interval` is 4 .rule.* was 4"),
         ({"select_interval": AutoSelect(0.5, 8)}, "`select_interval` is 8 .rule.* was 8"),
-        ({"full_warm_up_rounds": 0}, "`full_warm_up_rounds` is 0, but was 2"),
-        ({"staleness": 2}, "`staleness` is 2, but was 1"),
         ({"rolling": False, "staleness": 1}, "`rolling` is 0, but was 1"),
         ({"window_scaling": None}, "`window_scaling` is None, but was 0.5"),
-        ({"provisional_share": 0.1}, "`provisional_share` is 0.1, but was 0.5"),
         ({"send_gradients": "per_window"}, "`send_gradients` is .per_window., but was another"),
         ({"topk_ratio": 0.5}, r"number of selected channels of \['columns'\] is 5, but was 3"),
     ],
@@ -186,48 +148,32 @@ def test_options_that_differ_from_the_saved_run_are_rejected_by_name(after_six, 
         HostEngine(params, fresh, engine_state=engine_state)
 
 
-def test_a_saved_state_matches_the_template_and_a_leaf_in_another_group_is_rejected():
+def test_a_saved_state_matches_the_template_and_one_from_another_run_is_rejected():
     with Training(FIRST, SETTINGS) as training:
-        training.go(6)
+        training.go(5)
+        earlier = saved(training)[2]
+        training.go(1)
         params, state, real = training.params, training.state, training.engine.state()
         template = zenflow_jax.abstract_engine_state(state)
         assert jax.tree.structure(real) == jax.tree.structure(template)
         for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(template), strict=True):
-            assert (x.shape, x.dtype) == (y.shape, y.dtype)
-            assert isinstance(x, jax.Array)
+            assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
             assert isinstance(y, jax.ShapeDtypeStruct)
-            assert x.sharding == y.sharding
             assert x.sharding.memory_kind == "pinned_host"
-        # Swaps the first and the last group, as if another version divided leaves by a different
-        # rule.
+        # Swaps two groups, as if another version divided leaves by a different rule.
         groups = np.array(real["options"]["groups"])
         assert groups.tolist() == [0, 2, 0, 1]
         groups[[2, 3]] = 1, 0
-        other = real | {"options": real["options"] | {"groups": groups}}
-        with pytest.raises(ValueError, match=r"the group of \['rows'\] is 0, but was 1"):
-            HostEngine(params, state, engine_state=other)
-
-
-def test_parameters_or_an_engine_state_from_another_step_or_run_are_rejected():
-    with Training(FIRST, SETTINGS) as training:
-        training.go(5)
-        old_params, _, earlier = saved(training)
-        training.go(1)
-        params, state, engine_state = saved(training)
-        with pytest.raises(ValueError, match="values of .* in `params` changed since"):
-            zenflow_jax.HostEngine(old_params, state, engine_state=engine_state)
-        with pytest.raises(ValueError, match=r"step 5, but `opt_state` after step 6\. Save"):
-            zenflow_jax.HostEngine(params, state, engine_state=earlier)
-        other = state._replace(token=state.token + 1)
-        with pytest.raises(ValueError, match="after step 6 of another run"):
-            zenflow_jax.HostEngine(params, other, engine_state=engine_state)
-        with pytest.raises(ValueError, match="The state has taken 6 steps"):
-            zenflow_jax.HostEngine(params, state)
-        with pytest.raises(ValueError, match="`engine_state` differs in structure"):
-            zenflow_jax.HostEngine(params, state, engine_state=engine_state["leaves"])
-        low = jax.tree.map(lambda x: x.astype(np.float16), engine_state["leaves"])
-        with pytest.raises(ValueError, match=r"has float16 \(.* at \['leaves'\].* needs int32"):
-            zenflow_jax.HostEngine(params, state, engine_state=engine_state | {"leaves": low})
+        regrouped = real | {"options": real["options"] | {"groups": groups}}
+        low = jax.tree.map(lambda x: np.float16(x), real["leaves"])
+        for engine_state, words in (
+            (regrouped, r"the group of \['rows'\] is 0, but was 1"),
+            (earlier, r"step 5, but `opt_state` after step 6\. Save"),
+            (real["leaves"], "`engine_state` differs in structure"),
+            (real | {"leaves": low}, r"has float16 \(.* at \['leaves'\].* needs int32"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                HostEngine(params, state, engine_state=engine_state)
 
 
 def test_an_engine_shares_no_memory_with_the_state_that_it_returns_or_resumes_from():
@@ -247,31 +193,6 @@ def test_an_engine_shares_no_memory_with_the_state_that_it_returns_or_resumes_fr
             again.engine.state()  # sums mail
             go(again, PLAN, PLAN.steps)
         comparisons.assert_same_bits(taken, values)
-
-
-@pytest.mark.slow
-def test_masters_equal_those_of_the_reference():
-    with Training(FIRST, SETTINGS) as training:
-        go(training, PLAN, 16)
-        before, slow = comparisons.reference(FIRST, SETTINGS, PLAN._replace(steps=16))
-        trees = training.params, training.state, training.engine
-        masters = zenflow_jax.master_params(*trees)
-        for (path, x), name in zip(zenflow_jax.iter_master_params(*trees), masters, strict=True):
-            assert jax.tree_util.keystr(path) == f"['{name}']"
-            comparisons.assert_same_bits(x, masters[name])
-        moved = 0
-        for param, (name, (expected, *_)) in zip(slow.params, before.moments.items(), strict=True):
-            assert masters[name].dtype == np.float32
-            # Other parameters have provisional steps or a pending update.
-            is_cast = expected.astype(param.dtype) == param
-            moved += np.count_nonzero(~is_cast)
-            expected = np.where(is_cast, expected, param.astype(np.float32))
-            np.testing.assert_allclose(masters[name], expected, rtol=0, atol=comparisons.ATOL)
-        assert moved
-        training.flush()
-        masters = zenflow_jax.master_params(training.params, training.state, training.engine)
-        for name, x in training.params.items():
-            comparisons.assert_same_bits(np.asarray(masters[name]).astype(x.dtype), np.asarray(x))
 
 
 def test_masters_from_different_steps_are_rejected():

@@ -26,23 +26,10 @@ def checkpoint():
         yield training, saved(training)
 
 
-def test_a_state_names_its_layout(checkpoint):
-    _, (_, state, engine_state) = checkpoint
-    for written in (state.layout, engine_state["layout"]):
-        ((name, number),) = written.items()
-        assert name == NOW
-        assert number.shape == ()
-        assert number == _version.LAYOUT
-
-
 @pytest.mark.parametrize(
     ("layout", "words"),
-    [
-        ({"layout_2_of_zenflow_jax_0_3": np.int32(2)}, "layout_2_of_zenflow_jax_0_3"),
-        ({NEWER: np.int32(7)}, NEWER),
-        (None, "unknown, from a version before 0.2.0"),
-    ],
-    ids=["of 0.3", "newer", "missing"],
+    [({NEWER: np.int32(7)}, NEWER), (None, "unknown, from a version before 0.2.0")],
+    ids=["newer", "missing"],
 )
 def test_an_engine_state_with_another_layout_is_rejected_with_both_names(checkpoint, layout, words):
     training, (params, state, engine_state) = checkpoint

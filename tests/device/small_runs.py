@@ -5,20 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import zenflow_jax
-from tests.runs import KERNEL, apply
-
-# Float32 parameters up to 3 (a unit in the last place is 2.4e-7), from the same operations compiled
-# into another program; updates are near 1e-2.
-ATOL = 1e-6
+from tests import runs
+from tests.runs import KERNEL, Leaf, apply
 
 DEVICE = jax.devices()[0]
 STEPS = 5
 SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
-# Each parameter's shape: 2 of the 6 channels of "weight" are selected.
-SHAPES = {"bias": (3,), "weight": (6, 3)}
+# 2 of the 6 channels of "weight" are selected.
+LEAVES = Leaf("bias", (3,), None, "float32"), Leaf("weight", (6, 3), -2, "float32")
 
 
 def schedule(count):
@@ -29,22 +25,16 @@ def make(learning_rate: Any = schedule, **options):
     return zenflow_jax.zenflow(learning_rate, **{**SETTINGS, **options})
 
 
-def example_params(dtype: Any = "float32"):
-    rng = np.random.default_rng(1)
-    params = {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
-    # Committed to a device like a jitted step's results; otherwise the second step would compile
-    # again.
-    return jax.device_put(jax.tree.map(lambda p: jnp.asarray(p, dtype), params), DEVICE)
+def leaves_in(dtype: str):
+    return tuple(leaf._replace(dtype=dtype) for leaf in LEAVES)
 
 
-def gradients_at(step: int, dtype: Any = "float32"):
-    rng = np.random.default_rng(100 + step)
-    gradients = {
-        # Channels of very different size, so that selections change.
-        k: rng.normal(size=s).astype(np.float32) * np.exp(rng.normal(size=(*s[:-1], 1)))
-        for k, s in SHAPES.items()
-    }
-    return jax.device_put(jax.tree.map(lambda g: jnp.asarray(g, dtype), gradients), DEVICE)
+def example_params(dtype: str = "float32"):
+    return runs.initial(leaves_in(dtype))
+
+
+def gradients_at(step: int, dtype: str = "float32"):
+    return jax.device_put(runs.gradients(leaves_in(dtype), step), DEVICE)
 
 
 def train(tx, steps=STEPS, *, params=None, gradients=gradients_at, prepare=lambda t, state: None):
@@ -69,12 +59,6 @@ PLAIN = make()  # for all runs without a wrapper, so that they share a program
 def alone():
     """Returns the parameters of the run without a wrapper."""
     return train(PLAIN)[0]
-
-
-def assert_close(actual, desired):
-    for key in desired:
-        a, b = (np.asarray(x[key], np.float32) for x in (actual, desired))
-        np.testing.assert_allclose(a, b, rtol=0, atol=ATOL, err_msg=key)
 
 
 def exchanged(state):

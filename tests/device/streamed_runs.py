@@ -20,16 +20,12 @@ OPTIONS = {
 
 
 def model(dtype, shardings=None):
-    keys = jax.random.split(jax.random.key(0), 3)
+    rng = np.random.default_rng(0)
     shapes = {"up": (LAYERS, WIDTH, INNER), "down": (LAYERS, INNER, WIDTH)}
-    layers = {
-        name: (jax.random.normal(key, shape) / 6).astype(dtype)
-        for key, (name, shape) in zip(keys[:2], shapes.items(), strict=True)
-    }
-    layers["scale"] = jnp.ones((LAYERS, WIDTH), dtype)
-    head = jax.random.normal(keys[2], (WIDTH, 5)).astype(dtype)
-    # From NumPy, because a process cannot copy its device arrays to other processes' devices.
-    params = jax.device_get({"layers": layers, "head": head})
+    layers = {name: rng.normal(size=shape) / 6 for name, shape in shapes.items()}
+    layers["scale"] = np.ones((LAYERS, WIDTH))
+    params = {"layers": layers, "head": rng.normal(size=(WIDTH, 5))}
+    params = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params)
     return jax.device_put(params, shardings or jax.local_devices()[0])
 
 
@@ -46,16 +42,16 @@ def loss(params, x, y, body=block):
 def batches(steps, dtype):
     rng = np.random.default_rng(0)
     for _ in range(steps):
-        y = rng.integers(0, 5, 32)
+        y = rng.integers(0, 5, 32, np.int32)
         x = rng.normal(size=(32, WIDTH)) + y[:, None]
-        yield jnp.asarray(x, dtype), jnp.asarray(y)
+        yield x.astype(jnp.dtype(dtype)), y
 
 
 def run(dtype, *, stream, steps=14, bad=None, shardings=None, **options):
     """Returns parameters and their leaves' state after some steps and a flush."""
-    tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | options))
+    tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | options), param_shardings=shardings)
     params = model(dtype, shardings)
-    opt_state = tx.init(params)
+    opt_state = jax.jit(tx.init)(params)
 
     @jax.jit
     def step(params, opt_state, x, y):
@@ -69,7 +65,7 @@ def run(dtype, *, stream, steps=14, bad=None, shardings=None, **options):
         zenflow_jax.HostEngine(params, opt_state, **KERNEL) as engine,
     ):
         for i, (x, y) in enumerate(batches(steps, dtype)):
-            x = x.at[0, 0].set(jnp.nan) if i == bad else x
+            x[0, 0] = np.nan if i == bad else x[0, 0]
             params, opt_state = step(params, opt_state, x, y)
             params, opt_state = engine.exchange(params, opt_state)
         params, opt_state = engine.flush(params, opt_state)

@@ -30,12 +30,10 @@ class Block(nn.Module):
 
 
 class Linen(nn.Module):
-    axis: int = 0
-
     @nn.compact
     def __call__(self, x):
         block = nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
-        axes = {"variable_axes": {"params": self.axis}, "in_axes": nn.broadcast}
+        axes = {"variable_axes": {"params": 0}, "in_axes": nn.broadcast}
         scan = nn.scan(block, split_rngs=dict.fromkeys(KEYS, True), length=LAYERS, **axes)
         return scan(name="layers")(x, 0.5)[0]
 
@@ -50,13 +48,10 @@ class Nnx(nnx.Module):
         return nnx.scan(block, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
-def linen(params, x):
-    return Linen().apply({"params": params}, x, rngs=KEYS)
-
-
 def linen_in_bfloat16(params, x):
     params, x = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (params, x))
-    return jax.checkpoint(jax.jit(linen))(params, x).astype(jnp.float32)
+    run = jax.checkpoint(jax.jit(lambda w, x: Linen().apply({"params": w}, x, rngs=KEYS)))
+    return run(params, x).astype(jnp.float32)
 
 
 def block(x, layer):
@@ -82,18 +77,13 @@ def stacks():
     return {"layers": jax.tree.map(jnp.float32, layers)}
 
 
-def linen_params(axis=0):
-    return Linen(axis).init(KEYS, X)["params"]
-
-
 def nnx_case():
     graphdef, params = nnx.split(Nnx(nnx.Rngs(0)))
     return nnx.as_pure(params), lambda params, x: nnx.merge(graphdef, params)(x)
 
 
 CASES = {
-    "linen": lambda: (linen_params(), linen),
-    "linen, cast before the scan": lambda: (linen_params(), linen_in_bfloat16),
+    "linen, cast before the scan": lambda: (Linen().init(KEYS, X)["params"], linen_in_bfloat16),
     "nnx": nnx_case,
     "placed, with vmap": lambda: (stacks(), placed),
 }
@@ -147,10 +137,6 @@ MISUSES = {
         lambda params, x: one_example(params, x) + squares(params["layers"]["up"]),
         rf"`integer_pow` reads \['layers'\]\['up'\] at .*{LINE}squares",
     ),
-    "read inside jit": (
-        lambda params, x: one_example(params, x) + jax.jit(jnp.sum)(params["layers"]["up"]),
-        rf"`reduce_sum` reads \['layers'\]\['up'\] at .*{LINE}<lambda>",
-    ),
     "loop": (in_a_loop, rf"`scan` reads \['layers'\]\['down'\] at .*{LINE}in_a_loop.*loop"),
     "two scans": (
         jax.checkpoint(jax.jit(twice)),
@@ -161,15 +147,7 @@ MISUSES = {
         lambda params, x: (one_example(params, x), params["layers"]["up"]),
         r"returns the stack \['layers'\]\['up'\]",
     ),
-    "other axes": (transposed, rf"`transpose` reads .*{LINE}transposed"),
-    "branch": (
-        lambda params, x: jax.lax.cond(x.sum() > 0, one_example, one_example, params, x),
-        r"`cond` reads \['layers'\]\['down'\]",
-    ),
-    "frozen": (
-        lambda params, x: one_example(jax.lax.stop_gradient(params), x),
-        r"`stop_gradient` reads",
-    ),
+    "other axes": (transposed, rf"`transpose` reads .*{LINE}transposed.*Stack layers along"),
     "custom derivative": (differentiated, r"`custom_vjp_call` reads"),
 }
 
@@ -181,11 +159,3 @@ def test_any_other_read_of_a_stack_raises_an_error_that_names_leaf_and_line(case
     weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(streaming.stream_scans(model), weights, X)
-
-
-def test_layers_along_another_axis_are_rejected_in_linen():
-    params = linen_params(axis=1)
-    weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
-    loss_fn = streaming.stream_scans(lambda w: Linen(1).apply({"params": w}, X, rngs=KEYS))
-    with pytest.raises(ValueError, match=rf"`transpose` reads .*{LINE}.*Stack layers along"):
-        jax.eval_shape(loss_fn, weights)

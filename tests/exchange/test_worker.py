@@ -12,7 +12,7 @@ import weakref
 import pytest
 
 from tests import comparisons, processes, runs
-from tests.exchange.hooks import hooked, views_of_mail
+from tests.exchange.hooks import hooked
 from tests.runs import BUSY, CALM, FEW, TOGETHER, Plan, Settings, Training
 from zenflow_jax._exchange.worker import Worker
 
@@ -172,18 +172,6 @@ def test_close_during_work_ends_after_the_current_piece(passes):
         closing.join(TIMEOUT_S / 2)  # a worker that continues waits longer for a permit
         assert not closing.is_alive()
         assert_ended(before)
-
-
-def test_close_frees_the_host_memory_and_the_stored_mail(monkeypatch):
-    views = views_of_mail(monkeypatch)
-    with Training(FEW, CALM) as training:
-        training.go(6)
-        training.settle()
-        views += [weakref.ref(x) for leaf in training.host.leaves for x in leaf.arrays]
-        training.engine.close()
-        gc.collect()
-        assert views
-        assert [x for x in views if x() is not None] == []
 
 
 def test_an_engine_that_is_collected_on_its_own_thread_does_not_hang(hooks):

@@ -23,7 +23,6 @@ from tests.host.states import (
     STEP,
     bits,
     by_channel,
-    draw_channels,
     new_gradient,
     new_state,
     some_channels,
@@ -44,8 +43,6 @@ SHAPES = {  # (entries, rows, n, tail)
 # Steps of RATE on parameters near 1, computed in float32, have a few rounding errors of 6e-8; optax
 # also rounds `1 - b2**t`, which float32 represents only to 3e-5.
 ATOL = 1e-6
-# Allows only the last rounding, of masters near 1.
-NEARLY_EXACT = {"rtol": 1e-7, "atol": 3e-8}
 
 
 # Each shape is tested with some of the dtypes.
@@ -91,7 +88,7 @@ def test_a_step_follows_the_formula_on_active_channels_and_keeps_all_bits_of_oth
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_first_steps_of_all_channels_equal_optax_adamw_and_the_formula(shape):
+def test_first_steps_of_all_channels_equal_optax_adamw(shape):
     tx = optax.adamw(RATE, B1, B2, EPS, weight_decay=DECAY)
     state = new_state(shape)
     for x in (state.mu.values, state.nu.values, state.steps):
@@ -99,20 +96,13 @@ def test_first_steps_of_all_channels_equal_optax_adamw_and_the_formula(shape):
     params = jnp.asarray(state.masters.values.copy())
     opt_state = tx.init(params)
     adam, active = HostAdam("numpy", 1), np.ones_like(state.steps, bool)
-    m = v = np.float64(0)
     for i in range(10):
-        gradient, before = new_gradient(shape, seed=i), state.masters.as_float32().astype(float)
+        gradient = new_gradient(shape, seed=i)
         step(adam, state, gradient, active)
         with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
             updates, opt_state = tx.update(jnp.asarray(gradient), opt_state, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(state.masters.values, params, rtol=0, atol=ATOL)
-        # In float32, as in optax, `1 - b2**t` has a relative error of up to 3e-5.
-        rate, b1, b2, one_minus_b1, one_minus_b2, eps, decay = SCALARS
-        m, v = b1 * m + one_minus_b1 * gradient, b2 * v + one_minus_b2 * np.float64(gradient) ** 2
-        direction = (m / (1 - b1 ** (i + 1))) / (np.sqrt(v / (1 - b2 ** (i + 1))) + eps)
-        moved = before - rate * (direction + decay * before)
-        np.testing.assert_allclose(state.masters.values, moved, **NEARLY_EXACT)
 
 
 # Tests as many gradients as a compiled loop takes at once, and fewer.
@@ -142,32 +132,6 @@ def test_results_do_not_depend_on_kernel_threads_or_tiles(shape, dtype):
         for threads, tile in ((1, size // 9), (3, size // 3 + 1)):
             for parts in (count,), (2, count - 2), ():
                 assert run(HostAdam(kernel, threads, tile=tile), *parts) == expected
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("share", [0, 1 / 3, 1])
-@pytest.mark.parametrize(("shape", "dtype"), SHAPES_AND_DTYPES, ids=SHAPES)
-def test_channels_are_taken_out_and_put_back_in_place(kernel, share, shape, dtype):
-    adam = HostAdam(kernel, 3, tile=101)
-    channels = draw_channels(shape, int(share * shape[2]))
-    state = new_state(shape, dtype=dtype)
-    arrays = (state.masters, state.mu, state.nu)
-
-    before = state.wide
-    taken = adam.take(arrays, channels)
-    index = channels[:, None, :, None]
-    for x, rows in zip(before, taken, strict=True):
-        np.testing.assert_array_equal(rows, np.take_along_axis(x, index, axis=2))
-
-    new = [-rows for rows in taken]
-    for rows in new:
-        rows.flags.writeable = False  # like an array from a device
-    adam.put(arrays, channels, new)
-    for x, expected, rows in zip(state.wide, before, new, strict=True):
-        np.put_along_axis(expected, index, rows, axis=2)
-        np.testing.assert_array_equal(x, expected)
-    assert bits(state.masters.to_upload) == bits(state.masters.as_float32().astype(dtype))
-    adam.close()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -55,26 +55,18 @@ def test_a_state_fits_only_the_same_weights_and_frozen_layers():
 def nan_in_layer(number, when):
     """Returns a model with a finite loss, but a non-finite gradient from one layer on downwards."""
 
-    @jax.custom_vjp
-    def break_gradient(x, broken):
-        return x
-
-    break_gradient.defvjp(
-        lambda x, broken: (x, broken), lambda broken, g: (jnp.where(broken, jnp.nan, g), None)
-    )
-
-    def make(i):
-        def broken_layer(w, x, shared):
-            new = layer(w, x, shared[:2])
-            return break_gradient(new, shared[2]) if i == number else new
-
-        return broken_layer
+    def broken_layer(w, x, shared):
+        new, broken = layer(w, x, shared[:2]), shared[2]
+        # The root's derivative at zero is infinite, and zero times infinity is NaN.
+        return new + (jnp.sqrt(jnp.where(broken, 0.0 * new, 1.0)) - jnp.where(broken, 0.0, 1.0))
 
     def broken_first(outer, batch):
         x, shared = first(outer, batch)
         return x, (*shared, batch[0, 0] == when)
 
-    return {"first": broken_first, "layer": [make(i) for i in range(LAYERS)], "last": last}
+    layers = [lambda w, x, shared: layer(w, x, shared[:2])] * LAYERS
+    layers[number] = broken_layer
+    return {"first": broken_first, "layer": layers, "last": last}
 
 
 def test_a_non_finite_gradient_changes_no_weights_with_updates_after_the_backward_pass():
@@ -138,7 +130,6 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
     ("change", "error", "text"),
     [
         ({"first": lambda outer, batch: batch}, TypeError, r"must return \(carry, shared\)"),
-        ({"last": lambda outer, x, batch: x}, TypeError, "must return a float scalar"),
         ({"last": lambda o, x, b: (x.mean(), x.max())}, TypeError, r"a `layerwise.WeightedLoss`"),
         ({"last": lambda o, x, b: (x @ SQUARE).mean()}, ValueError, "`last` uses an array"),
         (
@@ -147,7 +138,6 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
             r"layer 1, called with .*5, 12",
         ),
         ({"layer": lambda w, x, s: x @ w["missing"]}, KeyError, "in layer 0"),
-        ({"layer": lambda w, x, s: x @ SQUARE}, ValueError, "not among its arg"),
         ({"layer": lambda w, x, s: times_square(x)}, ValueError, "not among its arg"),
         ({"last": lambda o, x, b: jax.random.normal(KEY)}, ValueError, "`last` uses a random key"),
         ({"layer": [layer] * 3}, ValueError, "3 functions for 4 layers"),
@@ -156,8 +146,6 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
         ({"updates": "late"}, ValueError, "during_backward"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
         ({"params": {"outer": {}, "layers": [np.arange(3)]}}, TypeError, "layers.0 is int.., but"),
-        ({"params": {"layers": []}}, TypeError, '"outer" and "layers"'),
-        ({"params": {"outer": {}, "layers": {"up": SQUARE}}}, TypeError, "is a mapping"),
         ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
         ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` differs from"),
     ],

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from tests.layerwise.small_model import (
     BATCHES,
@@ -56,15 +55,13 @@ def train(loss_fn, params, batches, where=None, **options):
         return model.join(trainer.params()), losses
 
 
-@pytest.mark.parametrize(("dtype", "reverse"), [(jnp.float32, False), (jnp.bfloat16, True)])
-def test_a_scan_is_bit_identical_to_three_functions(dtype, reverse):
-    params, options = new_params(dtype), {"frozen": [1], "mask": decayed}
+def test_a_scan_is_bit_identical_to_three_functions():
+    params, options = new_params(jnp.bfloat16), {"frozen": [1], "mask": decayed}
     with layerwise.Trainer(params, **MODEL, **ADAMW, **options) as trainer:
         expected = [float(trainer.step(batch)) for batch in BATCHES]
         trained = trainer.params()
-    order = -1 if reverse else 1
-    params["layers"], trained["layers"] = params["layers"][::order], trained["layers"][::order]
-    run = jax.jit(jax.checkpoint(partial(loss_fn, reverse=reverse, unroll=2)))
+    params["layers"], trained["layers"] = params["layers"][::-1], trained["layers"][::-1]
+    run = jax.jit(jax.checkpoint(partial(loss_fn, reverse=True, unroll=2)))
     got, losses = train(run, stacked(params), BATCHES, **options)
     assert losses == expected
     check_equal(got, stacked(trained))
@@ -96,18 +93,6 @@ def linen_loss(params, batch):
     return layerwise.WeightedLoss(loss, 2)
 
 
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
-        self.layers = nnx.split_rngs(splits=LAYERS)(make)(rngs)
-        self.scales = nnx.Param(jnp.linspace(0.5, 1, LAYERS))
-
-    def __call__(self, x):
-        block = nnx.remat(lambda x, layer, scale: x + scale * jnp.tanh(layer(x)))
-        axes = {"in_axes": (nnx.Carry, 0, 0), "out_axes": nnx.Carry}
-        return nnx.scan(block, **axes)(x, self.layers, self.scales[...])
-
-
 def encoder_and_decoder(params, batch):
     """Reads outer weights before the scan, in its first carry, in its body, and after it."""
 
@@ -132,15 +117,6 @@ def linen_case():
     return Linen().init(keys, X)["params"], linen_loss, None
 
 
-def nnx_case():
-    graphdef, params = nnx.split(Nnx(nnx.Rngs(0)))
-    return (
-        params,
-        lambda params, batch: jnp.mean(nnx.merge(graphdef, params)(batch["x"]) ** 2),
-        None,
-    )
-
-
 def two_scans_case():
     shapes = {"encoder": (2, WIDTH, WIDTH), "decoder": (LAYERS, WIDTH, WIDTH)}
     shapes |= {"out": (WIDTH, WIDTH), "bias": (WIDTH,)}
@@ -153,7 +129,7 @@ X = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
 SETS = [{"x": X + i, "key": jax.random.key(i)} for i in range(4)]
 
 
-@pytest.mark.parametrize("case", [linen_case, nnx_case, two_scans_case])
+@pytest.mark.parametrize("case", [linen_case, two_scans_case])
 def test_every_scan_gives_the_losses_of_adamw(case):
     params, loss_fn, where = case()
 
@@ -219,17 +195,12 @@ def only_reads(params, batch):
     return jnp.sum(params["head"])
 
 
-def reads_a_stack(params, batch):
-    return loss_fn(params, batch) + jnp.sum(params["layers"]["up"])
-
-
 LINE = r"test_scanned\.py:\d+:\d+ \("
 
 
 @pytest.mark.parametrize(
     ("loss", "where", "text"),
     [
-        (reads_a_stack, None, rf"`reduce_sum` reads .*'up'\] at .*{LINE}reads_a_stack"),
         (changed, None, rf"'up'\] is changed before the scan at .*{LINE}loss_fn"),
         (twice, None, rf"'bias'\] is scanned 2 times, at .*{LINE}loss_fn.*ScannedModel\(where"),
         (two_scans, None, rf"'head'\] at .*{LINE}two_scans\) and .*'bias'\] at .*loss_fn\), but"),

@@ -35,15 +35,26 @@ def masters_of(trainer):
     return {"outer": trainer.master_params("outer"), "layers": layers}
 
 
-@pytest.mark.parametrize("updates", ["after_backward", "during_backward"])
 @pytest.mark.parametrize(
-    ("parts", "inputs", "kernel"), [(1, "device", "numba"), (2, "host", "numpy")]
+    ("updates", "parts", "inputs", "kernel"),
+    [("after_backward", 1, "device", "numba"), ("during_backward", 2, "host", "numpy")],
 )
 def test_a_run_equals_adamw(updates, parts, inputs, kernel):
+    def mask(tree):
+        of_layers = [decayed(w) for w in tree["layers"]]
+        of_layers[1] = False  # the frozen layer
+        return {"outer": decayed(tree["outer"]), "layers": of_layers}
+
+    def with_a_frozen_layer(params, batch):
+        layers = list(params["layers"])
+        layers[1] = jax.lax.stop_gradient(layers[1])
+        return loss_of(params | {"layers": layers}, batch)
+
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 7)
-    tx = optax.adamw(rate, b2=0.99, weight_decay=0.1, mask=decayed)
-    expected, losses = reference(tx, new_params(), BATCHES)
-    options = {"updates": updates, "inputs": inputs, "host_kernel": kernel, "mask": decayed}
+    tx = optax.adamw(rate, b2=0.99, weight_decay=0.1, mask=mask)
+    expected, losses = reference(tx, new_params(), BATCHES, with_a_frozen_layer)
+    options = {"updates": updates, "inputs": inputs, "host_kernel": kernel}
+    options |= {"frozen": [1], "mask": decayed}
     with layerwise.Trainer(
         new_params(), **MODEL, learning_rate=rate, b2=0.99, weight_decay=0.1, **options
     ) as trainer:
@@ -57,6 +68,7 @@ def test_a_run_equals_adamw(updates, parts, inputs, kernel):
         assert logits.shape == (4, 5, WORDS)
         assert trainer.stats.steps == len(BATCHES)
         assert {"forward", "backward"} <= {span.kind for span in trainer.timeline.spans}
+        check_equal(trainer._blocks[2].leaves[0].pieces, ())  # a frozen layer has no moments
 
 
 def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
@@ -117,62 +129,7 @@ def test_micro_batches_are_weighted():
         check_close(trainer.params(), expected)
 
 
-def test_layers_may_be_of_several_kinds_be_frozen_or_hold_parts_of_a_table():
-    """Trains a model like a decoder with a split vocabulary: an embedding, layers, a norm."""
-    outer = new_params()["outer"]
-    rows, head = np.split(np.asarray(outer["table"]), 3), np.split(np.asarray(outer["head"]).T, 3)
-
-    def start(outer, batch):
-        tokens = batch[:, :-1]
-        return (jnp.zeros((*tokens.shape, WIDTH)), jnp.int32(0)), (tokens, batch[:, 1:])
-
-    def embed(part, carry, shared):
-        (x, begin), tokens = carry, shared[0] - carry[1]
-        inside = (tokens >= 0) & (tokens < len(part))
-        taken = part[jnp.clip(tokens, 0, len(part) - 1)]
-        return jnp.where(inside[..., None], taken, x), begin + len(part)
-
-    def block(w, carry, shared):
-        x, begin = carry
-        return x + jnp.tanh(x @ w["up"]) @ w["down"] + w["bias"], begin * 0
-
-    def end(part, carry, shared):
-        zeros = jnp.zeros(shared[1].shape)
-        x, begin, total, target = (*carry, zeros, zeros)[:4]
-        logits = x @ part.T
-        at = jax.nn.one_hot(shared[1] - begin, len(part))
-        return x, begin + len(part), total + jnp.exp(logits).sum(-1), target + (logits * at).sum(-1)
-
-    def finish(outer, carry, batch):
-        return jnp.mean(jnp.log(carry[2]) - carry[3])
-
-    functions = [jax.checkpoint(embed)] * 3 + [block] * LAYERS + [end] * 3
-    params = {"outer": {}, "layers": [*rows, *new_params()["layers"], *head]}
-    frozen = [4, 5]
-
-    def whole(params, batch):
-        layers = [
-            jax.lax.stop_gradient(w) if i in frozen else w for i, w in enumerate(params["layers"])
-        ]
-        return loss_of({"outer": {}, "layers": layers}, batch, functions, (start, finish))
-
-    tx = optax.adamw(1e-2, weight_decay=0.0)
-    expected, losses = reference(tx, params, BATCHES, whole)
-    model = {"first": start, "layer": functions, "last": finish}
-    with layerwise.Trainer(
-        params, **model, learning_rate=1e-2, weight_decay=0.0, frozen=frozen
-    ) as trainer:
-        got = [float(trainer.step(batch)) for batch in BATCHES]
-        np.testing.assert_allclose(got, losses, rtol=1e-5)
-        check_close(trainer.params(), expected)
-        (program,) = trainer._dispatcher._programs.values()
-    check_equal(trainer._blocks[5].leaves[0].pieces, ())
-    # The input of an embedding's part is not kept, and the head's parts share one input.
-    assert [x.kept for x in program.layers[:3]] == [(1,)] * 3
-    assert [dict(x.passed) for x in program.layers[-2:]] == [{0: 0}] * 2
-
-
-def test_python_numbers_promote_as_in_any_jitted_function():
+def test_python_numbers_promote_and_a_backward_pass_gets_only_inputs_that_it_needs():
     def start(outer, batch):
         x = outer["table"][batch["tokens"][:, :-1]]
         return {"x": x, "kept": x * batch["scale"], "count": 2, "half": 0.5}, None
@@ -189,6 +146,10 @@ def test_python_numbers_promote_as_in_any_jitted_function():
     model = {"first": start, "layer": block, "last": finish}
     with layerwise.Trainer(params, **model, learning_rate=1e-2) as trainer:
         loss = trainer.step(batch)
+        (program,) = trainer._dispatcher._programs.values()
+    # All layers share the array of `half`, and their backward passes need only `half` and `x`.
+    assert [dict(layer.passed) for layer in program.layers] == [{1: 1}] * LAYERS
+    assert [layer.kept for layer in program.layers] == [(1, 3)] * LAYERS
     expected = jax.jit(loss_of, static_argnums=(2, 3))(
         params, batch, (block,) * LAYERS, (start, finish)
     )
@@ -206,8 +167,7 @@ def test_bfloat16_weights_are_the_casts_of_float32_masters():
     check_equal(jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters), params)
 
 
-@pytest.mark.parametrize("host_state", ["float32", "compact"])
-@pytest.mark.parametrize("by", ["state", "orbax"])
+@pytest.mark.parametrize(("host_state", "by"), [("compact", "state"), ("float32", "orbax")])
 def test_a_resumed_run_is_bit_identical(tmp_path, host_state, by):
     updates = "during_backward" if by == "orbax" else "after_backward"
     options = {**MODEL, "learning_rate": optax.linear_schedule(1e-2, 0, 7), "updates": updates}

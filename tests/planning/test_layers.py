@@ -35,7 +35,7 @@ def planned(**options):
 
 @pytest.mark.parametrize("host_state", ["float32", "compact"])
 def test_state_and_bytes_on_the_bus_equal_a_trainers(host_state):
-    options = {"learning_rate": 1e-3, "host_state": host_state}
+    options = {"learning_rate": 1e-3, "host_state": host_state, "host_kernel": "numpy"}
     with layerwise.Trainer(params(), **MODEL, **options) as trainer:
         trainer.step(BATCH)
         trainer.wait()

@@ -6,94 +6,29 @@ import numpy as np
 import pytest
 
 import zenflow_jax
-from tests import runs
-
-
-def ranges_of(params, interval=4, **options):
-    """Returns each leaf's ranges (first entries and groups), and the number of groups."""
-    tx = zenflow_jax.zenflow(1e-2, update_interval=interval, **options)
-    state = jax.eval_shape(tx.init, params)
-    ranges = {}
-    for name, leaf in zip(params, state.leaves, strict=True):
-        starts = [part.start or 0 for part in leaf.spec.ranges]
-        ends = [start + part.shape[0] for start, part in zip(starts, leaf.spec.ranges, strict=True)]
-        assert (starts[1:], ends[-1]) == (ends[:-1], leaf.spec.shape[0])
-        ranges[name] = (starts, list(leaf.spec.groups))
-    return ranges, state.schedule.groups
-
-
-def leaves_of(*rows):
-    """Returns leaves w0, w1, ... with these numbers of rows and two channels each."""
-    return {f"w{i}": jnp.zeros((n, 2)) for i, n in enumerate(rows)}
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "expected"),
     [
         # The largest leaf goes first, and each leaf goes into the group with the fewest bytes.
-        ((3, 9, 4, 7, 5), {"interval": 3}, [1, 0, 2, 1, 2]),
-        ((8, 7, 6, 5, 4), {"interval": 2}, [0, 1, 1, 0, 0]),
+        ((3, 9, 4, 7, 5), {"update_interval": 3}, [1, 0, 2, 1, 2]),
         # Among equal leaves and equal groups, the first is chosen.
-        ((2, 2, 2, 2, 2), {"interval": 3}, [0, 1, 2, 0, 1]),
-        ((2, 4, 2, 4), {"interval": 2}, [0, 0, 1, 1]),
+        ((2, 2, 2, 2, 2), {"update_interval": 3}, [0, 1, 2, 0, 1]),
         # A leaf that is larger than a group's share gets its own group.
-        ((2, 100, 2, 2), {"interval": 2}, [1, 0, 1, 1]),
+        ((2, 100, 2, 2), {"update_interval": 2}, [1, 0, 1, 1]),
         # With fewer leaves there are fewer groups; a one-step window has one group.
         ((2, 3), {}, [1, 0]),
         # Windows that close together have one group, too.
-        ((2, 3, 4), {"rolling": False}, [0, 0, 0]),
-        ((2, 3, 4), {"interval": zenflow_jax.AutoWindow(4)}, [0, 0, 0]),
-        # Groups depend only on shapes, dtypes and order.
-        (
-            (8, 7, 6, 5, 4),
-            {"interval": 3, "topk_ratio": 0.4, "transfer_dtype": jnp.bfloat16},
-            [0, 1, 2, 2, 1],
-        ),
+        ((2, 3, 4), {"update_interval": zenflow_jax.AutoWindow(4)}, [0, 0, 0]),
     ],
     ids=str,
 )
 def test_groups_of_leaves_equal_the_results_worked_out_by_hand(rows, options, expected):
-    ranges, groups = ranges_of(leaves_of(*rows), **options)
-    assert [group for _, group in ranges.values()] == [[group] for group in expected]
-    assert groups == max(expected) + 1
-
-
-def test_sizes_are_bytes_and_resident_leaves_are_in_no_group():
-    # 48, 80 and 32 bytes: the small leaf joins the leaf with the most elements.
-    half, single, small = jnp.zeros((6, 4), jnp.bfloat16), jnp.zeros((5, 4)), jnp.zeros((2, 4))
-    ranges, _ = ranges_of({"half": half, "single": single, "small": small}, 2)
-    assert [group for _, (group,) in ranges.values()] == [1, 0, 1]
-    params = {"bias": jnp.zeros(1000), "kept": jnp.zeros((100, 100)), **leaves_of(3, 3)}
-    ranges, groups = ranges_of(params, resident=lambda path, _: path[-1].key == "kept")
-    assert (ranges["w0"], ranges["w1"], groups) == (([0], [0]), ([0], [1]), 2)
-    # Without other leaves there is one group, whose windows have nothing to update.
-    assert ranges_of({"bias": jnp.zeros(5)}, topk_ratio=1.0)[1] == 1
-
-
-@pytest.mark.parametrize(
-    ("interval", "expected"),
-    [
-        # Leaves have 336, 160 and 384 bytes. Cut into 144 + 192 and 128 + 256, groups have 256,
-        # 320, 304.
-        (3, {"layers": ([0, 3], [2, 1]), "rows": ([0], [2]), "wide": ([0, 1], [1, 0])}),
-        # With halves the groups would have 256, 192, 160 and 272 bytes, which is too uneven. With
-        # four and three ranges (a layer has 48 or 128 bytes): 208, and three times 224.
-        (
-            4,
-            {
-                "layers": ([0, 1, 3, 5], [0, 1, 2, 3]),
-                "rows": ([0], [0]),
-                "wide": ([0, 1, 2], [1, 2, 3]),
-            },
-        ),
-        # Groups are already even with uncut leaves.
-        (2, {"layers": ([0], [1]), "rows": ([0], [1]), "wide": ([0], [0])}),
-    ],
-    ids=str,
-)
-def test_stacks_are_cut_only_if_groups_would_be_uneven(interval, expected):
-    params = {leaf.name: jnp.zeros(leaf.shape, leaf.dtype) for leaf in runs.SCANNED}
-    assert ranges_of(params, interval) == (expected, interval)
+    tx = zenflow_jax.zenflow(1e-2, **{"update_interval": 4, **options})
+    state = jax.eval_shape(tx.init, {f"w{i}": jnp.zeros((n, 2)) for i, n in enumerate(rows)})
+    assert [leaf.spec.groups for leaf in state.leaves] == [(group,) for group in expected]
+    assert state.schedule.groups == max(expected) + 1
 
 
 def test_a_large_scanned_model_has_even_groups_with_any_window():

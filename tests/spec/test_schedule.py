@@ -1,14 +1,16 @@
-"""When windows close and channels are selected, as a table of events after each step."""
+"""When windows close and channels are selected, as a table of events after each step.
+
+`test_agreement.py` compares adaptive rules with the reference.
+"""
 
 import warnings
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import zenflow_jax
-from zenflow_jax import AutoSelect, AutoWindow
-from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
+from zenflow_jax import AutoWindow
+from zenflow_jax._spec.schedule import Schedule, first_schedule_state
 
 
 def letter(boundary):
@@ -60,67 +62,6 @@ def test_windows_close_and_channels_are_selected_as_in_the_table(settings, expec
                 assert not waits, "the next update would be made before this one arrives"
                 waits = not boundary.synchronous
         assert letters == row, group
-
-
-# The same for adaptive rules: for each step the state (window length so far, ripe leaves of four,
-# windows since the selection, kept share), and the events after the steps.
-ADAPTIVE = [
-    # At least 0.7 of four is three leaves; a window's first step does not decide.
-    ((AutoWindow(4, 0.7), 8, 0, True), [(0, 4, 0, 1), (1, 2, 0, 1), (2, 3, 0, 1)], "..s"),
-    (
-        (AutoWindow(4, 0.7), 8, 0, True),
-        [(0, 0, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (3, 2, 0, 1)],
-        "...s",
-    ),
-    ((AutoWindow(1), 8, 0, True), [(0, 0, 0, 1), (0, 0, 1, 1)], "sc"),
-    # Channels are selected every five steps, at the end of the window that contains the fifth step.
-    (
-        (AutoWindow(3), 5, 1, True),
-        [(0, 0, 0, 1), (0, 4, 0, 1), (1, 4, 0, 1), (0, 0, 1, 1), (1, 0, 1, 1), (2, 0, 1, 1)],
-        "S.c..s",
-    ),
-    # Channels are selected below the share, or after three windows.
-    (
-        (2, AutoSelect(0.9, 3), 0, False),
-        [(0, 0, 0, 1), (1, 0, 0, 0.5), (0, 0, 0, 0.5), (1, 0, 0, 0.89)],
-        ".S.S",
-    ),
-    (
-        (2, AutoSelect(0.9, 3), 2, True),
-        [(0, 0, 0, 0.5), (0, 0, 0, 0.5), (0, 0, 0, 1), (1, 0, 0, 0.95)],
-        "CS.c",
-    ),
-    (
-        (1, AutoSelect(0.0, 3), 1, True),
-        [(0, 0, 0, 1), (0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 2, 0)],
-        "Sccs",
-    ),
-]
-
-
-def at_once(window, select, warm_up, overlap):
-    """Returns a schedule with one group, whose updates wait for the next boundary or not at all."""
-    whole = None if isinstance(window, AutoWindow) else window
-    return Schedule(window, select, warm_up, 1, whole if overlap else 0, None)
-
-
-@pytest.mark.parametrize(("settings", "known", "expected"), ADAPTIVE, ids=lambda x: str(x))
-def test_adaptive_schedules_decide_as_in_the_table(settings, known, expected):
-    schedule = at_once(*settings)
-    got = []
-    for t, (length, ripe, windows, kept) in enumerate(known, start=1):
-        # Two steps have counted, so a leaf is ripe if its deferred sum is at least half the
-        # selected sum.
-        schedule_state = ScheduleState(
-            length=np.int32(length),
-            counted=np.float32(2 if length else 0),
-            deferred=np.array([1.0] * ripe + [0.99] * (4 - ripe), np.float32),
-            selected=np.full(4, 2.0, np.float32),
-            windows=np.array([windows], np.int32),
-            kept_share=np.array([kept], np.float32),
-        )
-        got.append(letter(schedule.boundary(t, schedule_state)))
-    assert "".join(got) == expected
 
 
 def test_a_rule_sets_the_number_of_leaves_that_must_be_ripe():

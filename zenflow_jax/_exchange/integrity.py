@@ -46,7 +46,6 @@ _OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
 class _Extent:
     """The selection of a leaf's values to compare."""
 
-    schedule: Schedule
     everything: bool
 
     @property
@@ -71,7 +70,11 @@ class Integrity:
         self._step = int(read(state.step))
         self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
         self._specs = [leaf.spec for leaf in state.leaves]
-        self._extent = _Extent(state.schedule, everything)
+        self._extent = _Extent(everything)
+        # Without other options than `_compare` reads, so that runs share programs.
+        self._schedule = dataclasses.replace(
+            state.schedule, window=1, select=1, groups=1, staleness=None, window_scaling=None
+        )
         compared = [i for i, spec in enumerate(self._specs) if 0 not in spec.shape]
         gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_COMPARISON)
         # Spreads each comparison's leaves over the whole tree.
@@ -111,7 +114,14 @@ class Integrity:
         self._turn = (self._turn + 1) % len(self._batches)
         sent = step_scalars._replace(statistics=None)
         counts = [
-            _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
+            _compare(
+                weights[i],
+                rows,
+                _alone(leaves[i]),
+                sent,
+                schedule=self._schedule,
+                extent=self._extent,
+            )
             for i, rows in zip(batch, before, strict=True)
         ]
         self._add([self._specs[i].name for i in batch], counts)
@@ -170,9 +180,15 @@ def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, extent: _Ex
     )
 
 
-@partial(jax.jit, static_argnames="extent")
+@partial(jax.jit, static_argnames=("schedule", "extent"))
 def _compare(
-    weight: Array, rows: _Rows, leaf: LeafState, sent: StepScalars, *, extent: _Extent
+    weight: Array,
+    rows: _Rows,
+    leaf: LeafState,
+    sent: StepScalars,
+    *,
+    schedule: Schedule,
+    extent: _Extent,
 ) -> Array:
     # The scalars that the step sent are in host memory.
     on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
@@ -191,8 +207,8 @@ def _compare(
         if rows.samples is not None:
             assert after.samples is not None
             length = jnp.zeros((), jnp.float32)
-            if extent.schedule.provisional_share is not None:
-                length = extent.schedule.provisional_step(step, of_step.learning_rate, counts)
+            if schedule.provisional_share is not None:
+                length = schedule.provisional_step(step, of_step.learning_rate, counts)
             deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
             deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
             stray = _strays(rows.samples, after.samples, length) & extent.sample(deferred)
