@@ -68,18 +68,20 @@ def expected(name):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def outputs(name, graphdef, params):
     """Returns this project's outputs for the inputs of `transformers`; padding is 0."""
-    of, model = expected(name), nnx.merge(graphdef, params)
+    data, model = expected(name), nnx.merge(graphdef, params)
     if name in DECODERS:
-        return model(of["input_ids"])
-    inputs = of["input_ids"], of["token_type_ids"], of["attention_mask"]
+        return model(data["input_ids"])
+    inputs = data["input_ids"], data["token_type_ids"], data["attention_mask"]
     if name == "bert":
         return model(*inputs)
     return model.run_blocks(*model.block_inputs(*inputs)) * inputs[2][..., None].astype(np.float32)
 
 
 def expected_of(name):
-    of = expected(name)
-    return of["hidden"] * of["attention_mask"][..., None] if name == "bert_masked" else of["logits"]
+    data = expected(name)
+    if name == "bert_masked":
+        return data["hidden"] * data["attention_mask"][..., None]
+    return data["logits"]
 
 
 def assert_close(actual, desired, tolerance=TOLERANCE, floor=0.0):

@@ -80,7 +80,7 @@ def slurm(tmp_path_factory):
         (folder / f"gpu{gpu}").touch()
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
     # Only SLURM sees these GPUs; jax has one CPU device in each process.
-    known = environment(1) | {
+    env = environment(1) | {
         "SLURM_CONF": str(folder / "slurm.conf"),
         "PATH": SBIN,
         "PYTHON": sys.executable,
@@ -94,20 +94,20 @@ def slurm(tmp_path_factory):
     ]
     with (folder / "daemons.log").open("wb") as log, contextlib.ExitStack() as stack:
         for command in commands:
-            daemon = subprocess.Popen(command, env=known, stdout=log, stderr=log)
+            daemon = subprocess.Popen(command, env=env, stdout=log, stderr=log)
             stack.callback(daemon.wait)
             stack.callback(daemon.terminate)
-        stack.callback(lambda: wait_for(lambda: not output_of(known, "squeue", "-h"), 60))
-        stack.callback(lambda: output_of(known, "scancel", "-u", getpass.getuser()))
+        stack.callback(lambda: wait_for(lambda: not output_of(env, "squeue", "-h"), 60))
+        stack.callback(lambda: output_of(env, "scancel", "-u", getpass.getuser()))
         idle = ("sinfo", "-h", "-o", "%D %t")
-        wait_for(lambda: output_of(known, *idle, fails=True) == "2 idle", 15)
-        yield known
+        wait_for(lambda: output_of(env, *idle, fails=True) == "2 idle", 15)
+        yield env
 
 
-def output_of(known: dict[str, str], *command: str, fails: bool = False) -> str:
+def output_of(env: dict[str, str], *command: str, fails: bool = False) -> str:
     """Returns the output of one of SLURM's commands."""
     done = subprocess.run(
-        command, env=known, cwd=kill_test.ROOT, capture_output=True, text=True, check=False
+        command, env=env, cwd=kill_test.ROOT, capture_output=True, text=True, check=False
     )
     assert fails or done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -125,13 +125,13 @@ def wait_for(condition, seconds: float):
 class Job:
     """A run by `examples/finetune.sbatch`."""
 
-    def __init__(self, known: dict[str, str], folder: Path, *options: str, steps: int):
-        self._known = known
+    def __init__(self, env: dict[str, str], folder: Path, *options: str, steps: int):
+        self._env = env
         self._folder = folder
         config = self.write_config(steps)
         smaller = ("--cpus-per-task=1", f"--output={folder}/%j.txt", "--parsable")
         script = ("examples/finetune.sbatch", config)
-        self.id = output_of(known, "sbatch", *smaller, *options, *script)
+        self.id = output_of(env, "sbatch", *smaller, *options, *script)
         self.run = folder / "runs" / f"job-{self.id}"
 
     def write_config(self, steps: int) -> str:
@@ -144,24 +144,28 @@ class Job:
         path = self._folder / f"{self.id}.txt"
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
-    def says(self, expected: str) -> re.Match:
+    def wait_for_line(self, expected: str) -> re.Match:
         try:
             return wait_for(lambda: re.search(expected, self.output()), 240)
         except AssertionError:
             raise AssertionError(f"no {expected!r} in:\n{self.output()}") from None
 
     def is_in(self, state: str, restarts: int = 0) -> bool:
-        shown = output_of(self._known, "scontrol", "show", "job", self.id)
+        shown = output_of(self._env, "scontrol", "show", "job", self.id)
         return f"JobState={state} " in shown and f" Restarts={restarts} " in shown
 
 
 def test_a_job_at_its_time_limit_resumes_and_ends_bit_identically(slurm, tmp_path):
     # SLURM checks twice a minute, so it sends the signal 30 to 60 seconds after the start.
     job = Job(slurm, tmp_path, "--time=2", "--signal=TERM@60", steps=10**6)
-    job.says("SIGTERM: stopping after this step and saving")
-    step = int(job.says(r"stopped by SIGTERM after step (\d+), which is saved. Resume with the")[1])
+    job.wait_for_line("SIGTERM: stopping after this step and saving")
+    step = int(
+        job.wait_for_line(r"stopped by SIGTERM after step (\d+), which is saved. Resume with the")[
+            1
+        ]
+    )
     job.write_config(step + 5)  # the job waits for at least ten seconds
-    job.says(f"resuming from checkpoint {step} in .*/job-{job.id}\n")
+    job.wait_for_line(f"resuming from checkpoint {step} in .*/job-{job.id}\n")
     wait_for(lambda: job.is_in("COMPLETED", restarts=1), 240)
 
     straight = Job(slurm, tmp_path, "--time=10", steps=step + 5)

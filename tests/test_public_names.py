@@ -12,14 +12,14 @@ from zenflow_jax import attach, streaming
 
 
 def test_the_leading_arguments_and_defaults_are_those_of_adamw():
-    ours = inspect.signature(zenflow_jax.zenflow).parameters
-    theirs = inspect.signature(optax.adamw).parameters
-    positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    arguments = inspect.signature(zenflow_jax.zenflow).parameters
+    adamw = inspect.signature(optax.adamw).parameters
+    positional = [p.name for p in arguments.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     # adamw's next argument is `eps_root`, which must not receive a number meant for `weight_decay`.
-    assert positional == list(theirs)[:4] == ["learning_rate", "b1", "b2", "eps"]
-    shared = [name for name in theirs if name in ours]
+    assert positional == list(adamw)[:4] == ["learning_rate", "b1", "b2", "eps"]
+    shared = [name for name in adamw if name in arguments]
     assert shared == [*positional, "weight_decay", "mask"]
-    assert all(ours[name].default == theirs[name].default for name in shared)
+    assert all(arguments[name].default == adamw[name].default for name in shared)
 
 
 PUBLIC = {name: getattr(zenflow_jax, name) for name in zenflow_jax.__all__}

@@ -7,7 +7,6 @@ schedules, and `test_refused_configs.py` tests rejected configs.
 import copy
 import dataclasses
 import json
-import math
 import re
 import warnings
 
@@ -31,7 +30,6 @@ from tests.deepspeed.configs import (
     sized,
 )
 from zenflow_jax import AutoSelect, AutoWindow
-from zenflow_jax._spec.schedule import first_schedule_state
 from zenflow_jax.deepspeed import from_deepspeed
 
 
@@ -75,8 +73,8 @@ def test_a_whole_config_becomes_optimizer_batch_and_precision():
     options = from_deepspeed(TRAINING, steps_per_epoch=1250, mask=mask)
     assert options.learning_rate == 2e-5
     adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 0.5}
-    others = {"select_interval": 1250, "mask": mask}
-    assert options.arguments == RULES_OF_TUTORIAL | adam | others
+    adam |= {"select_interval": 1250, "mask": mask}
+    assert options.arguments == RULES_OF_TUTORIAL | adam
     assert (options.batch_size, options.micro_batches) == (8, None)
     assert options.compute_dtype == jnp.bfloat16
     assert options.threads is None
@@ -105,11 +103,11 @@ def test_without_zero_the_optimizer_is_adamw_on_the_device(clipping):
     expected = optax.chain(optax.clip_by_global_norm(0.5), adamw) if clipping else adamw
     params, gradients = {"w": jnp.full((3, 2), 2.0)}, {"w": jnp.arange(6.0).reshape(3, 2)}
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
-        ours, theirs = (
+        updates = (
             tx.update(gradients, tx.init(params), params)[0]["w"]
             for tx in (options.optimizer, expected)
         )
-    np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(*updates)
 
 
 FLOAT32 = np.dtype(np.float32)
@@ -119,13 +117,9 @@ ACCUMULATED = {"train_batch_size": 32, "gradient_accumulation_steps": 4}
 NOT_FOLLOWED = [
     ("steps_per_print", 10),
     ("gradient_cliping", 1.0),
-    ("amp", {"enabled": True}),
-    ("zero_optimization.overlap_comm", True),
     ("zero_optimization.stage", 3),
     ("zero_optimization.offload_param", {"device": "cpu"}),
     (f"{OFFLOAD}.pin_memory", False),
-    (f"{RULES}.offload", True),
-    ("bf16.check_grad_overflow", True),
     ("optimizer.params.torch_adam", True),
 ]
 
@@ -135,7 +129,6 @@ NOT_FOLLOWED = [
     [
         ({"bf16": REMOVE}, {"compute_dtype": None}, []),
         ({"bf16.enabled": False}, {"compute_dtype": FLOAT32}, []),
-        ({"bf16": {}}, {"compute_dtype": FLOAT32}, []),
         ({"bf16": REMOVE, "fp16": {"enabled": True}}, {"compute_dtype": None}, ["fp16"]),
         # With ZenFlow, every micro-batch is a step, as in DeepSpeed.
         (ACCUMULATED, {"batch_size": 8, "micro_batches": 1}, ["gradient_accumulation_steps"]),
@@ -157,9 +150,9 @@ NOT_FOLLOWED = [
 def test_keys_have_deepspeeds_meaning_or_are_listed(changes, expected, listed):
     options, names = untranslated(changed(changes))
     assert names == listed
-    of_all = vars(options) | options.arguments | {"learning_rate": options.learning_rate}
-    assert {name: of_all[name] for name in expected} == expected
-    assert options.max_grad_norm == of_all["max_grad_norm"]
+    values = vars(options) | options.arguments | {"learning_rate": options.learning_rate}
+    assert {name: values[name] for name in expected} == expected
+    assert options.max_grad_norm == values["max_grad_norm"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +164,6 @@ def test_keys_have_deepspeeds_meaning_or_are_listed(changes, expected, listed):
         ({"update_interval": "auto", "auto_ratio": 0.5}, {"update_interval": AutoWindow(8, 0.5)}),
         ({"update_interval": "auto", "auto_ratio": 0}, {"update_interval": 2}),
         ({"update_interval": 4.0}, {"update_interval": 4}),
-        ({"full_warm_up_rounds": 7}, {"full_warm_up_rounds": 7}),
     ],
     ids=str,
 )
@@ -206,35 +198,21 @@ def test_selection_follows_the_strategy_and_the_interval(
     _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow accepts it
 
 
-@pytest.mark.parametrize("interval", [8, 10])
-@pytest.mark.parametrize("warm_up", [0, 3])
-def test_selections_happen_at_deepspeeds_steps_or_at_the_end_of_their_window(interval, warm_up):
-    keys = {"update_interval": 4, "select_strategy": "step", "select_interval": interval}
-    options = from_deepspeed(zenflow_section(**keys, full_warm_up_rounds=warm_up))
-    schedule = options.optimizer.init({"w": jnp.ones((4, 4))}).schedule
-    state = first_schedule_state(schedule, 1)
-    first, *ours = [step for step in range(1, 64) if schedule.boundary(step, state).selects]
-    assert first == (warm_up or 4)
-    theirs = [step for step in range(warm_up + 1, 64) if (step - warm_up) % interval == 0]
-    ends = [warm_up + 4 * math.ceil((step - warm_up) / 4) for step in theirs]
-    assert ours == [step for step in ends if step < 64]
-
-
 def test_the_engine_gets_all_cores_that_are_not_reserved(monkeypatch):
     for share, cores, threads in ((0.3, 8, 5), (0.0, 8, 8), (1.0, 8, 8), ("auto", 8, None)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, n=cores: set(range(n)))
         assert from_deepspeed(zenflow_section(pt_reserved_cores_perc=share)).threads == threads
 
 
-def autos(*keys):
+def automatic(*keys):
     return dict.fromkeys(keys, "auto")
 
 
-RATES = autos("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+RATES = automatic("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 HUGGING_FACE = {
-    **autos(*BATCH, "gradient_clipping"),
-    "bf16": autos("enabled"),
-    "optimizer": {"type": "AdamW", "params": autos("lr", "betas", "eps", "weight_decay")},
+    **automatic(*BATCH, "gradient_clipping"),
+    "bf16": automatic("enabled"),
+    "optimizer": {"type": "AdamW", "params": automatic("lr", "betas", "eps", "weight_decay")},
     "scheduler": {"type": "WarmupDecayLR", "params": RATES},
     **TUTORIAL,
 }
@@ -279,10 +257,8 @@ def test_step_counts_may_be_set_later():
     early = from_deepspeed(config, learning_rate=3e-4)
     assert early.fixed_arguments["update_interval"] == 4
     late = dataclasses.replace(early, **lengths)
-    at_once = from_deepspeed(config, learning_rate=3e-4, **lengths)
-    assert late == at_once
+    assert late == from_deepspeed(config, learning_rate=3e-4, **lengths)
     assert late.arguments["select_interval"] == 100
-    assert [late.learning_rate(n) for n in (3, 50)] == [at_once.learning_rate(n) for n in (3, 50)]
     for name, needs in (("learning_rate", "warmup_steps"), ("arguments", "steps_per_epoch")):
         with pytest.raises(ValueError, match=f"{needs}="):
             getattr(early, name)
@@ -299,7 +275,6 @@ def test_step_counts_may_be_set_later():
         ((None, 8, None), 2, (16, 1)),
         ((32, 4, 2), None, (32, 2)),  # with four devices
         ((32, 4, 2), 4, (32, 2)),
-        (("auto", 8, 2), None, (16, 2)),
     ],
     ids=str,
 )

@@ -48,13 +48,13 @@ def test_schedules_match_deepspeed(name, params, numbers, warmup, shape, total):
     params = params | {"warmup_num_steps": warmup, "warmup_type": shape}
     params |= {} if name == "WarmupLR" else {"total_num_steps": total}
     schedule = from_deepspeed(changed(scheduled(name, **params))).learning_rate
-    ours = np.asarray(jax.jit(jax.vmap(schedule))(np.arange(STEPS, dtype=np.int32)))
+    rates = np.asarray(jax.jit(jax.vmap(schedule))(np.arange(STEPS, dtype=np.int32)))
     numbers = DEFAULTS | numbers | {"warmup": warmup, "shape": shape, "total": total}
-    theirs = [deepspeed_rate(count - 1, name, **numbers) for count in range(STEPS)]
-    assert ours.dtype == np.float32
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=RATE_TOLERANCE * max(theirs))
+    expected = [deepspeed_rate(count - 1, name, **numbers) for count in range(STEPS)]
+    assert rates.dtype == np.float32
+    np.testing.assert_allclose(rates, expected, rtol=0, atol=RATE_TOLERANCE * max(expected))
     plain = [schedule(0), schedule(3)]  # without jit, with Python ints
-    np.testing.assert_allclose(ours[[0, 3]], plain, rtol=RATE_TOLERANCE)
+    np.testing.assert_allclose(rates[[0, 3]], plain, rtol=RATE_TOLERANCE)
 
 
 def test_a_schedule_without_parameters_warms_up_logarithmically_for_1000_steps():

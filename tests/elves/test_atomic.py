@@ -11,7 +11,7 @@ PRECIOUS = {"x.part", "x.tmp", "x.old", ".x.part", ".x.0123.part"}
 
 @pytest.fixture
 def place(tmp_path):
-    """A path in a folder with files whose names look like someone's temporary files."""
+    """Returns a path in a folder with files whose names look like temporary files."""
     for name in PRECIOUS:
         (tmp_path / name).write_text("precious")
     return tmp_path / "x"

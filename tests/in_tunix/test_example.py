@@ -30,9 +30,9 @@ def test_a_small_model_learns_and_the_same_command_resumes(tmp_path, capsys):
     out = capsys.readouterr().out
     assert hooks.stats.steps == 4
     assert "72 of 72 records" in out
-    of_steps = losses(out)
-    assert sorted(of_steps) == [1, 2, 3, 4]
-    assert of_steps[4] < of_steps[1] < 6  # about the logarithm of the vocabulary at first
+    by_step = losses(out)
+    assert sorted(by_step) == [1, 2, 3, 4]
+    assert by_step[4] < by_step[1] < 6  # about the logarithm of the vocabulary at first
     assert "after step 4  validation loss" in out
     tunix_sft.main([*command, "--steps", "6"])
     out = capsys.readouterr().out

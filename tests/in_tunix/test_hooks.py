@@ -1,6 +1,10 @@
 """`ZenFlowHooks` in Tunix's own trainer: equality with AdamW, evaluations, and misuse."""
 
+import importlib
+import importlib.metadata
 import itertools
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,6 +26,7 @@ from tests.in_tunix.trainers import (
     weights,
     zenflow,
 )
+from zenflow_jax.integrations import tunix
 from zenflow_jax.integrations.tunix import ZenFlowHooks, channel_axis
 
 # Float32 operations in a different order; weights are near 1, updates near 1e-2.
@@ -30,24 +35,23 @@ ADAMW = optax.adamw(1e-2, weight_decay=0.1)
 DEVICES = pytest.mark.parametrize("devices", [0, 1, 4], ids=["one", "mesh of one", "mesh of four"])
 
 
-def train(tx, steps, devices=0, evaluate=None, others=(), **settings):
+def train(tx, steps, devices=0, evaluate=None, user_hooks=(), **settings):
     """Runs Tunix's trainer, with hooks if `evaluate`; returns the model, trainer and hooks."""
     with mesh_of(devices):
         trainer = make_trainer(tx, steps, devices=devices, **settings)
         hooks = None
         if evaluate is not None:
-            hooks = ZenFlowHooks(
-                trainer, hooks=list(others), evaluate=evaluate, engine_options=ENGINE
-            )
-        elif others:
-            trainer.with_training_hooks(*others)
+            options = {"evaluate": evaluate, "engine_options": ENGINE}
+            hooks = ZenFlowHooks(trainer, hooks=list(user_hooks), **options)
+        elif user_hooks:
+            trainer.with_training_hooks(*user_hooks)
         trainer.train(batches(), list(itertools.islice(batches(1), 2)))
         return trainer.model, trainer, hooks
 
 
-def assert_close(ours, theirs):
-    for name, x in weights(theirs).items():
-        np.testing.assert_allclose(weights(ours)[name], x, rtol=0, atol=ATOL, err_msg=name)
+def assert_close(model, expected):
+    for name, x in weights(expected).items():
+        np.testing.assert_allclose(weights(model)[name], x, rtol=0, atol=ATOL, err_msg=name)
 
 
 @DEVICES
@@ -55,9 +59,11 @@ def assert_close(ours, theirs):
 def test_windows_of_one_step_equal_adamw_in_the_trainer(devices, accumulate):
     recorder, expected = Recorder(), Recorder()
     settings = dict(devices=devices, gradient_accumulation_steps=accumulate)
-    theirs, _, _ = train(ADAMW, 10, others=[expected], **settings)
-    ours, _, hooks = train(zenflow(**AS_ADAMW), 10, evaluate="as_is", others=[recorder], **settings)
-    assert_close(ours, theirs)
+    adamw, _, _ = train(ADAMW, 10, user_hooks=[expected], **settings)
+    model, _, hooks = train(
+        zenflow(**AS_ADAMW), 10, evaluate="as_is", user_hooks=[recorder], **settings
+    )
+    assert_close(model, adamw)
     assert recorder.calls == expected.calls
     np.testing.assert_allclose(recorder.losses, expected.losses, rtol=0, atol=ATOL)
     assert hooks.stats.steps == 10
@@ -67,24 +73,24 @@ def test_windows_of_one_step_equal_adamw_in_the_trainer(devices, accumulate):
 
 @pytest.mark.parametrize("devices", [0, 4], ids=["one", "mesh of four"])
 def test_sums_with_a_users_multi_steps_equal_the_trainers(devices):
-    ours, trainer, hooks = train(
-        optax.MultiSteps(zenflow(**LATE), 2), 10, evaluate="as_is", devices=devices
-    )
-    theirs, _, _ = train(
-        zenflow(**LATE), 5, evaluate="as_is", devices=devices, gradient_accumulation_steps=2
-    )
+    settings = {"evaluate": "as_is", "devices": devices}
+    model, trainer, hooks = train(optax.MultiSteps(zenflow(**LATE), 2), 10, **settings)
+    expected, _, _ = train(zenflow(**LATE), 5, gradient_accumulation_steps=2, **settings)
     assert trainer.train_steps == 10
     assert hooks.stats.steps == 5
-    assert_same_bits(weights(ours), weights(theirs))
+    assert_same_bits(weights(model), weights(expected))
+
+
+TWO = {"gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize(
     ("sending", "devices", "settings"),
     [
         ("after_step", 4, {}),
-        ("per_window", 4, {"gradient_accumulation_steps": 2}),
-        ("during_step", 0, {"gradient_accumulation_steps": 2, "kind": Conditional}),
-        ("per_window", 4, {"gradient_accumulation_steps": 2, "kind": Conditional}),
+        ("per_window", 4, TWO),
+        ("during_step", 0, TWO | {"kind": Conditional}),
+        ("per_window", 4, TWO | {"kind": Conditional}),
     ],
     ids=str,
 )
@@ -92,9 +98,9 @@ def test_other_values_of_send_gradients_and_conditional_updates_equal_adamw(
     sending, devices, settings
 ):
     tx = zenflow(send_gradients=sending, **AS_ADAMW)
-    ours, _, hooks = train(tx, 5, evaluate="as_is", devices=devices, **settings)
+    model, _, hooks = train(tx, 5, evaluate="as_is", devices=devices, **settings)
     assert hooks.stats.steps == 5
-    assert_close(ours, train(ADAMW, 5, devices=devices, **settings)[0])
+    assert_close(model, train(ADAMW, 5, devices=devices, **settings)[0])
 
 
 @DEVICES
@@ -110,7 +116,7 @@ def test_evaluations_that_flush_get_weights_that_training_does_not_get():
     for evaluate in ("as_is", "flush"):
         recorder = Recorder()
         options = zenflow(rolling=False, provisional_share=None, **LATE)
-        train(options, 6, evaluate=evaluate, others=[recorder])
+        train(options, 6, evaluate=evaluate, user_hooks=[recorder])
         seen[evaluate] = recorder.evaluated
         assert recorder.calls.count("evaluation end") == 3  # before training, at steps 3 and 6
     first, second = 2, 3  # the evaluation's steps at step 3
@@ -128,12 +134,6 @@ def test_a_trainer_that_is_called_repeatedly_continues():
         assert hooks.stats.window_lengths.get(1, 0) <= 1  # in the group that begins late
         hooks.flush()
     assert_same_bits(weights(trainer.model), once)
-
-
-def test_without_hooks_the_loss_is_nan_from_the_third_step_on():
-    recorder = Recorder()
-    train(zenflow(**LATE), 4, others=[recorder])
-    assert [bool(np.isnan(x)) for x in recorder.losses] == [False, False, True, True]
 
 
 def test_a_trainer_without_its_hooks_or_after_its_end_is_rejected_at_its_first_step():
@@ -191,3 +191,17 @@ def test_projections_in_tunix_models_have_their_inputs_as_channels():
         assert (spec.axis, spec.n, spec.stack) == (0, 16, ())
     (spec,) = (x for key, x in specs.items() if "o_proj" in key)
     assert (spec.n, spec.stack) == (8, (4,))
+
+
+def test_the_installed_version_is_the_extras_version():
+    root = Path(__file__).parents[2]
+    extra = r'^tunix = \["google-tunix>=([\d.]+),<'
+    (bound,) = re.findall(extra, (root / "pyproject.toml").read_text(), re.M)
+    assert importlib.metadata.version("google-tunix") == bound == tunix.VERSION
+    assert f"google-tunix {bound}" in (root / "docs/trainers.md").read_text()
+
+
+def test_another_version_is_rejected_by_name(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.8")
+    with pytest.raises(ImportError, match=r"google-tunix is 0\.1\.8, .* need 0\.1\.7"):
+        importlib.reload(tunix)

@@ -84,7 +84,7 @@ def test_a_step_takes_as_long_as_its_bottleneck():
 
 
 def test_micro_batches_share_one_fetch():
-    one, four = planned(), planned(micro_batches=4)
-    assert four.to_device == one.to_device
-    assert four.seconds["compute"] == pytest.approx(4 * one.seconds["compute"])
-    assert four.device["layers' inputs"] >= 4 * one.device["layers' inputs"]
+    whole, parts = planned(), planned(micro_batches=4)
+    assert parts.to_device == whole.to_device
+    assert parts.seconds["compute"] == pytest.approx(4 * whole.seconds["compute"])
+    assert parts.device["layers' inputs"] >= 4 * whole.device["layers' inputs"]

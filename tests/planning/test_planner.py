@@ -11,7 +11,7 @@ import pytest
 import zenflow_jax
 from tests.hf_models import FIXTURES
 from tests.runs import FEW, Settings, Training
-from train.cli import settings as of_train
+from train.cli import settings as train_settings
 from train.plan.planning import folder_of_config, planned_step
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, INSTALL, TEMPORARIES, gpu_of_kind, peak_bytes
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 def settings_of(model, **changes):
     task = "classification" if model == "bert" else "language"
-    return of_train.Settings(
+    return train_settings.Settings(
         **{"task": task, "model": str(FIXTURES / model), "data": "none", "batch_size": 2} | changes
     )
 
@@ -33,15 +33,15 @@ def test_products_in_loops_count_for_every_iteration_and_convolutions_by_their_w
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
 
     def convolution(x, w):
-        of = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=of)
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dimensions)
 
     def products_of(f, *shapes):
         arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         return products(jax.jit(f).trace(*arrays).jaxpr.jaxpr)
 
     flops, moved_bytes = products_of(jax.value_and_grad(loss), (10, 512, 512), (2048, 512))
-    assert flops == 3 * 10 * 2 * 2048 * 512**2  # also on the way back
+    assert flops == 3 * 10 * 2 * 2048 * 512**2  # including the backward pass
     assert moved_bytes == 3 * 10 * 4 * (2 * 2048 * 512 + 512**2)
     flops, _ = products_of(convolution, (2, 8, 8, 3), (5, 5, 3, 16))
     assert flops == 2 * (2 * 8 * 8 * 16) * 5 * 5 * 3
@@ -139,14 +139,14 @@ def planned(bandwidth, optimizer="zenflow"):
 
 @pytest.mark.slow
 def test_how_busy_the_host_is_follows_its_bandwidth():
-    fast, slow = planned(1e15), planned(1e3)
+    fast, slow = (library.plan(*step_of("zenflow"), bandwidth=x) for x in (1e15, 1e3))
     assert fast.busy < 1e-3
     # Transfers do not depend on the host bandwidth, and are large for a step this small.
     assert fast.hidden == 1 / fast.bus
     assert "of the available time. The bus needs" in fast.advice
     assert slow.hidden < 0.01
     assert "so steps wait for it: use a larger update_interval" in slow.advice
-    offload = planned(1e6, optimizer="offload")
+    offload = library.plan(*step_of("offload"), bandwidth=1e6)
     assert offload.hidden == 0
     assert "Every step waits" in offload.advice
 
@@ -180,12 +180,13 @@ def test_gpus_are_recognized_by_driver_names_and_host_memory_grows_with_their_nu
 def test_an_unknown_device_or_host_state_and_a_step_without_jit_are_rejected():
     params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     opt_state = zenflow_jax.zenflow(1e-3).init(params)
-    same = jax.jit(lambda p, s: (p, s))
-    with pytest.raises(ValueError, match="must be one of 'float32', 'compact', got 'Compact'"):
-        library.plan(same, params, opt_state, host_state="Compact")
-    with pytest.raises(ValueError, match=r"`prefetch_bytes` must be .*got -1"):
-        library.plan(same, params, opt_state, prefetch_bytes=-1)
-    with pytest.raises(ValueError, match="must be one of h100, .*got 'v100'"):
-        library.plan(same, {}, {}, device="v100")
-    with pytest.raises(TypeError, match=r"`step` is a function"):
+    step = jax.jit(lambda p, s: (p, s))
+    for options, match in (
+        ({"host_state": "Compact"}, "must be one of 'float32', 'compact', got 'Compact'"),
+        ({"prefetch_bytes": -1}, "`prefetch_bytes` must be .*got -1"),
+        ({"device": "v100"}, "must be one of h100, .*got 'v100'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            library.plan(step, params, opt_state, **options)
+    with pytest.raises(TypeError, match="`step` is a function"):
         library.plan(lambda p, s: (p, s), params, opt_state)

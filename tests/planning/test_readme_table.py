@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from train.cli.command_line import read_command_line
-from train.plan import planning as of_script
+from train.plan import planning as script_planning
 from zenflow_jax import planning
 from zenflow_jax.planning import GPUS, HOST_RESERVE, MAX_FRACTION
 
@@ -62,7 +62,7 @@ def test_each_row_matches_its_plan(tmp_path, monkeypatch, row):
     words = shlex.split(command.replace(model, str(tmp_path)))
     machine = ["--device", DEVICES[gpu], "--host-memory", memory]
     run = read_command_line([*words, *machine], program="zenflow-plan")
-    plan = of_script.plan_run(run.settings, run.planning).plan
+    plan = script_planning.plan_run(run.settings, run.planning).plan
     billions = float(re.search(r"([\d.]+)b", model.lower())[1])
     assert plan.parameters / 1e9 == pytest.approx(billions, rel=0.06)
     assert round(plan.host_bytes / 1e9) == int(on_host)

@@ -29,10 +29,10 @@ TINY_MESH = TINY | {
     "steps": 5,
     "log_every": 1,
     "learning_rate": 1e-2,
-    # With these settings zenflow equals adamw, whatever it selects: it selects inside each shard.
+    # With these settings zenflow equals adamw for any selection; each shard selects separately.
     "update_interval": 1,
     "staleness": 0,
-    "host_kernel": "numpy",  # otherwise each process compiles Numba's in a fresh checkout
+    "host_kernel": "numpy",  # each process of a fresh checkout would compile Numba's
 }
 
 

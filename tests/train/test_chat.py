@@ -1,6 +1,6 @@
 """Conversations: rendered templates, trained parts, and rejected conversations.
 
-`fixtures/chat/` has templates and the results of `transformers`, from `make_chat_fixtures.py`.
+`fixtures/chat/` has templates and the results of `transformers`, from `make_fixtures.py`.
 """
 
 import dataclasses
@@ -8,7 +8,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
 import pytest
 
 from tests.hf_models import write_model
@@ -16,7 +15,7 @@ from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
 from tests.train.scripts import read, records, write_config
 from train import finetune, generate
 from train.cli.settings import SettingsError
-from train.huggingface.chat_template import ConversationError, read_template
+from train.huggingface.chat_template import ChatTemplate, ConversationError, read_template
 from train.huggingface.end_tokens import complete_folder
 from train.huggingface.tokenizer import TokenizerError, read_tokenizer
 from train.tasks import answers
@@ -57,9 +56,9 @@ def written(tmp_path, folder, tokenizer):
     return read
 
 
-def write(path, *messages, **rest):
-    """A file with one conversation per line."""
-    path.write_text(records(*({"messages": m} | rest for m in messages)))
+def write(path, *conversations):
+    """Writes a file with one conversation per line."""
+    path.write_text(records(*({"messages": messages} for messages in conversations)))
     return path
 
 
@@ -71,11 +70,11 @@ def talk(*turns):
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
 def test_texts_and_tokens_equal_those_of_transformers(tokenizer, template, name, case):
-    expected, of = EXPECTED[name][case], template(name)
-    conversation = of.conversation(expected["messages"], expected.get("tools"))
+    expected, chat_template = EXPECTED[name][case], template(name)
+    conversation = chat_template.conversation(expected["messages"], expected.get("tools"))
     assert conversation.text == expected["text"]
-    asked = of.render(expected["messages"][:-1], ask=True, tools=expected.get("tools"))
-    assert asked == expected["asked"]
+    prompt = chat_template.render(expected["messages"][:-1], ask=True, tools=expected.get("tools"))
+    assert prompt == expected["prompt"]
     [encoded] = answers.encode_conversations(tokenizer, iter([conversation]))
     assert encoded.tokens.tolist() == expected["tokens"]
     if expected["answers"] is not None:
@@ -85,7 +84,6 @@ def test_texts_and_tokens_equal_those_of_transformers(tokenizer, template, name,
 @pytest.mark.parametrize(
     ("name", "case", "texts"),
     [
-        ("marked", "several", ["The cat.", "On the mat.\n\nThe cat.", "The cat."]),
         ("alternating", "several", [" The cat. ", " On the mat.\n\nThe cat. ", " The cat. "]),
         ("thinking", "thoughts", ["The cat.", "<think>\nIt is.\n</think>\n\nSure."]),
     ],
@@ -121,38 +119,38 @@ def test_a_template_that_prompts_for_a_thought_does_not_prompt_for_one_that_the_
 ):
     # Like models that always think: the prompt ends with the start of the thought.
     turns = (FIXTURES / "turns.jinja").read_text()
-    of = written(turns + "{% if add_generation_prompt %}<think>{% endif %}")
-    for said in (["The cat.", "<th>."], ["a", "a"], ["assistant", "<"]):
-        conversation = of.conversation(talk("Who?", said[0], "Where?", said[1]))
-        assert answers_of(conversation) == [answer + TURN_END for answer in said]
+    chat_template = written(turns + "{% if add_generation_prompt %}<think>{% endif %}")
+    for first, last in (("The cat.", "<th>."), ("a", "a"), ("assistant", "<")):
+        conversation = chat_template.conversation(talk("Who?", first, "Where?", last))
+        assert answers_of(conversation) == [first + TURN_END, last + TURN_END]
 
 
 def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(written):
     # With an end of text after only the last message, which does not end an answer.
-    of = written(
+    chat_template = written(
         "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|turn_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|turn|>assistant\n{% else %}{{ eos_token }}{% endif %}"
     )
-    for said in ("A", "", "end", "|", "assistant"):
-        conversation = of.conversation(talk("A", said, "A", said, "A", said))
-        assert answers_of(conversation) == [said + TURN_END] * 2 + [f"{said}{TURN_END}\n{END}"]
+    for answer in ("A", "", "end", "|", "assistant"):
+        conversation = chat_template.conversation(talk("A", answer, "A", answer, "A", answer))
+        assert answers_of(conversation) == [answer + TURN_END] * 2 + [f"{answer}{TURN_END}\n{END}"]
         turns = [conversation.text[:start].count(TURN) for start, _ in conversation.answers]
         assert turns == [2, 4, 6]
 
 
-@pytest.mark.parametrize("said", ["kind.", "", "assistant", "Be"])
-def test_the_first_message_is_learned_in_its_place_and_not_where_its_text_recurs(template, said):
-    turns = [{"role": "assistant", "content": said}, *talk("kind.", said, "assistant", "Be")]
+@pytest.mark.parametrize("text", ["kind.", "", "assistant", "Be"])
+def test_the_first_message_is_learned_in_its_place_and_not_where_its_text_recurs(template, text):
+    turns = [{"role": "assistant", "content": text}, *talk("kind.", text, "assistant", "Be")]
     conversation = template("turns").conversation(turns)
-    assert answers_of(conversation) == [said + TURN_END, said + TURN_END, f"Be{TURN_END}"]
+    assert answers_of(conversation) == [text + TURN_END, text + TURN_END, f"Be{TURN_END}"]
 
 
 @pytest.mark.parametrize("name", ["turns", "marked"])
 @pytest.mark.parametrize("field", ["weight", "loss_weight", "train", "training", "loss"])
 def test_an_answer_with_weight_zero_is_not_learned(tmp_path, template, name, field):
-    said = talk("Who?", "A dog.", "Sure?", "The cat.", "Really?", "Yes.")
-    said[1][field], said[3][field], said[2][field] = 0, 1.0, False
-    path = write(tmp_path / "a.jsonl", said)
+    turns = talk("Who?", "A dog.", "Sure?", "The cat.", "Really?", "Yes.")
+    turns[1][field], turns[3][field], turns[2][field] = 0, 1.0, False
+    path = write(tmp_path / "a.jsonl", turns)
     [conversation] = Conversations(template(name)).read(path)
     assert answers_of(conversation) == [f"The cat.{TURN_END}", f"Yes.{TURN_END}"]
     assert "A dog." in conversation.text
@@ -160,18 +158,18 @@ def test_an_answer_with_weight_zero_is_not_learned(tmp_path, template, name, fie
 
 
 def test_a_template_that_marks_answers_together_cannot_leave_one_out(written):
-    of = written(
+    chat_template = written(
         "{% generation %}{{ messages | map(attribute='content') | join }}{% endgeneration %}"
     )
-    assert of.conversation(talk("a", "b", "c", "d")).answers == [(0, 4)]
+    assert chat_template.conversation(talk("a", "b", "c", "d")).answers == [(0, 4)]
     with pytest.raises(ConversationError, match=r"has 1 `{% generation %}` for 2 answers"):
-        of.conversation(talk("a", "b", "c", "d"), skipped=[1])
+        chat_template.conversation(talk("a", "b", "c", "d"), skipped=[1])
 
 
 def test_arguments_of_calls_are_objects_in_templates(tmp_path, written, template):
     call = {"name": "look", "arguments": '{"in": ["the bin"], "n": 1}'}
-    said = [*talk("Where?"), {"role": "assistant", "tool_calls": [{"function": call}]}]
-    path = write(tmp_path / "a.jsonl", said)
+    turns = [*talk("Where?"), {"role": "assistant", "tool_calls": [{"function": call}]}]
+    path = write(tmp_path / "a.jsonl", turns)
     [conversation] = Conversations(template("turns")).read(path)
     parsed = call | {"arguments": json.loads(call["arguments"])}
     assert json.loads(answers_of(conversation)[0][len("\ncall ") : -len(TURN_END)]) == parsed
@@ -217,50 +215,39 @@ def test_a_template_can_neither_access_the_system_nor_the_date(written):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 def test_a_run_keeps_the_template_with_the_model_and_prompts_use_it(tmp_path, capsys):
     folder = write_model(tmp_path / "origin", "llama2")
-    data = write(
-        tmp_path / "a.jsonl", *[talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")] * 8
-    )
+    turns = [talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")]
+    data = write(tmp_path / "a.jsonl", *turns * 8)
     settings = {"task": "chat", "model": str(folder), "data": str(data), "sequence_length": 120}
-    with pytest.raises(TokenizerError, match="has no chat template"):
-        read(**settings)
     template_file = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "template.jinja")
     settings["chat_template"] = str(template_file)
     with pytest.raises(SettingsError, match="`chat_template`: .* alpaca does not read it"):
         read(**settings | {"task": "alpaca"})
     sizes = {"steps": 2, "batch_size": 2, "length_buckets": 1, "dtype": "float32"}
     config = write_config(tmp_path, optimizer="adamw", **sizes, **settings)
-    with jax.numpy_dtype_promotion("standard"):  # as users have it
-        assert finetune.main([config, "--run", "a"]) == 0
+    assert finetune.main([config, "--run", "a"]) == 0
     # Before the first step, and in rich's brackets.
     shown = capsys.readouterr().out.partition("compiling")[0]
     assert "examples: median" in shown
     assert "[/b]" in shown
     run, text, out = tmp_path / "runs" / "a", template_file.read_text(), tmp_path / "out"
-    end = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
-    assert end == [
-        2,
-        read_tokenizer(folder, vocabulary=1000).end,
-    ]  # 2 according to config.json alone
     template_file.unlink()
-    assert (run / "model" / "chat_template.jinja").read_text() == text
-    with jax.numpy_dtype_promotion("standard"):
-        assert finetune.main([str(run / "settings.toml"), "--run", "a", "--steps", "3"]) == 0
-    assert "resuming from checkpoint 2" in capsys.readouterr().out
+    assert finetune.main([str(run / "settings.toml"), "--run", "a"]) == 0
+    assert "has completed all 2 steps" in capsys.readouterr().out
 
-    # An export need not name it.
+    # An export finds the template in the run's folder.
     exporting = ["--run", "a", "--chat-template", "None", "--export", "2", str(out)]
     assert finetune.main([config, *exporting]) == 0
-    assert (out / "chat_template.jinja").read_text() == text
-
     for model in (run / "model", out):
-        options = generate.Options(prompt="Who?", model=str(model))
+        assert (model / "chat_template.jinja").read_text() == text
         tokenizer = read_tokenizer(model, vocabulary=1000)
-        prompt = generate.read_prompt(options, tokenizer)
-        text = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
-        assert text == f"{BEGIN}[ Who? ]"
+        prompt = generate.read_prompt(generate.Options(prompt="Who?", model=str(model)), tokenizer)
+        shown = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
+        assert shown == f"{BEGIN}[ Who? ]"
         assert "as in training (chat)" in prompt.description
+        assert prompt.ends == {2, tokenizer.end}  # 2 according to config.json alone
 
 
 @pytest.mark.parametrize(
@@ -286,18 +273,16 @@ def test_a_trained_folder_names_all_ends_and_one_template(tmp_path, tokenizer, t
     assert content == before | {"eos_token_id": known}
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
     assert not (tmp_path / "chat_template.json").exists()
-    # For other programs: they need not find any end themselves.
+    # The folder names all ends, for other programs, too.
     options = generate.Options(prompt="Who?", model=str(tmp_path), format=task)
     assert generate.read_prompt(options, tokenizer).ends - {-1} == set(known)
 
 
-def test_ends_of_turns_also_end_generated_text(tmp_path, tokenizer):
+def test_a_prompt_follows_the_template_with_a_system_message(tmp_path, tokenizer):
     write_byte_level(tmp_path, also=[TURN, TURN_END])
     shutil.copyfile(FIXTURES / "turns.jinja", tmp_path / "chat_template.jinja")
     options = generate.Options(prompt="Who?", model=str(tmp_path), format="chat")
     prompt = generate.read_prompt(options, tokenizer)
-    ends = {tokenizer.tokens.token_to_id(token) for token in (END, TURN_END)}
-    assert prompt.ends == ends
     text = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
     assert text.endswith(f"{TURN}user\nWho?{TURN_END}\n{TURN}assistant\n")
     options = dataclasses.replace(options, system="Say no.")
@@ -306,10 +291,40 @@ def test_ends_of_turns_also_end_generated_text(tmp_path, tokenizer):
     assert tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False) == turns != text
     with pytest.raises(SettingsError, match="`system`: --format text has no system message"):
         generate.read_prompt(dataclasses.replace(options, format="text"), tokenizer)
-    skips = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|end|>{% endfor %}"
-    (tmp_path / "chat_template.jinja").write_text(skips)
-    with pytest.raises(SettingsError, match=r"`format`: .*skips `content` of message 1 \(role 's"):
-        generate.read_prompt(options, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No.') }}")
     with pytest.raises(SettingsError, match="`format`: .*No.*--format text"):
         generate.read_prompt(options, tokenizer)
+
+
+TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+TEXTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+WITH_CALLS = TEXTS.replace("{% endfor", "{{ m.tool_calls | default([]) | tojson }}{% endfor")
+FIRST_CALLS = WITH_CALLS.replace("default([])", "default([]) | first | default('')")
+LOOK, FIND = {"name": "look", "arguments": {"in": "a"}}, {"function": {"name": "find"}}
+
+
+def question(role, **fields):
+    """Returns a message with a role, and an answer with extra fields."""
+    answer = {"role": "assistant", "content": "I."} | fields
+    return [{"role": role, "content": "Who?"}, answer]
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "tools", "match"),
+    [
+        (TWO_ROLES, question("human"), None, r"skips `content` of message 1 \(role 'human'\)"),
+        (TEXTS, question("user", tool_calls=[LOOK]), None, "skips `tool_calls` of message 2"),
+        (FIRST_CALLS, question("user", tool_calls=[LOOK, FIND]), None, "skips `tool_calls`"),
+        (TEXTS, question("user"), [FIND], "skips `tools`"),
+    ],
+    ids=["content", "call", "second call", "tools"],
+)
+def test_a_template_that_skips_a_part_is_rejected(text, messages, tools, match):
+    with pytest.raises(ConversationError, match=match):
+        ChatTemplate(text, {}, (), "here").conversation(messages, tools)
+
+
+def test_a_template_that_writes_everything_is_accepted():
+    template = ChatTemplate("{{ tools | tojson }}" + WITH_CALLS, {}, (), "here")
+    text = template.conversation(question("critic", tool_calls=[LOOK, FIND]), [FIND]).text
+    assert "look" in text

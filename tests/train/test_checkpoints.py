@@ -1,6 +1,6 @@
 """The training script's checkpoints, with a few small arrays: kept and rejected ones.
 
-`test_going_on.py` has runs that resume from their checkpoints.
+`test_stopping.py` has runs that resume from their checkpoints.
 """
 
 import json
@@ -31,7 +31,7 @@ class Job:
     """A state that a donating step changes, in place of a run."""
 
     def __init__(self, folder: Path, *, size: int = SMALL, config=CONFIG, **changed):
-        self.said: list[str] = []
+        self.lines: list[str] = []
         # Noise, which compression does not shrink.
         noise = np.random.default_rng(0).standard_normal(size).astype(np.float32)
         device = jax.devices()[0]
@@ -45,7 +45,7 @@ class Job:
             describe=description(
                 vars(settings) | {"full_warm_up_rounds": settings.warm_up_rounds}, 0, config
             ),
-            say=self.said.append,
+            say=self.lines.append,
         )
 
         def advance(params, opt_state):
@@ -73,7 +73,7 @@ class Job:
         self.checkpoints.save(step, self.params, self.opt_state, None, progress, figure=loss)
 
     def restored(self, step: int):
-        """The saved state, from which the job resumes."""
+        """Restores the saved state, from which the job resumes."""
         restored = self.checkpoints.restore(step, self.params, self.opt_state)
         self.params, self.opt_state = restored.params, restored.opt_state
         return restored
@@ -92,7 +92,7 @@ def saved_run(folder: Path, *steps: int, **options):
             values.append(job.values())
             job.save(step)
         job.checkpoints.finish()
-        assert job.said == []
+        assert job.lines == []
     return values
 
 
@@ -180,7 +180,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_without_one_rais
         with pytest.raises(CheckpointError, match=r"20 .*damaged.*no-keep-best"):
             job.checkpoints.weights(20, job.params)
         assert job.checkpoints.newest() == 10
-        assert re.fullmatch(r"checkpoint 20 is damaged: .* 10 is intact\.", job.said[0])
+        assert re.fullmatch(r"checkpoint 20 is damaged: .* 10 is intact\.", job.lines[0])
         assert_same(job.restored(10), values[0])
         # A start that fails at this point, for any reason, has changed nothing.
         assert names_in(checkpoints) == ["10", "20", "damaged-20"]
@@ -256,7 +256,7 @@ def test_only_a_file_that_cannot_be_written_is_a_failed_save(tmp_path, monkeypat
         monkeypatch.setattr(job.checkpoints._opened(), "save", broken)
         with pytest.raises(ValueError, match="a mistake"):
             job.save(1)
-        assert job.said == []
+        assert job.lines == []
 
 
 # orbax's event loop does not report the writes in progress beside the failed one again.
@@ -272,7 +272,7 @@ def test_a_full_disk_is_reported_older_checkpoints_stay_and_the_next_save_retrie
             CheckpointError, match=r"checkpoint 20 cannot .*(?i:space).*Free disk space"
         ):
             job.checkpoints.finish()
-        assert len(job.said) == 1
+        assert len(job.lines) == 1
         assert names_in(disk / "checkpoints") == ["10"]
         filler.unlink()
         job.save(30)

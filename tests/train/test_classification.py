@@ -218,7 +218,7 @@ def test_unknown_labels_and_a_single_example_are_rejected(tmp_path, bert):
         DataError, match=r"dev\.csv, line 2: the label .* is not in .*'kind', 'unkind'"
     ):
         make(tmp_path, bert)
-    write(tmp_path / "dev.csv", "text,label\ngood,KIND\n")  # no head that knows them: unchanged
+    write(tmp_path / "dev.csv", "text,label\ngood,KIND\n")  # without a head, case matters
     with pytest.raises(DataError, match="the label 'KIND'"):
         make(tmp_path, bert)
     task = make(tmp_path, bert, known=("Kind", "Unkind"))

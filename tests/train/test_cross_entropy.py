@@ -1,4 +1,4 @@
-"""A vocabulary that is processed in parts has the same loss as all logits at once."""
+"""A vocabulary that is processed in parts has the same loss as the whole."""
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +53,26 @@ def test_losses_and_gradients_equal_those_from_all_logits(
 
     gradients = (jax.jit(jax.grad(f, (0, 1), has_aux=True)) for f in (of_parts, of_all))
     results = (gradient(x, head) for gradient in gradients)
-    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-        assert one.dtype == other.dtype
-        one, other = np.float32(one), np.float32(other)
-        np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=tolerance * np.abs(y).max())
+
+
+def test_rows_of_a_split_table_and_their_gradients_equal_those_of_the_whole():
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(50, WIDTH)), jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, 50, (2, 7)))
+
+    def of_parts(table):
+        rows = vocabulary.embedded(jnp.stack(jnp.split(table, 2)), tokens, jnp.float32)
+        return (rows**2).sum(), rows
+
+    def of_all(table):
+        return (table[tokens] ** 2).sum(), table[tokens]
+
+    results = (jax.grad(f, has_aux=True)(table) for f in (of_parts, of_all))
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_a_vocabulary_is_split_only_into_equal_parts_of_moderate_number_and_size():
@@ -73,7 +89,9 @@ def test_a_vocabulary_is_split_only_into_equal_parts_of_moderate_number_and_size
     ("x", "target"), [(np.inf, 0), (1.0, cross_entropy.PART + 1), (1.0, -1)], ids=str
 )
 def test_non_finite_logits_and_targets_that_are_not_tokens_give_a_non_finite_loss(x, target):
-    head = jnp.ones((WIDTH, cross_entropy.PART + 1))
-    targets = jnp.full((1, 1), target)
-    losses = cross_entropy.token_losses(jnp.full((1, 1, WIDTH), x), head, targets, axis=1)
+    words = cross_entropy.PART + 1
+    x, targets = jnp.full((1, 1, WIDTH), x), jnp.full((1, 1), target)
+    losses = cross_entropy.token_losses(x, jnp.ones((WIDTH, words)), targets, axis=1)
+    assert not np.isfinite(losses).any()
+    losses = vocabulary.token_losses(x, jnp.ones((1, WIDTH, words)), targets, "float32")
     assert not np.isfinite(losses).any()

@@ -1,29 +1,34 @@
-"""Every task with the real command, on a tiny model: half an epoch, interrupted and resumed."""
+"""Fine-tuning with the real command, on tiny models, also one program per layer."""
 
 import json
 import os
 import re
+import weakref
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.hf_models import write_model
 from tests.train import scripts
-from tests.train.scripts import cut_short
-from train import finetune
+from tests.train.scripts import cut_short, flip_a_bit, largest_file
+from train import finetune, generate
 from train.cli.command_line import load_settings
+from train.cli.settings import task_name
 from train.huggingface.loading import read_folder
-from train.run import setup
+from train.model import cross_entropy
+from train.run import models, setup
+from train.run.by_layer import micro_batches
 
 SHORT = {
     "batch_size": 4,
     "learning_rate": 3e-3,
     "dtype": "float32",
     "topk_ratio": 0.25,
-    "update_interval": 2,  # two groups of leaves, and as many programs of each kind
-    "length_buckets": 1,  # each is a program of its own
+    "update_interval": 2,  # two groups of leaves, each with its own programs
+    "length_buckets": 1,  # each bucket compiles another program
     "max_grad_norm": 1.0,
     "evaluate_every": 10,
     "save_every": 5,
@@ -57,7 +62,7 @@ def validations(run: Path) -> list[tuple[str, ...]]:
     return [tuple(row.values()) for row in scripts.rows(run / "validation.csv")]
 
 
-# In this process; `test_going_on.py` kills processes.
+# In this process; `test_stopping.py` kills processes.
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 def test_an_interrupted_epoch_is_bit_identical_after_it_resumes(tmp_path, capsys):
@@ -68,9 +73,13 @@ def test_an_interrupted_epoch_is_bit_identical_after_it_resumes(tmp_path, capsys
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert finetune.main([config, "--run", whole.name]) == 0
     assert re.search(r"only \d+ steps: pass --epochs \d+ for 1\d\d, or a", capsys.readouterr().out)
-    cut_short(whole, cut, after=5)
+    cut_short(whole, cut, after=10)
+    flip_a_bit(largest_file(cut / "checkpoints" / "10"))
     assert finetune.main([config, "--run", cut.name]) == 0
-    assert "resuming from checkpoint 5" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "checkpoint 10 is damaged: " in shown
+    assert "resuming from checkpoint 5" in shown
+    assert (cut / "checkpoints" / "damaged-10").is_dir()
     before, *weights = (
         load_file(folder / "model.safetensors")
         for folder in (origin, whole / "model", cut / "model")
@@ -91,25 +100,21 @@ def test_an_interrupted_epoch_is_bit_identical_after_it_resumes(tmp_path, capsys
 def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
     folder = write_model(tmp_path / "origin", "bert")
     for changed, expected in (
-        ({"model": None}, "`model`: must be a path for classification, but is None"),
-        ({"data": None}, "`data`: must be a path for classification, but is None"),
+        ({"model": None}, "`model`: must be a path for classification"),
         ({"task": "standard_library"}, "`model`: must be left out for standard_library"),
-        ({"task": "language"}, "the task language needs a decoder, such as a Llama or Qwen, but"),
-        ({"model": "nowhere"}, "nowhere"),
+        ({"task": "language"}, "the task language needs a decoder, such as a Llama or Qwen"),
         ({"data": "nowhere"}, "nowhere"),
         ({"micro_batches": 3}, "`micro_batches`: must be a number that divides batch_size, 4"),
         ({"sequence_length": 600}, "`sequence_length`: 600 exceeds the 20 positions of the model"),
-        # Messages that only a training run has.
         ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; otherwise"),
-        ({"steps": 0, "validation_share": 1.5}, "must be a share above 0 and below 1"),
         ({"validation_share": 1.0}, "must be a share above 0 and below 1"),
     ):
         settings = {"model": str(folder), "steps": 2} | glue(tmp_path) | changed
         settings = {name: value for name, value in settings.items() if value is not None}
         assert finetune.main([write_config(tmp_path, **settings)]) == 2
-        shown = capsys.readouterr().err
-        assert shown.startswith("error: ")
-        assert expected in shown
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert expected in error
 
 
 def test_a_head_is_kept_if_its_labels_are_the_tasks(tmp_path):
@@ -132,73 +137,64 @@ def test_a_head_is_kept_if_its_labels_are_the_tasks(tmp_path):
         assert bool(model.drawn) != kept
 
 
-def everything(folder):
+def modified(folder):
     """Returns all paths under a folder, with modification times."""
     return {path: os.stat(path).st_mtime_ns for path in folder.rglob("*")}
 
 
-def shown(text):
-    """Returns the results in an evaluation's lines."""
-    lines = [line.split() for line in text.splitlines()]
-    return {words[0]: float(words[1]) for words in lines if words[0] in FIGURES}
-
-
-FIGURES = ("loss", "accuracy", "macro_f1")
-
+METRICS = ("loss", "accuracy", "macro_f1")
 CSV = "mood,review\n" + "kind,a fine film\nunkind,so bad\nso,it is a film\n" * 8
 
 
-def own_classes(folder):
-    (folder / "a.csv").write_text(CSV)
-    settings = {"task": "classification", "data": str(folder / "a.csv"), "sequence_length": 12}
-    return settings | {"text_column": "review", "label_column": "mood"}
+def metrics_in(text):
+    """Returns the metrics in an evaluation's lines."""
+    lines = [line.split() for line in text.splitlines()]
+    return {words[0]: float(words[1]) for words in lines if words[0] in METRICS}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
-def test_an_evaluation_before_and_after_a_run_has_the_runs_results(tmp_path, capsys):
-    origin = write_model(tmp_path / "origin", "bert")
-    settings = own_classes(tmp_path) | {"model": str(origin), "length_buckets": 1, "save_every": 1}
-    config = write_config(tmp_path, optimizer="adamw", **settings)
-    before = everything(tmp_path)
-    assert finetune.main([config, "--steps", "0"]) == 0
-    text = capsys.readouterr().out
-    assert everything(tmp_path) == before
-    untrained = shown(text)
-    assert "on 3 validation examples" in text
-    assert "an example; the model is trained on the text in ⟦⟧" in text
-    assert finetune.main([config, "--steps", "0", "--validation-share", "1"]) == 0
-    assert "on 24 validation examples" in capsys.readouterr().out
+def test_an_evaluation_before_and_after_a_run_has_the_runs_metrics(tmp_path, capsys):
+    data = scripts.write(tmp_path / "a.csv", CSV)
+    settings = {"task": "classification", "data": str(data), "sequence_length": 12}
+    settings |= {"text_column": "review", "label_column": "mood", "optimizer": "adamw"}
+    settings |= {"model": str(write_model(tmp_path / "origin", "bert")), "save_every": 1}
+    config, run = write_config(tmp_path, **settings), tmp_path / "a"
 
-    test = scripts.write(tmp_path / "test.csv", CSV.replace("so,it is a film\n", ""))
-    assert finetune.main([config, "--steps", "2", "--run", "a"]) == 0
-    in_run = {(int(step), name): float(x) for step, name, x in validations(tmp_path / "a")}
-    use = f'Try it: python -m train.generate --model {tmp_path / "a" / "model"} "A text"'
-    trained = capsys.readouterr().out
-    assert trained.splitlines()[-1] == use
-    of_run = str(tmp_path / "a" / "model")
-    of_it = [str(tmp_path / "a" / "settings.toml"), "--steps", "0"]
-    assert finetune.main(of_it) == 2
-    assert "pass --run None" in capsys.readouterr().err
-    assert finetune.main([*of_it, "--model", of_run]) == 0
-    trained = shown(capsys.readouterr().out)
-    for step, figures in ((0, untrained), (2, trained)):
-        then = {name: x for (at, name), x in in_run.items() if at == step and name in FIGURES}
-        assert figures == pytest.approx(then, abs=1e-4)
-    assert "newly initialized, because " in text
+    def evaluated(*options):
+        assert finetune.main([*options, "--steps", "0"]) == 0
+        return capsys.readouterr().out
+
+    before = modified(tmp_path)
+    untrained = evaluated(config)
+    assert modified(tmp_path) == before
+    assert "on 3 validation examples" in untrained
+    assert "an example; the model is trained on the text in ⟦⟧" in untrained
     heads = "head has the 3 classes no, perhaps, yes; the data has the 3 classes kind, so, unkind"
-    assert heads in text
+    assert "newly initialized, because " in untrained
+    assert heads in untrained
 
-    # The same for rows in another file, with fewer classes.
-    rows = ["--data", str(test), "--validation-share", "1"]
-    assert finetune.main([config, "--steps", "0", "--model", of_run, *rows]) == 0
-    text = capsys.readouterr().out
+    assert finetune.main([config, "--steps", "2", "--run", run.name]) == 0
+    use = f'Try it: python -m train.generate --model {run / "model"} "A text"'
+    assert capsys.readouterr().out.splitlines()[-1] == use
+    assert finetune.main([str(run / "settings.toml"), "--steps", "0"]) == 2
+    assert "pass --run None" in capsys.readouterr().err
+    trained = evaluated(str(run / "settings.toml"), "--model", str(run / "model"))
+    rows = {(int(step), name): float(x) for step, name, x in validations(run)}
+    for step, text in ((0, untrained), (2, trained)):
+        expected = {name: x for (at, name), x in rows.items() if at == step and name in METRICS}
+        assert metrics_in(text) == pytest.approx(expected, abs=1e-4)
+
+    # All rows in another file, with fewer classes.
+    test = scripts.write(tmp_path / "test.csv", CSV.replace("so,it is a film\n", ""))
+    options = ["--data", str(test), "--validation-share", "1", "--model", str(run / "model")]
+    text = evaluated(config, *options)
     assert "on 16 validation examples" in text
     assert "newly initialized" not in text
 
     # An export has neither the data nor its classes, only what the checkpoints say about them.
-    (tmp_path / "a.csv").unlink()
-    finetune.export(load_settings(tmp_path / "a" / "settings.toml"), "1", tmp_path / "out", print)
+    data.unlink()
+    finetune.export(load_settings(run / "settings.toml"), "1", tmp_path / "out", print)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert list(config["id2label"].values()) == ["kind", "so", "unkind"]
     assert load_file(tmp_path / "out" / "model.safetensors")["classifier.bias"].shape == (3,)
@@ -216,3 +212,89 @@ def test_non_finite_results_raise(tmp_path, capsys):
     config = write_config(tmp_path, model=str(origin), sequence_length=8, steps=0, **settings)
     assert finetune.main([config]) == 2
     assert "the validation loss is nan" in capsys.readouterr().err
+
+
+BY_LAYER = {"optimizer": "offload", "stream": "weights", "scan_layers": False}
+# Weights and nats, float32: sums over micro-batches and parts have a different order.
+ATOL = 1e-5
+
+
+def trained(sources, steps, folder):
+    """Returns the losses of some steps, the metrics after them, and the written weights."""
+    job, state = setup.prepare(sources, lambda: None)
+    batches, params = [job.batches[i] for i in range(steps)], job.model.params
+    options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.settings)}
+    losses = []
+    if job.layered is None:
+        for batch in batches:
+            params, state, loss, _ = job.train_step(params, state, batch)
+            losses.append(loss)
+        figures = job.validate(params)
+        models.write(folder, job.model.origin, params, **options)
+    else:
+        outer = [weakref.ref(x) for x in jax.tree.leaves(params["outer"])]
+        with setup.make_trainer(job) as trainer:
+            assert not any(x() for x in outer), "the device has the outer weights twice"
+            parts = job.settings.micro_batches
+            losses = [trainer.step(*micro_batches(batch, parts)) for batch in batches]
+            figures = job.validate(trainer)
+            values = job.layered.leaves(trainer.master_params)
+            models.write(folder, job.model.origin, job.layered.model, values, **options)
+    return np.array(losses), figures, load_file(folder / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    # A vocabulary in parts, a head that is the embedding, and classes.
+    [("llama2", 3), ("qwen2", 0), ("bert", 3)],
+)
+def test_a_layerwise_run_equals_adamw(tmp_path, monkeypatch, name, steps):
+    model = write_model(tmp_path / "origin", name)
+    monkeypatch.setattr(cross_entropy, "PART", 100)
+    options = SHORT | (glue if name == "bert" else language)(tmp_path)
+    options |= {"model": str(model), "steps": 3, "micro_batches": 2, "length_buckets": 1}
+    # A key bias's gradient is only rounding error, which a small `eps` would enlarge.
+    options |= {"eval_batches": 2, "keep_best": False, "eps": 1e-3}
+    expected = trained(scripts.read(**options | {"optimizer": "adamw"}), steps, tmp_path / "adamw")
+    layerwise = trained(scripts.read(**options | BY_LAYER), steps, tmp_path / "by_layer")
+    np.testing.assert_allclose(layerwise[0], expected[0], atol=ATOL)
+    assert layerwise[1] == pytest.approx(expected[1], abs=ATOL)
+    weights = layerwise[2]
+    assert weights.keys() == expected[2].keys() == load_file(model / "model.safetensors").keys()
+    for key, x in expected[2].items():
+        np.testing.assert_allclose(weights[key], x, atol=ATOL, err_msg=key)
+
+
+def bits(folder):
+    """Returns the bytes of the tensors in a folder."""
+    return {name: x.tobytes() for name, x in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run", "no_picture")
+def test_a_layerwise_run_resumes_exports_and_is_read_again(tmp_path, monkeypatch, capsys):
+    data, origin = tmp_path / "data", write_model(tmp_path / "origin", "llama2")
+    data.mkdir()
+    monkeypatch.setattr(cross_entropy, "PART", 100)
+    options = language(data) | BY_LAYER | {"model": str(origin), "dtype": "bfloat16", "steps": 12}
+    options |= {"keep": 9, "keep_best": True, "learning_rate": 10.0}
+    options |= {"warmup_steps": 40}  # the rate grows, and spoils the model
+    config = write_config(tmp_path, **options)
+    whole, cut, out = tmp_path / "whole", tmp_path / "cut", tmp_path / "exported"
+    assert finetune.main([config, "--run", whole.name]) == 0
+    shown = capsys.readouterr().out
+    assert "model contains the weights of step 5, the best validated checkpoint" in shown
+    cut_short(whole, cut, after=5)
+    assert finetune.main([config, "--run", cut.name, "--layer-inputs", "host"]) == 0
+    assert "resuming from checkpoint 5" in capsys.readouterr().out
+    assert validations(whole) == validations(cut)
+    assert bits(whole / "model") == bits(cut / "model")
+    assert finetune.main([config, "--run", whole.name, "--export", "5", str(out)]) == 0
+    assert bits(out) == bits(whole / "model")
+    command = [config, "--model", str(whole / "model"), "--steps", "0", "--run", "None"]
+    assert finetune.main(command) == 0
+    loss = next(float(value) for step, _, value in validations(whole) if step == "5")
+    assert f"loss {loss:.4f} nats" in capsys.readouterr().out
+    assert generate.main(["--model", str(whole / "model"), "the cat", "--max-tokens", "3"]) == 0

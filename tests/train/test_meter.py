@@ -1,12 +1,18 @@
-"""A run's results: its meter, and its count of skipped steps."""
+"""A run's results: its meter, its count of skipped steps, and the trackers in `--report-to`."""
+
+import sys
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
-from train.cli.settings import Settings
-from train.log.meter import Meter, NotFiniteError
+from train.cli.settings import Settings, SettingsError
+from train.log.meter import Meter, NotFiniteError, Row
+from train.log.run_log import RunLog, check_reporter, reporter
 from train.run.optimizers import make_optimizer, skipped_steps
 
 
@@ -38,10 +44,10 @@ def test_an_intervals_loss_covers_its_steps_that_were_not_skipped():
     meter.start()
     rows = [metered(meter, *figures[0])]
     # A run that stops and resumes inside an interval has the same rows.
-    for i, taken in enumerate(figures[1:], start=1):
+    for i, figure in enumerate(figures[1:], start=1):
         meter = meter_of(2, steps_done=i, state=meter.state())
         meter.start()
-        rows.append(metered(meter, *taken))
+        rows.append(metered(meter, *figure))
     rows = [row for row in [*rows, *meter.drain()] if row]
     assert [(row.step, row.skipped) for row in rows] == [*((1, 0), (2, 1), (4, 1), (6, 2), (7, 0))]
     np.testing.assert_equal([row.loss for row in rows], [1, np.nan, 3, np.nan, 7])
@@ -62,8 +68,8 @@ def test_skipped_steps_change_nothing_in_adamw_and_are_counted():
         state = after
     # Afterwards the run continues as if they had not happened.
     expected, _ = update(good, tx.init(params)._replace(inner=state.inner), params)
-    ours, _ = update(good, state, params)
-    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+    updates, _ = update(good, state, params)
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
 
 
 def counted(totals, **options):
@@ -85,4 +91,51 @@ def test_a_run_stops_after_too_many_consecutive_skipped_steps_or_if_all_are_skip
     state = counted([1, 2, 3, 4, 5, 5]).state()
     with pytest.raises(NotFiniteError, match="steps 7 to 8 were skipped"):
         counted([6, 7], steps_done=6, state=state)
-    counted([], steps_done=6, state=state)  # without steps nothing is known
+    counted([], steps_done=6, state=state)  # without steps, no verdict
+
+
+def logged(folder, to):
+    """Writes a log of two rows and a validation."""
+    options = {"steps": 8, "console": Console(quiet=True)}
+    with RunLog(folder, reporter=to, **options) as log:
+        log.add(Row(4, 2.5, float("nan"), 0.0, 1))
+        log.add(Row(8, 2.0, 10.0, 0.25, 0))
+        log.validation(8, {"loss": 1.5})
+
+
+FIRST = {"train/loss": 2.5, "train/wait_share": 0.0, "train/skipped": 1}
+SECOND = {"train/loss": 2.0, "train/tokens_per_s": 10.0, "train/wait_share": 0.25}
+EXPECTED = [(4, FIRST), (8, SECOND | {"train/skipped": 0}), (8, {"validation/loss": 1.5})]
+
+
+@pytest.mark.parametrize("kind", ["trackio", "wandb"])
+def test_trackio_and_wandb_get_results_by_step_and_resume_the_same_run(tmp_path, monkeypatch, kind):
+    runs, calls = [], []
+
+    def init(**options):
+        runs.append(options)
+        return types.SimpleNamespace(
+            log=lambda figures, step: calls.append((step, figures)),
+            finish=lambda: calls.append("finished"),
+        )
+
+    monkeypatch.setitem(sys.modules, kind, types.SimpleNamespace(init=init))
+    folder = Path("001-zenflow")
+    for place in ("a", "a", "b"):  # and a run with the same name elsewhere
+        (tmp_path / place / folder).mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(tmp_path / place)
+        logged(folder, reporter(kind, folder, config={"steps": 8}))
+    assert calls == [*EXPECTED, "finished"] * 3
+    assert runs[0] == runs[1]
+    assert (runs[0] == runs[2]) == (kind == "trackio")
+    expected = {"project": "zenflow_jax", "name": folder.name, "resume": "allow"}
+    assert expected.items() <= runs[0].items()
+    assert runs[0]["config"] == {"steps": 8}
+    assert runs[0].get("dir") == (folder.name if kind == "wandb" else None)
+
+
+def test_a_missing_package_is_named_before_the_run(monkeypatch):
+    check_reporter("none")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SettingsError, match="for wandb is not installed.*pip install wandb"):
+        check_reporter("wandb")

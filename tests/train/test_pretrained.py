@@ -4,7 +4,6 @@
 `make_model_fixtures.py`. No test needs either.
 """
 
-import json
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -52,9 +51,7 @@ def test_outputs_equal_those_of_transformers(name, scan_layers):
     assert_close(logits, expected_of(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "scan_layers"), [("llama3", False), ("qwen3", True), ("bert", True)]
-)
+@pytest.mark.parametrize(("name", "scan_layers"), [("qwen3", True), ("bert", False)])
 def test_low_precision_is_used_and_not_promoted(name, scan_layers):
     graphdef, shapes = make(
         read_folder(FIXTURES / name), weight_dtype=jnp.bfloat16, scan_layers=scan_layers
@@ -120,10 +117,10 @@ def test_heads_missing_from_the_folder_or_meant_for_other_labels_are_initialized
     _, shapes = make(pretrained, labels=3)
     heads = ("classifier/bias", "classifier/kernel", "pooler/bias", "pooler/kernel")
     assert newly_drawn(pretrained, shapes) == heads
-    params, again, other = (load_weights(pretrained, shapes, seed=s) for s in (0, 0, 1))
+    params, again, redrawn = (load_weights(pretrained, shapes, seed=s) for s in (0, 0, 1))
     assert_same_bits(params, again)
     kernel = params["classifier"]["kernel"]
-    assert not np.array_equal(kernel, other["classifier"]["kernel"])
+    assert not np.array_equal(kernel, redrawn["classifier"]["kernel"])
     assert 0.01 < np.std(kernel) < 0.03
     assert not np.any(params["pooler"]["bias"])
 
@@ -190,7 +187,7 @@ def with_tensors(*names):
         ("bert", old_names),
         ("bert", with_tensors("bert.embeddings.position_ids", "cls.predictions.bias")),
         ("llama2", with_tensors("model.layers.0.self_attn.rotary_emb.inv_freq")),
-        ("qwen2", lambda of: of | {"lm_head.weight": of["model.embed_tokens.weight"]}),
+        ("qwen2", lambda ts: ts | {"lm_head.weight": ts["model.embed_tokens.weight"]}),
     ],
 )
 def test_renamed_and_unneeded_tensors_give_the_same_weights(tmp_path, name, change):
@@ -238,30 +235,12 @@ def test_each_tensor_is_saved_in_its_original_dtype(tmp_path):
     def narrowed(name, x):
         return x if any(part in name for part in wide) else x.astype(ml_dtypes.bfloat16)
 
-    change_tensors(folder, lambda of: {name: narrowed(name, x) for name, x in of.items()})
+    change_tensors(folder, lambda tensors: {name: narrowed(name, x) for name, x in tensors.items()})
     pretrained, _, params = load(folder, scan_layers=True)
     save_folder(tmp_path / "saved", pretrained, params)
     saved, read = (load_file(x / "model.safetensors") for x in (tmp_path / "saved", folder))
     assert_same_bits(saved, read)
     assert {str(x.dtype) for x in saved.values()} == {"float32", "bfloat16"}
-
-
-def test_a_classifier_is_saved_with_its_labels(tmp_path):
-    folder = copied("bert_masked", tmp_path)
-    change_tensors(folder, lambda of: {n: x.astype(ml_dtypes.bfloat16) for n, x in of.items()})
-    pretrained = read_folder(folder)
-    params = load_weights(pretrained, make(pretrained, labels=3)[1])
-
-    def config(**options):
-        save_folder(tmp_path / "saved", pretrained, params, **options)
-        saved = read_folder(tmp_path / "saved")
-        assert saved.labels == 3
-        assert {tensor.dtype for tensor in saved.tensors.values()} == {"BF16"}
-        return json.loads((tmp_path / "saved" / "config.json").read_text())
-
-    named = config(labels=["no", "perhaps", "yes"])
-    assert named["architectures"] == ["BertForSequenceClassification"]
-    assert named["label2id"] == {"no": 0, "perhaps": 1, "yes": 2}
 
 
 def test_only_models_are_replaced_and_the_tokenizers_files_are_copied(tmp_path):
@@ -274,11 +253,8 @@ def test_only_models_are_replaced_and_the_tokenizers_files_are_copied(tmp_path):
     save_folder(saved, pretrained, params)
     (saved / "tokenizer.json").write_text("of a run before")
     save_folder(saved, pretrained, params)
-    assert sorted(path.name for path in saved.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "vocab.txt",
-    ]
+    files = {path.name for path in saved.iterdir()}
+    assert files == {"config.json", "model.safetensors", "vocab.txt"}
     (saved / "thesis.tex").write_text("a year's work")
     with pytest.raises(ModelError, match=r"not part of a model.*thesis.tex"):
         save_folder(saved, pretrained, params)

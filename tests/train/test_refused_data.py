@@ -14,23 +14,24 @@ DOCS = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text(encoding
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "chat" / "alternating.jinja"
 
 
-def chats(line):
-    """A conversation, followed by a line."""
-    return records({"messages": [USER, TOLD]}, line)
+def chats(record):
+    """Returns a conversation, followed by another record."""
+    return records({"messages": [USER, ANSWER]}, record)
 
 
-def told(**rest):
-    """A conversation with extra fields next to its messages."""
-    return chats({"messages": [USER, TOLD]} | rest)
+def extended(**rest):
+    """Returns a conversation with extra fields next to its messages."""
+    return chats({"messages": [USER, ANSWER]} | rest)
 
 
-def answer(**rest):
-    """A conversation with extra fields in its answer."""
-    return chats({"messages": [USER, TOLD | rest]})
+def answered(**rest):
+    """Returns a conversation with extra fields in its answer."""
+    return chats({"messages": [USER, ANSWER | rest]})
 
 
 PLAIN = {"instruction": "Say {this}.", "output": "this"}
-USER, TOLD = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "c"}
 FROM = {"from": "human", "value": "a"}
 DOLLY = {"instruction": "Say a.", "context": "a", "response": "a", "category": "b"}
 GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
@@ -42,18 +43,10 @@ FILES = {
         ("a.txt", b"the\n\xe9\n", r"a\.txt, line 2: the text is not UTF-8: 0xe9"),
         ("a.txt", "a", r"the train part of .* has 1 tokens.*`validation_share`"),
         ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: there is a NUL byte"),
-        (
-            "a.jsonl",
-            '{"text": "a"}\n{text: 1}\n',
-            r"a\.jsonl, line 2: .* not valid JSON .*column 2",
-        ),
+        ("a.jsonl", '{"text": "a"}\n{text: 1}\n', r"line 2: .* not valid JSON .*column 2"),
         ("a.jsonl", '\n{"content": "a"}\n', r"a\.jsonl, line 2: .* 'text' is missing .fields: 'c"),
         ("a.jsonl", '{"text": 3}\n', r"a\.jsonl, line 1: the field .* must be text, but is 3"),
-        (
-            "a.jsonl",
-            '{"text": "a", "weight": 0}',
-            r"line 1: the field 'weight' must be 1, but is 0",
-        ),
+        ("a.jsonl", '{"text": "a", "weight": 0}', "the field 'weight' must be 1, but is 0"),
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: must be an object"),
         ("a.csv", "a,b", r"a\.csv has another suffix. Pass a \*\.txt or \*\.jsonl or "),
         ("dev.txt", "a", r"has no training data \(train\*, .*\)\. .* dev\.txt"),
@@ -63,80 +56,32 @@ FILES = {
     "alpaca": [
         ("a.json", '[\n{"instruction": "a",}]', r"a\.json: the text is not valid JSON .*line 2"),
         ("a.json", json.dumps([PLAIN, {"output": "b"}]), "item 2: .* 'instruction' is missing"),
-        ("a.jsonl", records(PLAIN), "needs at least two examples, but has 1"),
-        (
-            "a.jsonl",
-            records(DOLLY),
-            r"'output' is missing\. Rename 'response' to 'output'\.",
-        ),
-        (
-            "a.jsonl",
-            records(PLAIN | {"context": "b"}),
-            r"'input' is missing\. Rename 'context' to 'input'\.",
-        ),
-        (
-            "a.jsonl",
-            records(PLAIN | {"history": [["a", "b"]]}),
-            r"'history' .* use --task chat",
-        ),
-        ("a.jsonl", records(PLAIN | {"weight": 0}), "the field 'weight' must be 1, but is 0"),
-        (
-            "a.jsonl",
-            records(PLAIN | {"images": ["a.jpg"]}),
-            r"'images' .* supported.* only text",
-        ),
-        ("a.jsonl", told(), r"is a conversation\. Use --task chat"),
+        ("a.jsonl", records(DOLLY), r"'output' is missing\. Rename 'response' to 'output'\."),
+        ("a.jsonl", records(PLAIN | {"history": [["a", "b"]]}), r"'history' .* use --task chat"),
+        ("a.jsonl", extended(), r"is a conversation\. Use --task chat"),
     ],
     "chat": [
         ("a.jsonl", chats({"messages": []}), r"line 2: .* must be a list of messages, but is \[\]"),
         ("a.jsonl", chats({"messages": ["hi"]}), r"line 2, message 1: must be \{.*\}, but is 'hi'"),
         ("a.jsonl", chats({"messages": [{"role": "user"}]}), r"the field 'content' is missing"),
         ("a.jsonl", chats({"messages": [USER]}), r"the role 'assistant', only 'user'"),
-        ("a.jsonl", chats({"prompt": "a"}), r"'messages' is .*'prompt'.. Rename the field"),
-        ("a.jsonl", chats({"conversations": []}), r"to `messages`. In its .*`from` to `role`"),
-        ("a.jsonl", chats({"text": "a"}), r"use --task language"),
-        ("a.jsonl", chats({"messages": [USER, TOLD], "tools": "[]"}), "'tools' must be a list"),
+        ("a.jsonl", chats({"messages": [USER, ANSWER], "tools": "[]"}), "'tools' must be a list"),
+        ("a.jsonl", chats({"messages": [ANSWER, USER]}), r"rejects .*: Roles must alternate"),
+        ("a.jsonl", extended(label=False), r"line 2: the field 'label' .*training on preferences"),
+        ("a.jsonl", chats({"chosen": "a", "rejected": "b"}), r"'chosen' .*training on preferences"),
+        ("a.jsonl", extended(system="a"), r"field 'system' .* message with the role 'system'"),
+        ("a.jsonl", answered(weight=0.5), r"message 2: .* must be 0 or 1, but is 0.5"),
+        ("a.jsonl", answered(train_detail=[]) + answered(train_detail=[1]), r"line 4, .*_detail'"),
+        ("a.jsonl", answered(function_call={"name": "a"}), r"'function_call' .* into `tool_calls`"),
         (
             "a.jsonl",
-            chats({"messages": [TOLD, USER]}),
-            r"line 2: .* rejects .*: Roles must alternate",
+            answered(tool_calls=["a"]),
+            r"message 2: the field 'tool_calls' must be a list",
         ),
-        ("a.jsonl", told(label=False), r"line 2: the field 'label' .*training on preferences"),
-        (
-            "a.jsonl",
-            told(chosen="b", rejected="c"),
-            r"field 'chosen' .*training on preferences",
-        ),
-        (
-            "a.jsonl",
-            chats({"chosen": "a", "rejected": "b"}),
-            r"'chosen' .*training on preferences",
-        ),
-        ("a.jsonl", told(videos=["a.mp4"]), r"field 'videos' .* only text"),
-        ("a.jsonl", told(system="a"), r"field 'system' .* message with the role 'system'"),
-        ("a.jsonl", told(train=False), r"the field 'train' must be 1, but is False"),
-        ("a.jsonl", answer(weight=0.5), r"message 2: .* must be 0 or 1, but is 0.5"),
-        (
-            "a.jsonl",
-            answer(train_detail=[]) + answer(train_detail=[1]),
-            r"line 4, .*'train_detail'",
-        ),
-        ("a.jsonl", answer(function_call={"name": "a"}), r"'function_call' .* into `tool_calls`"),
-        ("a.jsonl", answer(tool_calls=["a"]), r"message 2: the field 'tool_calls' must be a list"),
-        ("a.jsonl", answer(tool_calls=[{"name": "a", "arguments": "{"}]), r"are not valid JSON"),
-        ("a.jsonl", answer(tool_calls=[{"name": "look"}]), r"skips `tool_calls` of message 2"),
-        ("a.jsonl", told(tools=[{"name": "look"}]), r"skips `tools`"),
-        ("a.jsonl", chats({"messages": [USER | {"train": True}, TOLD]}), r"'train' is True, but"),
-        (
-            "a.jsonl",
-            chats({"messages": [FROM]}),
-            r"'role' is missing .* Rename `from` to `role` and",
-        ),
-        (
-            "a.jsonl",
-            chats({"messages": [USER | {"role": "gpt"}]}),
-            r"only 'gpt'\. Rename the roles",
-        ),
+        ("a.jsonl", answered(tool_calls=[{"name": "a", "arguments": "{"}]), r"are not valid JSON"),
+        ("a.jsonl", chats({"messages": [USER | {"train": True}, ANSWER]}), r"'train' is True, but"),
+        ("a.jsonl", chats({"messages": [FROM]}), r"'role' is missing .* Rename `from` to `role`"),
+        ("a.jsonl", chats({"messages": [USER | {"role": "gpt"}]}), "only 'gpt'. Rename the roles"),
         ("a.jsonl", chats(PLAIN), r"an instruction: use --task alpaca"),
     ],
     "classification": [
@@ -150,14 +95,22 @@ FILES = {
         ("a.csv", MANY, r"has 30 classes in 30 rows: 'b0', 'b1', 'b10'. Pass a"),
         ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: the row has 3 columns, but .* has 2.*as CSV"),
         ("a.csv", GOOD.replace("\n", "\r"), r"line 1 is not valid CSV"),
-        (
-            "a.jsonl",
-            '{"text": "a", "label": 0.5}\n',
-            r"line 1: .* a class, but contains 0.5",
-        ),
+        ("a.jsonl", '{"text": "a", "label": 0.5}\n', r"line 1: .* a class, but contains 0.5"),
         ("a.jsonl", '{"review": "a"}\n', r"'text' is missing .* Pass its name with --text-column"),
     ],
 }
+
+
+def make(task, data, folder, bert, decoder, *, length):
+    options = {"sequence_length": length, "validation_share": 0.5, "seed": 0}
+    if task == "language":
+        return language.make(data, decoder, **options)
+    if task == "alpaca":
+        return answers.make_alpaca(data, decoder, **options)
+    if task == "chat":
+        template = read_template(folder, decoder.tokens, TEMPLATE)
+        return answers.make_chat(data, decoder, template, **options)
+    return classification.make(data, bert, classification.Columns("text", "label"), **options)
 
 
 @pytest.mark.parametrize(
@@ -165,40 +118,28 @@ FILES = {
 )
 def test_a_file_that_no_task_accepts_is_named(tmp_path, bert, decoder, task, file, content, match):
     path = write(tmp_path / file, content)
-    data = path if file[0] == "a" else tmp_path
-    shared = {"sequence_length": 512 if task == "alpaca" else 4, "validation_share": 0.5, "seed": 0}
-    template = read_template(tmp_path, decoder.tokens, TEMPLATE)
-    columns = classification.Columns("text", "label")
-    make = {
-        "language": lambda: language.make(data, decoder, **shared),
-        "alpaca": lambda: answers.make_alpaca(data, decoder, **shared),
-        "chat": lambda: answers.make_chat(data, decoder, template, **shared),
-        "classification": lambda: classification.make(data, bert, columns, **shared),
-    }[task]
+    data, length = path if file[0] == "a" else tmp_path, 512 if task == "alpaca" else 4
     with pytest.raises(DataError, match=match):
-        make()
+        make(task, data, tmp_path, bert, decoder, length=length)
 
 
-@pytest.mark.parametrize("task", ["language", "alpaca", "chat"])
-def test_ignored_fields_are_listed_once_with_their_counts(tmp_path, decoder, task):
-    system = {"role": "system", "content": "c"}
-    messages = [system, USER, TOLD | {"mood": "good"}]
-    record = {"text": "a cat is in the bin", "messages": messages} | PLAIN
-    kept = {"language": ["text"], "alpaca": [*PLAIN], "chat": ["messages"]}[task]
-    record = {name: record[name] for name in kept}
+@pytest.mark.parametrize(
+    ("task", "length", "record"),
+    [
+        ("language", 2, {"text": "a cat is in the bin"}),
+        ("alpaca", 500, PLAIN),
+        ("chat", 500, {"messages": [SYSTEM, USER, ANSWER | {"mood": "good"}]}),
+    ],
+)
+def test_ignored_fields_are_listed_once_with_their_counts(
+    tmp_path, bert, decoder, task, length, record
+):
     rest = ({"id": 1, "images": [], "label": "a"}, {"id": 2, "history": None, "weight": 1})
     path = write(tmp_path / "a.jsonl", records(*(record | more for more in rest)))
-    length = 2 if task == "language" else 500
-    options = {"sequence_length": length, "validation_share": 0.5, "seed": 0}
-    if task == "chat":
-        template = read_template(tmp_path, decoder.tokens, TEMPLATE)
-        notes = answers.make_chat(path, decoder, template, **options).notes
-        assert f"{path}: 2 of 2 conversations begin with a system message, so prompt" in notes[-1]
-    elif task == "alpaca":
-        notes = answers.make_alpaca(path, decoder, **options).notes
-    else:
-        notes = language.make(path, decoder, **options).notes
+    notes = make(task, path, tmp_path, bert, decoder, length=length).notes
     assert f"{path}: fields that are not read: 'id' 2, 'label' 1" in notes
+    system = f"{path}: 2 of 2 conversations begin with a system message, so prompt"
+    assert (system in notes[-1]) == (task == "chat")
 
 
 def test_docs_name_each_supported_or_rejected_field():

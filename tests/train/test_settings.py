@@ -34,24 +34,17 @@ def config_file(folder: Path, text: str) -> Path:
         ("steps = true", "--steps: expected one argument"),
         ("steps = -1", "`steps`: must be a finite number of at least 0"),
         ("keep_best = 1", "--keep-best/--no-keep-best: ignored explicit argument '1'"),
-        ("[steps]\nmany = 3", "`steps`: must be a single value, but is .*many"),
         ('data = ["a", "b"]', "`data`: must be a single value"),
         ('optimizer = "adam"', "--optimizer: must be zenflow.adamw.offload, but is 'adam'"),
         ("learning_rate = nan", "`learning_rate`: must be a finite number above 0, but is nan"),
         ("validation_share = 10", "`validation_share`: must be a share.*but is 10"),
-        ("width = 250", "`width`: must be a multiple of 8.*but is 250"),
         ("b1 = 1.0", "`b1`: must be a share from 0"),
-        ("seed = 4294967296", "`seed`: must be a number below"),
         ("steps = 3\nwidth 4", "the config is not valid TOML: .*line 2"),
         ('run = ".."', "`run`: must be the name of a folder"),
         ('update_interval = "often"', "--update-interval: .*'often'"),
-        ("select_interval = 64.0", r"--select-interval: .*'64\.0'"),
-        ("full_warm_up_share = 1", "`full_warm_up_share`: must be a share .*but is 1"),
-        (
-            "full_warm_up_share = 0.05\nfull_warm_up_rounds = 20",
-            "`full_warm_up_share`: must be left out, because full_warm_up_rounds is set, but",
-        ),
         ('stream = "gradients"', "`scan_layers`: must be .* because stream is 'gradients'"),
+        ('stream = "weights"', "`optimizer`: must be .* because stream is 'weights'"),
+        ('layer_inputs = "host"', "`layer_inputs`: must be .* because stream is 'none'"),
         ("early_stopping_patience = 3", "`keep_best`: must be True, because early_stopping"),
         ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: must be left out, because"),
     ],
@@ -83,36 +76,31 @@ def test_a_runs_settings_do_not_start_it_again_in_another_folder(tmp_path, monke
     (run / "checkpoints").mkdir(parents=True)
     (run / "settings.toml").write_text('output_dir = "runs"\n')
     monkeypatch.chdir(tmp_path)
-    go_on = [str(run / "settings.toml"), "--run"]
-    read_command_line([*go_on, "first"], program="train")
+    config = str(run / "settings.toml")
+    read_command_line([config, "--run", "first"], program="train")
     monkeypatch.chdir(run)
-    for config in (go_on[0], "settings.toml"):
+    for path in (config, "settings.toml"):
         with pytest.raises(SettingsError, match="folder where it was started"):
-            read_command_line([config, "--run", "first"], program="train")
-    read_command_line([*go_on, "second"], program="train")
-    read_command_line([*go_on, "first", "--output-dir", str(run.parent)], program="train")
+            read_command_line([path, "--run", "first"], program="train")
+    read_command_line([config, "--run", "second"], program="train")
+    options = ["--run", "first", "--output-dir", str(run.parent)]
+    read_command_line([config, *options], program="train")
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--steps", "ten"], "--steps: must be None or INT, but is 'ten'"),
-        (["--optimizer", "sgd"], "--optimizer: must be zenflow|adamw|offload, but is 'sgd'"),
         (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
         (["--train_epochs", "3", "--max_steps", "4"], "--epochs? unknown option --max-steps."),
         (["extra", "words"], "unexpected argument 'extra words'. Quote texts with spaces"),
         (["--qqq"], "unknown option --qqq. All options are in"),
         (["--timeline", "x.bmp"], "`--timeline`: must be a file ending in"),
-        (["--timeline", "none/x.png"], "`--timeline`: must be a file ending in"),
         (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: needs steps with host"),
         (["--text-column", "body"], "`text_column`: must be text, as standard_library does not"),
         (["--corpus-megabytes", "1e-6"], "are too few for"),
-        (["--sequence-length", "10000000"], "are too few for 10000000"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must be in [0, 1]"),
-        (["--select-interval", "0"], "select_interval"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
-        (["--task", "language", "--plan"], "`model`: must be a path for language"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -132,9 +120,7 @@ def test_a_mistake_ends_the_command_with_one_line_code_2_and_no_folder(
 def test_the_version_and_the_help_of_a_plan_need_no_config(capsys, monkeypatch):
     for command, shown in (
         ("zenflow-finetune --version", f"zenflow_jax {zenflow_jax.__version__}\n"),
-        ("zenflow-plan --version --plan", f"zenflow_jax {zenflow_jax.__version__}\n"),
         ("zenflow-plan --help --plan", "Plans a run's memory and speed"),
-        ("zenflow-finetune --help", "Fine-tunes a model with the settings"),
     ):
         monkeypatch.setattr("sys.argv", command.split())
         with pytest.raises(SystemExit) as ended:
@@ -175,15 +161,15 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "window", "select"),
+    ("options", "window", "select"),
     [
         ({"update_interval": 3, "select_interval": 12}, 3, 12),
         ({"update_interval": "auto", "select_interval": "auto"}, AutoWindow(), AutoSelect()),
     ],
     ids=str,
 )
-def test_words_for_intervals_become_the_librarys_rules(words, window, select):
-    tx = make_optimizer(Settings(steps=9, **words))
+def test_intervals_become_the_librarys_rules(options, window, select):
+    tx = make_optimizer(Settings(steps=9, **options))
     schedule = find_state(tx.init({"kernel": jnp.ones((4, 4))})).schedule
     assert (schedule.window, schedule.select) == (window, select)
 

@@ -1,26 +1,144 @@
-"""Runs that end early: by signals, at any time, and when memory is full."""
+"""Runs that end early, by signals or full disks or memory: they resume and are bit-identical."""
 
 import contextlib
+import gc
 import os
+import random
 import re
 import signal
-import sys
 import threading
-import types
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from benchmarks import kill_test
+from benchmarks.kill_test import differences, steps_of
 from tests.processes import output, start
-from train.cli.settings import Settings
+from train import finetune
+from train.cli.settings import Settings, SettingsError
 from train.distributed.stopping import Interrupted, StopRequest, how_to_resume
 from train.finetune import describe_oom, find_oom
-from zenflow_jax import _commands
+from train.run.folder import LOCK, run_lock
 
-# The main thread is where Python's handlers cannot run, and signals do not wake it: it waits for
+STEPS = 63
+
+pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+
+
+def stopped_after(last: int) -> Callable[[StopRequest, int], int | None]:
+    """Returns `StopRequest.after` for a process that gets SIGTERM in a step."""
+
+    def after(stop: StopRequest, step: int, after=StopRequest.after) -> int | None:
+        if step == last:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while after(stop, step) is None:
+                pass  # another thread handles the signal
+        return after(stop, step)
+
+    return after
+
+
+def changed_at(folder: Path) -> dict[Path, float]:
+    """Returns a folder's last modification time; every start writes the lock."""
+    return {p: p.stat().st_mtime for p in folder.rglob("*") if p.name != LOCK}
+
+
+# One test, so that no second worker makes the same runs.
+@pytest.mark.slow
+def test_a_stopped_and_killed_run_is_bit_identical_and_a_finished_run_is_not_changed(
+    tmp_path, capsys, monkeypatch
+):
+    config = kill_test.write_config(tmp_path, steps=STEPS)
+    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
+    seldom = "--save-every", "40"  # saves are most of a run's time
+    whole.mkdir()
+    for name in (LOCK, "settings.toml"):  # like a start that was killed before its first save
+        (whole / name).touch()
+    assert finetune.main([str(config), "--run", whole.name, *seldom]) == 0
+    assert "no checkpoint to resume from" in capsys.readouterr().out
+    picture = tmp_path / "timeline.svg"
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "after", stopped_after(7))
+        command = [str(config), "--run", interrupted.name, "--timeline", str(picture)]
+        assert finetune.main(command) == 128 + signal.SIGTERM
+    message, command = capsys.readouterr().err.splitlines()[-2:]
+    assert re.fullmatch("stopped by SIGTERM after step 7, which is saved.*", message)
+    assert command == f"python -m train.finetune {interrupted}/settings.toml --run interrupted"
+    assert "<svg" in picture.read_text(encoding="utf-8")
+
+    killed = start("-m", "train.finetune", config, "--run", interrupted.name)
+    checkpoints = interrupted / "checkpoints"
+    kill_test.kill_at("writing", killed, checkpoints, random.Random(0), 0.0)
+    assert output(killed)[0] == -signal.SIGKILL
+    assert finetune.main([command.split()[3], "--run", interrupted.name, *seldom]) == 0
+    assert re.search(r"resuming from checkpoint \d+ in ", capsys.readouterr().out)
+    assert differences(whole, interrupted) == []
+    assert_masters(whole)
+    assert_exports(config, whole, tmp_path, capsys)
+    assert_not_changed(config, whole, capsys)
+
+
+def assert_masters(run: Path) -> None:
+    """Checks that the model contains the masters by key path."""
+    kernel = load_file(run / "model.safetensors")["blocks.0.gate.kernel"]
+    assert (kernel.shape, kernel.dtype) == ((16, 24), np.float32)
+    # Low-precision parameters are the rounded masters, and the run is finished.
+    assert np.any(kernel != np.asarray(kernel, jnp.bfloat16).astype(np.float32))
+
+
+def assert_exports(config: Path, run: Path, folder: Path, capsys) -> None:
+    """Checks that an export names pending updates."""
+    step = str(min(steps_of(run / "checkpoints")))
+    target = str(folder / "exported")
+    assert finetune.main([str(config), "--run", run.name, "--export", step, target]) == 0
+    assert capsys.readouterr().out.endswith("without pending updates\n")
+
+
+def assert_not_changed(config: Path, run: Path, capsys) -> None:
+    """Checks that a finished run, or a run with other settings, stays as it is."""
+    before = changed_at(run)
+    for options, code, expected in (
+        ([], 0, f"has completed all {STEPS} steps"),
+        (["--topk-ratio", "0.5"], 2, "error: `topk_ratio`: is 0.5, but was 0.25 .*Pass"),
+        (["--steps", "20"], 2, f"error: `steps`: must be at least {STEPS}, .*but is 20"),
+    ):
+        assert finetune.main([str(config), "--run", run.name, *options]) == code
+        assert re.search(expected, "".join(capsys.readouterr()))
+    assert changed_at(run) == before
+
+
+@pytest.mark.slow
+def test_a_run_on_a_full_disk_ends_with_one_message(tmp_path, small_disk, capfd):
+    config = kill_test.write_config(tmp_path, steps=STEPS, optimizer="adamw")
+    disk = small_disk("2m")
+    options = ["--output-dir", str(disk), "--keep", "99", "--log-every", "1"]
+    assert finetune.main([str(config), "--run", "full", *options]) == 2
+    gc.collect()  # orbax prints a traceback for each array
+    error = capfd.readouterr().err
+    assert "Traceback" not in error
+    # The first file without room is either the model or the last checkpoint.
+    no_model, no_checkpoint = (
+        rf".* cannot be written to {disk}.*Free disk space",
+        rf"the last checkpoint is missing: see above. {disk}/.*contains the weights",
+    )
+    assert re.match(f"error: ({no_model}|{no_checkpoint})", error.splitlines()[-1])
+
+
+def test_a_second_start_of_a_run_is_rejected_until_the_first_ends(tmp_path):
+    with run_lock(tmp_path, print):
+        with pytest.raises(SettingsError, match=f"process {os.getpid()} on .* another --run"):
+            with run_lock(tmp_path, print):
+                pass
+    with run_lock(tmp_path, print):
+        pass
+
+
+# Blocks the main thread where Python's handlers cannot run and signals do not wake it: it waits for
 # a lock of the C library that it holds itself.
 STUCK = """
 import ctypes, sys
@@ -37,27 +155,20 @@ with StopRequest(lambda line: print(line, flush=True)) as stop:
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "phase", "expected"),
-    [
-        (signal.SIGINT, "start", "no step has been done since the start"),
-        (signal.SIGTERM, "end", "all is saved"),
-    ],
-)
-def test_a_signal_ends_a_command_at_once_if_nothing_needs_saving(number, phase, expected):
-    with stuck(phase) as process:
-        process.send_signal(number)
-        assert output(process) == (128 + number, f"stopped by {number.name}: {expected}\n")
+def test_a_signal_ends_a_command_at_once_if_nothing_needs_saving():
+    with stuck("end") as process:
+        process.send_signal(signal.SIGTERM)
+        assert output(process) == (128 + signal.SIGTERM, "stopped by SIGTERM: all is saved\n")
 
 
 def test_a_signal_is_confirmed_at_once_and_the_next_one_aborts():
     with stuck("step") as process:
         process.send_signal(signal.SIGUSR1)
-        said = "SIGUSR1: stopping after this step and saving; send another signal to abort\n"
-        assert process.stdout.readline() == said
+        confirmed = "SIGUSR1: stopping after this step and saving; send another signal to abort\n"
+        assert process.stdout.readline() == confirmed
         process.send_signal(signal.SIGUSR1)  # counts like SIGTERM
-        said = "aborted by SIGUSR1; the last checkpoint is unchanged\n"
-        assert output(process) == (128 + signal.SIGTERM, said)
+        aborted = "aborted by SIGUSR1; the last checkpoint is unchanged\n"
+        assert output(process) == (128 + signal.SIGTERM, aborted)
 
 
 @contextlib.contextmanager
@@ -86,23 +197,13 @@ def test_a_signal_interrupts_work_between_two_steps_and_handlers_are_restored():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_an_interrupt_before_a_command_has_begun_gives_one_line(monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_commands, "importlib", types.SimpleNamespace(import_module=interrupted))
-    monkeypatch.setattr("sys.path", [*sys.path])
-    assert _commands.finetune() == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "stopped by SIGINT\n"
-
-
 def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    said = how_to_resume(signal.SIGTERM, 7, Path("runs/my first"))
-    assert said.endswith(" 'runs/my first/settings.toml' --run 'my first'")
+    line = how_to_resume(signal.SIGTERM, 7, Path("runs/my first"))
+    assert line.endswith(" 'runs/my first/settings.toml' --run 'my first'")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    said = how_to_resume(signal.SIGTERM, 7, Path("runs/job-17"))
-    assert said.endswith(" is saved. Resume with the same sbatch or srun command and --run job-17")
+    line = how_to_resume(signal.SIGTERM, 7, Path("runs/job-17"))
+    assert line.endswith(" is saved. Resume with the same sbatch or srun command and --run job-17")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
-"""Language modelling and Alpaca: examples, splits, and rejected files.
+"""Language modelling and Alpaca: examples, splits, and Parquet files.
 
 Tokens are compared with one call of the tokenizer per text, on text taken from the files by hand.
 """
 
+import itertools
 import json
+import sys
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.train.scripts import records, write
-from train.tasks import answers, files, language
+from train.tasks import answers, files, language, tables
 from train.tasks.batches import DataError
 
 
@@ -23,8 +27,8 @@ def joined(source):
     """Returns all tokens of overlapping windows, once."""
     windows = [source[i]["tokens"] for i in range(len(source))]
     assert all(w.dtype == np.int32 for w in windows)
-    for one, next_one in zip(windows, windows[1:], strict=False):
-        assert one[-1] == next_one[0]
+    for window, following in itertools.pairwise(windows):
+        assert window[-1] == following[0]
     return [*windows[0].tolist(), *(t for w in windows[1:] for t in w[1:].tolist())]
 
 
@@ -46,8 +50,8 @@ def test_windows_cover_all_documents_with_begin_and_end_tokens(tmp_path, decoder
         (task.validation, ("this is it\n",)),
     ):
         expected = enclosed(decoder, *texts)
-        got = joined(source)
-        assert got == expected[: len(got)]
+        tokens = joined(source)
+        assert tokens == expected[: len(tokens)]
         assert len(source) == (len(expected) - 1) // 3
     assert (task.kind, task.labels) == ("decoder", ())
     assert task.notes == ("train_b.jsonl: blank texts left out: 1",)
@@ -73,7 +77,7 @@ def test_positions_restart_in_each_document_and_its_first_token_is_not_a_target(
         expected[:border] = range(border)
         assert example["positions"].tolist() == expected.tolist()
         assert example["weights"].tolist() == targets[5 * i + 1 : 5 * i + 6]
-    # A document by itself has nothing to be kept from.
+    # A single document needs neither positions nor weights.
     assert task.validation[0].keys() == {"tokens"}
     together = language_task(tmp_path, decoder, length=5, joined=True)
     assert together.train[1].keys() == {"tokens"}
@@ -81,21 +85,11 @@ def test_positions_restart_in_each_document_and_its_first_token_is_not_a_target(
     assert together.checksum != task.checksum
 
 
-def test_a_single_document_validates_with_its_end(tmp_path, decoder):
-    path = write(tmp_path / "a.txt", "abcdefghij" * 10)
-    task = language_task(path, decoder, length=2, share=0.25)
-    every = enclosed(decoder, "abcdefghij" * 10)
-    border = len(every) - round(0.25 * len(every))
-    train, validation = joined(task.train), joined(task.validation)
-    assert train == every[:border][: len(train)]
-    assert validation == every[border:][: len(validation)]
-
-
 def test_the_longest_document_validates_with_its_end_if_no_document_has_the_size(tmp_path, decoder):
     for name, letter, count in (("README", "r", 1), ("a", "a", 40), ("b", "b", 60)):
         write(tmp_path / f"{name}.txt", letter * count)
     task = language_task(tmp_path, decoder, length=4, share=0.15)
-    # All are 107 tokens with begin and end, of which 15% are 16; README has 3.
+    # The 107 tokens include begin and end tokens; 15% are 16 tokens. README has 3.
     every = [enclosed(decoder, letter * n) for letter, n in (("r", 1), ("a", 40), ("b", 60))]
     train, validation = joined(task.train), joined(task.validation)
     assert validation == every[2][-16:][: len(validation)]
@@ -103,7 +97,7 @@ def test_the_longest_document_validates_with_its_end_if_no_document_has_the_size
 
 
 @pytest.mark.parametrize(
-    ("names", "train", "validation", "out"),
+    ("names", "train", "validation", "unused"),
     [
         ("data test", "data", "", "test"),
         ("data eval evaluation-2 testset", "data", "", "eval evaluation-2 testset"),
@@ -116,15 +110,17 @@ def test_the_longest_document_validates_with_its_end_if_no_document_has_the_size
         ("dataset_info a .b/val", "a", "", ""),
     ],
 )
-def test_file_names_decide_between_training_and_validation(tmp_path, names, train, validation, out):
+def test_file_names_decide_between_training_and_validation(
+    tmp_path, names, train, validation, unused
+):
     for name in names.split():
         write(tmp_path / f"{name}.jsonl", "{}")
     sides = files.find_files(tmp_path, (".jsonl",))
     for side, expected in ((sides.train, train), (sides.validation, validation)):
         assert len(side) == len(expected.split())
         assert all(map(str.startswith, [path.name for path in side], expected.split()))
-    assert len(sides.notes) == bool(out)
-    assert all(name in sides.notes[0] for name in out.split())
+    assert len(sides.notes) == bool(unused)
+    assert all(name in sides.notes[0] for name in unused.split())
 
 
 def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
@@ -141,7 +137,7 @@ def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
 
 
 PLAIN = {"instruction": "Say {this}.", "output": "this"}
-GIVEN = {"instruction": "Add.", "input": "1 and 2", "output": "the sum is 3"}
+WITH_INPUT = {"instruction": "Add.", "input": "1 and 2", "output": "the sum is 3"}
 
 
 def alpaca_task(data, tokenizer, *, length=512):
@@ -157,7 +153,12 @@ def alpaca_folder(folder, *items):
 
 
 def test_only_the_answer_and_its_end_token_count(tmp_path, decoder):
-    items = (PLAIN, GIVEN, PLAIN | {"input": None}, PLAIN | {"input": "", "text": "passed over"})
+    items = (
+        PLAIN,
+        WITH_INPUT,
+        PLAIN | {"input": None},
+        PLAIN | {"input": "", "text": "passed over"},
+    )
     task = alpaca_task(alpaca_folder(tmp_path, *items), decoder)
     assert task.kind == "decoder"
     assert {note.partition(": ")[2] for note in task.notes} == {
@@ -170,8 +171,8 @@ def test_only_the_answer_and_its_end_token_count(tmp_path, decoder):
             assert (example["weights"].shape, example["weights"].dtype) == ((512,), np.uint8)
             assert example["tokens"][0] == decoder.begin
             counts = example["weights"].astype(bool)
-            asked = decoder.tokens.decode(example["tokens"][: np.argmax(counts) + 1].tolist())
-            assert asked == answers.prompt(item["instruction"], item.get("input") or "")
+            prompt = decoder.tokens.decode(example["tokens"][: np.argmax(counts) + 1].tolist())
+            assert prompt == answers.prompt(item["instruction"], item.get("input") or "")
             answer = decoder.tokens.encode(item["output"], add_special_tokens=False).ids
             assert example["tokens"][1:][counts].tolist() == [*answer, decoder.end]
             assert example["tokens"][-1] == decoder.pad
@@ -218,3 +219,31 @@ def test_neither_side_of_a_split_is_empty():
         train, validation = files.split(np.array(sizes), validation_share=share, seed=0)
         assert sorted([*train, *validation]) == list(range(len(sizes)))
         assert len(validation) == held_back
+
+
+def test_a_row_equals_a_line_of_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "ROWS", 4)
+    rows = [{"text": f"bin {i}", "n": i, "none": None} for i in range(9)]
+    # In a table, all of them have `a` and `b`.
+    rows = [row | {"more": [{"in": {"ab"[row["n"] % 2]: 1}}]} for row in rows]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    places, read = zip(*files.records(path), strict=True)
+    assert list(read) == rows
+    assert list(places) == [f"{path}, row {i}" for i in range(1, 10)]
+
+
+def test_files_that_are_not_tables_are_rejected(tmp_path, decoder):
+    path = tmp_path / "a.parquet"
+    for content in (b"version https://git-lfs.github.com/spec/v1\n", b"", b"PAR1"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"a\.parquet: .* its {len(content)} bytes"):
+            language.make(path, decoder, sequence_length=9, validation_share=0.5, seed=0)
+    with pytest.raises(DataError, match=r"a\.parquet: pyarrow cannot read a table"):
+        tables.class_names(path, "label")
+
+
+def test_without_pyarrow_the_error_names_its_installation(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"reading a\.parquet needs pyarrow.* pip install pyarrow"):
+        next(files.records(tmp_path / "a.parquet"))

@@ -3,15 +3,16 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
-from tests.make_tokenizer_fixtures import CASES, FILE, TEXT, template, write_case
 from tests.tiny_tokenizer import BEGIN, END, write_byte_level, write_wordpiece
 from train.huggingface.tokenizer import TokenizerError, read_tokenizer
 
 
 def edit(path, **entries):
-    held = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(held | entries))
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(content | entries))
 
 
 def test_an_encoder_pads_and_a_decoder_has_begin_and_end_and_pads_with_the_latter(tmp_path):
@@ -22,31 +23,31 @@ def test_an_encoder_pads_and_a_decoder_has_begin_and_end_and_pads_with_the_latte
     assert len(tokenizer.tokens.encode("the movie is so good").ids) == 7
     assert len(tokenizer.tokens.encode("good").ids) == 3
 
-    folder = tmp_path / "decoder"
-    folder.mkdir()
-    vocabulary = write_byte_level(folder)
-    tokenizer = read_tokenizer(folder, vocabulary=vocabulary, needs_end=True)
+    vocabulary = write_byte_level(tmp_path / "decoder")
+    tokenizer = read_tokenizer(tmp_path / "decoder", vocabulary=vocabulary, needs_end=True)
     begin, end = (tokenizer.tokens.token_to_id(name) for name in (BEGIN, END))
     assert tokenizer[1:] == (begin, end, end, vocabulary)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_begin_token_is_the_one_that_transformers_puts_first(tmp_path, name):
-    tokenizer = read_tokenizer(tmp_path, vocabulary=write_case(tmp_path, *CASES[name]))
-    front = [] if tokenizer.begin is None else [tokenizer.tokens.id_to_token(tokenizer.begin)]
-    assert front == json.loads(FILE.read_text())["fronts"][name]
-    text = tokenizer.tokens.encode(TEXT, add_special_tokens=False).tokens
-    assert tokenizer.tokens.encode(TEXT).tokens[: len(front + text)] == front + text
-
-
-def test_a_begin_token_is_requested_by_name_and_is_a_single_token(tmp_path):
+def test_a_begin_token_comes_from_the_post_processor_or_is_requested_by_name(tmp_path):
     vocabulary = write_byte_level(tmp_path, begin=False)
     edit(tmp_path / "config.json", bos_token_id=3)
-    for asked, begin in ((None, None), (False, None), (True, BEGIN)):
-        edit(tmp_path / "tokenizer_config.json", bos_token=BEGIN, add_bos_token=asked)
+    for add, begin in ((None, None), (False, None), (True, BEGIN)):
+        edit(tmp_path / "tokenizer_config.json", bos_token=BEGIN, add_bos_token=add)
         tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary)
         assert tokenizer.begin == (begin and tokenizer.tokens.token_to_id(begin))
-    write_case(tmp_path, template(END, BEGIN, "$A"), {})
+
+    edit(tmp_path / "tokenizer_config.json", add_bos_token=False)
+    path = str(tmp_path / "tokenizer.json")
+    tokens = Tokenizer.from_file(path)
+    known = [(name, tokens.token_to_id(name)) for name in (BEGIN, END)]
+    for template, begin in ((f"{BEGIN} $A {END}", BEGIN), (f"$A {END}", None)):
+        tokens.post_processor = TemplateProcessing(single=template, special_tokens=known)
+        tokens.save(path)
+        tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary)
+        assert tokenizer.begin == (begin and tokens.token_to_id(begin))
+    tokens.post_processor = TemplateProcessing(single=f"{END} {BEGIN} $A", special_tokens=known)
+    tokens.save(path)
     with pytest.raises(TokenizerError, match=r"the 2 tokens <\|end\|>, <\|begin\|> in front"):
         read_tokenizer(tmp_path, vocabulary=vocabulary)
 
@@ -65,7 +66,7 @@ def test_config_ids_apply_where_the_tokenizer_names_nothing(tmp_path):
     ("name", "change", "match"),
     [
         ("tokenizer.json", None, r"tokenizer\.json does not exist"),
-        ("tokenizer.json", "{", r"`tokenizers` .* cannot read a tokenizer from .*tokenizer\.json"),
+        ("tokenizer.json", "{", r"cannot read a tokenizer from .*tokenizer\.json"),
         ("tokenizer_config.json", {"eos_token": "</s>"}, r"`eos_token` is '</s>', which"),
         ("tokenizer_config.json", {"eos_token": None, "pad_token": BEGIN}, "no end token"),
         ("config.json", '{"bos', r"config\.json is not valid JSON"),

@@ -33,7 +33,7 @@ def abstract_mesh(**axes: int) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
-def placed(leaf, *shape):
+def shardings_of(leaf, *shape):
     leaves = {leaf: jax.ShapeDtypeStruct(shape, np.float32)}
     return sharding.weight_shardings(abstract_mesh(fsdp=3), leaves)
 
@@ -43,15 +43,18 @@ def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
     for call, words in (
         (lambda: mesh(""), "^`mesh`: needs `axis=size` pairs.*but has ''"),
         (lambda: mesh("data=0"), "^`mesh`: needs `axis=size` pairs.*but has 'data=0'"),
-        (
-            lambda: mesh("tensr=1"),
-            "needs only the axes data, fsdp, tensor, but has `tensr`",
-        ),
+        (lambda: mesh("tensr=1"), "needs only the axes data, fsdp, tensor, but has `tensr`"),
         (lambda: mesh("data=1,data=1"), "^`mesh`: needs every axis once, but has `data` twice"),
         (lambda: mesh("data=64,fsdp=3"), r"needs .* of devices, here \d+ .* the product 192"),
-        (lambda: placed("a/up/kernel", 4, 4), "a size of `fsdp` that divides .*but has fsdp=3"),
-        (lambda: placed("bias", 4), r"`bias`.* needs a rule in .*, but has none"),
-        (lambda: placed("norm/scale", 4, 4), r"`norm/scale`.* needs a rule .* but has \(None,\)"),
+        (
+            lambda: shardings_of("a/up/kernel", 4, 4),
+            "`fsdp` that divides .*but has fsdp=3",
+        ),
+        (lambda: shardings_of("bias", 4), r"`bias`.* needs a rule in .*, but has none"),
+        (
+            lambda: shardings_of("norm/scale", 4, 4),
+            r"`norm/scale`.* rule .* has \(None,\)",
+        ),
         (lambda: Launch(processes=2), "--processes is not enough. Pass .* together"),
         (lambda: Launch(coordinator="a", processes=2, process=0), "must be HOST:PORT, but is a"),
         (lambda: Launch(coordinator="a:1", processes=2, process=2), "below --processes 2, .*is 2"),
@@ -114,7 +117,7 @@ def test_processes_come_from_the_flags_or_else_from_slurm(monkeypatch):
 
 
 def test_mpirun_without_the_flags_is_rejected_with_the_line_that_works(monkeypatch):
-    # Inside an allocation also with the variables of SLURM's daemons, which each start many.
+    # Inside an allocation, the environment also has the variables of SLURM's daemons.
     for slurm in ({}, SLURM_STEP | {"SLURM_PROCID": "0"}):
         for mpi, prefix in ((MPIRUN, "OMPI_COMM_WORLD"), (MPICH, "PMI")):
             set_launcher(monkeypatch, slurm | mpi)
@@ -124,7 +127,7 @@ def test_mpirun_without_the_flags_is_rejected_with_the_line_that_works(monkeypat
 
 
 def losses(run: Path) -> list[float]:
-    """Every step's loss, and the validations before and after."""
+    """Returns every step's loss, and the validations before and after."""
     steps = [float(row["loss"]) for row in rows(run / "metrics.csv")]
     assert len(steps) == TINY_MESH["steps"]
     figures = summary(run)

@@ -1,19 +1,28 @@
-"""Makes `tests/fixtures/`: tiny random models, saved by `transformers`, and their outputs.
+"""Makes `fixtures/`: tiny random models and chat templates, with the results of `transformers`.
 
-    python -m tests.make_model_fixtures
+    python -m tests.make_fixtures
 
 Needs torch and transformers; the tests themselves do not. Each model is a folder with
-`config.json`, its weights, and `expected.safetensors`: inputs, and outputs in float32.
+`config.json`, its weights, and `expected.safetensors`: inputs, and outputs in float32. The chat
+templates use the same features as models' templates; `chat/expected.json` contains conversations
+for each of them. For each conversation, this script adds its text, the prompt for an answer, the
+tokens and, if the template marks answers, the answers' mask.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
+import torch
+import transformers as hf
 from safetensors.numpy import save_file
 
 from tests.hf_models import FIXTURES, LLAMA3
+from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
 
 POSITIONS = 12
 
@@ -32,15 +41,10 @@ ENCODER = SIZES | {"max_position_embeddings": 20, "type_vocab_size": 2, "pad_tok
 
 
 def make_decoders() -> None:
-    import transformers as hf
-
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
     few = DECODER | {"num_key_value_heads": 2}
-    llama3 = {
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": LLAMA3 | {"rope_theta": 10_000.0},
-    }
+    llama3 = {"head_dim": 8, "rms_norm_eps": 1e-5}
+    llama3 |= {"rope_parameters": LLAMA3 | {"rope_theta": 10_000.0}}
     qwen3 = {"head_dim": 6, "tie_word_embeddings": False}  # the heads are wider than the model
     mistral = {"num_key_value_heads": 1, "sliding_window": 5}  # a window below the length
     models = {
@@ -60,8 +64,6 @@ def make_decoders() -> None:
 
 
 def make_encoders() -> None:
-    import transformers as hf
-
     rng = np.random.default_rng(0)
     mask = np.ones((3, POSITIONS), np.int32)
     mask[1, 7:] = 0
@@ -77,8 +79,6 @@ def make_encoders() -> None:
 
 def _save(name: str, model, inputs: dict[str, np.ndarray], *, bfloat16=False, **options) -> None:
     """Writes a model in which every weight affects the outputs."""
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -95,18 +95,42 @@ def _save(name: str, model, inputs: dict[str, np.ndarray], *, bfloat16=False, **
         model.eval()
         batch = {key: torch.from_numpy(value).long() for key, value in inputs.items()}
         outputs = model(**batch, output_hidden_states=True)
-    arrays = inputs | {
-        "logits": outputs.logits.numpy(),
-        "hidden": outputs.hidden_states[-1].numpy(),
-    }
+    results = {"logits": outputs.logits.numpy(), "hidden": outputs.hidden_states[-1].numpy()}
     if bfloat16:  # not earlier, which would also round the rotary frequencies
         model.bfloat16()
     folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, **options)
-    save_file(arrays, folder / "expected.safetensors")
+    save_file(inputs | results, folder / "expected.safetensors")
+
+
+def make_conversations() -> None:
+    path = FIXTURES / "chat" / "expected.json"
+    expected = json.loads(path.read_text(encoding="utf-8")) | {"transformers": hf.__version__}
+    with tempfile.TemporaryDirectory() as folder:
+        write_byte_level(Path(folder), also=[TURN, TURN_END])
+        tokenizer = hf.PreTrainedTokenizerFast(
+            tokenizer_file=f"{folder}/tokenizer.json", bos_token=BEGIN, eos_token=END
+        )
+    render = tokenizer.apply_chat_template
+    for template in expected.keys() - {"transformers"}:
+        source = path.with_name(f"{template}.jinja")
+        tokenizer.chat_template = source.read_text(encoding="utf-8")
+        for case in expected[template].values():
+            messages, tools = case["messages"], case.get("tools")
+            marks = {"return_assistant_tokens_mask": template == "marked"}
+            encoded = render(messages, tools=tools, tokenize=True, return_dict=True, **marks)
+            case["text"] = render(messages, tools=tools, tokenize=False)
+            case["prompt"] = render(
+                messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True
+            )
+            case["tokens"] = encoded["input_ids"]
+            case["answers"] = encoded.get("assistant_masks")
+    text = json.dumps(expected, ensure_ascii=False, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     make_decoders()
     make_encoders()
+    make_conversations()
