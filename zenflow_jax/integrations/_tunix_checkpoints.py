@@ -1,6 +1,6 @@
 """Saves the engine's state in Tunix's checkpoints.
 
-This relies on two private details of Tunix 0.1.7, which `tests/in_tunix/test_checkpoints.py` checks:
+This relies on two private details of Tunix 0.1.7, which `tests/in_tunix/test_checkpoints.py` tests:
 `_checkpoint_manager` is orbax's manager or None, and the items that it has handlers for.
 """
 
