@@ -46,6 +46,7 @@ if importlib.util.find_spec("tunix") is None:
 # `make test-clients` runs these, in an environment with Keras, equinox and haliax.
 if importlib.util.find_spec("haliax") is None:
     collect_ignore.append("in_clients")
+collect_ignore.append("make_fixtures.py")  # needs torch
 
 # XLA reads these flags when jax starts its first backend. The GPU backend makes only optimized
 # code, so the flags are not set where one of jax's plugins is installed.

@@ -81,6 +81,10 @@ def test_a_step_takes_as_long_as_its_bottleneck():
     assert bus.bottleneck == "to device"
     assert bus.seconds["to device"] <= bus.step_s
     assert "its bottleneck is to device (compute" in bus.advice
+    # A larger batch hides the transfer of weights, but not of inputs, which grow with it.
+    device = dataclasses.replace(ample, bus=1e6)
+    assert planned(bandwidth=1e30, device=device).compute_from is not None
+    assert planned(bandwidth=1e30, device=device, inputs="host").compute_from is None
 
 
 def test_micro_batches_share_one_fetch():

@@ -78,9 +78,10 @@ def test_the_formula_limits_the_updates_that_wait_on_the_device(
 
 
 def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():
-    def need(ratio=0.0, window=4, host_state="float32", leaves=1, n=512):
+    def need(ratio=0.0, window=4, host_state="float32", leaves=1, n=512, staleness=None):
         params = [jax.ShapeDtypeStruct((n, n), jnp.bfloat16)] * leaves
-        tx = zenflow_jax.zenflow(1e-3, topk_ratio=ratio, update_interval=window)
+        options = {"topk_ratio": ratio, "update_interval": window, "staleness": staleness}
+        tx = zenflow_jax.zenflow(1e-3, **options)
         return needs_of(zenflow_jax.find_state(tx.init(params)), host_state=host_state)
 
     assert need(host_state="compact").state == 6.1875 * 512**2 + 4 * 512  # with counts
@@ -89,6 +90,9 @@ def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():
     # There is a mail that is read, a mail that is written, and a placeholder.
     assert need(window=1).mail == 3 * 2 * 512**2
     assert need(window=3).mail == 5 * 2 * 512**2
+    # One leaf's update waits, with its two gradients. The leaves share a placeholder.
+    kept = (1 + 2 + 2) / 2
+    assert need(window=2, leaves=2, staleness=2).mail == (kept + 3 + 0.5) * 4 * 512**2
     # Only long windows in rolling groups need sums.
     assert need(leaves=32, n=64).sums == 0
     assert need(leaves=32, n=64, window=16).sums == 2 * 4 * 32 * 64**2
