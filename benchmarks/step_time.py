@@ -198,8 +198,8 @@ def main() -> None:
     add("--scan-layers", action="store_true")
     add("--peers", nargs="+", default=["*"], help="names or patterns such as 'zenflow-s4-*'")
     add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=16, help="timed steps in a turn; whole windows of all peers")
-    add("--resident", choices=("one", "all"), default="one", help="peers in memory at a time")
+    add("--steps", type=int, default=16, help="timed steps in a turn; whole windows for every peer")
+    add("--resident", choices=("one", "all"), default="one", help="peers in memory at once")
     args = parser.parse_args()
 
     preset = MODELS[args.model]

@@ -21,7 +21,7 @@ _NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.part")
 
 @contextmanager
 def atomic_path(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """Yields a new, empty file or folder next to `path`, whose name it gets when the block ends.
+    """Yields a new, empty file or folder next to `path`, renamed to `path` when the block ends.
 
     It replaces an existing file or empty folder at `path`. The block may remove or move it first.
     """
@@ -40,7 +40,7 @@ def atomic_path(path: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Writes a file atomically: even if the process is killed, the file is either old or new."""
+    """Writes a file atomically: if the process is killed, either the old or the new file exists."""
     with atomic_path(path) as part:
         part.write_text(text, encoding="utf-8")
 

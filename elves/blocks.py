@@ -62,7 +62,7 @@ _ELF = struct.Struct("<hBI")
 
 
 class Damaged(Exception):
-    """A block differs from the written block; the message describes the difference."""
+    """A block differs from the original; the message describes the difference."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Coder:
             base: Returns the base's words for "delta"; None if the tensor has no base.
 
         Raises:
-            Damaged: If the block differs from the written block.
+            Damaged: If the block differs from the original.
         """
         if block.size <= HEAD:
             raise Damaged(f"the block has only {block.size} bytes; its header alone has {HEAD}")

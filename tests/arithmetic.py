@@ -150,7 +150,7 @@ def adamw(channel: Channel, g: Any, lr: np.float32, s: Settings, steps: int = 1)
     channel.steps += c
     n = np.float32(channel.steps)
     one = np.float32(1)
-    # As in optax: `1 - b` in Python's precision, `1 - b**n` in float32. They differ in the fifth
+    # As in optax: `1 - b` at Python's precision, `1 - b**n` in float32. They differ in the fifth
     # digit for b2 = 0.999 and n = 1.
     channel.mu = np.float32(1 - b1) * g + np.float32(b1) * channel.mu
     channel.nu = np.float32(1 - b2) * (g * g) + np.float32(b2) * channel.nu

@@ -32,7 +32,7 @@ MOMENT_TOL = 1e-6
 # A master that is off by ATOL is cast to the other neighbour if it is that close to the middle.
 # This affects one in 10,000 casts, and a deferred channel keeps the difference for a window.
 FLIPPED = 0.005
-# The share of different 8-bit moments in runs of some 20 steps, and of masters that they moved: a
+# The share of different 8-bit moments in runs of about 20 steps, and of masters that they moved: a
 # moment that is off by MOMENT_TOL gets another code about once in 10,000 times, and keeps the
 # difference.
 ANOTHER_CODE = 0.02
@@ -181,7 +181,7 @@ def assert_agree(actual: History, desired: History) -> None:
 
 
 def assert_agree_where_rounded(actual: History, desired: History) -> None:
-    """Compares like `assert_agree`, for 8-bit moments, a few of which get the next code."""
+    """Compares like `assert_agree`, for 8-bit moments, a few of which may be off by one code."""
     assert actual.skipped == desired.skipped
     for selected, expected in zip(actual.selected, desired.selected, strict=True):
         assert_same_bits(selected, expected)

@@ -4,8 +4,8 @@ These settings do not choose a platform. A test with a different set-up starts a
 
 Compiling takes most of these tests' time. So the compiler for CPUs does not optimize, here or in
 the processes that tests start, except where `test_equality.py` compares with optax or compares
-bits: its steps are compiled as for users. `XLA_FLAGS=--xla_backend_optimization_level=3 make test`
-optimizes everything, and takes three times as long.
+bits: its steps are compiled in the same way as for users. To optimize everything, which takes three
+times as long, run `XLA_FLAGS=--xla_backend_optimization_level=3 make test`.
 
 Workers of pytest-xdist and the processes that tests start compile the same programs. So all
 processes share jax's compilation cache, in a temporary folder. It returns the compiler's machine
@@ -80,8 +80,8 @@ os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 context_of = functools.cache(lambda thread, make=mlir.make_ir_context: make())
 mlir.make_ir_context = lambda: context_of(threading.get_ident())
 
-# Implicit promotion could turn float32 arithmetic into bfloat16 unseen, and implicit rank promotion
-# could broadcast a vector of channels along the wrong axis.
+# Implicit promotion could silently turn float32 arithmetic into bfloat16, and rank promotion could
+# broadcast a vector of channels along the wrong axis.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -128,7 +128,7 @@ def outside_of_functions(typechecker: Any) -> Callable[[Any], Any]:
     """Returns jaxtyping's decorator for functions that modules and classes define.
 
     It compiles a check for each function, which takes a quarter of all imports' time: so the first
-    checked call compiles it. For a local function, each call of the outer function would.
+    checked call compiles it. Local functions are not checked: each call would compile it.
     """
     decorate = jaxtyped(typechecker=typechecker)
 
@@ -173,7 +173,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with checked and then the slowest tests, on each worker with a part of them."""
+    """Puts checked tests first, then the slowest, and gives each worker an equal part."""
     # The slowest tests have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
     # Programs that were traced with checks stay valid without them.

@@ -17,7 +17,7 @@ def failing(*names: str, seconds: float = 20.0, least: float = 0.0) -> list[Stag
 
 
 def _finds(stage: Stage) -> None:
-    stage.notes.put("Found", f"what {stage.name} found")
+    stage.notes.put("Found", f"the result of {stage.name}")
     stage.notes.keep(found=stage.name, seconds_had=stage.left)
 
 
@@ -39,7 +39,7 @@ def hangs(stage: Stage) -> None:
     """Hangs as soon as its result is in the report, which is written while the stage runs."""
     _finds(stage)
     report = Path(os.environ["REPORT"])
-    while not report.exists() or f"what {stage.name} found" not in report.read_text("utf-8"):
+    while not report.exists() or f"the result of {stage.name}" not in report.read_text("utf-8"):
         assert stage.left > 0
     (report.parent / "pid").write_text(str(os.getpid()), encoding="ascii")
     threading.Event().wait()

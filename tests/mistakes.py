@@ -63,7 +63,7 @@ def step_of(tx: Any) -> Any:
     @jax.jit
     def step(params, state):
         gradients = jax.tree.map(lambda p: jnp.sin(3 * p) + 0.1, params)
-        with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+        with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
             updates, state = tx.update(gradients, state, params)
             return optax.apply_updates(params, updates), state
 

@@ -1,4 +1,4 @@
-"""ZenFlow's arithmetic in plain NumPy: slow, obvious, one channel after the other.
+"""ZenFlow's arithmetic in plain NumPy: slow, obvious, one channel at a time.
 
 This file decides when windows close and channels are selected; `arithmetic.py` computes a channel's
 step. The tests compare the engine with these two files, which therefore import only names of

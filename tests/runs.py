@@ -148,7 +148,7 @@ def fetch(x: jax.Array) -> np.ndarray:
 
 
 def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, np.ndarray]:
-    """Returns a step's gradient, each leaf in its dtype; channels differ much, but briefly."""
+    """Returns a step's gradient, each leaf in its dtype; channels differ a lot, but briefly."""
     rng = np.random.default_rng((seed, step))
     values = {x.name: rng.normal(size=x.shape) * np.exp(rng.normal(size=x.shape)) for x in leaves}
     if bad:
@@ -161,7 +161,7 @@ def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> di
 
 
 def apply(params: Any, updates: Any) -> Any:
-    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
         return optax.apply_updates(params, updates)
 
 
@@ -205,7 +205,7 @@ def init_on_devices(
 ) -> Any:
     """Returns `tx.init` on a mesh as one program, shared by all runs.
 
-    Outside of jit it is a hundred small programs, which compile again for each placement.
+    Outside jit, it consists of a hundred small programs, which compile again for each placement.
     """
     tx = transformation(
         leaves, settings, partition_replicated=partition, param_shardings=dict(placed)
@@ -266,7 +266,7 @@ class Training:
         self.tx, self.program = programs(leaves, settings, donate, partition, optimized)
         self.params = place(initial_values(leaves, seed), shardings)
         init = self.tx.init
-        if shardings is not None:  # otherwise outside of jit, like most users
+        if shardings is not None:  # otherwise outside jit, like most users
             placed = tuple((leaf.name, shardings[leaf.name]) for leaf in leaves)
             init = init_on_devices(leaves, settings, partition, placed)
         self.state = init(self.params)

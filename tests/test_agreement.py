@@ -26,7 +26,7 @@ AGREEMENTS = {
         dict(topk_ratio=0.5, update_interval=1, select_interval=2, provisional_share=1),
         Plan(12),
     ),
-    "selecting at every window, skipped and flushed everywhere": (
+    "selecting at every window, skipping and flushing everywhere": (
         THIRD,
         dict(topk_ratio=0.3, select_interval=4, provisional_share=0.5),
         # Flushes inside a window, twice, in a window with only skipped steps, and at a boundary.
@@ -47,7 +47,7 @@ AGREEMENTS = {
         # boundary.
         Plan(23, bad=(2, 6, 7, 8, 9, 14), flush_at=(11, 12, 16, 20)),
     ),
-    "in turn, two steps stale, scaled, float32 that travels as bf16": (
+    "in turn, two steps stale, scaled, float32 that is sent as bf16": (
         THIRD,
         dict(
             WARM,
@@ -61,7 +61,7 @@ AGREEMENTS = {
         ),
         Plan(20, bad=(2, 12, 13, 14, 15, 17), flush_at=(11, 18)),
     ),
-    "in turn, not stale, selecting in mid-window, one window all skipped": (
+    "in turn, not stale, selecting inside a window, one window all skipped": (
         SECOND,
         dict(
             topk_ratio=0.3,
@@ -74,7 +74,7 @@ AGREEMENTS = {
     ),
     # No clipping if sums are bf16, because a factor that is off by one bit moves one in a few
     # hundred sums to a neighbour.
-    "added up on the device as what travels, scaled betas": (
+    "summed on the device in the mail's dtype, scaled betas": (
         SECOND,
         dict(
             topk_ratio=0.3,
@@ -87,7 +87,7 @@ AGREEMENTS = {
         ),
         Plan(20, bad=(2, 7, 8, 9, 14), flush_at=(4, 11, 12)),
     ),
-    "stacks in ranges, added up on the device, two steps stale, adaptive selections": (
+    "stacks in ranges, summed on the device, two steps stale, adaptive selections": (
         SCANNED,
         dict(
             topk_ratio=0.3,
@@ -99,7 +99,7 @@ AGREEMENTS = {
         ),
         Plan(20, bad=(4, 10), flush_at=(7,)),
     ),
-    "added up on the device, not stale, clipped": (
+    "summed on the device, not stale, clipped": (
         tuple(leaf._replace(dtype="float32") for leaf in FIRST),
         dict(WARM, send_gradients="per_window", staleness=0),
         Plan(20, bad=(2, 5, 13), flush_at=(10,)),
@@ -109,7 +109,7 @@ AGREEMENTS = {
         dict(ADAPTIVE, update_interval=AutoWindow(5, 0.4), select_interval=5),
         Plan(30, bad=(7, 8, 9), flush_at=(15,)),
     ),
-    "adaptive windows and selections, not stale, at first all skipped": (
+    "adaptive windows and selections, not stale, first steps all skipped": (
         FEW,
         dict(
             ADAPTIVE,

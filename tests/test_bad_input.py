@@ -68,8 +68,8 @@ OF_LEAF = lambda path, leaf: 0.1  # noqa: E731
 PARTIAL = jax.tree_util.Partial(lambda rate, count: rate, 0.1)
 NEVER = [np.nan, np.inf, -1e-3, jnp.float32(np.nan), jnp.float32(-1e-3)]  # could only produce NaN
 NO_NUMBER = ["0.1", np.ones(3), 1j, jnp.bfloat16(0.9), None]
-# All numbers share a check, so only `learning_rate` has all wrong values. Each other option has
-# those that its own limits and types reject.
+# All numbers share a check, so only `learning_rate` gets all wrong values. Other options get values
+# that their own limits and types reject.
 WRONG = {
     "learning_rate": [*NEVER, *NO_NUMBER, {"weight": -1e-3}, [0.1, "0.1"], {"w": OF_LEAF}, PARTIAL],
     "b1": [1.0, None, lambda count: 0.5],
@@ -154,7 +154,7 @@ def inject(static_args=STATIC_ARGS):
     ],
     ids=lambda options: " and ".join(options),
 )
-def test_values_next_to_rejected_ones_are_accepted(options):
+def test_values_next_to_rejected_values_are_accepted(options):
     state = init(PARAMS, **options)
     assert len(state.leaves) == 2
     hash(jax.tree.structure(state))

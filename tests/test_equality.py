@@ -1,6 +1,6 @@
 """Runs that must equal `optax.adamw`, or be bit-identical to each other.
 
-Steps are compiled as for users. `test_agreement.py` has runs that must equal the slow reference.
+Steps are compiled in the same way as for users. `test_agreement.py` uses the slow reference.
 """
 
 import jax
@@ -15,7 +15,7 @@ from tests.runs import FEW, SECOND, Plan, Settings, Training
 
 
 @pytest.fixture(autouse=True)
-def as_users_have_them(monkeypatch):
+def optimized_compilation(monkeypatch):
     monkeypatch.setattr(runs, "optimized", True)
 
 
@@ -62,7 +62,7 @@ def test_an_average_of_masters_equals_that_of_optax_adamw():
     comparisons.assert_close(means[:1], means[1:])
 
 
-def test_the_runs_compared_with_optax_select_and_clip():
+def test_runs_that_are_compared_with_optax_select_channels_and_clip():
     history, _ = comparisons.reference(FEW, Settings(**SELECTING), Plan(12))
     assert len({chosen["rows"].tobytes() for chosen in history.selected}) > 6
     norms = [
@@ -83,9 +83,9 @@ def test_the_runs_compared_with_optax_select_and_clip():
         # On the device, a sum over one step is that step's gradient.
         ({"update_interval": 1, "select_interval": 3}, [{}, {"send_gradients": "per_window"}]),
     ],
-    ids=["donated or not, during the step or after it", "added up on the device"],
+    ids=["donated or not, during the step or after it", "summed on the device"],
 )
-def test_send_gradients_changes_no_bit(options, ways):
+def test_runs_with_any_send_gradients_are_bit_identical(options, ways):
     options, histories = Settings(topk_ratio=0.3, provisional_share=0.5, **options), []
     for more in ways:
         with Training(FEW[:2], options, host_kernel="numpy", **more) as training:

@@ -5,7 +5,7 @@ from tests.processes import assert_ends, start
 LINT = "import importlinter.cli as cli; cli.lint_imports_command(['--no-cache'])"
 
 
-def test_imports_point_one_way():
+def test_imports_go_one_way():
     # In a separate process, because it closes stdout.
     assert_ends(start("-c", LINT))
 

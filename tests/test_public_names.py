@@ -1,4 +1,4 @@
-"""The public names are few and documented, and take the leading arguments of `optax.adamw`."""
+"""The public API is small and documented, and takes the leading arguments of `optax.adamw`."""
 
 import dataclasses
 import inspect

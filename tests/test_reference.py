@@ -16,7 +16,7 @@ BY_HAND = dict(b1=0.0, b2=0.0, eps=1.0, weight_decay=0.0, provisional_share=None
 
 
 def one_leaf(n, learning_rate=1.0, *, dtype=np.float32, **options):
-    """Returns a reference for one `(n, 1)` leaf of zeros, with steps that are easy by hand."""
+    """Returns a reference for one `(n, 1)` leaf of zeros, with steps that are easy to work out."""
     settings = Settings(**{"rolling": False, "window_scaling": None, **BY_HAND, **options})
     return Reference([np.zeros((n, 1), dtype)], learning_rate, settings, channel_axes=[-2])
 
@@ -97,7 +97,7 @@ BY_STEP = {
         DOUBLING,
         HALF | {"update_interval": 3},
         [((1, 1), (-0.5, 0)), ((1, 5), (-1.5, 0)), ((np.nan, 1), (-1.5, -3))]
-        + [((1, 1), (-1.5, -5))],  # the other is selected then
+        + [((1, 1), (-1.5, -5))],  # the other channel is selected then
     ),
     "a window of skipped steps makes no update, not even a late one": (
         1.0,
@@ -106,13 +106,13 @@ BY_STEP = {
     ),
     # With gradients of 1 and 3, this takes three steps, which is known a step later; the update
     # arrives at the next boundary.
-    "an adaptive window closes when what piled up weighs as much as one step": (
+    "an adaptive window closes when its deferred sum weighs as much as one step": (
         1.0,
         {"topk_ratio": 0.5, "update_interval": AutoWindow(6, 1.0)},
         [((3, 1), (-0.75 * t, 0)) for t in range(1, 8)] + [((3, 1), (-6, -0.5))],
     ),
     # First window: mean 3, rate 8. Second window: mean 3, rate 128.
-    "a flush brings the update of a closed window and leaves the open one alone": (
+    "a flush merges the update of a closed window and leaves the open window alone": (
         DOUBLING,
         {"topk_ratio": 0.5, "update_interval": 4},
         [((15, 1), (-0.9375, 0)), ((15, 5), (-2.8125, 0)), (None, (-2.8125, 0))]
@@ -121,7 +121,7 @@ BY_STEP = {
         + [((15, 3), (-59.0625, -6)), ((15, 3), (-119.0625, -6)), ((15, 5), (-239.0625, -6))]
         + [(None, (-239.0625, -102))],
     ),
-    "but not where provisional steps of the open one would be lost": (
+    "a flush merges no update if provisional steps of the open window would be lost": (
         1.0,
         {"topk_ratio": 0.5, "update_interval": 2, "provisional_share": 0.5},
         [((15, 1), (-0.9375, 0)), ((15, 5), (-1.875, -0.5)), ((15, 1), (-2.8125, -1))]

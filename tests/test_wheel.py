@@ -38,7 +38,7 @@ def files(folder, ending):
 
 LIBRARY = files("zenflow_jax", ".py") | {"zenflow_jax/py.typed"}
 SCRIPTS = files("train", ".py") | files("elves", ".py") | files("configs", ".toml")
-# The modules that console commands run are on a separate path, so no environment has such names.
+# The modules that console commands run are on a separate path, so they add no names.
 INSTALLED = LIBRARY | {f"zenflow_jax/_scripts/{name}" for name in SCRIPTS}
 
 
@@ -103,7 +103,7 @@ def test_the_source_distribution_has_the_files_of_the_wheel(build):
 
 
 @pytest.mark.slow
-def test_the_wheel_imports_with_only_its_requirements_and_commands_name_missing_ones(
+def test_the_wheel_can_be_imported_with_only_its_requirements_and_commands_name_missing_ones(
     wheel, tmp_path
 ):
     with zipfile.ZipFile(wheel) as file:
@@ -152,14 +152,14 @@ SHOWN = {
 
 
 @pytest.mark.slow
-def test_each_command_works_when_installed_beside_modules_of_the_same_names(wheel, tmp_path):
+def test_each_command_works_when_installed_alongside_modules_with_the_same_names(wheel, tmp_path):
     place, work = tmp_path / "installed", tmp_path / "work"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
     done(subprocess.run([*pip, "--no-deps", "--target", str(place), str(wheel)], **AS_TEXT))
     assert {line.split()[0] for line in SHOWN} == {x.name for x in (place / "bin").iterdir()}
     (work / "elves").mkdir(parents=True)
     for name in ("train.py", "elves/__init__.py"):
-        (work / name).write_text("raise SystemExit('a module of the user')")
+        (work / name).write_text("raise SystemExit('a user module')")
     write_model(work / "model", "llama2")
     env = environment(1) | {"PYTHONPATH": f"{place}:{work}"}
     command = [sys.executable, "-c", COMMANDS]
@@ -194,7 +194,7 @@ def normal(name):
 
 
 @pytest.mark.parametrize("target", ["clean", "quickstart", "test-tunix"])
-def test_make_removes_no_folder_that_it_did_not_create(tmp_path, target):
+def test_make_removes_only_folders_that_it_created(tmp_path, target):
     for name in ("mine", "mine-tunix"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("precious")

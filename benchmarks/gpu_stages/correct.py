@@ -1,7 +1,7 @@
 """Are the results on this GPU correct?
 
-Runs each question in `checks.py` in another process. If the process aborts or hangs, the question
-has failed, and a new process continues with the next question.
+Runs the questions in `checks.py` in a separate process. If it aborts or hangs, the question has
+failed, and a new process continues with the next question.
 """
 
 import json
@@ -20,7 +20,7 @@ from benchmarks.machine import NoGPU
 #: A question that takes longer is considered hung. The first question in a process also starts jax
 #: and compiles; in a rehearsal, the CPU may be busy.
 _LONGEST_S, _LONGEST_REHEARSED_S = 45.0, 300.0
-#: With less time left, no question starts.
+#: With less time left, no further question starts.
 _LEAST_S = 6.0
 
 
@@ -28,7 +28,7 @@ def run(stage: Stage) -> None:
     rows = _ask_all(stage)
     failed = [f"{name}: {verdict}" for name, verdict in rows.items() if verdict != "pass"]
     if failed:
-        raise AssertionError(f"{len(failed)} of {len(rows)} did not pass, the first: {failed[0]}")
+        raise AssertionError(f"{len(failed)} of {len(rows)} failed; the first was {failed[0]}")
 
 
 def _ask_all(stage: Stage) -> dict[str, str]:
@@ -56,7 +56,7 @@ def _ask_all(stage: Stage) -> dict[str, str]:
 
 
 def _ask(stage: Stage, path: Path, first: int, rows: dict[str, str]) -> int | None:
-    """Lets a process answer from `first` on; returns its exit status, None if it was killed."""
+    """Lets a process answer from number `first` on; returns its exit status, None if killed."""
     command = [sys.executable, "-m", "benchmarks.gpu_stages.checks", str(path), str(first)]
     command += ["--rehearse"] if stage.rehearse else []
     longest = _LONGEST_REHEARSED_S if stage.rehearse else _LONGEST_S

@@ -1,9 +1,9 @@
 """Does `layerwise.Trainer` match AdamW, and how long does a step take?
 
-A decoder takes the same steps with the peer `adamw`, which keeps float32 masters on the device, and
-with each variant of the trainer. Variants without clipping must be bit-identical to each other.
-Steps are then timed at 1.1 billion parameters, and at 8.2 billion if host memory allows, and
-compared with the plan.
+A decoder is trained for the same steps with the peer `adamw`, which keeps float32 masters on the
+device, and with each variant of the trainer. Variants without clipping must be bit-identical to
+each other. Steps are then timed at 1.1 billion parameters, and at 8.2 billion if host memory
+allows, and compared with the plan.
 """
 
 import statistics
@@ -66,7 +66,7 @@ def run(stage: Stage) -> None:
             stage.notes.put("Seconds per step, and peaks so far", table(_HEADER, rows))
             stage.notes.keep(times=rows)
     if failed:
-        raise AssertionError(f"{len(failed)} did not pass, the first: {failed[0]}")
+        raise AssertionError(f"{len(failed)} failed; the first was {failed[0]}")
 
 
 def _compare(stage: Stage, preset: Preset) -> list[str]:
@@ -90,7 +90,7 @@ def _compare(stage: Stage, preset: Preset) -> list[str]:
         verdict = compared(ends[name], first, start, must_be_same=exact)
         verdict = "" if first is ends[name] else verdict
         rows.append((name, np.round(ends[name].losses, 4), verdict))
-        header = ["way", "losses", "compared with AdamW, or `after_backward`"]
+        header = ["variant", "losses", "compared with AdamW, or `after_backward`"]
         stage.notes.put(f"{model.parameters:,} parameters", table(header, rows))
         stage.notes.keep(ways=[(name, list(losses), verdict) for name, losses, verdict in rows])
     return [f"{name}: {verdict}" for name, _, verdict in rows if verdict.startswith("FAILED")]

@@ -1,7 +1,7 @@
 """How long does a training step take, compared with all alternatives?
 
 Runs `benchmarks/step_time.py` with the peers and sizes in `sizes.py`, the most valuable first,
-while time permits. The report contains a new table after every round.
+as far as time permits. The report contains a new table after every round.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from benchmarks.step_time_report import Comparison, figures, table
 _LEAST_S = 18.0
 #: More rounds than needed: most parts run out of time first.
 _ROUNDS = 7
-_STEPS = 16  # timed steps in a turn: whole windows of all peers
+_STEPS = 16  # timed steps in a turn: a whole number of windows for every peer
 
 
 def run(stage: Stage) -> None:
@@ -42,8 +42,8 @@ def run(stage: Stage) -> None:
         until = min(began + part.until * whole, stage.until - 2)
         left, least = until - time.monotonic(), _LEAST_S * sizes.parameters(part.config) / 1e9
         if left < least and not stage.rehearse:
-            why = f"Not run: {max(left, 0):.0f} s were left, but it needs {least:.0f}."
-            stage.notes.put(part.title, f"{why} `--only step_time` has time for more.")
+            why = f"Not run: it needs {least:.0f} s, but only {max(left, 0):.0f} s were left."
+            stage.notes.put(part.title, f"{why} `--only step_time` leaves time for more.")
             continue
         try:
             _compare(stage, part, until, done)
@@ -55,7 +55,7 @@ def run(stage: Stage) -> None:
     if not any(figures(c) for c in done.values()):
         raise RuntimeError("No peer completed a turn, so there are no step times.")
     if failed:
-        raise RuntimeError(f"{len(failed)} parts failed, the first: {failed[0]}")
+        raise RuntimeError(f"{len(failed)} parts failed; the first was {failed[0]}")
 
 
 def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]) -> None:
@@ -126,7 +126,7 @@ def _compiled() -> int:
 def _words(part: Part, comparison: Comparison) -> str:
     measured = [len(r.step_s) for r in comparison.results if r.step_s]
     rounds = f"{min(measured)} to {max(measured)} turns" if measured else "no turn yet"
-    where = "all peers in memory at a time" if part.together else "one peer in memory at a time"
+    where = "all peers in memory at once" if part.together else "one peer in memory at a time"
     return (
         f"{rounds} of {_STEPS} steps for each peer, in turns, {where}; {comparison.batch} x "
         f"{comparison.length} tokens, {jax.devices()[0].device_kind}. Bytes are per parameter."

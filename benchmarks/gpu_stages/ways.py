@@ -70,7 +70,7 @@ def run(stage: Stage) -> None:
                 break  # without this run, the rest have nothing to compare with
     failed = [f"{way}: {verdict}" for _, way, *_, verdict in rows if verdict.startswith("FAILED")]
     if failed:
-        raise AssertionError(f"{len(failed)} of {len(rows)} did not pass, the first: {failed[0]}")
+        raise AssertionError(f"{len(failed)} of {len(rows)} failed; the first was {failed[0]}")
 
 
 def _train(model: Model, way: str, tokens: np.ndarray) -> End:

@@ -6,10 +6,10 @@ from benchmarks import deepspeed_zenflow
 from benchmarks.deepspeed_zenflow import BATCH, LENGTH, Run
 
 
-def test_the_drawn_weights_are_a_whole_model_that_computes_a_loss(tmp_path):
+def test_the_drawn_weights_load_as_a_complete_model(tmp_path):
     deepspeed_zenflow.prepare(tmp_path, steps=2, seed=0)
     assert np.load(tmp_path / "batches.npz")["train"].shape == (2, BATCH, LENGTH + 1)
-    model = deepspeed_zenflow.read_model(tmp_path / "model")  # rejects missing and spare tensors
+    model = deepspeed_zenflow.read_model(tmp_path / "model")  # rejects missing and extra tensors
     assert model.drawn == ()
 
 

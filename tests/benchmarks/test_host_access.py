@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import host_access
 
-#: A loop of three over a stack of four, as XLA prints it without ignored parts; `{...}` vary.
+#: A loop of three over a stack of four, as XLA prints it, without ignored parts; `{...}` varies.
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
 %sliced (p0: bf16[4,8,16], p1: s32[], p2: s32[]) -> bf16[1,8,16] {{
@@ -73,7 +73,7 @@ def read(index, offset=None, stride=256):
     [
         ("%i", 0, 256),
         ("%least", 0, 256),
-        ("%pair#0", 256, 256),  # i + 1, inside of a fusion
+        ("%pair#0", 256, 256),  # i + 1, inside a fusion
         ("%looked_up", 512, -256),
         ("%down", 768, -256),
     ],
@@ -86,7 +86,7 @@ def test_a_slice_at_the_loop_index_is_correct_and_any_other_is_wrong(index, offs
         assert "the index is" in found.wrong[0]
 
 
-def test_a_slice_without_a_walk_is_a_kernel():
+def test_a_slice_without_a_walk_belongs_to_a_kernel():
     found = read("%i")
     assert (found.right, found.wrong, len(found.kernels)) == (0, [], 1)
     assert found.kernels[0].startswith("body: fusion-start start")

@@ -1,4 +1,4 @@
-"""`benchmarks/on_gpu.py`: stages run on a CPU, and the report is whole whatever a stage does."""
+"""`benchmarks/on_gpu.py`: stages run on a CPU, and the report is complete whatever a stage does."""
 
 import importlib
 import json
@@ -18,9 +18,9 @@ from benchmarks.step_time_peers import PEERS
 from tests.failing_stages import failing
 
 
-# In this process: the tests of failing stages start processes. Other tests cover the other stages.
+# In this process; the tests of failing stages start processes. Other tests cover the other stages.
 def rehearsed(name, folder):
-    """Returns the notes of a stage after its rehearsal."""
+    """Returns a stage's notes after its rehearsal."""
     (target,) = (stage.target for stage in STAGES if stage.name == name)
     module, function = target.split(":")
     notes = Notes(notes_path(folder, name))
@@ -57,7 +57,7 @@ def test_a_rehearsal_runs_its_stages_on_a_cpu(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_questions_start_at_a_number_and_a_failure_stops_no_other_question(tmp_path, monkeypatch):
+def test_questions_start_at_a_number_and_continue_after_a_failure(tmp_path, monkeypatch):
     def fails(_):
         raise AssertionError("3 of 4 differ")
 
@@ -89,7 +89,7 @@ def test_runs_with_different_results_do_not_pass():
 @pytest.mark.parametrize(
     "name", ["adamw", "parked", "zenflow-s4-r0.05", "zenflow-s4-r0.05-streamed"]
 )
-def test_each_peers_step_lowers_for_cuda(name, monkeypatch):
+def test_each_peers_step_can_be_lowered_for_cuda(name, monkeypatch):
     # jax before 0.11.1 rejects streamed layers without it.
     monkeypatch.setattr("zenflow_jax._device.host_slices._DISABLED", True)
     on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -135,7 +135,7 @@ def test_a_failing_stage_loses_only_its_own_unfinished_results(tmp_path, monkeyp
     ]
     assert [o.well for o in outcomes] == [False, False, False, False, True]
     for stage, data in zip(stages[:3], saved, strict=False):
-        assert f"what {stage.name} found" in text
+        assert f"the result of {stage.name}" in text
         assert data["found"] == stage.name
     # The report has each stage's last message; for an aborted stage, its position.
     assert "failing_stages.py" in saved[1]["last_lines"]

@@ -67,7 +67,7 @@ def limit(model, tokens):
     return runner
 
 
-def test_mixed_precision_adamw_is_optax_adamw_of_the_masters_and_rounds_them():
+def test_mixed_precision_adamw_equals_optax_adamw_on_masters_and_rounds_them():
     optimizer = adamw()
     tx = optax.chain(
         optax.clip_by_global_norm(MAX_GRAD_NORM),
@@ -143,7 +143,7 @@ def test_a_comparison_measures_every_peer_in_every_round(model):
     assert len(saved) == 3  # after the first turns, and after each round
 
 
-def test_idle_is_the_share_that_adamw_does_not_need():
+def test_idle_is_the_share_of_a_step_beyond_the_time_of_adamw():
     once = {"wait_s": [0.0], "work_s": [0.0], "bytes_to_host": [50.0], "bytes_to_device": [0.0]}
     results = [
         Result("adamw", step_s=[0.2, 0.1, 0.3], **once),

@@ -34,8 +34,8 @@ ADAPTIVE = {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect
 
 SUMMED = {"rolling": False, "send_gradients": "per_window", "staleness": 3}
 RUNS = {
-    "in turn, in 8 bits": (FIRST, {}, {"host_state": "compact"}),
-    "together, added up on the device": (SECOND, SUMMED, {}),
+    "in turn, 8-bit moments": (FIRST, {}, {"host_state": "compact"}),
+    "together, summed on the device": (SECOND, SUMMED, {}),
     "stacks in ranges": (SCANNED, {"staleness": 2}, {}),
     "adaptive": (FIRST, ADAPTIVE, {}),
 }
@@ -70,7 +70,7 @@ def test_a_run_resumed_from_any_step_is_bit_identical(leaves, changes, engine):
 
 
 @pytest.mark.parametrize("then", ["float32", "compact"])
-def test_a_run_may_resume_with_another_format_for_moments(then):
+def test_a_run_can_resume_with_another_format_for_moments(then):
     kept = "compact" if then == "float32" else "float32"
     with Training(FIRST, SETTINGS, host_state=then) as training:
         go(training, PLAN, 11)  # updates are in flight
@@ -139,7 +139,7 @@ def after_six():
     ],
     ids=str,
 )
-def test_options_that_differ_from_the_saved_run_are_rejected_by_name(after_six, changes, words):
+def test_options_that_differ_from_the_saved_runs_are_rejected_by_name(after_six, changes, words):
     params, state, engine_state = after_six
     settings = dataclasses.replace(SETTINGS, **changes)
     fresh = runs.transformation(FIRST, settings).init(runs.initial(FIRST))
@@ -148,7 +148,7 @@ def test_options_that_differ_from_the_saved_run_are_rejected_by_name(after_six, 
         HostEngine(params, fresh, engine_state=engine_state)
 
 
-def test_a_saved_state_matches_the_template_and_one_from_another_run_is_rejected():
+def test_a_saved_state_matches_the_template_and_another_runs_state_is_rejected():
     with Training(FIRST, SETTINGS) as training:
         training.go(5)
         earlier = saved(training)[2]
@@ -212,9 +212,9 @@ def test_masters_from_different_steps_are_rejected():
             next(zip(*pair, strict=True))
 
 
-def test_a_failed_constructor_leaves_no_threads(monkeypatch):
+def test_a_failed_constructor_leaves_no_threads_behind(monkeypatch):
     def explode(*_):
-        raise MemoryError("no room for what is on its way")
+        raise MemoryError("no room for pending updates")
 
     with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 11)

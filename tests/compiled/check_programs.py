@@ -44,7 +44,7 @@ def test_a_program_uses_host_memory_as_in_the_table(name):
 
 
 @pytest.mark.parametrize("name", STREAMING if REFUSES else [])
-def test_a_streaming_program_is_rejected_with_a_jax_that_has_wrong_slices(name):
+def test_a_streaming_program_is_rejected_if_jax_slices_host_memory_wrongly(name):
     words = r"0\.11\.1 or newer.*Python 3\.12.*annotator"
     with pytest.raises((NotImplementedError, SettingsError), match=words):
         STREAMING[name]()

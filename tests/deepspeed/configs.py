@@ -1,4 +1,4 @@
-"""DeepSpeed's sample config, a config for a whole training, and changes to them."""
+"""DeepSpeed's sample config, a config for a complete training run, and changes to them."""
 
 import copy
 from typing import Any
@@ -31,7 +31,7 @@ TRAINING = {
 RULES = "zero_optimization.zenflow"
 OFFLOAD = "zero_optimization.offload_optimizer"
 ADAM = "optimizer.params"
-REMOVE = Ellipsis  # prints equally in every process of the tests
+REMOVE = Ellipsis  # prints the same in every test process
 
 # float32 compared with Python's floats, as a share of the highest rate; 545,000 values of
 # DeepSpeed's own classes differed by at most 1.9e-7.

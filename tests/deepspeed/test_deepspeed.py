@@ -1,4 +1,4 @@
-"""`from_deepspeed`: a DeepSpeed config becomes the same training here, or an error names the key.
+"""`from_deepspeed`: a DeepSpeed config gives the same training here, or an error names the key.
 
 Expected values are from DeepSpeed 0.19.8's documentation and source. `test_schedules.py` tests
 schedules, and `test_refused_configs.py` tests rejected configs.
@@ -68,7 +68,7 @@ def test_the_tutorials_sample_works_unchanged():
         _ = options.optimizer
 
 
-def test_a_whole_config_becomes_optimizer_batch_and_precision():
+def test_a_complete_config_sets_optimizer_batch_and_precision():
     mask = {"w": True, "b": False}
     options = from_deepspeed(TRAINING, steps_per_epoch=1250, mask=mask)
     assert options.learning_rate == 2e-5
@@ -84,7 +84,7 @@ def test_a_whole_config_becomes_optimizer_batch_and_precision():
     assert jax.tree.structure(state) == jax.tree.structure(expected)  # including static metadata
 
 
-def test_a_file_equals_its_content_and_is_not_changed(tmp_path):
+def test_a_config_file_means_the_same_as_its_contents_and_is_not_changed(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(TRAINING), encoding="utf-8")
     config = copy.deepcopy(TRAINING)
@@ -102,7 +102,7 @@ def test_without_zero_the_optimizer_is_adamw_on_the_device(clipping):
     adamw = optax.adamw(2e-5, 0.9, 0.95, 1e-6, weight_decay=0.01)
     expected = optax.chain(optax.clip_by_global_norm(0.5), adamw) if clipping else adamw
     params, gradients = {"w": jnp.full((3, 2), 2.0)}, {"w": jnp.arange(6.0).reshape(3, 2)}
-    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
         updates = (
             tx.update(gradients, tx.init(params), params)[0]["w"]
             for tx in (options.optimizer, expected)
@@ -147,7 +147,7 @@ NOT_FOLLOWED = [
     ],
     ids=str,
 )
-def test_keys_have_deepspeeds_meaning_or_are_listed(changes, expected, listed):
+def test_keys_have_deepspeeds_meaning_or_are_listed_as_not_translated(changes, expected, listed):
     options, names = untranslated(changed(changes))
     assert names == listed
     values = vars(options) | options.arguments | {"learning_rate": options.learning_rate}
@@ -237,7 +237,7 @@ def test_arguments_replace_values_that_are_auto_or_missing():
         assert from_deepspeed(TRAINING, learning_rate=rate, **ARGUMENTS) == from_deepspeed(TRAINING)
 
 
-def test_a_custom_schedule_may_be_passed():
+def test_a_custom_schedule_can_be_passed():
     schedule = optax.cosine_decay_schedule(1e-3, 10)
     one_cycle = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0}}}
     for config, listed in (
@@ -250,7 +250,7 @@ def test_a_custom_schedule_may_be_passed():
         assert names == listed
 
 
-def test_step_counts_may_be_set_later():
+def test_step_counts_can_be_set_later():
     keys = {"update_interval": 4, "select_strategy": "epoch", "select_interval": 2}
     config = changed({RULES: keys}, HUGGING_FACE)
     lengths = {"total_steps": 100, "warmup_steps": 10, "steps_per_epoch": 50}

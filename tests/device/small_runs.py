@@ -44,7 +44,7 @@ def train(tx, steps=STEPS, *, params=None, gradients=gradients_at, prepare=lambd
     engine = zenflow_jax.HostEngine(params, state, **KERNEL)
     for t in range(1, steps + 1):
         prepare(t, state)
-        with jax.numpy_dtype_promotion("standard"):  # optax's wrappers are not strict-clean
+        with jax.numpy_dtype_promotion("standard"):  # optax's wrappers promote dtypes
             updates, state = update(gradients(t), state, params)
         params = apply(params, updates)
         params, state = engine.exchange(params, state)

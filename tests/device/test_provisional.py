@@ -1,4 +1,4 @@
-"""The signs that wait until it is known whether a provisional step counts.
+"""The signs that are kept until it is known whether a provisional step counts.
 
 `test_agreement.py` compares runs with provisional steps with the reference.
 """

@@ -1,4 +1,4 @@
-"""Losses with scans of their own: bit-identical to the plain loss, or an error with the line."""
+"""Losses with their own scans: bit-identical to the plain loss, or an error that names the line."""
 
 from functools import partial
 

@@ -19,7 +19,7 @@ ATOL = 1e-6  # updates near 1e-2; float32 sums in different orders
 
 
 @pytest.mark.slow
-def test_a_run_with_streamed_layers_is_bit_identical_to_one_without():
+def test_a_run_with_streamed_layers_is_bit_identical_to_a_run_without_them():
     # One step is skipped. Without compiler optimization, the order of float32 sums differs.
     assert_same_bits(*(run("bfloat16", stream=x, bad=7) for x in (True, False)))
 
@@ -95,7 +95,7 @@ def test_gradients_that_do_not_come_from_exactly_one_use_end_the_run(gradients_o
     assert all(np.isnan(x).all() for x in updates_from(gradients_of, channels))
 
 
-def test_layers_may_be_split_over_several_scans():
+def test_layers_can_be_split_over_several_scans():
     def in_halves(weights, x, y):
         layers, head = weights["layers"], weights["head"]
         first, rest = (jax.tree.map(lambda w, part=part: w[part], layers) for part in HALVES)
@@ -111,7 +111,7 @@ def cast(x):
     return x.astype(jnp.bfloat16)
 
 
-def test_other_uses_of_streamed_weights_raise():
+def test_other_uses_of_streamed_weights_raise_an_error():
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
     state, batch = tx.init(params), next(batches(1, "float32"))
     weights = streaming.stream(params, state)

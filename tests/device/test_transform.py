@@ -1,4 +1,4 @@
-"""`zenflow()` from an optax user's view: its state, arguments, updates and mail."""
+"""`zenflow()` from an optax user's point of view: its state, arguments, updates and mail."""
 
 import copy
 import dataclasses
@@ -40,19 +40,19 @@ def test_all_kinds_of_init_agree():
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(shaped))
         assert jax.tree.map(lambda x: (x.shape, x.dtype), shaped) == shapes
 
-    of_numpy = tx.init(jax.tree.map(np.asarray, params))
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(of_numpy))
-    assert jax.tree.structure(of_numpy) == jax.tree.structure(state)
+    numpy_state = tx.init(jax.tree.map(np.asarray, params))
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(numpy_state))
+    assert jax.tree.structure(numpy_state) == jax.tree.structure(state)
 
 
 def test_the_state_is_a_plain_pytree_without_callables():
     def state():
-        of_functions = {
+        functions = {
             "mask": lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
             "channel_axis": lambda path, leaf: -1,
             "resident": lambda path, leaf: False,
         }
-        return make(lambda count: 1e-2, **of_functions).init(example_params())
+        return make(lambda count: 1e-2, **functions).init(example_params())
 
     # New functions are never equal, so treedefs that held functions would differ, too.
     first, second = jax.tree.structure(state()), jax.tree.structure(state())
@@ -110,7 +110,7 @@ FLOAT64 = dict.fromkeys(["learning_rate", "eps", "weight_decay"], np.float64(1e-
     ],
 )
 def test_only_the_numbers_in_the_state_change(dtype, options):
-    # One program runs all steps, also with x64.
+    # One program runs all steps, even with x64.
     tx = make(**{"max_grad_norm": 1.0, "full_warm_up_rounds": 1, **options})
     params = example_params(dtype)
     update = jax.jit(tx.update)
@@ -195,8 +195,8 @@ def test_mail_equals_the_gradient_bit_for_bit_in_the_leafs_dtype(dtype, arrives,
 
 
 def test_gradients_of_float16_leaves_are_checked_as_they_arrive_and_squared_in_float32():
-    # float16 has infinity above 65,504 and zero below 6e-8: after a cast to float16, these
-    # gradients would be skipped or would not move anything.
+    # float16 overflows above 65,504 and underflows to zero below 6e-8: after a cast to float16,
+    # these gradients would be skipped or would not move any weight.
     params = {"bias": jnp.ones(3, jnp.float16), "weight": jnp.ones((6, 3), jnp.float16)}
     for options in ({}, {"topk_ratio": 1.0}):
         tx = make(eps=0.0, max_grad_norm=1e6, **options)

@@ -66,7 +66,7 @@ def test_a_tree_or_a_group_without_leaves_is_accepted(params):
     assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
-def test_an_injected_learning_rate_may_change_between_steps_and_stays_in_float32():
+def test_an_injected_learning_rate_can_change_between_steps_and_stays_float32():
     # optax casts hyperparameters to the parameters' dtype; bfloat16(0.999) is 1.
     factory = optax.inject_hyperparams(
         zenflow_jax.zenflow, zenflow_jax.STATIC_ARGS, hyperparam_dtype=jnp.float32

@@ -1,4 +1,4 @@
-"""A run with streamed weights on a mesh has the losses of a one-device run, and resumes."""
+"""A run with streamed weights on a mesh has the same losses as on one device, and resumes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from train.model import cross_entropy
 from train.run import setup
 from zenflow_jax import layerwise
 
-# In nats, float32; the order of sums over devices differs.
+# In nats, float32; sums over devices have a different order.
 ATOL = 1e-5
 
 
 @pytest.mark.usefixtures("as_scripts_run")
-def test_a_layerwise_run_on_a_mesh_has_the_losses_of_one_device_and_resumes(monkeypatch):
+def test_a_layerwise_run_on_a_mesh_has_the_same_losses_as_on_one_device_and_resumes(monkeypatch):
     monkeypatch.setattr(cross_entropy, "PART", 100)  # embedding and head are split
     options = TINY_MESH | {"dtype": "float32", "eps": 1e-3}
     options |= {"optimizer": "offload", "stream": "weights"}
@@ -41,7 +41,7 @@ def test_a_layerwise_run_on_a_mesh_has_the_losses_of_one_device_and_resumes(monk
 
 
 def losses_of(mesh, *, scanned):
-    """Returns the losses of a small model whose weights are divided by a mesh."""
+    """Returns the losses of a small model whose weights are sharded over a mesh."""
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(3, 8, 8)).astype(np.float32) / 4
@@ -77,15 +77,15 @@ def losses_of(mesh, *, scanned):
         return [float(trainer.step(x)) for _ in range(3)]
 
 
-def test_weights_on_explicit_axes_or_in_scans_train_as_on_auto_axes():
-    of_kinds = []
+def test_weights_on_explicit_axes_or_in_scans_train_as_they_do_on_auto_axes():
+    losses = []
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
         with jax.set_mesh(mesh):
-            of_kinds += [losses_of(mesh, scanned=scanned) for scanned in (False, True)]
-    # Sums have a different order.
-    np.testing.assert_allclose(of_kinds[1:], [of_kinds[0]] * 3, rtol=1e-5)
-    assert of_kinds[0][2] < of_kinds[0][0]
+            losses += [losses_of(mesh, scanned=scanned) for scanned in (False, True)]
+    # The summation order differs.
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 3, rtol=1e-5)
+    assert losses[0][2] < losses[0][0]
 
 
 def test_layers_that_a_mesh_divides_are_rejected_by_name():

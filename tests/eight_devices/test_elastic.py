@@ -78,7 +78,7 @@ def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
         (0.05, (4096, 72), ""),  # 0.125 would make it a different run
     ],
 )
-def test_a_selected_count_that_fewer_devices_would_not_have_raises_a_warning(
+def test_a_number_of_selected_channels_that_fewer_devices_cannot_have_raises_a_warning(
     ratio, sizes, advised, caplog
 ):
     def selected(ratio, pieces):

@@ -72,7 +72,7 @@ def traced_once(training, *, donate=True):
     ],
     ids=str,
 )
-def test_stale_windows_equal_a_reference_that_knows_the_shards(where, more):
+def test_a_run_with_stale_windows_equals_a_reference_that_knows_the_shards(where, more):
     with started(where, STALE, **more) as training:
         with traced_once(training, donate=more.get("donate", True)):
             assert_agrees(training, PLAN)
@@ -88,14 +88,14 @@ def test_compact_moments_on_a_mesh_are_rounded_like_the_references():
 
 
 # The tests above compare placements with the reference; this test compares with optax.
-def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh():
+def test_a_run_with_windows_of_one_step_equals_optax_adamw_on_the_same_mesh():
     with started(("three", "both", AUTO), EVERY) as training:
         ours = [values for _, values in training.follow(Plan(8))]
         theirs = comparisons.adamw(LEAVES, None, EVERY.weight_decay, 8, 0, training.shardings)
         comparisons.assert_close(ours, theirs)
 
 
-def test_stacks_cut_into_ranges_equal_the_reference_and_shardings_passed_to_jit_are_kept():
+def test_a_run_with_stacks_in_ranges_equals_the_reference_and_keeps_shardings_passed_to_jit():
     with started(("three", "both", AUTO), STALE, leaves=IN_RANGES) as training:
         assert [len(leaf.spec.groups) for leaf in training.state.leaves] == [1, 3]
         step = training.program
@@ -113,7 +113,7 @@ def test_stacks_cut_into_ranges_equal_the_reference_and_shardings_passed_to_jit_
 
 
 def other_on_the_last_device(values, shardings):
-    """Returns parameters that differ only on the last device, which the others must learn."""
+    """Returns parameters that differ only on the last device, which the others must find out."""
     changed, others = {}, runs.initial_values(LEAVES, 1)
     for name, value in values.items():
         index = shardings[name].devices_indices_map(value.shape)[jax.devices()[-1]]
@@ -154,7 +154,7 @@ def test_parameters_changed_by_other_code_are_rejected(where, leaf, check):
             run.go(6)
 
 
-def test_one_device_equals_a_mesh_of_one():
+def test_a_run_on_one_device_equals_a_run_on_a_mesh_of_one():
     mesh = meshes.make_mesh("one", EXPLICIT)
     with Training(LEAVES, STALE, donate=True) as expected:
         shardings = dict.fromkeys(expected.params, NamedSharding(mesh, PartitionSpec()))

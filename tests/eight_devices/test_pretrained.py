@@ -42,7 +42,7 @@ def test_a_mesh_changes_no_bits_of_the_weights_or_the_files(tmp_path, name, scan
 @pytest.mark.parametrize("name", ["llama3", "bert"])
 def test_outputs_on_a_mesh_equal_those_of_transformers(name):
     pretrained = read_folder(FIXTURES / name)
-    # 3 or 2 rows are not divisible by the devices that share a batch, so each device gets a copy.
+    # 3 or 2 rows are not divisible by the number of devices, so each device gets a copy.
     stream = NamedSharding(mesh(), PartitionSpec(None, None, "tensor"))
     graphdef, shapes = make(pretrained, scan_layers=True, stream_sharding=stream)
     params = load_weights(pretrained, shapes, weight_shardings(mesh(), shapes))
@@ -94,7 +94,7 @@ def test_losses_with_a_split_vocabulary_equal_those_with_all_logits(monkeypatch)
 
 
 @pytest.mark.usefixtures("as_scripts_run")
-def test_weights_are_drawn_equally_on_a_mesh():
+def test_a_mesh_does_not_change_the_drawn_weights():
     sources = read(**TINY_MESH, mesh="data=2,fsdp=2,tensor=2")
     alone, placed = (
         setup.make_model(sources._replace(mesh=x))[0].params for x in (None, sources.mesh)

@@ -1,4 +1,4 @@
-"""Counts the bytes in compiled programs that zenflow makes devices exchange."""
+"""Counts the bytes that zenflow makes devices exchange in compiled programs."""
 
 import math
 
@@ -52,11 +52,11 @@ def compiled_step(tx, sharding):
 def of_sgd_and_zenflow(sharding):
     """Returns the collectives in a step with SGD, and in a step with zenflow."""
     tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, max_grad_norm=1.0)
-    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
         return [collectives(compiled_step(x, sharding).as_text()) for x in (optax.sgd(1e-3), tx)]
 
 
-def test_a_step_exchanges_only_the_scores_in_addition():
+def test_a_zenflow_step_exchanges_only_scores_in_addition_to_an_sgd_step():
     base, zenflow = of_sgd_and_zenflow(_on(*CUT))
     added = sum(c.nbytes for c in zenflow) - sum(c.nbytes for c in base)
     assert len(base) > 0

@@ -139,7 +139,7 @@ def test_a_moved_state_is_put_back_once_and_then_rejected(kind, again, name):
 
 
 @pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)
-def test_init_under_jit_places_its_state_like_init_outside_of_it(kind, told):
+def test_init_under_jit_places_its_state_like_init_outside_jit(kind, told):
     mesh = meshes.make_mesh("three", kind)
     shardings = meshes.shardings(mesh, "both")
     params = runs.place(runs.initial_values(LEAVES), shardings)
@@ -152,7 +152,7 @@ def test_init_under_jit_places_its_state_like_init_outside_of_it(kind, told):
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
-def test_state_shardings_and_place_agree_with_init_outside_of_jit(kind):
+def test_state_shardings_and_place_agree_with_init_outside_jit(kind):
     mesh = meshes.make_mesh("three", kind)
     shardings = meshes.shardings(mesh, "both")
     params = runs.place(runs.initial_values(LEAVES), shardings)
@@ -172,7 +172,7 @@ def test_state_shardings_and_place_agree_with_init_outside_of_jit(kind):
     comparisons.assert_same_bits(jax.device_get(placed), jax.device_get(expected))
 
 
-def test_state_shardings_distinguish_leaves_of_the_same_name():
+def test_state_shardings_distinguish_leaves_with_the_same_name():
     mesh = meshes.make_mesh("three", AUTO)
     first, second = (NamedSharding(mesh, P(name)) for name in mesh.axis_names[:2])
     shardings = {"w": first, "z": {"w": second}}
@@ -189,7 +189,7 @@ def test_place_moves_a_state_to_another_single_device():
         zenflow_jax.HostEngine(params, zenflow_jax.place(params, x), host_kernel="numpy").close()
 
 
-def test_a_state_that_does_not_know_its_mesh_has_no_place_on_it():
+def test_a_state_that_does_not_know_its_mesh_cannot_be_placed_on_it():
     shardings = meshes.shardings(meshes.make_mesh("three", AUTO), "both")
     params = runs.place(runs.initial_values(LEAVES), shardings)
     tx = runs.transformation(LEAVES, STALE)
@@ -209,7 +209,7 @@ def update(model, optimizer, gradients):
     """Takes a step under jit, with gradients that are pure arrays."""
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, gradients)
-    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
         optimizer.update(model, state)
 
 

@@ -37,7 +37,7 @@ def test_layers_do_not_stream_inside_shard_map():
         loss_of(params, *next(batches(1, "float32")))
 
 
-def test_layers_that_a_mesh_divides_or_with_explicit_axes_do_not_stream():
+def test_layers_with_explicit_axes_or_divided_by_a_mesh_do_not_stream():
     kinds = jax.sharding.AxisType
     for kind, where, words in (
         (kinds.Auto, P("data"), "its layers divided over .*data"),

@@ -58,7 +58,7 @@ def test_a_killed_process_leaves_files_that_are_removed_but_not_during_a_write(p
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_part_that_another_process_removes_before_it_is_locked_is_created_again(
+def test_a_temporary_file_removed_by_another_process_before_it_is_locked_is_created_again(
     place, monkeypatch, folder
 ):
     flock, rivals = atomic.fcntl.flock, [remove_leftovers]

@@ -1,4 +1,4 @@
-"""Block codecs: rounding within a bound, and rejected blocks; `test_files.py` tests codecs."""
+"""Block codecs: rounding within a bound, and rejected blocks; `test_files.py` tests the rest."""
 
 import struct
 import zlib
@@ -30,7 +30,7 @@ def test_elf_rounds_to_the_nearest_step_and_keeps_non_finite_values(power):
     words = Words(4, True, step)
     encoded = CODER.encode(x.view(np.uint8), words, None)
     restored = decoded(encoded.data, words, x.nbytes)
-    # Entirely in float64, which can represent each step of each weight.
+    # Computed in float64, which can represent every multiple of the step here.
     inside = np.abs(x) < np.float32(2**31 * step)
     expected = x.copy()
     rounded = np.rint(x[inside].astype(np.float64) / step) * step

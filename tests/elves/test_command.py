@@ -1,4 +1,4 @@
-"""`python -m train.compress`, and models that are read from its output."""
+"""`python -m train.compress`, and models that are loaded from its output."""
 
 import shutil
 
@@ -30,7 +30,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def packed_llama(tmp_path):
-    """Returns a function that packs a model that the scripts read; it is too small to shrink."""
+    """Returns a function that packs a model for the scripts; it is too small to shrink."""
     folder = shutil.copytree(FIXTURES / "llama2", tmp_path / "llama")
     path = folder / "model.safetensors"
 
@@ -41,7 +41,7 @@ def packed_llama(tmp_path):
     return pack
 
 
-def test_a_packed_folder_reads_as_the_same_model_or_within_its_bound(packed_llama):
+def test_a_packed_folder_loads_as_the_same_model_or_within_its_bound(packed_llama):
     folder = packed_llama()
     for scan_layers in (False, True):
         _, _, plain = load(FIXTURES / "llama2", scan_layers=scan_layers)
@@ -53,7 +53,7 @@ def test_a_packed_folder_reads_as_the_same_model_or_within_its_bound(packed_llam
     assert 2**-14 < max(jax.tree.leaves(errors)) <= 2**-12
 
 
-def test_replacing_keeps_packed_files_and_those_that_would_not_shrink(model, tmp_path, capsys):
+def test_replacing_keeps_packed_files_and_files_that_would_not_shrink(model, tmp_path, capsys):
     small = shutil.copytree(FIXTURES / "llama2", tmp_path / "small")
     expected = {}
     for folder, line in ((small, "ratio 1.0"), (model, "ratio 1.2"), (model, "is already packed")):
@@ -64,7 +64,7 @@ def test_replacing_keeps_packed_files_and_those_that_would_not_shrink(model, tmp
     assert expected[small] == (FIXTURES / "llama2" / "model.safetensors").read_bytes()
 
 
-def test_a_damaged_tensor_stops_reading_a_model(packed_llama, capsys):
+def test_a_model_with_a_damaged_tensor_cannot_be_loaded(packed_llama, capsys):
     model = packed_llama()
     path = model / "model.safetensors"
     with PackedFile(path) as file:
@@ -113,7 +113,7 @@ def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
     assert [p.name for p in model.parent.iterdir()] == ["model"]
 
 
-def test_the_command_needs_no_jax():
+def test_the_command_does_not_import_jax():
     code = "import sys, train.compress; print('jax' in sys.modules, 'zenflow_jax' in sys.modules)"
     assert assert_ends(start("-c", code)) == "False False\n"
 

@@ -102,7 +102,7 @@ def test_a_packed_file_is_a_safetensors_file_of_bytes(packed):
     assert codecs == expected | stored | {"same": "duplicate"}
 
 
-def test_a_slice_reads_the_same_as_numpy(packed):
+def test_a_slice_equals_the_same_slice_in_numpy(packed):
     whole = tensors()["w"]
     rows = slice(500, 600), slice(0, 600, 7)
     with elves.open(packed) as file:
@@ -186,7 +186,7 @@ def test_files_from_earlier_versions_are_restored_except_for_the_papers_codecs(t
         check_path(FIXTURES / "paper.safetensors")
 
 
-def test_a_bound_above_a_tensors_size_names_it_and_the_largest_sensible_one(tmp_path):
+def test_a_bound_above_a_tensors_root_mean_square_is_rejected_with_a_sensible_bound(tmp_path):
     both = {"w": noise(1000), "small": noise(1000, scale=1e-3), "zero": np.zeros(9, np.float32)}
     expected = r"`small` in .* bound 0.01 exceeds .*square, 0.00\d+\. .*is 2\^-10\."
     with pytest.raises(elves.ElvesError, match=expected):
@@ -195,7 +195,7 @@ def test_a_bound_above_a_tensors_size_names_it_and_the_largest_sensible_one(tmp_
     elves.save(tmp_path / "x.safetensors", both, bound=2**-10)
 
 
-def test_optimizer_state_with_a_bound_is_rejected(tmp_path):
+def test_a_bound_for_optimizer_state_is_rejected(tmp_path):
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     for name in ("leaves/0/nu@0,0", "exp_avg_sq.w"):
         save_file({"w": noise(99), name: noise(99, seed=1)}, source)
@@ -276,7 +276,7 @@ def test_unsuitable_paths_and_truncated_files_are_rejected(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_files(tmp_path, monkeypatch):
     source = model(tmp_path / "in")
     (tmp_path / "out").mkdir()
 

@@ -43,7 +43,7 @@ def gradients(params, t):
 def pair_step(tx):
     @jax.jit
     def step(params, opt_state, t):
-        with jax.numpy_dtype_promotion("standard"):  # `optax.MultiSteps` is not strict-clean
+        with jax.numpy_dtype_promotion("standard"):  # `optax.MultiSteps` promotes dtypes
             updates, opt_state = tx.update(gradients(params, t), opt_state, params)
         return optax.apply_updates(params, updates), opt_state, t * 2
 
@@ -214,7 +214,7 @@ def test_a_step_with_an_nnx_state_exchanges(whole, read, names_graphdef, options
     assert_same_bits({key: getattr(model, key)[...] for key in PARAMS}, by_hand[-1])
 
 
-def test_with_multi_steps_a_flush_may_come_between_two_micro_batches():
+def test_with_multi_steps_a_flush_can_come_between_two_micro_batches():
     tx = optax.MultiSteps(TX, 2)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

@@ -36,7 +36,7 @@ def running():
     """Yields an engine after its first exchange, with the result."""
     engine = HostEngine(PARAMS, STATE, host_kernel="numpy")
     yield engine, *engine.exchange(*step(PARAMS, STATE))
-    engine.close()  # no `with`: leaving a block complains about unflushed updates
+    engine.close()  # no `with`: leaving a block would report unflushed updates
 
 
 def finish(engine, params, state, steps=4, step=step):
@@ -138,7 +138,7 @@ def test_a_wrong_step_is_reported(tx, params, word):
         assert_told(call, RuntimeError, word)
 
 
-def test_two_steps_without_exchange_are_reported_and_the_engine_stays_failed(running):
+def test_two_steps_without_exchange_are_reported_and_the_engine_remains_failed(running):
     engine, params, state = running
     new = step(*step(params, state))
     told = "followed another step without an `exchange`"

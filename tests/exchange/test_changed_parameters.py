@@ -121,7 +121,7 @@ def train(behind=(), params=PARAMS, between=lambda t, params: params, check="sam
         ),
         # The tree lacks the leaf that would reveal the change.
         (optax.add_decayed_weights(1e-2), {"params": WITHOUT_RESIDENT, **NONE_SELECTED}),
-        # Provisional steps may move weights as far in a window, but not in a single step.
+        # Provisional steps may move weights just as far in a window, but not in a single step.
         (optax.scale(0.9), {"params": {"low": PARAMS["low"]}, **NONE_SELECTED}),
     ],
     ids=["frozen", "moving decay", "shorter steps in low precision"],
@@ -147,7 +147,7 @@ REST = {name: name != "bias" for name in PARAMS}
         ),
     ],
 )
-def test_transformations_after_zenflow_are_warned_of(caplog, wrap, warnings):
+def test_transformations_after_zenflow_raise_a_warning(caplog, wrap, warnings):
     params = jax.device_put(PARAMS, jax.devices()[0])
     state = wrap(zenflow_jax.zenflow(1e-2, **OPTIONS)).init(params)
     zenflow_jax.HostEngine(params, state, host_kernel="numpy").close()
@@ -163,7 +163,7 @@ def test_transformations_after_zenflow_are_warned_of(caplog, wrap, warnings):
     ],
     ids=["deferred", "selected"],
 )
-def test_a_single_changed_number_is_rejected_if_all_are_compared(name, place):
+def test_a_single_changed_number_is_rejected_if_all_numbers_are_compared(name, place):
     def set_one(t, params):
         return params | {name: params[name].at[place].multiply(1.02)} if t == 13 else params
 

@@ -202,7 +202,7 @@ def test_stats_count_steps_windows_and_bytes():
     assert stats.windows == 2
 
 
-def test_consecutive_skipped_steps_warn_and_too_many_raise_even_across_a_checkpoint(caplog):
+def test_consecutive_skipped_steps_cause_a_warning_then_an_error_even_across_a_checkpoint(caplog):
     def go(run, *bad):
         caplog.clear()
         for is_bad in bad:

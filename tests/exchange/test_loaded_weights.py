@@ -39,7 +39,7 @@ def loaded(run, values, *, early=False):
     return run
 
 
-def test_weights_loaded_after_init_train_as_if_loaded_before():
+def test_weights_loaded_after_init_train_as_if_loaded_before_it():
     with Training(FIRST, SETTINGS) as run, Training(FIRST, SETTINGS) as expected:
         loaded(run, OTHER)
         loaded(expected, OTHER, early=True)

@@ -1,4 +1,4 @@
-"""Processes of one engine, one of which fails, closes, or ends.
+"""Processes that share an engine, one of which fails, closes it, or ends.
 
 `test_several_processes.py` tests the failure of a real engine.
 """
@@ -82,7 +82,7 @@ def await_leave(engine: Engine, process: int) -> None:
 
 
 def go_on(me: int, port: int, count: int) -> None:
-    """Runs, in turn, all cases in which no process may be ended."""
+    """Runs, in turn, all cases in which no process may be killed."""
     join(me, port, count)
 
     # All fail, and raise at the same point. Process 0 may or may not hear of process 1 first.
@@ -124,7 +124,7 @@ def go_on(me: int, port: int, count: int) -> None:
         engine.watch.close()
     join_watches()
 
-    # All processes forget an engine.
+    # All processes drop an engine.
     Engine("forgotten", SOON_S)
     gc.collect()
     join_watches()

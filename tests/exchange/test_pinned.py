@@ -1,4 +1,4 @@
-"""An engine's mail memory is pinned before the first step, because a driver does this slowly."""
+"""An engine's mail memory is pinned before the first step, because pinning is slow."""
 
 import dataclasses
 import gc
@@ -36,7 +36,7 @@ def bytes_in_host_memory():
 
 
 @pytest.mark.parametrize("sending", ["during_step", "after_step", "per_window"])
-def test_a_new_engine_takes_mail_memory_once_and_returns_it(sending, taken):
+def test_a_new_engine_allocates_mail_memory_once_and_frees_it(sending, taken):
     settings = dataclasses.replace(CALM, send_gradients=sending)
     with Training(FEW, settings) as training:
         state = find_state(training.state)

@@ -29,7 +29,7 @@ PLAN = Plan(10, bad=(6,), flush_at=(8,))
 
 
 def work(me: int, port: int, count: int, *calls: Any) -> None:
-    """Runs one of the processes: meets the others and calls the functions below, in turn."""
+    """Runs one of the processes: joins the others and calls the functions below, in turn."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
     for function, *args in calls:

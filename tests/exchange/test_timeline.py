@@ -14,7 +14,7 @@ SETTINGS = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=2
 
 @pytest.fixture(scope="module")
 def engine():
-    """Returns the closed engine of nine steps in windows of two, flushed and saved."""
+    """Returns an engine that was closed after nine steps in windows of two, a flush and a save."""
     with Training(FEW, SETTINGS) as training:
         training.go(STEPS)
         training.flush()
@@ -36,7 +36,7 @@ def of(timeline: Timeline, *kinds: str) -> list[Span]:
 def by_number(timeline: Timeline, kind: str) -> dict[int, Span]:
     spans = of(timeline, kind)
     numbered = {span.number: span for span in spans}
-    assert len(numbered) == len(spans), f"two {kind} of one number"
+    assert len(numbered) == len(spans), f"two {kind} with the same number"
     return numbered
 
 

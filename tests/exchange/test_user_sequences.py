@@ -174,13 +174,13 @@ class User:
         if self._unmailed or not run.t:
             return
         kept = run.params, run.state
-        self._note("a run that goes on from before a flush")
+        self._note("a run that resumes from before a flush")
         self._call(run.flush)
         run.params, run.state = kept
 
     def bring_to_the_host_and_back(self, n: int) -> None:
-        """Copies a state in the way of pickling, or of a trainer that places it again."""
-        self._note("arrays of NumPy, or a state that was moved")
+        """Copies a state as pickling does, or a trainer that places it again."""
+        self._note("NumPy arrays, or a state that was moved")
         name = ("params", "state")[n % 2]
         # Through NumPy: a CPU device does not copy between its memories (jax 0.10.2).
         arrays = jax.device_get(getattr(self._run, name))
@@ -194,7 +194,7 @@ class User:
         noticed = self._world.options.topk_ratio < 1 and not (t == 1 and self._unmailed)
         if t and not noticed:
             return
-        self._note("weights loaded in mid-run, or after the engine was made")
+        self._note("weights loaded during a run, or after the engine was created")
         self._run.params = runs.initial(self._run.leaves, 4 + n)
         self._loaded_at = t
         if t == 0:

@@ -1,4 +1,4 @@
-"""The worker: waits, independence of timing, failures, and its end.
+"""The worker: waits, independence of timing, failures, and shutdown.
 
 Hooks slow the worker down until they are released. Tests check the order of events, never the
 clock.
@@ -114,7 +114,7 @@ def test_an_update_as_long_as_a_window_blocks_no_exchange_before_its_boundary(pa
     ],
     ids=["update", "hand-over", "mail"],
 )
-def test_a_failure_of_the_worker_is_raised_with_its_position_and_stays(
+def test_a_failure_of_the_worker_is_raised_with_its_position_by_all_later_calls(
     hooks, settings, before, hook, calls, words
 ):
     made = []
@@ -142,7 +142,7 @@ def test_a_failure_of_the_worker_is_raised_with_its_position_and_stays(
         training.engine.close()
 
 
-def test_unreadable_mail_is_raised():
+def test_unreadable_mail_raises_an_error():
     with Training(FEW, CALM) as training:
         training.step()
         training.state.mail[1].delete()
@@ -159,7 +159,7 @@ def assert_ended(before):
         assert not thread.is_alive(), thread.name
 
 
-def test_close_during_work_ends_after_the_current_piece(passes):
+def test_close_during_work_returns_after_the_current_piece(passes):
     before = set(threading.enumerate())
     with Training(FIVE, TOGETHER) as training:
         training.go(7)
@@ -225,7 +225,7 @@ def test_an_exception_leaves_the_with_block_unchanged(call):
     ],
     ids=["a failure that the caller does not know of", "without a flush"],
 )
-def test_a_block_that_ends_with_updates_in_flight_raises(last, words):
+def test_a_block_that_ends_with_updates_in_flight_raises_an_error(last, words):
     def leave():
         with training.engine:
             training.go(7)

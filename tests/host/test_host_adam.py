@@ -51,7 +51,7 @@ SHAPES_AND_DTYPES = list(zip(SHAPES.values(), itertools.cycle(DTYPES)))
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES_AND_DTYPES, ids=SHAPES)
-def test_a_step_follows_the_formula_on_active_channels_and_keeps_all_bits_of_others(
+def test_a_step_follows_the_formula_on_active_channels_and_keeps_all_other_bits(
     kernel, shape, dtype
 ):
     state, gradient = new_state(shape, dtype=dtype), new_gradient(shape, dtype)
@@ -99,7 +99,7 @@ def test_first_steps_of_all_channels_equal_optax_adamw(shape):
     for i in range(10):
         gradient = new_gradient(shape, seed=i)
         step(adam, state, gradient, active)
-        with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+        with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
             updates, opt_state = tx.update(jnp.asarray(gradient), opt_state, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(state.masters.values, params, rtol=0, atol=ATOL)

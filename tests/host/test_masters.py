@@ -41,7 +41,7 @@ def test_masters_are_read_back_and_uploads_are_their_casts_bit_for_bit(dtype, nu
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
-def test_kernels_split_masters_equally_and_a_step_at_rate_zero_keeps_every_bit(
+def test_kernels_split_masters_alike_and_a_step_at_rate_zero_keeps_every_bit(
     kernel, dtype, numbers
 ):
     p = numbers[np.isfinite(numbers)].reshape(1, 1, 1, -1)

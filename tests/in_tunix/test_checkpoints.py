@@ -89,7 +89,7 @@ def test_a_run_resumes_from_the_first_step_and_from_an_open_window(step, tmp_pat
     assert_same_bits(resumed, run()[0])
 
 
-def test_the_last_checkpoint_has_all_updates_and_a_longer_run_resumes_from_it(tmp_path):
+def test_the_last_checkpoint_contains_all_updates_and_a_longer_run_resumes_from_it(tmp_path):
     trained, _, _ = run(tmp_path, steps=4, rolling=False)
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.latest_step() == 4

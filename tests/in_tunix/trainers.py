@@ -78,7 +78,7 @@ def make_trainer(
 
 
 def batches(seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Yields endless batches for Tunix's default loss; every call yields equal batches."""
+    """Yields batches without end for Tunix's default loss; every call yields the same batches."""
     rng = np.random.default_rng(seed)
     while True:
         yield {

@@ -73,7 +73,7 @@ def test_a_run_equals_adamw(updates, parts, inputs, kernel):
 
 def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
     limit = 0.7  # norms are at least 0.9
-    # Without memory of earlier gradients, AdamW moves by the sign; a large eps makes it follow the
+    # Without memory of earlier gradients, AdamW moves by the sign, and with a large eps by the
     # size.
     adam = {"learning_rate": 1.0, "b1": 0.0, "b2": 0.0, "eps": 1e4, "weight_decay": 0.0}
     moves = {}
@@ -95,7 +95,7 @@ def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
 
 
 @pytest.mark.parametrize(("inputs", "memory"), [("device", "device"), ("host", "pinned_host")])
-def test_layer_inputs_wait_in_the_memory_that_is_set_by_inputs(inputs, memory, monkeypatch):
+def test_layer_inputs_are_kept_in_the_memory_that_inputs_names(inputs, memory, monkeypatch):
     keep, kinds = Dispatcher._keep, set()
 
     def kept(*args):

@@ -1,4 +1,4 @@
-"""Plans, compared with XLA, with engines, and with runs in the same settings."""
+"""Plans, compared with XLA, with engines, and with runs with the same settings."""
 
 import dataclasses
 import functools
@@ -103,7 +103,7 @@ def test_the_peak_excludes_late_uploads_and_loops_wait_for_them():
     assert late.with_peak(step + late.late + 8).device_bytes == step + late.late + 8
 
 
-def test_the_hosts_work_matches_the_log_and_its_time_matches_the_staleness():
+def test_the_hosts_work_matches_the_log_and_its_available_time_matches_the_staleness():
     def work(window=4, leaves=8, **options):
         params = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * leaves
         if "staleness" in options:
@@ -138,7 +138,7 @@ def planned(bandwidth, optimizer="zenflow"):
 
 
 @pytest.mark.slow
-def test_how_busy_the_host_is_follows_its_bandwidth():
+def test_the_load_on_the_host_follows_its_bandwidth():
     fast, slow = (library.plan(*step_of("zenflow"), bandwidth=x) for x in (1e15, 1e3))
     assert fast.busy < 1e-3
     # Transfers do not depend on the host bandwidth, and are large for a step this small.

@@ -71,7 +71,7 @@ W, V = jnp.ones((8, 3)), jnp.zeros((8, 3))
         (Pair(W, V), {"first": W, "second": V}, [".first", "['first']"]),
         ({"w": [W, V]}, {"w": [W]}, ["['w'][1]", "among its 1 leaves"]),
     ],
-    ids=["renamed", "another kind", "one less"],
+    ids=["renamed", "another kind", "one leaf less"],
 )
 def test_leaves_with_other_paths_are_rejected_with_both_paths(made, passed, words):
     made, passed = jax.device_put((made, passed), DEVICE)

@@ -33,7 +33,7 @@ def small_disk(tmp_path):
             command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
             missing = shutil.which("mount") is None
             if missing or subprocess.run(command, capture_output=True).returncode:
-                pytest.skip("this user has no right to mount a file system")
+                pytest.skip("this user may not mount a file system")
             mounted.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
             return folder
 

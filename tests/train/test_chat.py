@@ -89,7 +89,7 @@ def test_texts_and_tokens_equal_those_of_transformers(tokenizer, template, name,
     ],
     ids=str,
 )
-def test_only_answers_and_their_ends_are_learned(template, name, case, texts):
+def test_only_answers_and_their_ends_are_trained_on(template, name, case, texts):
     messages, tools = (EXPECTED[name][case].get(key) for key in ("messages", "tools"))
     end = END if name == "alternating" else TURN_END
     conversation = template(name).conversation(messages, tools)
@@ -139,7 +139,7 @@ def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(writt
 
 
 @pytest.mark.parametrize("text", ["kind.", "", "assistant", "Be"])
-def test_the_first_message_is_learned_in_its_place_and_not_where_its_text_recurs(template, text):
+def test_the_first_message_is_trained_on_in_its_place_and_not_where_its_text_recurs(template, text):
     turns = [{"role": "assistant", "content": text}, *talk("kind.", text, "assistant", "Be")]
     conversation = template("turns").conversation(turns)
     assert answers_of(conversation) == [text + TURN_END, text + TURN_END, f"Be{TURN_END}"]
@@ -147,7 +147,7 @@ def test_the_first_message_is_learned_in_its_place_and_not_where_its_text_recurs
 
 @pytest.mark.parametrize("name", ["turns", "marked"])
 @pytest.mark.parametrize("field", ["weight", "loss_weight", "train", "training", "loss"])
-def test_an_answer_with_weight_zero_is_not_learned(tmp_path, template, name, field):
+def test_an_answer_with_weight_zero_is_not_trained_on(tmp_path, template, name, field):
     turns = talk("Who?", "A dog.", "Sure?", "The cat.", "Really?", "Yes.")
     turns[1][field], turns[3][field], turns[2][field] = 0, 1.0, False
     path = write(tmp_path / "a.jsonl", turns)
@@ -157,7 +157,7 @@ def test_an_answer_with_weight_zero_is_not_learned(tmp_path, template, name, fie
     assert field not in conversation.text
 
 
-def test_a_template_that_marks_answers_together_cannot_leave_one_out(written):
+def test_a_template_that_marks_answers_together_cannot_leave_out_an_answer(written):
     chat_template = written(
         "{% generation %}{{ messages | map(attribute='content') | join }}{% endgeneration %}"
     )
@@ -181,7 +181,7 @@ def test_arguments_of_calls_are_objects_in_templates(tmp_path, written, template
     assert answers_of(conversation) == [f"look {call['arguments']}{TURN_END}"]
 
 
-def test_a_folders_template_may_be_in_one_of_several_files(tmp_path, tokenizer):
+def test_a_folders_template_can_be_in_one_of_several_files(tmp_path, tokenizer):
     write_byte_level(tmp_path, also=[TURN, TURN_END])
     named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "of a list"}]
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -202,7 +202,7 @@ def test_a_folders_template_may_be_in_one_of_several_files(tmp_path, tokenizer):
             read_template(tmp_path, tokenizer.tokens, tmp_path / name)
 
 
-def test_a_template_can_neither_access_the_system_nor_the_date(written):
+def test_a_template_can_access_neither_the_system_nor_the_date(written):
     assert written("{{ strftime_now('%d %b %Y') }}").render(talk("a")) == "26 Jul 2024"
     for text in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -259,7 +259,7 @@ def test_a_run_keeps_the_template_with_the_model_and_prompts_use_it(tmp_path, ca
     ],
     ids=str,
 )
-def test_a_trained_folder_names_all_ends_and_one_template(tmp_path, tokenizer, task, named, ends):
+def test_a_folder_names_all_end_tokens_and_one_template(tmp_path, tokenizer, task, named, ends):
     write_byte_level(tmp_path, also=[TURN, TURN_END])
     shutil.copyfile(FIXTURES / "turns.jinja", tmp_path / "chat_template.jinja")
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""The training script's checkpoints, with a few small arrays: kept and rejected ones.
+"""The training script's checkpoints, with a few small arrays: kept and rejected checkpoints.
 
 `test_stopping.py` has runs that resume from their checkpoints.
 """
@@ -171,7 +171,7 @@ def test_each_kind_of_damage_to_a_checkpoint_is_named(tmp_path):
         assert expected in checksums.find_damage(copy), name
 
 
-def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_without_one_raises(tmp_path):
+def test_a_run_resumes_from_an_intact_checkpoint_before_a_damaged_one_or_raises_an_error(tmp_path):
     values = saved_run(tmp_path, 10, 20)
     checkpoints = tmp_path / "checkpoints"
     flip_a_bit(largest_file(checkpoints / "20" / "state"))
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_without_one_rais
     assert steps_of(checkpoints) == {10, 20}
 
 
-def test_writers_remove_incomplete_checkpoints_and_keep_a_copied_one(tmp_path):
+def test_writers_remove_incomplete_checkpoints_and_keep_a_copied_checkpoint(tmp_path):
     values = saved_run(tmp_path, 10, 20)
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(checkpoints / "20", checkpoints / "20.copy")
@@ -247,7 +247,7 @@ def test_a_path_that_orbax_would_read_as_a_pattern_is_rejected(tmp_path):
             Job(tmp_path / name)
 
 
-def test_only_a_file_that_cannot_be_written_is_a_failed_save(tmp_path, monkeypatch):
+def test_only_a_file_that_cannot_be_written_counts_as_a_failed_save(tmp_path, monkeypatch):
     with Job(tmp_path) as job:
 
         def broken(*_, **__):

@@ -86,7 +86,7 @@ def test_every_text_and_label_in_a_file_is_an_example(tmp_path, bert, name, cont
     )
 
 
-def test_a_line_of_tsv_is_a_row_with_any_quotation_marks(tmp_path, bert):
+def test_a_line_of_tsv_is_a_row_whatever_its_quotation_marks(tmp_path, bert):
     texts = ['"a" film', 'so "bad', '"', "good, or not"]
     rows = [("text", "label"), *zip([*texts[:3], f'"{texts[3]}"'], LABELS, strict=True)]
     content = "".join("\t".join(row) + "\r\n" for row in rows)

@@ -1,4 +1,4 @@
-"""Fine-tuning with the real command, on tiny models, also one program per layer."""
+"""Fine-tuning with the real command, on tiny models, also with a program per layer."""
 
 import json
 import os
@@ -201,7 +201,7 @@ def test_an_evaluation_before_and_after_a_run_has_the_runs_metrics(tmp_path, cap
 
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_non_finite_results_raise(tmp_path, capsys):
+def test_non_finite_results_raise_an_error(tmp_path, capsys):
     origin = write_model(tmp_path / "origin", "bert")
     tensors = load_file(origin / "model.safetensors")
     tensors["classifier.bias"] = np.full(3, np.nan, np.float32)
@@ -274,13 +274,13 @@ def bits(folder):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run", "no_picture")
-def test_a_layerwise_run_resumes_exports_and_is_read_again(tmp_path, monkeypatch, capsys):
+def test_a_layerwise_run_can_be_resumed_exported_and_loaded(tmp_path, monkeypatch, capsys):
     data, origin = tmp_path / "data", write_model(tmp_path / "origin", "llama2")
     data.mkdir()
     monkeypatch.setattr(cross_entropy, "PART", 100)
     options = language(data) | BY_LAYER | {"model": str(origin), "dtype": "bfloat16", "steps": 12}
     options |= {"keep": 9, "keep_best": True, "learning_rate": 10.0}
-    options |= {"warmup_steps": 40}  # the rate grows, and spoils the model
+    options |= {"warmup_steps": 40}  # the rate grows, and ruins the model
     config = write_config(tmp_path, **options)
     whole, cut, out = tmp_path / "whole", tmp_path / "cut", tmp_path / "exported"
     assert finetune.main([config, "--run", whole.name]) == 0

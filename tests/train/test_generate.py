@@ -47,7 +47,7 @@ def test_logits_and_tokens_with_a_cache_equal_those_of_the_whole_sequence(name):
 PROBABILITIES = [0.05, 0.4, 0.1, 0.3, 0.15]
 
 
-def test_unlikely_tokens_are_not_drawn():
+def test_unlikely_tokens_are_not_sampled():
     for sampling, kept in (
         (Sampling(1.0, top_k=2), [1, 3]),
         (Sampling(1.0, top_k=99), [0, 1, 2, 3, 4]),
@@ -63,7 +63,7 @@ def test_unlikely_tokens_are_not_drawn():
         np.testing.assert_allclose(shares, expected / expected.sum(), rtol=1e-5)
 
 
-def test_non_finite_logits_raise():
+def test_non_finite_logits_raise_an_error():
     _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
     params["head"]["kernel"] = params["head"]["kernel"].at[0, 0].set(jnp.nan)
     with pytest.raises(Failure, match="some logits are not finite"):

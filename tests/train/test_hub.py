@@ -1,4 +1,4 @@
-"""Models from the Hub by name: from a local cache, and downloads' files."""
+"""Models from the Hub by name: from a local cache, and the downloaded files."""
 
 import shutil
 
@@ -34,7 +34,7 @@ def test_a_name_is_a_folder_in_the_hubs_cache_unless_a_local_folder_has_that_nam
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_model_missing_from_the_cache_gives_one_line_and_a_wrong_path_is_not_requested(tmp_path):
+def test_a_model_missing_from_the_cache_is_named_and_a_wrong_path_is_not_requested(tmp_path):
     with pytest.raises(ModelError, match=r"org/other is neither a folder.*LocalEntryNotFound"):
         read_folder("org/other")
     (tmp_path / "runs").mkdir()

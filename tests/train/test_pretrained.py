@@ -1,7 +1,7 @@
 """Models from Hugging Face folders: their outputs, and how they are saved.
 
 `fixtures/` has tiny random models of each family and outputs of `transformers` on torch, from
-`make_model_fixtures.py`. No test needs either.
+`make_fixtures.py`. No test needs either.
 """
 
 from contextlib import nullcontext
@@ -63,7 +63,7 @@ def test_low_precision_is_used_and_not_promoted(name, scan_layers):
     assert logits.dtype == jnp.float32
 
 
-def test_attention_that_stores_all_scores_on_a_gpu_gives_its_reason(monkeypatch):
+def test_attention_that_stores_all_scores_on_a_gpu_is_reported_with_the_reason(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     reason = pytest.warns(UserWarning, match="does not support these arrays")
     for dtype, warns in ((jnp.bfloat16, reason), (jnp.float32, nullcontext())):

@@ -1,4 +1,4 @@
-"""Folders without a model, with a damaged one, or with one that the scripts do not support."""
+"""Folders with no model, a damaged model, or a model that the scripts do not support."""
 
 import shutil
 

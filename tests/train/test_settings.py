@@ -49,7 +49,7 @@ def config_file(folder: Path, text: str) -> Path:
         ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: must be left out, because"),
     ],
 )
-def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, text, expected):
+def test_a_mistake_in_the_file_raises_an_error_with_the_file_and_a_remedy(tmp_path, text, expected):
     path = config_file(tmp_path, text)
     with pytest.raises(SettingsError, match=f"(?s)^{re.escape(str(path))}.*{expected}"):
         load_settings(path)
@@ -71,7 +71,7 @@ def test_built_in_configs_are_read(path):
     assert load_settings(path).output_dir.startswith("runs/")
 
 
-def test_a_runs_settings_do_not_start_it_again_in_another_folder(tmp_path, monkeypatch):
+def test_a_run_cannot_be_started_from_its_settings_in_another_folder(tmp_path, monkeypatch):
     run = tmp_path / "runs" / "first"
     (run / "checkpoints").mkdir(parents=True)
     (run / "settings.toml").write_text('output_dir = "runs"\n')
@@ -105,7 +105,7 @@ def test_a_runs_settings_do_not_start_it_again_in_another_folder(tmp_path, monke
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 @pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_a_mistake_ends_the_command_with_one_line_code_2_and_no_folder(
+def test_a_mistake_ends_the_command_with_one_line_and_code_2_and_creates_no_folder(
     tmp_path, monkeypatch, capsys, arguments, expected
 ):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Batches, and one training step and one validation with them."""
+"""Batches, a training step, and a validation."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from train.run.step import make_judge, make_train_step, make_validate, of_labels
 from train.tasks import Task, language
 from train.tasks.batches import ROWS, Batches, Sample
 
-F32_RTOL = 1e-5  # float32 sums of tens of terms in two orders
+F32_RTOL = 1e-5  # float32 sums of a few dozen terms in two orders
 F32_ATOL = 1e-6  # gradients below 1, whose terms may cancel
 
 
@@ -54,7 +54,7 @@ def test_a_sample_has_each_example_once_and_is_padded_with_rows_of_weight_zero(b
 
 
 class Sentences:
-    """Example i has i + 1 tokens, each with the number i, and is padded with zeros."""
+    """Example i has i + 1 tokens, each equal to i, and is padded with zeros."""
 
     longest = 10
 
@@ -70,7 +70,7 @@ class Sentences:
 
 
 @pytest.mark.parametrize("buckets", [1, 3, 10])
-def test_a_batch_has_the_positions_that_its_longest_example_needs(buckets):
+def test_a_batch_is_only_as_long_as_its_longest_example_requires(buckets):
     words = {"batch_size": 3, "seed": 4}
     cut, full = (Batches(Sentences(10), **words, buckets=b) for b in (buckets, 1))
     allowed = {1: {10}, 3: {4, 8, 10}, 10: set(range(1, 11))}[buckets]
@@ -92,7 +92,7 @@ def tiny_model() -> tuple[nnx.GraphDef, dict]:
 
 
 @pytest.mark.slow
-def test_micro_batches_equal_the_step_with_the_whole_batch():
+def test_a_step_with_micro_batches_equals_a_step_with_the_whole_batch():
     graphdef, params = tiny_model()
     tokens = np.random.default_rng(0).integers(0, 256, (8, 9), dtype=np.uint8)
     # More targets in later rows, none in the first.
@@ -132,7 +132,7 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
 
 
 @pytest.mark.slow
-def test_a_step_with_streamed_layers_equals_one_without():
+def test_a_step_with_streamed_layers_equals_a_step_without_them():
     _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True, parts=2)
     tx = make_optimizer(Settings(scan_layers=True, stream="gradients", max_grad_norm=0.1, steps=10))
     rows = np.arange(18).reshape(2, 9) % 50
@@ -147,7 +147,7 @@ def test_a_step_with_streamed_layers_equals_one_without():
 
 
 T = 23
-LENGTHS = (3, 9, 2, 7, 1, 12)  # the last one is cut by the window
+LENGTHS = (3, 9, 2, 7, 1, 12)  # the window cuts the last document
 
 
 def packed(lengths):
@@ -172,7 +172,7 @@ def alone(batch, lengths):
 
 
 @pytest.mark.slow
-def test_a_packed_sequences_loss_is_that_of_its_separate_texts():
+def test_a_packed_sequence_has_the_loss_of_its_separate_texts():
     # With an attention window that is shorter than the texts.
     _, graphdef, params = load(FIXTURES / "mistral", scan_layers=True, remat=True)
 

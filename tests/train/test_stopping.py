@@ -1,4 +1,4 @@
-"""Runs that end early, by signals or full disks or memory: they resume and are bit-identical."""
+"""Runs that end early, on signals or without disk space or memory, and resume bit-identically."""
 
 import contextlib
 import gc
@@ -55,7 +55,7 @@ def test_a_stopped_and_killed_run_is_bit_identical_and_a_finished_run_is_not_cha
 ):
     config = kill_test.write_config(tmp_path, steps=STEPS)
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
-    seldom = "--save-every", "40"  # saves are most of a run's time
+    seldom = "--save-every", "40"  # saves take most of a run's time
     whole.mkdir()
     for name in (LOCK, "settings.toml"):  # like a start that was killed before its first save
         (whole / name).touch()
@@ -161,7 +161,7 @@ def test_a_signal_ends_a_command_at_once_if_nothing_needs_saving():
         assert output(process) == (128 + signal.SIGTERM, "stopped by SIGTERM: all is saved\n")
 
 
-def test_a_signal_is_confirmed_at_once_and_the_next_one_aborts():
+def test_a_signal_is_confirmed_at_once_and_the_next_one_aborts_the_run():
     with stuck("step") as process:
         process.send_signal(signal.SIGUSR1)
         confirmed = "SIGUSR1: stopping after this step and saving; send another signal to abort\n"
@@ -217,7 +217,7 @@ def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch
     ],
     ids=["host", "device"],
 )
-def test_full_memory_gives_one_message_with_the_requested_size(provoke, expected):
+def test_an_out_of_memory_error_gives_one_message_with_the_requested_size(provoke, expected):
     with pytest.raises((MemoryError, jax.errors.JaxRuntimeError)) as raised:
         provoke()
     assert find_oom(raised.value) is raised.value

@@ -85,7 +85,7 @@ def test_positions_restart_in_each_document_and_its_first_token_is_not_a_target(
     assert together.checksum != task.checksum
 
 
-def test_the_longest_document_validates_with_its_end_if_no_document_has_the_size(tmp_path, decoder):
+def test_validation_gets_the_longest_documents_end_if_no_document_has_the_size(tmp_path, decoder):
     for name, letter, count in (("README", "r", 1), ("a", "a", 40), ("b", "b", 60)):
         write(tmp_path / f"{name}.txt", letter * count)
     task = language_task(tmp_path, decoder, length=4, share=0.15)
@@ -123,7 +123,7 @@ def test_file_names_decide_between_training_and_validation(
     assert all(name in sides.notes[0] for name in unused.split())
 
 
-def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
+def test_a_seed_always_draws_the_same_whole_documents(tmp_path, decoder):
     texts = [letter * 9 for letter in "abcdefghijklmnopqrst"]
     path = write(tmp_path / "a.jsonl", records(*({"text": text} for text in texts)))
     tasks = [language_task(path, decoder, length=10, share=0.25, seed=s) for s in (0, 0, 1)]
@@ -152,7 +152,7 @@ def alpaca_folder(folder, *items):
     return folder
 
 
-def test_only_the_answer_and_its_end_token_count(tmp_path, decoder):
+def test_only_the_answer_and_its_end_token_are_trained_on(tmp_path, decoder):
     items = (
         PLAIN,
         WITH_INPUT,
@@ -224,7 +224,7 @@ def test_neither_side_of_a_split_is_empty():
 def test_a_row_equals_a_line_of_json(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROWS", 4)
     rows = [{"text": f"bin {i}", "n": i, "none": None} for i in range(9)]
-    # In a table, all of them have `a` and `b`.
+    # In a table, every row has `a` and `b`.
     rows = [row | {"more": [{"in": {"ab"[row["n"] % 2]: 1}}]} for row in rows]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)

@@ -15,7 +15,7 @@ def edit(path, **entries):
     path.write_text(json.dumps(content | entries))
 
 
-def test_an_encoder_pads_and_a_decoder_has_begin_and_end_and_pads_with_the_latter(tmp_path):
+def test_an_encoder_pads_and_a_decoder_has_begin_and_end_tokens_and_pads_with_the_latter(tmp_path):
     vocabulary = write_wordpiece(tmp_path)
     tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary)
     assert tokenizer[1:] == (tokenizer.tokens.token_to_id("[CLS]"), None, 0, vocabulary)
@@ -52,10 +52,10 @@ def test_a_begin_token_comes_from_the_post_processor_or_is_requested_by_name(tmp
         read_tokenizer(tmp_path, vocabulary=vocabulary)
 
 
-def test_config_ids_apply_where_the_tokenizer_names_nothing(tmp_path):
+def test_config_ids_apply_where_the_tokenizer_names_no_token(tmp_path):
     vocabulary = write_byte_level(tmp_path)
     edit(tmp_path / "tokenizer_config.json", eos_token=None)
-    edit(tmp_path / "config.json", pad_token_id=-1)  # some write -1 for none
+    edit(tmp_path / "config.json", pad_token_id=-1)  # some configs write -1 for none
     edit(tmp_path / "generation_config.json", eos_token_id=[5, 6], pad_token_id=7)
     assert read_tokenizer(tmp_path, vocabulary=vocabulary)[2:4] == (5, 7)
     (tmp_path / "tokenizer_config.json").unlink()

@@ -221,9 +221,7 @@ def test_every_run_gets_its_own_folder_with_the_next_number(tmp_path):
     assert made == ["011-zenflow", "012-zenflow", "013-adamw"]
 
 
-def test_only_an_error_that_settings_can_fix_hides_its_place_in_the_engine(
-    tmp_path, monkeypatch, capsys
-):
+def test_only_an_error_that_settings_can_fix_hides_its_traceback(tmp_path, monkeypatch, capsys):
     def engine(*_, **__):
         raise error
 

@@ -78,7 +78,7 @@ MPICH = {"PMI_SIZE": "2", "PMI_RANK": "1"}
 
 
 def set_launcher(monkeypatch, environment):
-    """Sets these of all launchers' variables, and no others."""
+    """Sets these launcher variables, and removes all others."""
     for name in (*SLURM_STEP, *MPIRUN, *MPICH, "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -116,7 +116,7 @@ def test_processes_come_from_the_flags_or_else_from_slurm(monkeypatch):
         assert all(o.items() >= options.items() for _, o in calls)
 
 
-def test_mpirun_without_the_flags_is_rejected_with_the_line_that_works(monkeypatch):
+def test_mpirun_without_the_flags_is_rejected_with_a_command_that_works(monkeypatch):
     # Inside an allocation, the environment also has the variables of SLURM's daemons.
     for slurm in ({}, SLURM_STEP | {"SLURM_PROCID": "0"}):
         for mpi, prefix in ((MPIRUN, "OMPI_COMM_WORLD"), (MPICH, "PMI")):
