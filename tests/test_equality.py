@@ -85,7 +85,7 @@ def test_runs_that_are_compared_with_optax_select_channels_and_clip():
     ],
     ids=["donated or not, during the step or after it", "summed on the device"],
 )
-def test_runs_with_any_send_gradients_are_bit_identical(options, ways):
+def test_runs_are_bit_identical_for_all_values_of_send_gradients(options, ways):
     options, histories = Settings(topk_ratio=0.3, provisional_share=0.5, **options), []
     for more in ways:
         with Training(FEW[:2], options, host_kernel="numpy", **more) as training:

@@ -36,7 +36,7 @@ def step(reference, *gradient):
     ],
     ids=str,
 )
-def test_without_staleness_it_equals_optax_adamw(options, reselections):
+def test_without_staleness_the_reference_equals_optax_adamw(options, reselections):
     settings, plan = Settings(max_grad_norm=comparisons.MAX_NORM, **options), Plan(10)
     for leaves in (FIRST, SECOND):
         history, slow = comparisons.reference(leaves, settings, plan)

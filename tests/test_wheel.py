@@ -38,7 +38,7 @@ def files(folder, ending):
 
 LIBRARY = files("zenflow_jax", ".py") | {"zenflow_jax/py.typed"}
 SCRIPTS = files("train", ".py") | files("elves", ".py") | files("configs", ".toml")
-# The modules that console commands run are on a separate path, so they add no names.
+# Modules of console commands are on a separate path: the wheel adds no top-level name like `train`.
 INSTALLED = LIBRARY | {f"zenflow_jax/_scripts/{name}" for name in SCRIPTS}
 
 
@@ -79,7 +79,7 @@ def described(wheel):
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_library_its_scripts_and_its_metadata(wheel):
+def test_the_wheel_contains_the_library_its_scripts_and_its_metadata(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
     assert {name for name in names if ".dist-info/" not in name} == INSTALLED
@@ -95,7 +95,7 @@ def test_the_wheel_has_the_library_its_scripts_and_its_metadata(wheel):
 
 
 @pytest.mark.slow
-def test_the_source_distribution_has_the_files_of_the_wheel(build):
+def test_the_source_distribution_contains_the_files_of_the_wheel(build):
     with tarfile.open(build("sdist")) as file:
         names = {x.name.partition("/")[2] for x in file.getmembers() if x.isfile()}
     top_level = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"}

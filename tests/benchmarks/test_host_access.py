@@ -78,7 +78,7 @@ def read(index, offset=None, stride=256):
         ("%down", 768, -256),
     ],
 )
-def test_a_slice_at_the_loop_index_is_correct_and_any_other_is_wrong(index, offset, stride):
+def test_a_slice_at_the_loop_index_is_correct_and_any_other_slice_is_wrong(index, offset, stride):
     assert read(index, offset, stride) == host_access.Traffic(1, [], [], 1, 0)
     for other in ((offset + 256, stride), (offset, -stride), (offset, 0)):
         found = read(index, *other)

@@ -13,7 +13,7 @@ from train.model import cross_entropy
 from train.run import setup
 from zenflow_jax import layerwise
 
-# In nats, float32; sums over devices have a different order.
+# In nats, float32; the summation order over devices differs.
 ATOL = 1e-5
 
 

@@ -186,7 +186,7 @@ def test_files_from_earlier_versions_are_restored_except_for_the_papers_codecs(t
         check_path(FIXTURES / "paper.safetensors")
 
 
-def test_a_bound_above_a_tensors_root_mean_square_is_rejected_with_a_sensible_bound(tmp_path):
+def test_a_bound_above_a_tensors_root_mean_square_raises_an_error_that_suggests_a_bound(tmp_path):
     both = {"w": noise(1000), "small": noise(1000, scale=1e-3), "zero": np.zeros(9, np.float32)}
     expected = r"`small` in .* bound 0.01 exceeds .*square, 0.00\d+\. .*is 2\^-10\."
     with pytest.raises(elves.ElvesError, match=expected):
@@ -229,7 +229,7 @@ def tuned(folder, base):
     return folder
 
 
-def test_a_base_makes_a_model_smaller_and_is_needed_to_read_it(tmp_path):
+def test_a_base_makes_a_packed_model_smaller_and_is_needed_to_read_it(tmp_path):
     base = model(tmp_path / "base")
     source = tuned(tmp_path / "in", base)
     (alone,) = pack_path(source, tmp_path / "alone", Options())

@@ -147,7 +147,7 @@ REST = {name: name != "bias" for name in PARAMS}
         ),
     ],
 )
-def test_transformations_after_zenflow_raise_a_warning(caplog, wrap, warnings):
+def test_a_new_engine_warns_of_transformations_after_zenflow(caplog, wrap, warnings):
     params = jax.device_put(PARAMS, jax.devices()[0])
     state = wrap(zenflow_jax.zenflow(1e-2, **OPTIONS)).init(params)
     zenflow_jax.HostEngine(params, state, host_kernel="numpy").close()

@@ -134,7 +134,7 @@ def fail(me: int, count: int, failing: int) -> None:
 
 # In the same processes, because starting them takes most of the time.
 @pytest.mark.slow
-def test_two_processes_equal_the_reference_resume_as_one_or_two_and_fail_together(tmp_path):
+def test_runs_in_two_processes_equal_the_reference_resume_in_one_or_two_and_fail_together(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     # Each time, an update is in flight, and the open window contains a step.
     pass_on(0, 1, "", 5, first)

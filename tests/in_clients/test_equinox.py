@@ -155,14 +155,14 @@ def train(kind, tx, folder=None, *, stream=False, restart_at=None):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", [Model, NamedModel])
-def test_training_has_the_losses_of_adamw(kind, stream):
+def test_training_has_the_same_losses_as_adamw(kind, stream):
     expected, _ = train(kind, optax.adamw(1e-2, weight_decay=1e-2))
     tx = zenflow_jax.zenflow(1e-2, weight_decay=1e-2, **EXACT)
     assert train(kind, tx, stream=stream)[0] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", [Model, NamedModel])
-def test_training_layer_by_layer_has_the_losses_of_adamw(kind):
+def test_training_layer_by_layer_has_the_same_losses_as_adamw(kind):
     model = kind(jax.random.key(0))
     weights, rest = eqx.partition(model, is_trained(model))
     batches = [{"tokens": tokens, "rest": rest} for tokens in TOKENS]

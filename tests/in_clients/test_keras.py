@@ -61,7 +61,7 @@ def loop(tx, *, steps=10):
     return losses
 
 
-def test_a_loop_over_stateless_call_has_the_losses_of_adamw():
+def test_a_loop_over_stateless_call_has_the_same_losses_as_adamw():
     expected = loop(optax.adamw(1e-2, weight_decay=1e-2))
     assert loop(zenflow_jax.zenflow(**OPTIONS, **EXACT)) == pytest.approx(expected, abs=TOLERANCE)
 
@@ -91,7 +91,7 @@ def fit(optimizer, batches, *, loaded=None, engine_state=None, at_end=None):
     return losses.losses
 
 
-def test_fit_has_the_losses_of_keras_adamw():
+def test_fit_has_the_same_losses_as_keras_adamw():
     adamw = keras.optimizers.AdamW(1e-2, weight_decay=1e-2, epsilon=1e-8)
     losses = fit(ZenFlow(**OPTIONS, **EXACT), slice(0, 10))
     assert losses == pytest.approx(fit(adamw, slice(0, 10)), abs=TOLERANCE)

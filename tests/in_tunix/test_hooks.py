@@ -111,7 +111,7 @@ def test_the_step_is_compiled_once(devices, caplog):
     assert len(compiled) == 1, compiled
 
 
-def test_evaluations_that_flush_get_weights_that_training_does_not_get():
+def test_evaluations_that_flush_see_weights_that_training_does_not_see():
     seen = {}
     for evaluate in ("as_is", "flush"):
         recorder = Recorder()

@@ -130,7 +130,7 @@ SETS = [{"x": X + i, "key": jax.random.key(i)} for i in range(4)]
 
 
 @pytest.mark.parametrize("case", [linen_case, two_scans_case])
-def test_every_scan_gives_the_losses_of_adamw(case):
+def test_every_scan_gives_the_same_losses_as_adamw(case):
     params, loss_fn, where = case()
 
     def whole(params, batch):
@@ -144,7 +144,7 @@ def test_every_scan_gives_the_losses_of_adamw(case):
     assert {type(x) for x in jax.tree.leaves(got)} == {np.ndarray}
 
 
-def test_a_run_with_batches_of_two_shapes_resumes_from_shapes_bit_identically():
+def test_a_run_with_batches_of_two_shapes_resumes_bit_identically_from_shapes():
     batches = [x if i % 2 else x[:3] for i, x in enumerate(BATCHES)]
     in_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     params = jax.device_put(stacked(new_params()), in_host)

@@ -49,7 +49,7 @@ def test_products_in_loops_count_for_every_iteration_and_convolutions_by_their_w
     assert unused == 0
 
 
-def test_a_plan_equals_the_compiled_steps_arguments_and_xlas_peak():
+def test_a_plan_matches_the_compiled_steps_arguments_and_xlas_peak():
     settings = settings_of("llama3", scan_layers=True, sequence_length=8)
     planned = planned_step(settings, folder_of_config(settings.model), None)
     compiled = planned.step.lower(*planned[1:]).compile()

@@ -144,7 +144,7 @@ def test_each_class_is_on_both_sides_of_a_split_and_rare_classes_are_reported(tm
     assert task.overview[0].endswith("'once' 1 (4.8%), 'spam' 2 (9.5%), 'ham' 18 (85.7%)")
 
 
-def test_the_heads_classes_are_kept_if_they_include_the_files(tmp_path, bert):
+def test_the_heads_classes_are_kept_if_they_include_those_in_the_file(tmp_path, bert):
     path = write(tmp_path / "a.csv", as_csv(ROWS))
     for known, labels in (
         (("UNKIND", "so", "Kind"), ("UNKIND", "so", "Kind")),
@@ -157,7 +157,7 @@ def test_the_heads_classes_are_kept_if_they_include_the_files(tmp_path, bert):
         assert classes_of(task) == sorted(names.index(label) for label in LABELS)
 
 
-def test_the_heads_names_are_those_in_the_folder(tmp_path):
+def test_the_heads_class_names_come_from_the_folder(tmp_path):
     folder = write_model(tmp_path / "given", "bert")
     assert class_names(read_folder(folder)) == ("no", "perhaps", "yes")
     config = json.loads((folder / "config.json").read_text())

@@ -117,7 +117,7 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         assert expected in error
 
 
-def test_a_head_is_kept_if_its_labels_are_the_tasks(tmp_path):
+def test_a_head_is_kept_if_its_labels_match_the_tasks(tmp_path):
     folder = write_model(tmp_path / "origin", "bert")
     tensors = load_file(folder / "model.safetensors")
     tensors |= {"classifier.weight": np.ones((2, 16), np.float32)}
@@ -154,7 +154,7 @@ def metrics_in(text):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
-def test_an_evaluation_before_and_after_a_run_has_the_runs_metrics(tmp_path, capsys):
+def test_an_evaluation_before_and_after_a_run_gives_the_runs_metrics(tmp_path, capsys):
     data = scripts.write(tmp_path / "a.csv", CSV)
     settings = {"task": "classification", "data": str(data), "sequence_length": 12}
     settings |= {"text_column": "review", "label_column": "mood", "optimizer": "adamw"}

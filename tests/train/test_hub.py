@@ -44,7 +44,7 @@ def test_a_model_missing_from_the_cache_is_named_and_a_wrong_path_is_not_request
             read_folder(path)
 
 
-def test_a_download_has_no_pickles_and_a_plan_requests_only_the_config(tmp_path, monkeypatch):
+def test_a_download_contains_no_pickles_and_a_plan_requests_only_the_config(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "model", "llama2")
     needed = ["config.json", "model.safetensors", "chat_template.jinja", "merges.txt"]
     unneeded = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json"]

@@ -30,7 +30,7 @@ def numbers(count):
     return language.Windows(language.as_one(np.arange(count + 1)), 1)
 
 
-def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_has_every_example():
+def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_contains_every_example():
     batches, again = (Batches(numbers(6), batch_size=2, seed=5) for _ in range(2))
     np.testing.assert_array_equal(batches[7]["tokens"], again[7]["tokens"])
     epoch = np.concatenate([batches[i]["tokens"] for i in range(3)])
@@ -42,7 +42,7 @@ def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_has_every_example
 
 
 @pytest.mark.parametrize(("batches", "count"), [(None, 7), (1, 3), (2, 6), (9, 7)])
-def test_a_sample_has_each_example_once_and_is_padded_with_rows_of_weight_zero(batches, count):
+def test_a_sample_contains_each_example_once_and_is_padded_with_rows_of_weight_zero(batches, count):
     sample = Sample(numbers(7), batch_size=3, seed=1, batches=batches)
     seen = list(sample)
     assert {len(batch["tokens"]) for batch in seen} == {3}
