@@ -33,7 +33,7 @@ MOMENT_TOL = 1e-6
 # This affects one in 10,000 casts, and a deferred channel keeps the difference for a window.
 FLIPPED = 0.005
 # The share of different 8-bit moments in runs of about 20 steps, and of masters that they moved: a
-# moment that is off by MOMENT_TOL gets another code about once in 10,000 times, and keeps the
+# moment that is off by MOMENT_TOL gets a different code about once in 10,000 times, and keeps the
 # difference.
 ANOTHER_CODE = 0.02
 # As a share of the largest moment: a code more or less, and its effect on later steps.

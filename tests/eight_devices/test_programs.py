@@ -76,7 +76,7 @@ def test_with_copies_a_step_also_exchanges_the_selected_rows(placement):
     added = sum(c.nbytes for c in zenflow) - sum(c.nbytes for c in base)
     # The block's signs, four to a byte, determine the provisional step.
     assert 0.04 / 0.05 * rows < added - block / 4 <= rows + 4 * N + 4
-    # As before, the gradient is also summed over the devices with copies.
+    # As before, the gradient is also summed over the devices that hold copies.
     assert [c for c in zenflow if c.nbytes > block] == [c for c in base if c.nbytes > block]
 
 

@@ -153,7 +153,7 @@ def test_unreadable_mail_raises_an_error():
 
 
 def assert_ended(before):
-    """Checks that no new thread remains; some threads end only after they were told to."""
+    """Checks that no new thread remains; some threads end shortly after they are told to."""
     for thread in set(threading.enumerate()) - before:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), thread.name

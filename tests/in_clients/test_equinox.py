@@ -1,4 +1,4 @@
-"""zenflow in loops of equinox: a scan over its own layers, and haliax's `Stacked`."""
+"""zenflow in equinox loops: a scan over its own layers, and haliax's `Stacked`."""
 
 import equinox as eqx
 import haliax as hax

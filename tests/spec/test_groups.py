@@ -19,7 +19,7 @@ import zenflow_jax
         ((2, 100, 2, 2), {"update_interval": 2}, [1, 0, 1, 1]),
         # With fewer leaves there are fewer groups; a one-step window has one group.
         ((2, 3), {}, [1, 0]),
-        # Windows that close together have one group, too.
+        # Leaves whose windows close together form one group, too.
         ((2, 3, 4), {"update_interval": zenflow_jax.AutoWindow(4)}, [0, 0, 0]),
     ],
     ids=str,

@@ -273,7 +273,7 @@ def test_a_folder_names_all_end_tokens_and_one_template(tmp_path, tokenizer, tas
     assert content == before | {"eos_token_id": known}
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
     assert not (tmp_path / "chat_template.json").exists()
-    # The folder names all ends, for other programs, too.
+    # The folder names all end tokens, for other programs too.
     options = generate.Options(prompt="Who?", model=str(tmp_path), format=task)
     assert generate.read_prompt(options, tokenizer).ends - {-1} == set(known)
 

@@ -259,7 +259,7 @@ def test_only_a_file_that_cannot_be_written_counts_as_a_failed_save(tmp_path, mo
         assert job.lines == []
 
 
-# orbax's event loop does not report the writes in progress beside the failed one again.
+# orbax's event loop does not report the writes that were in progress with the failed write again.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_is_reported_older_checkpoints_stay_and_the_next_save_retries(small_disk):
     disk = small_disk("2m")

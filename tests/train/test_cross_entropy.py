@@ -1,4 +1,4 @@
-"""A vocabulary that is processed in parts has the same loss as the whole."""
+"""A vocabulary that is processed in parts gives the same loss as the whole vocabulary."""
 
 import jax
 import jax.numpy as jnp

@@ -69,7 +69,7 @@ def assert_same(task, expected):
 def test_memory_does_not_grow_with_the_data(tmp_path, monkeypatch, decoder):
     monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 2**15)
     peaks, sizes = [], []
-    for count in (20, 20, 200):  # the first one also imports
+    for count in (20, 20, 200):  # the first pass also imports
         path = file_of("alpaca", tmp_path, count)
         tracemalloc.start()
         task = task_of("alpaca", path, decoder)

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 
 
 def stopped_after(last: int) -> Callable[[StopRequest, int], int | None]:
-    """Returns `StopRequest.after` for a process that gets SIGTERM in a step."""
+    """Returns `StopRequest.after` for a process that gets SIGTERM during a step."""
 
     def after(stop: StopRequest, step: int, after=StopRequest.after) -> int | None:
         if step == last:

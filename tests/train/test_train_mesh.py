@@ -90,7 +90,7 @@ TWO = Launch(coordinator="a:1", processes=2, process=1)
 EIGHT_TASKS = SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "8"}
 FLAGS = {"cluster_detection_method": "deactivate"}
 LAUNCHES = (
-    # Alone, also under SLURM and mpirun.
+    # A single process, also under SLURM and mpirun.
     (ALONE, {}, None, None),
     (ALONE, {"SLURM_STEP_NUM_TASKS": "1"}, None, None),
     (ALONE, MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None, None),
