@@ -255,7 +255,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         known = f"a metric of {self.task}: {', '.join(self._metrics)}"
         self._check("best", self.metric in self._metrics, known)
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
-        wanted = "a share above 0 and below 1, such as 0.001, as every run validates (or 1 with "
+        wanted = "a share above 0 and below 1, such as 0.001, since every run validates (or 1 with "
         self._check("validation_share", is_share, wanted + "--steps 0)")
         for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
@@ -298,9 +298,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         for setting in fields(self):
             tasks = setting.metadata["tasks"]
             if tasks and self.task not in tasks.split():
-                wanted = (
-                    f"{setting.default}, because {self.task} does not read it (read by: {tasks})"
-                )
+                wanted = f"{setting.default}, since {self.task} does not read it (read by: {tasks})"
                 self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
