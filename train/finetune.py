@@ -149,9 +149,9 @@ def describe_oom(error: BaseException, run: TrainingSettings) -> str:
     other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
     reason = str(error).partition("\n")[0]
     return (
-        f"out of memory with {run.optimizer}, and batches of {run.batch_size} x "
-        f"{run.sequence_length} tokens in {run.micro_batches} micro-batches: {reason} Use a "
-        f"--batch-size below {run.batch_size}, more --micro-batches, --remat, or {other}."
+        f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
+        f"{run.micro_batches} micro-batches, using {run.optimizer}: {reason} Use a --batch-size "
+        f"below {run.batch_size}, more --micro-batches, --remat, or {other}."
     )
 
 

@@ -203,7 +203,9 @@ def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch
     assert line.endswith(" 'runs/my first/settings.toml' --run 'my first'")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     line = how_to_resume(signal.SIGTERM, 7, Path("runs/job-17"))
-    assert line.endswith(" is saved. Resume with the same sbatch or srun command and --run job-17")
+    assert line.endswith(
+        "; checkpoint saved. Resume with the same sbatch or srun command and --run job-17"
+    )
 
 
 @pytest.mark.parametrize(
