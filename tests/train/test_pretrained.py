@@ -1,7 +1,7 @@
 """Models from Hugging Face folders: their outputs, and how they are saved.
 
 `fixtures/` has tiny random models of each family and outputs of `transformers` on torch, from
-`make_model_fixtures.py`. No test needs either.
+`make_fixtures.py`. No test needs either.
 """
 
 from contextlib import nullcontext
