@@ -160,9 +160,9 @@ def test_a_job_that_reaches_its_time_limit_resumes_and_is_bit_identical(slurm, t
     job = Job(slurm, tmp_path, "--time=2", "--signal=TERM@60", steps=10**6)
     job.wait_for_line("SIGTERM: stopping after this step and saving")
     step = int(
-        job.wait_for_line(r"stopped by SIGTERM after step (\d+), which is saved. Resume with the")[
-            1
-        ]
+        job.wait_for_line(
+            r"stopped by SIGTERM after step (\d+); checkpoint saved. Resume with the"
+        )[1]
     )
     job.write_config(step + 5)  # the job waits for at least ten seconds
     job.wait_for_line(f"resuming from checkpoint {step} in .*/job-{job.id}\n")

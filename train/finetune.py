@@ -1,7 +1,7 @@
 """Fine-tunes a small built-in model, or a model in a Hugging Face folder.
 
     python -m train.finetune configs/quickstart.toml
-    python -m train.finetune configs/quickstart.toml --run first    # again: resumes it
+    python -m train.finetune configs/quickstart.toml --run first    # run again to resume
     python -m train.finetune configs/quickstart.toml --run first --export best DIR
     python -m train.finetune configs/quickstart.toml --plan
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --mesh data=2,fsdp=4
@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 
 from train import Failure
-from train.checkpoints.compatibility import OF_THE_MODEL, description_of_model
+from train.checkpoints.compatibility import MODEL_SETTINGS, description_of_model
 from train.checkpoints.reading import SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
 from train.cli.settings import Settings, SettingsError, TrainingSettings, task_name
@@ -86,14 +86,14 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     if settings.run is None:
         raise SettingsError("`--export`: needs the name of a run. Pass --run.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"`--export`: {target} is not new or empty. Pass another folder.")
+        raise SettingsError(f"`--export`: {target} is neither new nor empty. Pass another folder.")
     target = target.absolute()  # because "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(settings.model)
     checkpoints = SavedCheckpoints(
         folder / "checkpoints",
         larger_is_better=settings.larger_is_better,
-        describe=description_of_model(settings.subset(OF_THE_MODEL), origin and origin.config),
+        describe=description_of_model(settings.subset(MODEL_SETTINGS), origin and origin.config),
         say=say,
     )
     labels = checkpoints.labels()
@@ -128,7 +128,7 @@ def show_plan(
         jax.config.update("jax_num_cpu_devices", max(math.prod(axes.values()), 1))
     if has_compiler():
         console.print(
-            "Compiling a large model takes minutes. XLA's lines about memory are not errors."
+            "Compiling a large model takes minutes. XLA's messages about memory are not errors."
         )
     report.show(plan_run(settings, planning), arguments, console)
 
@@ -138,8 +138,8 @@ def find_oom(error: BaseException) -> BaseException | None:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, MemoryError):
         text = str(cause).lower()
-        lacks = "resource_exhausted" in text or "out of memory" in text
-        if lacks and isinstance(cause, jax.errors.JaxRuntimeError):
+        is_oom = "resource_exhausted" in text or "out of memory" in text
+        if is_oom and isinstance(cause, jax.errors.JaxRuntimeError):
             break
         cause = cause.__cause__
     return cause
@@ -150,8 +150,8 @@ def describe_oom(error: BaseException, run: TrainingSettings) -> str:
     reason = str(error).partition("\n")[0]
     return (
         f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
-        f"{run.micro_batches} micro-batches and {run.optimizer}: {reason} Use a --batch-size below "
-        f"{run.batch_size}, more --micro-batches, --remat, or {other}."
+        f"{run.micro_batches} micro-batches, using {run.optimizer}: {reason} Use a --batch-size "
+        f"below {run.batch_size}, more --micro-batches, --remat, or {other}."
     )
 
 
@@ -159,9 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, 2 after a failure, or 128 + N after the signal N."""
     arguments = sys.argv[1:] if argv is None else argv
     command = None
-    typed = Path(sys.argv[0]).name
+    script = Path(sys.argv[0]).name
     try:
-        program = typed if typed == "zenflow-plan" else PROGRAM
+        program = script if script == "zenflow-plan" else PROGRAM
         command = read_command_line(arguments, program=program)
         return _execute(command, arguments)
     except Stopped as stopped:

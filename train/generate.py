@@ -45,8 +45,8 @@ from train.tasks.examples import Sentences
 
 PROGRAM = command_of("generate")
 
-# The texts in a batch, and the multiple that lengths are padded to, because each length compiles a
-# program.
+# Number of texts in a batch, and the multiple that lengths are padded to, because each length is
+# compiled.
 BATCH, PART = 32, 64
 
 
@@ -67,7 +67,7 @@ class Options:
     temperature: float | None = option(
         None, "Divides the logits; 0: greedy. Default: 0, or 1 with --top-k or --top-p.", least=0
     )
-    top_k: int | None = option(None, "Sample from this number of the most likely tokens.", least=1)
+    top_k: int | None = option(None, "Number of the most likely tokens to sample from.", least=1)
     top_p: float | None = option(None, "Total probability of the tokens to sample from.", above=0)
     seed: int = option(0, "Seed for sampling.", least=0)
     dtype: Literal["bfloat16", "float32"] | None = option(
@@ -93,7 +93,7 @@ class Prompt(NamedTuple):
 
 
 def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """Writes the prompt's continuation in pieces; `say` shows lines about it."""
+    """Writes the prompt's continuation in pieces; `say` shows messages about it."""
     folder = model_folder(options.model)
     options = dataclasses.replace(options, model=str(folder))
     origin = read_folder(folder)
@@ -134,24 +134,24 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
         reason = f"cut off where the model's {origin.config.positions} positions end"
     else:
         reason = f"cut off by --max-tokens {options.max_tokens}"
-    begun = f"{times[0] - begin:.1f} s for the first"
+    timing = f"{times[0] - begin:.1f} s for the first"
     if len(times) > 1:
         rate = (len(times) - 1) / (time.perf_counter() - times[0])
-        begun += f", then {rate:.1f} tokens/s"
-    say(f"{len(numbers)} tokens, {begun}: {reason}")
+        timing += f", then {rate:.1f} tokens/s"
+    say(f"{len(numbers)} tokens, {timing}: {reason}")
 
 
 def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
     """Returns the prompt as tokens, in the format of the options or else of the folder's run."""
     folder = Path(options.model)
-    form, because = options.format, ""
+    form, reason = options.format, ""
     if form == "auto":
         task = read_object(folder / CONFIG, ModelError).get(TASK)
-        form, because = "text", "" if task else "; --format chat puts it into the chat template"
+        form, reason = "text", "" if task else "; --format chat puts it into the chat template"
         if task in ("alpaca", "chat"):
-            form, because = task, f", as in training ({task})"
+            form, reason = task, f", as in training ({task})"
     if form == "chat":
-        return _chat_prompt(options, tokenizer, because)
+        return _chat_prompt(options, tokenizer, reason)
     if options.system is not None:
         raise SettingsError(
             f"`system`: --format {form} has no system message. Leave out {options.system!r}, or "
@@ -162,10 +162,10 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
         text, form_of_prompt = answers.prompt(options.prompt), "in Alpaca's template"
     tokens = tokenizer.tokens.encode(text, add_special_tokens=False).ids
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    return Prompt(begin + tokens, all_end_tokens(folder, tokenizer), form_of_prompt + because)
+    return Prompt(begin + tokens, all_end_tokens(folder, tokenizer), form_of_prompt + reason)
 
 
-def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt:
+def _chat_prompt(options: Options, tokenizer: Tokenizer, reason: str) -> Prompt:
     folder = Path(options.model)
     template = read_template(folder, tokenizer.tokens)
     messages = [{"role": "user", "content": options.prompt}]
@@ -180,7 +180,7 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
     return Prompt(
         tokenizer.tokens.encode(text, add_special_tokens=False).ids,
         all_end_tokens(folder, tokenizer) | ends,
-        f"in the chat template of {folder}{because}",
+        f"in the chat template of {folder}{reason}",
     )
 
 
@@ -208,13 +208,13 @@ def _classify(
 ) -> Iterator[tuple[str, float]]:
     """Yields each text's class and its probability; texts that are too long are cut."""
     source = Sentences(texts, [0] * len(texts), tokenizer, origin.config.positions)
-    shares_of = jax.jit(lambda params, *of: jax.nn.softmax(nnx.merge(graphdef, params)(*of)))
+    classify = jax.jit(lambda params, *args: jax.nn.softmax(nnx.merge(graphdef, params)(*args)))
     for first in range(0, len(texts), BATCH):
         rows = range(first, min(first + BATCH, len(texts)))
         longest = math.ceil(int(source.lengths[list(rows)].max()) / PART) * PART
         examples = [source[i] for i in rows]
         inputs = [np.stack([e[n][:longest] for e in examples]) for n in ("tokens", "types", "mask")]
-        for shares in np.asarray(shares_of(params, *inputs)):
+        for shares in np.asarray(classify(params, *inputs)):
             best = int(shares.argmax())
             yield origin.class_names[best], float(shares[best])
 

@@ -44,7 +44,7 @@ class HostEngine:
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
-            The tree may contain other leaves, too: each call finds leaves by their paths.
+            The tree may also contain other leaves: each call finds leaves by their paths.
         opt_state: The result of `tx.init(params)`, which contains one `ZenFlowState` at any depth.
         host_kernel: "numba", or the portable "numpy".
         host_state: The host's format for moments: "float32" needs 8 bytes per parameter; "compact"
@@ -70,7 +70,7 @@ class HostEngine:
 
     Raises:
         ValueError: If an argument is out of range; if `opt_state` does not have exactly one
-            ZenFlowState; if the state is not from step 0 and `engine_state` is not given; if
+            ZenFlowState; if the state is not from step 0 and `engine_state` is not passed; if
             `engine_state` belongs to another run or has different options; if the parameters do not
             match the state or are on different devices; or if jax has too little pinned memory. The
             error is a `planning.UnfitRunError` if different settings or another checkpoint fix it.

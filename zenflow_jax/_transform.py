@@ -36,7 +36,7 @@ from zenflow_jax._spec.arguments import (
     check_send_gradients,
     check_transfer_dtype,
 )
-from zenflow_jax._spec.groups import in_groups
+from zenflow_jax._spec.groups import assign_groups
 from zenflow_jax._spec.leaf_warnings import (
     warn_if_all_resident,
     warn_of_a_part,
@@ -115,9 +115,9 @@ def zenflow(
         window_scaling: How a window's single step is scaled to the c steps in it that count, after
             Malladi et al. (2022): the learning rate is multiplied by c to this power, the betas are
             raised to the power of c, eps is divided by the square root of c, and weight decay acts
-            as over c steps. 0.5 is their rule; 0 scales only the betas; None, as in the paper,
-            scales nothing. Use None if windows close together, because longer steps with staler
-            updates overshoot.
+            as over c steps. 0.5 is their rule; 0 leaves only the learning rate unscaled; None, as
+            in the paper, scales nothing. Use None if windows close together, because longer steps
+            with staler updates overshoot.
         provisional_share: At each step except the first and the warm-up's steps, the device moves
             every deferred weight by this fraction of the learning rate, against the sign of its
             gradient, until the next update replaces this move. This costs 0.25 bytes per offloaded
@@ -207,7 +207,7 @@ def zenflow(
             warn_of_uneven_pieces(specs, topk_ratio)
             if resident is None:
                 warn_of_stacked_vectors(specs)
-        specs, in_turn = in_groups(with_rate_numbers(specs, params, learning_rate), schedule)
+        specs, in_turn = assign_groups(with_rate_numbers(specs, params, learning_rate), schedule)
         return first_state(params, specs, Static(in_turn, sending))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

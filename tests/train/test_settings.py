@@ -96,7 +96,7 @@ def test_a_run_cannot_be_started_from_its_settings_in_another_folder(tmp_path, m
         (["--qqq"], "unknown option --qqq. All options are in"),
         (["--timeline", "x.bmp"], "`--timeline`: must be a file ending in"),
         (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: needs steps with host"),
-        (["--text-column", "body"], "`text_column`: must be text, as standard_library does not"),
+        (["--text-column", "body"], "`text_column`: must be text, since standard_library does not"),
         (["--corpus-megabytes", "1e-6"], "are too few for"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must be in [0, 1]"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),

@@ -67,7 +67,7 @@ def test_a_stopped_and_killed_run_is_bit_identical_and_a_finished_run_is_not_cha
         command = [str(config), "--run", interrupted.name, "--timeline", str(picture)]
         assert finetune.main(command) == 128 + signal.SIGTERM
     message, command = capsys.readouterr().err.splitlines()[-2:]
-    assert re.fullmatch("stopped by SIGTERM after step 7, which is saved.*", message)
+    assert re.fullmatch("stopped by SIGTERM after step 7; checkpoint saved.*", message)
     assert command == f"python -m train.finetune {interrupted}/settings.toml --run interrupted"
     assert "<svg" in picture.read_text(encoding="utf-8")
 
@@ -203,7 +203,9 @@ def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch
     assert line.endswith(" 'runs/my first/settings.toml' --run 'my first'")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     line = how_to_resume(signal.SIGTERM, 7, Path("runs/job-17"))
-    assert line.endswith(" is saved. Resume with the same sbatch or srun command and --run job-17")
+    assert line.endswith(
+        "; checkpoint saved. Resume with the same sbatch or srun command and --run job-17"
+    )
 
 
 @pytest.mark.parametrize(

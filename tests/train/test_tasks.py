@@ -192,7 +192,7 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_are_dropped(
     task = alpaca_task(folder, decoder, length=len(prompt))
     assert len(task.train) == 2
     assert task.notes[0].endswith(
-        "train.json: left out 1 of 3 examples, in which no answer to train on begins within "
+        "train.json: left out 1 of 3 examples, because no answer to train on begins within "
         f"{len(prompt)} tokens"
     )
     lengths = sorted(len(prompt) + n for n in (len(answer) + 5, len(answer) + 1, 1))
@@ -205,7 +205,7 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_are_dropped(
         assert task.train[i]["weights"].tolist() == [0] * (len(prompt) - 1) + [1]
         assert task.train.lengths[i] == task.train.longest == len(prompt)
 
-    with pytest.raises(DataError, match="in none of 3 examples does an answer"):
+    with pytest.raises(DataError, match="none of 3 examples has an answer"):
         alpaca_task(folder, decoder, length=len(prompt) - 1)
 
 

@@ -159,7 +159,7 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
         assert_weights_of_checkpoint(folder, step, tmp_path / name)
     for name, target, options, expected in (
         ("7", "new", [], r"`--export`: 7 is not a checkpoint .* 6, 12, 13 \(val"),
-        ("best", "best", [], "is not new or empty"),
+        ("best", "best", [], "is neither new nor empty"),
         ("best", "new", ["--width", "32"], "`width`: is 32, but was 16 .*Pass --width 16, or"),
     ):
         assert finetune.main([*command, "--export", name, str(tmp_path / target), *options]) == 2
@@ -208,7 +208,7 @@ def test_a_folder_with_files_that_are_not_runs_is_not_written_to(tmp_path, capsy
     folder.mkdir(parents=True)
     (folder / "loss.png").write_text("precious")
     assert finetune.main([*tiny_command(tmp_path), "--run", "a"]) == 2
-    expected = f"`run`: {folder} has a loss.png, but no checkpoints to resume from"
+    expected = f"`run`: {folder} contains loss.png, but no checkpoints to resume from"
     assert expected in capsys.readouterr().err
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("loss.png", "precious")]
 

@@ -182,6 +182,6 @@ def test_two_processes_train_like_one_device_and_a_signal_to_one_of_them_saves_t
     assert not re.search("loss|tokens|metrics", shown[1])
     message = "SIGUSR1: stopping after this step and saving"
     assert [text.count(message) for text in shown] == [1, 0]
-    (step,) = re.findall(r"stopped by SIGTERM after step (\d+), which is saved", "".join(shown))
+    (step,) = re.findall(r"stopped by SIGTERM after step (\d+); checkpoint saved", "".join(shown))
     assert int(step) > TINY_MESH["steps"]
     assert find_damage(run / "checkpoints" / step) is None

@@ -1,4 +1,4 @@
-"""Describes a run in its checkpoints; a run that resumes must match the description."""
+"""Describes a run for its checkpoints; a resumed run must match the description."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAY_CHANGE = frozenset(
 )
 
 # Settings that determine the weights' purpose and layout, and which weights are best.
-OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers stream best".split()
+MODEL_SETTINGS = "task width layers heads ffn dtype optimizer scan_layers stream best".split()
 
 
 def description(
@@ -31,7 +31,7 @@ def description(
     The full warm-up is stored in rounds.
     """
     fixed = {k: v for k, v in settings.items() if k not in MAY_CHANGE | {"full_warm_up_share"}}
-    # The other two values give bit-identical results, so either may follow the other.
+    # The other two values give bit-identical results, so a resumed run may switch.
     sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
     fixed["stream"] = settings["stream"]
@@ -44,9 +44,9 @@ def description(
 def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
     """Returns the part of a `description` that a reader of the weights must share."""
     stream = settings["stream"]
-    apart = stream == "weights" or parts_that_stream(config, stream) > 1
-    settings = {**settings, "stream": stream if apart else "none"}
-    # Array shapes do not reveal everything: not the rotations' base, for example.
+    in_parts = stream == "weights" or parts_that_stream(config, stream) > 1
+    settings = {**settings, "stream": stream if in_parts else "none"}
+    # Array shapes do not reveal everything: the rotations' base, for example, is missing.
     model = {} if config is None else {name: str(x) for name, x in config._asdict().items()}
     return {"settings": settings, "stream": stream, "model": model}
 
@@ -60,10 +60,10 @@ def check_same_run(
         if before != value:
             if name == "stream":  # as passed, not as compared
                 before, value = saved.get(name, before), wanted[name]
-            also = "--full-warm-up-share None " if name == "full_warm_up_rounds" else ""
+            extra = "--full-warm-up-share None " if name == "full_warm_up_rounds" else ""
             raise SettingsError(
                 f"`{name}`: is {value}, but was {before} in the run that wrote {folder}. "
-                f"Pass {also}{' '.join(option_words(name, before))}, {otherwise}"
+                f"Pass {extra}{' '.join(option_words(name, before))}, {otherwise}"
             )
     for name, value in wanted["model"].items():
         before = saved.get("model", {}).get(name, value)

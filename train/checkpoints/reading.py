@@ -1,4 +1,4 @@
-"""Reads a run's checkpoints, and finds the newest intact checkpoint and the best.
+"""Reads a run's checkpoints, and finds the newest intact checkpoint and the best one.
 
 `writing.py` describes a checkpoint's contents.
 """
@@ -38,10 +38,10 @@ class Restored(NamedTuple):
 def check_path(folder: Path) -> None:
     """Raises an error if orbax, which treats paths as patterns, could not read from `folder`."""
     folder = folder.absolute()
-    if signs := re.findall(r"[][*?\\]", str(folder)):  # orbax 0.12.8
+    if characters := re.findall(r"[][*?\\]", str(folder)):  # orbax 0.12.8
         raise SettingsError(
             f"`output_dir`: checkpoints cannot be read from {folder}, because its "
-            f"path contains {signs[0]}. Pass another --output-dir, or rename the folder."
+            f"path contains {characters[0]}. Pass another --output-dir, or rename the folder."
         )
 
 
@@ -66,7 +66,7 @@ class SavedCheckpoints:
         self._say = say
         self._damaged: list[int] = []  # steps after the newest intact checkpoint
         self._figures: dict[int, float] = {}  # validation metric by step
-        for name in ("absl", "asyncio"):  # orbax logs failures to these, and raises them as well
+        for name in ("absl", "asyncio"):  # orbax logs failures here, in addition to raising them
             logging.getLogger(name).addFilter(lambda record: record.exc_info is None)
 
     def newest(self) -> int | None:
@@ -74,7 +74,7 @@ class SavedCheckpoints:
 
         Reports newer, damaged checkpoints; raises `SettingsError` if all are damaged.
         """
-        step = self._newest_whole() if processes.is_first() else None
+        step = self._newest_intact() if processes.is_first() else None
         text = processes.from_first("" if step is None else str(step))
         return int(text) if text else None
 
@@ -171,7 +171,7 @@ class SavedCheckpoints:
         # NaN is neither better nor worse. Among equals, the latest wins.
         return max((pair for pair in rated if not math.isnan(pair[0])), default=(0, None))[1]
 
-    def _newest_whole(self) -> int | None:
+    def _newest_intact(self) -> int | None:
         damaged: dict[int, str] = {}
         try:
             for step in reversed(self.steps()):

@@ -4,7 +4,7 @@
     checkpoints/300/engine  the engine's state, written from its own memory
     checkpoints/300/run     step, settings, array names, unfinished metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file in these folders
-    checkpoints/damaged-400   a checkpoint that was found damaged and is ignored
+    checkpoints/damaged-400   a damaged checkpoint, which is ignored
 
 The step is the position in the data (`tasks/batches.py`). A checkpoint gets its final name when it
 is complete. orbax decodes most flipped bits without an error, so `reading.py` compares checksums
@@ -76,7 +76,7 @@ class Checkpoints(SavedCheckpoints):
                     new = old.with_name(f"damaged-{step}-{number}")
                 old.rename(new)
                 self._say(f"renamed the damaged checkpoint {old} to {new.name}; you can delete it")
-        processes.from_first("")  # no other process looks before this
+        processes.from_first("")  # no other process reads the folder before this
 
     def save(
         self,
@@ -87,12 +87,12 @@ class Checkpoints(SavedCheckpoints):
         progress: Mapping[str, Any],
         figure: float | None = None,
     ) -> None:
-        """Starts writing a checkpoint; training may continue, and donate the arrays, at once.
+        """Starts writing a checkpoint; training may continue at once, and donate the arrays.
 
         Waits for the previous save, and until the device has finished `step` and the writer has
         copies. On a CPU, the writer reads the arrays themselves, which the runtime does not donate
-        meanwhile (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is printed, not
-        raised; the next save tries again. `progress` must be JSON; `figure`, from a validation,
+        in the meantime (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is printed,
+        not raised; the next save tries again. `progress` must be JSON; `figure`, from a validation,
         decides which checkpoint is best.
         """
         if figure is not None:
@@ -159,7 +159,7 @@ class Checkpoints(SavedCheckpoints):
                 cleanup_tmp_directories=True,  # from a killed run
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._seal,
-                    # So a folder that cannot be created raises an error at once.
+                    # A folder that cannot be created then raises an error at once.
                     create_directories_asynchronously=False,
                     # Enough for 125 GB (a 7B checkpoint) at 10 MB/s. By default, a save fails after
                     # 20 min.
@@ -218,8 +218,8 @@ class Checkpoints(SavedCheckpoints):
                 with contextlib.suppress(OSError, ValueError):
                     failed.close()
             if processes.is_first():
-                for left in self._unnamed(self._writing):
-                    shutil.rmtree(left, ignore_errors=True)  # leftovers only cost disk space
+                for folder in self._unnamed(self._writing):
+                    shutil.rmtree(folder, ignore_errors=True)  # leftovers only cost disk space
             self._writing = None
 
 

@@ -53,8 +53,8 @@ def option(
 def out_of_bounds(options: Any) -> Iterator[tuple[str, str]]:
     """Yields the name of each option that is out of bounds, with its bounds in words."""
     for spec in fields(options):
-        value, more = getattr(options, spec.name), spec.metadata
-        above, least = more.get("above"), more.get("least")
+        value, metadata = getattr(options, spec.name), spec.metadata
+        above, least = metadata.get("above"), metadata.get("least")
         if value is None or isinstance(value, str) or above is least is None:
             continue
         if above is not None and not (math.isfinite(value) and value > above):
@@ -102,7 +102,7 @@ def read_arguments(
 
 def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
     """Returns a question that suggests similar `known` names; "" if none is similar."""
-    # From an option, a key in a file, or `--name=value`.
+    # The name may be an option, a key in a file, or `--name=value`.
     name = name.removeprefix("--").partition("=")[0]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(f'{prefix}{x}' for x in near)}?" if near else ""
@@ -130,8 +130,8 @@ def _add_options(
         group = groups[owner]
         text, kinds, flag = spec.metadata["help"], _kinds(hint), name.replace("_", "-")
         if hint is bool:
-            either, text = argparse.BooleanOptionalAction, text + " (default: on)" * value
-            group.add_argument(f"--{flag}", action=either, default=value, help=text)
+            action, text = argparse.BooleanOptionalAction, text + " (default: on)" * value
+            group.add_argument(f"--{flag}", action=action, default=value, help=text)
             continue
         if value not in (None, MISSING):
             text += f" (default: {value})".replace("%", "%%")

@@ -1,4 +1,4 @@
-"""Reads a run's settings and a start's options from a file and a command line.
+"""Reads a run's settings and start options from a file and a command line.
 
 A TOML file without tables overrides the defaults of `Settings`, and options override the file;
 options of `Launch`, `Start` and `Planning` are never in a file. A mistake raises a `SettingsError`.
@@ -56,10 +56,10 @@ class Launch:
 class Start:
     """Start: options that are not keys in the TOML file."""
 
-    timeline: File | None = option(None, "Draw the last steps: .png, .svg or .pdf.")
+    timeline: File | None = option(None, "Plot the last steps to a .png, .svg or .pdf file.")
     export: tuple[str, str] | None = option(
         None,
-        "Write the weights of a checkpoint of --run to DIR; STEP may be best.",
+        "Write the weights from a checkpoint in --run to DIR; STEP is a number or best.",
         nargs=2,
         metavar=("STEP", "DIR"),
         type=str,
@@ -84,7 +84,7 @@ class Planning:
     )
     host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).", above=0)
     host_bandwidth: float | None = option(
-        None, "Speed of host memory in GB/s. Default: usual for --device.", above=0
+        None, "Speed of host memory in GB/s. Default: the usual speed for --device.", above=0
     )
 
 
@@ -167,8 +167,8 @@ def _check_place(config: Path, output_dir: str, run: str | None) -> None:
     if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
         raise SettingsError(
             f"`--run`: the folder of {config} is not in {Path(output_dir).absolute()}. Paths in "
-            "a run's settings are relative to the folder where it was started: start it there, "
-            "too."
+            "a run's settings are relative to the folder where it was started: start it there "
+            "again."
         )
 
 

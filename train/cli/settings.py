@@ -64,7 +64,7 @@ class ModelSettings(_Group):
     )
     scan_layers: bool = option(
         False,
-        "Loop over stacked layers: compiles faster, but without --stream gradients leave the "
+        "Loop over stacked layers: compiles faster, but gradients, unless streamed, leave the "
         "device only after the backward pass.",
     )
     remat: bool = option(False, "Recompute activations in the backward pass, to save memory.")
@@ -109,13 +109,13 @@ class TrainingSettings(_Group):
     epochs: float = option(1.0, "Passes over the training data, if --steps is not set.", above=0)
     batch_size: int = option(8, "Sequences per step, over all devices.", above=0)
     sequence_length: int = option(128, "Tokens per sequence (bytes for standard_library).", above=0)
-    micro_batches: int = option(1, "Parts of a batch, computed in turn to save memory.", above=0)
+    micro_batches: int = option(1, "Parts of a batch, computed one by one to save memory.", above=0)
     optimizer: Literal["zenflow", "adamw", "offload"] = option(
         "zenflow",
         "adamw: optax.adamw on the device. offload: Adam on the host; each step waits for it.",
     )
     max_skipped: int = option(10, "Stop after this many non-finite gradients in a row.", above=0)
-    mesh: str | None = option(None, "Several devices, such as data=2,fsdp=4 (docs/multi_host.md).")
+    mesh: str | None = option(None, "Mesh axes, such as data=2,fsdp=4 (docs/multi_host.md).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class AdamSettings(_Group):
         "cosine", "Learning rate after the peak; cosine ends at a tenth of it, linear at zero."
     )
     warmup_steps: int = option(0, "Number of steps in the linear warm-up.", least=0)
-    warmup_share: float | None = option(None, "The same as a share of all steps.")
+    warmup_share: float | None = option(None, "The same, as a share of all steps.")
     b1: float = option(0.9, "Adam's decay rate for the first moment.")
     b2: float = option(0.999, "Adam's decay rate for the second moment.")
     eps: float = option(1e-8, "Adam's epsilon.", above=0)
@@ -147,7 +147,7 @@ class ZenFlowSettings(_Group):
         None, "Steps between selections of channels. auto: adaptive. Default: 16 windows."
     )
     full_warm_up_rounds: int = option(0, "Initial steps that update all channels.")
-    full_warm_up_share: float | None = option(None, "The same as a share of all steps.")
+    full_warm_up_share: float | None = option(None, "The same, as a share of all steps.")
     rolling: bool = option(True, "Let leaves take turns, for an even load.")
     staleness: int | None = option(
         None, "Steps from a window's end to its update. Default: 1; without rolling, a window."
@@ -169,7 +169,7 @@ class HostSettings(_Group):
     stream: Literal["none", "gradients", "weights"] = option(
         "none",
         "gradients: scanned layers send their gradients layer by layer, in the backward pass. "
-        "weights: the weights are in host memory, and one program runs each layer (with offload).",
+        "weights: the weights are in host memory, and the layers run one by one (with offload).",
     )
     layer_updates: Literal["after_backward", "during_backward"] = option(
         "after_backward",
@@ -198,7 +198,9 @@ class OutputSettings(_Group):
     output_dir: Dir = option("runs", "Folder for all runs.")
     run: str | None = option(None, "Name of a new run, or of a run to resume. Default: a new run.")
     log_every: int = option(10, "Steps between rows of metrics.csv.", above=0)
-    evaluate_every: int = option(0, "Steps between validations; 0: only before and after.", least=0)
+    evaluate_every: int = option(
+        0, "Steps between validations; 0: only before and after training.", least=0
+    )
     eval_batches: int | None = option(None, "Batches per validation. Default: all.", above=0)
     report_to: Literal["none", "trackio", "wandb"] = option(
         "none", "Also send the metrics to this tool; needs its package."
@@ -253,7 +255,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         known = f"a metric of {self.task}: {', '.join(self._metrics)}"
         self._check("best", self.metric in self._metrics, known)
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
-        wanted = "a share above 0 and below 1, such as 0.001: every run validates (1 only with "
+        wanted = "a share above 0 and below 1, such as 0.001, since every run validates (or 1 with "
         self._check("validation_share", is_share, wanted + "--steps 0)")
         for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
@@ -269,7 +271,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             wanted = "{}, because early_stopping_patience is set"
             self._check("keep_best", self.keep_best, wanted.format("True"))
             self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
-        for name, expected in _OF_STREAMS[self.stream].items():
+        for name, expected in _STREAM_SETTINGS[self.stream].items():
             allowed = f"{expected!r}, because stream is {self.stream!r}"
             self._check(name, getattr(self, name) == expected, allowed)
         # Each head rotates pairs of channels.
@@ -296,7 +298,7 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         for setting in fields(self):
             tasks = setting.metadata["tasks"]
             if tasks and self.task not in tasks.split():
-                wanted = f"{setting.default}, as {self.task} does not read it (read by: {tasks})"
+                wanted = f"{setting.default}, since {self.task} does not read it (read by: {tasks})"
                 self._check(setting.name, getattr(self, setting.name) == setting.default, wanted)
 
 
@@ -307,7 +309,7 @@ _NOT_BY_LAYER = {"layer_updates": "after_backward", "layer_inputs": "device"}
 _IN_SCANS = {"optimizer": "zenflow", "scan_layers": True, "micro_batches": 1}
 _BY_LAYER = {"optimizer": "offload", "scan_layers": False, "transfer_dtype": None}
 # Required values for each kind of stream.
-_OF_STREAMS: dict[str, dict[str, Any]] = {
+_STREAM_SETTINGS: dict[str, dict[str, Any]] = {
     "none": _NOT_BY_LAYER,
     "gradients": _NOT_BY_LAYER | _IN_SCANS | _DURING_STEP,
     "weights": _BY_LAYER | _DURING_STEP,

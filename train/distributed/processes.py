@@ -22,7 +22,7 @@ TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
 
 
 def join(launch: Launch) -> None:
-    """Connects this process with those in `launch` or in SLURM's step, before jax starts."""
+    """Connects this process to the others in `launch` or in SLURM's step, before jax starts."""
     if launch.processes is not None:
         jax.distributed.initialize(
             launch.coordinator,
@@ -56,10 +56,10 @@ def check_same(settings: str, data: int) -> None:
         return
     checksum = zlib.crc32(f"{data} {settings}".encode())
     checksums = multihost_utils.process_allgather(np.uint32(checksum))
-    others = np.flatnonzero(checksums != checksums[0])
-    if len(others):
+    unequal = np.flatnonzero(checksums != checksums[0])
+    if len(unequal):
         raise SettingsError(
-            f"the settings or data of process {', '.join(map(str, others))} differ from those of "
+            f"the settings or data of process {', '.join(map(str, unequal))} differ from those of "
             "process 0. Start all processes with the same command and files."
         )
 
@@ -93,8 +93,8 @@ def _refuse_mpirun() -> None:
     open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     size, rank = (f"{'OMPI_COMM_WORLD' if open_mpi else 'PMI'}_{name}" for name in ("SIZE", "RANK"))
     # `srun --mpi=pmi2` also sets PMI's variables, to SLURM's values.
-    slurms = {size: "SLURM_STEP_NUM_TASKS", rank: "SLURM_PROCID"}
-    is_srun = all(os.environ.get(name) == os.environ.get(its) for name, its in slurms.items())
+    variables = {size: "SLURM_STEP_NUM_TASKS", rank: "SLURM_PROCID"}
+    is_srun = all(os.environ.get(name) == os.environ.get(x) for name, x in variables.items())
     if int(os.environ.get(size, 1)) > 1 and (open_mpi or not is_srun):
         raise SettingsError(
             "mpirun needs --coordinator, --processes and --process. Run: "
@@ -104,7 +104,7 @@ def _refuse_mpirun() -> None:
 
 
 def _slurm_devices() -> list[int] | None:
-    """Returns all of the node's GPUs if it runs one process; None for one GPU per process."""
+    """Returns all GPUs of the node if it runs one process; None for one GPU per process."""
     gpus = os.environ.get("SLURM_GPUS_ON_NODE")
     one_per_node = os.environ.get("SLURM_STEP_NUM_NODES") == os.environ["SLURM_STEP_NUM_TASKS"]
     return list(range(int(gpus))) if gpus and one_per_node else None

@@ -50,8 +50,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"norm/(scale|bias)$", (None,)),  # (width,) or (d,): small, so replicated
 )
 
-# Leaves that are replicated if they are not divisible: a loaded model's vocabulary size is fixed,
-# and BERT's, for instance, is divisible by 2 but not by 4.
+# Leaves that are replicated if the mesh does not divide them: a loaded model's vocabulary size is
+# fixed, and BERT's, for instance, is divisible by 2 but not by 4.
 UNEVEN = r"^(embed/embedding|head/kernel)$"
 
 

@@ -1,9 +1,9 @@
-"""Handles signals that stop a run: the run saves after its step, and prints how to resume.
+"""Handles signals that stop a run: the run saves a checkpoint, and prints how to resume.
 
-Python runs a handler only when the main thread leaves the compiler or a wait for the device. To
+Python runs a handler only once the main thread has finished compiling or waiting for the device. To
 respond at once, a separate thread receives signals through the pipe of `signal.set_wakeup_fd`.
 
-If there is nothing to save, or at a second signal, the process ends at once. With several
+If there is nothing to save, or on a second signal, the process exits at once. With several
 processes, a signal to any of them is enough; jax then finds a step after which all can stop.
 SIGUSR1 is treated as SIGTERM, because many batch scripts send it before a time limit.
 """
@@ -26,7 +26,7 @@ from train.cli.command_line import PROGRAM
 
 
 class Stopped(Exception):
-    """The run has saved itself after a signal; the message says how to resume it."""
+    """The run has saved a checkpoint after a signal; the message explains how to resume it."""
 
     def __init__(self, message: str, *, signal_number: int):
         super().__init__(message)
@@ -45,7 +45,7 @@ class StopRequest:
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._number: int | None = None
-        self._nothing_to_save: str | None = "no step has been done since the start"
+        self._nothing_to_save: str | None = "no step has finished since the start"
         self._lock = threading.Lock()  # guards the two attributes above
         self._before = {}
 
@@ -55,7 +55,7 @@ class StopRequest:
         os.set_blocking(self._end, False)
         self._wakeup_before = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
         # With several processes, jax handles SIGTERM, and its service informs the others.
-        self._of_sigterm = _swapped_handler(signal.SIGTERM)
+        self._sigterm_handler = _swapped_handler(signal.SIGTERM)
         for number in self.SIGNALS:
             self._before[number] = signal.signal(number, _do_nothing)
         threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
@@ -65,19 +65,19 @@ class StopRequest:
         for number, handler in self._before.items():
             if handler is not None:  # None: not set from Python
                 signal.signal(number, handler)
-        _swapped_handler(signal.SIGTERM, self._of_sigterm)  # jax's, for the process's next run
+        _swapped_handler(signal.SIGTERM, self._sigterm_handler)  # jax's, for the process's next run
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._end)  # ends the thread
 
     def begin(self) -> None:
-        """Notes that from now on there are steps to save."""
+        """Records that there are now steps to save."""
         with self._lock:
             self._nothing_to_save = None
 
-    def end(self, why: str) -> int | None:
-        """Notes that no steps are left to save, and why; returns an earlier signal, if any."""
+    def end(self, reason: str) -> int | None:
+        """Records why no steps are left to save; returns an earlier signal, if any."""
         with self._lock:
-            self._nothing_to_save = why
+            self._nothing_to_save = reason
             return self._number if self._alone else None
 
     def after(self, step: int) -> int | None:
@@ -87,7 +87,7 @@ class StopRequest:
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
 
     def check(self) -> None:
-        """Raises `Interrupted` if the run must stop; several processes instead agree at a step."""
+        """Raises `Interrupted` if the run must stop; several processes agree on a step instead."""
         if self._alone and self._number is not None and self._nothing_to_save is None:
             raise Interrupted
 
@@ -103,15 +103,16 @@ class StopRequest:
             number = signal.SIGTERM
         with self._lock:
             first, self._number = self._number is None, self._number or number
-            why = self._nothing_to_save
+            reason = self._nothing_to_save
         if not first:
             _exit_now(number, f"aborted by {name}; the last checkpoint is unchanged")
-        if why is not None:
-            _exit_now(number, f"stopped by {name}: {why}")
+        if reason is not None:
+            _exit_now(number, f"stopped by {name}: {reason}")
         self._say(f"{name}: stopping after this step and saving; send another signal to abort")
         if not self._alone:
-            own = _swapped_handler(signal.SIGTERM, self._of_sigterm)
-            signal.raise_signal(signal.SIGTERM)  # on this thread, so handled when it returns
+            own = _swapped_handler(signal.SIGTERM, self._sigterm_handler)
+            # The handler runs on this thread, before this call returns.
+            signal.raise_signal(signal.SIGTERM)
             _swapped_handler(signal.SIGTERM, own)
 
 
@@ -133,10 +134,11 @@ def _exit_now(number: int, line: str) -> None:
 
 
 def how_to_resume(signal_number: int, step: int, folder: Path) -> str:
-    saved = f"stopped by {signal.Signals(signal_number).name} after step {step}, which is saved."
+    name = signal.Signals(signal_number).name
+    saved = f"stopped by {name} after step {step}; checkpoint saved."
     run = f"--run {shlex.quote(folder.name)}"
     if "SLURM_JOB_ID" in os.environ:
         return f"{saved} Resume with the same sbatch or srun command and {run}"
     command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} {run}"
-    also = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
-    return f"{saved} Resume with:\n{command}{also}"
+    more = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
+    return f"{saved} Resume with:\n{command}{more}"

@@ -52,7 +52,7 @@ class Conversation(NamedTuple):
 
 
 class ChatTemplate:
-    """A template. `special` maps names of special tokens to texts; `marks` has these texts."""
+    """A chat template. `special` maps special tokens' names to texts; `marks` lists all texts."""
 
     def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
         self.text = text
@@ -102,19 +102,19 @@ class ChatTemplate:
             raise ConversationError("the text contains a noncharacter from U+FDD0 to U+FDD2")
         whole = self._render(messages, False, tools)
         _check_written(whole, messages, tools or (), self.where)
-        of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
-        learned = [i for i in of_assistant if i not in skipped]
+        assistant_turns = [i for i, role in enumerate(roles) if role == ASSISTANT]
+        learned = [i for i in assistant_turns if i not in skipped]
         if _BEGIN in whole:
             parts = re.split(f"[{_BEGIN}{_END}]", whole)  # every second part is marked
             ends = [*itertools.accumulate(map(len, parts))]
             text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
-            if learned != of_assistant:
-                if len(spans) != len(of_assistant):
+            if learned != assistant_turns:
+                if len(spans) != len(assistant_turns):
                     raise ConversationError(
                         f"some answers are excluded from training, but {self.where} has "
-                        f"{len(spans)} `{{% generation %}}` for {len(of_assistant)} answers"
+                        f"{len(spans)} `{{% generation %}}` for {len(assistant_turns)} answers"
                     )
-                spans = [spans[of_assistant.index(i)] for i in learned]
+                spans = [spans[assistant_turns.index(i)] for i in learned]
             return Conversation(text, [(start, stop) for start, stop in spans if start < stop])
         answers = [self._answer(whole, messages, i, tools) for i in learned]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(answers)), answers
@@ -122,7 +122,7 @@ class ChatTemplate:
 
     def _answer(self, whole, messages, i, tools) -> tuple[int, int]:
         content = str(messages[i].get("content") or "")
-        # Templates of reasoning models drop the thoughts of all answers but the last.
+        # Templates of reasoning models drop the thoughts from all answers but the last.
         content = content.rpartition("</think>")[2].strip()
         placed = [*messages[:i], {**messages[i], "content": _PLACE}, *messages[i + 1 :]]
 

@@ -31,13 +31,13 @@ from train.model.blocks import INIT_STD
 from train.model.decoder import Decoder, DecoderConfig
 from train.model.encoder import BertClassifier, EncoderConfig
 
-# Modules that a folder may lack; they are then newly drawn.
+# Modules that a folder may lack; their weights are then randomly initialized.
 OPTIONAL = ("pooler", "classifier")
 
 # Tensors that can safely be ignored.
 UNUSED = {
     "decoder": r"(^|\.)rotary_emb\.inv_freq$",  # follows from the config
-    # Positions, which can be counted; heads for other purposes.
+    # Positions, which can be recomputed; heads for other purposes.
     "encoder": r"(^|\.)position_ids$|^cls\.|^qa_outputs\.",
 }
 
@@ -78,7 +78,7 @@ def read_folder(model: str | Path) -> Pretrained:
             unused += r"|^lm_head\.weight$"  # a copy of the embedding
     classes = raw.get("architectures") or ["BertForSequenceClassification"]
     if architecture == "encoder" and "BertForSequenceClassification" not in classes:
-        unused += r"|^classifier\."  # a head for tokens, or for choices
+        unused += r"|^classifier\."  # a token-classification or multiple-choice head
     tensors = {name: tensor for name, tensor in headers.items() if not re.search(unused, name)}
     head = tensors.get("classifier.bias")
     labels = head.shape[0] if head and len(head.shape) == 1 else None
@@ -117,8 +117,8 @@ def load_weights(
 
     Reads leaf by leaf, and only the shards on this process's devices, so that host memory needs
     room only for the largest leaf. If `shardings` is None, everything is on the first device.
-    `anew` lists modules that are drawn even if the folder contains them. Drawn values depend only
-    on `seed`.
+    `anew` lists modules that are initialized even if the folder contains them. Initial values
+    depend only on `seed`.
     """
     if shardings is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
@@ -132,11 +132,11 @@ def load_weights(
             if name in drawn:
                 value = _draw(name, leaf.shape, dtype, seed)
                 return jax.make_array_from_callback(leaf.shape, sharding, lambda i: value[i])
-            of = source(pretrained.architecture, name, leaf.shape)
-            tensors = [pretrained.tensors[name] for name in of.names]
-            assert all(tensor.shape == of.shape for tensor in tensors), name
+            layout = source(pretrained.architecture, name, leaf.shape)
+            tensors = [pretrained.tensors[name] for name in layout.names]
+            assert all(tensor.shape == layout.shape for tensor in tensors), name
             return jax.make_array_from_callback(
-                leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
+                leaf.shape, sharding, lambda index: reader.read(tensors, layout, dtype, index)
             )
 
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)
@@ -145,7 +145,7 @@ def load_weights(
 def newly_drawn(
     pretrained: Pretrained, shapes: Any, *, anew: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Returns the names of the leaves that `load_weights` draws instead of reading."""
+    """Returns the names of the leaves that `load_weights` initializes instead of reading."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     modules = {name.rpartition("/")[0] for name in names} & set(OPTIONAL)
     missing = {m for m in modules if not _has(pretrained, m)} | (modules & set(anew))
@@ -170,9 +170,9 @@ def _check_tensors(pretrained: Pretrained) -> None:
     shapes = shapes_of(pretrained.config, pretrained.labels or 1)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = leaf_name(path)
-        of = source(pretrained.architecture, name, leaf.shape)
+        layout = source(pretrained.architecture, name, leaf.shape)
         if name.split("/")[0] not in OPTIONAL or _has(pretrained, name.split("/")[0]):
-            expected |= dict.fromkeys(of.names, of.shape)
+            expected |= dict.fromkeys(layout.names, layout.shape)
     folder, tensors = pretrained.folder, pretrained.tensors
     if missing := expected.keys() - tensors.keys():
         raise ModelError(
@@ -181,20 +181,20 @@ def _check_tensors(pretrained: Pretrained) -> None:
     if extra := tensors.keys() - expected.keys():
         raise ModelError(
             f"{tensors[min(extra)].file} also contains "
-            f"{first_of(tensors[name].name for name in extra)}, unlike the model in config.json."
+            f"{first_of(tensors[name].name for name in extra)}, which config.json's model lacks."
         )
     for name, shape in expected.items():
         tensor = tensors[name]
         if tensor.shape != shape or tensor.dtype not in DTYPES:
             raise ModelError(
-                f"`{tensor.name}` in {tensor.file}: must have the shape {shape} and a dtype out "
-                f"of {', '.join(DTYPES)}, but has {tensor.shape} and {tensor.dtype}."
+                f"`{tensor.name}` in {tensor.file}: must have the shape {shape} and one of the "
+                f"dtypes {', '.join(DTYPES)}, but has {tensor.shape} and {tensor.dtype}."
             )
 
 
 @functools.lru_cache(maxsize=16)
 def shapes_of(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
-    """Returns the shapes of a model's parameters. Blocks are scanned, to trace only one."""
+    """Returns the shapes of a model's parameters. Blocks are scanned, so only one is traced."""
 
     def params():
         dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}

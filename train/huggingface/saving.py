@@ -1,4 +1,4 @@
-"""Writes a trained model as a Hugging Face folder, in its original's layout.
+"""Writes a trained model as a Hugging Face folder, in the original folder's layout.
 
 Tensors are gathered and written one by one, so that host memory holds only one leaf at a time.
 """
@@ -114,16 +114,16 @@ def save_folder(
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
     read, usual = pretrained.tensors, dtype_of(pretrained)
-    dtypes = [[DTYPES[read[n].dtype] if n in read else usual for n in of.names] for of in sources]
+    dtypes = [[DTYPES[read[n].dtype] if n in read else usual for n in x.names] for x in sources]
     tensors = _gathered(iter([x for _, x in leaves]) if values is None else values, sources, dtypes)
 
     def write() -> None:
         _check_replaceable(path, pretrained.folder)
         head, prefix = HEADS[pretrained.architecture], PREFIXES[pretrained.architecture]
         entries = [
-            Entry(name if name.startswith(head) else prefix + name, dtype, of.shape)
-            for of, each in zip(sources, dtypes, strict=True)
-            for name, dtype in zip(of.names, each, strict=True)
+            Entry(name if name.startswith(head) else prefix + name, dtype, layout.shape)
+            for layout, each in zip(sources, dtypes, strict=True)
+            for name, dtype in zip(layout.names, each, strict=True)
         ]
         content = _config(pretrained, entries, labels)
         content |= {} if task is None else {TASK: task}
@@ -156,18 +156,18 @@ def _gathered(
     sources: Iterable[Source],
     dtypes: Iterable[Sequence[np.dtype]],
 ) -> Iterator[np.ndarray]:
-    for x, of, each in zip(leaves, sources, dtypes, strict=True):
+    for x, layout, each in zip(leaves, sources, dtypes, strict=True):
         value = processes.gather(x)
-        value = value if of.stacked else value[None]
-        entries = value.reshape(-1, of.parts, *value.shape[1:])
+        value = value if layout.stacked else value[None]
+        entries = value.reshape(-1, layout.parts, *value.shape[1:])
         for parts, dtype in zip(entries, each, strict=True):
             parts = np.ascontiguousarray(parts, dtype)
-            if of.transposed:
-                saved = np.empty((of.parts, *of.entry), dtype)
+            if layout.transposed:
+                saved = np.empty((layout.parts, *layout.entry), dtype)
                 for part, place in zip(parts, saved, strict=True):
                     transpose(part, place)
                 parts = saved
-            yield parts.reshape(of.shape)
+            yield parts.reshape(layout.shape)
 
 
 def _config(
@@ -197,10 +197,10 @@ def _check_replaceable(path: Path, origin: Path) -> None:
             f"{origin} is the folder that the model was read from. Pass another folder."
         )
     names = {file.name for file in path.iterdir()} if path.exists() else set()
-    others = names - {*COPIED, CONFIG, SINGLE, INDEX}
-    others = [x for x in others if not re.fullmatch(r"model-.*\.safetensors", x)]
-    if others:
+    extra = names - {*COPIED, CONFIG, SINGLE, INDEX}
+    extra = [x for x in extra if not re.fullmatch(r"model-.*\.safetensors", x)]
+    if extra:
         raise ModelError(
             f"{path} contains files that are not part of a model: "
-            f"{', '.join(sorted(others)[:3])}. Pass a new folder."
+            f"{', '.join(sorted(extra)[:3])}. Pass a new folder."
         )

@@ -6,7 +6,7 @@
     head/kernel (n, in, words)       lm_head.weight (n words, in), part by part; `embed` likewise
 
 Only safetensors are read, never pickles. Files are mapped into memory, so that only requested parts
-are read. Files that `train.compress` has packed are decoded while reading.
+are read. Files that `train.compress` has packed are decoded as they are read.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
     layer = re.match(r"blocks/(\d+)/", leaf)
     module, _, part = re.sub(r"^blocks/\d+/", "blocks/", leaf).rpartition("/")
     name = f"{MODULES[architecture][module]}.{'bias' if part == 'bias' else 'weight'}"
-    of_layers = module.startswith("blocks/") and layer is None
+    one_per_layer = module.startswith("blocks/") and layer is None
     rank = len(shape)
-    stacked = of_layers or rank > 2
+    stacked = one_per_layer or rank > 2
     entry = shape[1:] if stacked else shape
-    layers: Iterable[Any] = range(shape[0]) if of_layers else [layer and layer[1]]
+    layers: Iterable[Any] = range(shape[0]) if one_per_layer else [layer and layer[1]]
     transposed = part == "kernel"
     names = tuple(name.format(i) for i in layers)
-    parts = shape[0] if stacked and not of_layers else 1
+    parts = shape[0] if stacked and not one_per_layer else 1
     entry = entry[::-1] if transposed else entry
     return Source(names, (parts * entry[0], *entry[1:]), stacked, transposed, parts)
 
@@ -162,32 +162,32 @@ class Reader(contextlib.ExitStack):
         self._files: dict[Path, Any] = {}
 
     def read(
-        self, tensors: Sequence[Tensor], of: Source, dtype: np.dtype, index: tuple[slice, ...]
+        self, tensors: Sequence[Tensor], layout: Source, dtype: np.dtype, index: tuple[slice, ...]
     ) -> np.ndarray:
         """Returns the part `index` (no strides) of a leaf, rounded to `dtype`."""
-        entries = [(tensor, i * of.entry[0]) for tensor in tensors for i in range(of.parts)]
-        if of.stacked:
+        entries = [(tensor, i * layout.entry[0]) for tensor in tensors for i in range(layout.parts)]
+        if layout.stacked:
             entries, index = entries[index[0]], index[1:]
-        index = index[::-1] if of.transposed else index
-        rows, *others = (slice(*s.indices(n)) for s, n in zip(index, of.entry, strict=True))
-        shape = [s.stop - s.start for s in (rows, *others)]
-        out = np.empty((len(entries), *(shape[::-1] if of.transposed else shape)), dtype)
+        index = index[::-1] if layout.transposed else index
+        rows, *columns = (slice(*s.indices(n)) for s, n in zip(index, layout.entry, strict=True))
+        shape = [s.stop - s.start for s in (rows, *columns)]
+        out = np.empty((len(entries), *(shape[::-1] if layout.transposed else shape)), dtype)
         for row, (tensor, start) in zip(out, entries, strict=True):
-            value = self._cut(tensor, (slice(start + rows.start, start + rows.stop), *others))
+            value = self._cut(tensor, (slice(start + rows.start, start + rows.stop), *columns))
             value = value.astype(dtype, copy=False)
-            if of.transposed:
+            if layout.transposed:
                 transpose(value, row)
             else:
                 row[...] = value
-        return out if of.stacked else out[0]
+        return out if layout.stacked else out[0]
 
-    def same(self, one: Tensor, other: Tensor) -> bool:
+    def same(self, a: Tensor, b: Tensor) -> bool:
         """Returns whether two matrices have equal values; reads a few rows at a time."""
-        if one.shape != other.shape:
+        if a.shape != b.shape:
             return False
-        rows = one.shape[0]
+        rows = a.shape[0]
         parts = (slice(i, min(i + _ROWS, rows)) for i in range(0, rows, _ROWS))
-        pairs = ([self._cut(x, (part,)).astype(np.float32) for x in (one, other)] for part in parts)
+        pairs = ([self._cut(x, (part,)).astype(np.float32) for x in (a, b)] for part in parts)
         return all(np.array_equal(*pair) for pair in pairs)
 
     def _cut(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
@@ -225,9 +225,9 @@ def _read_header(path: Path) -> list[Tensor]:
 
 def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not index.exists():
-        others = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
+        present = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
         raise ModelError(
-            f"{folder} has no {SINGLE} or {INDEX}, only {others}. Pass a folder that contains "
+            f"{folder} has no {SINGLE} or {INDEX}, only {present}. Pass a folder that contains "
             "safetensors files, such as one written by transformers' `save_pretrained`."
         )
     files = read_object(index, ModelError).get("weight_map")

@@ -34,7 +34,7 @@ class Tokenizer(NamedTuple):
     tokens: tokenizers.Tokenizer  # from tokenizer.json, without truncation and padding
     begin: int | None  # put before a text; None if the tokenizer adds no token
     end: int | None  # put after a text; None if missing, as in most encoders
-    pad: int  # fills up short examples; `end` if there is no padding token
+    pad: int  # pads short examples; `end` if there is no padding token
     vocabulary: int  # all ids are smaller
 
 
@@ -135,7 +135,7 @@ def _special(
             return number
     for name in _NUMBERED:
         number = entries.get(name, {}).get(f"{kind}_token_id")
-        if isinstance(number, list) and number:  # of several end tokens, the first is the usual one
+        if isinstance(number, list) and number:  # the first end token is the usual one
             number = number[0]
         if number is not None and number != -1:  # some configs write -1 for none
             if type(number) is not int or not 0 <= number < vocabulary:

@@ -138,7 +138,7 @@ class Meter:
             self._fail()
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a resumed run, as JSON. Blocks until all steps are done."""
+        """Returns the state for a resumed run, as JSON. Blocks until all steps are finished."""
         unread = jax.device_get(list(self._unread))
         return {
             "unread": [(float(x.loss), int(x.skipped)) for x in unread],
@@ -194,8 +194,8 @@ class Meter:
     def _mark(self) -> Mark:
         # Losses from a checkpoint are not arrays and have no tokens.
         unread: Any = self._unread
-        done = sum(x.tokens for x in unread if x.tokens and x.loss.is_ready())
-        return Mark(self._tokens_read + done, self._now(), self._waited_s())
+        finished = sum(x.tokens for x in unread if x.tokens and x.loss.is_ready())
+        return Mark(self._tokens_read + finished, self._now(), self._waited_s())
 
     def _waited_s(self) -> float:
         return self._stats().wait_s if self._stats else 0.0

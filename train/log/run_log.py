@@ -4,7 +4,7 @@
                           are blank
     validation.csv        the metrics of every validation
 
-Both also go to Trackio or Weights & Biases (`--report-to`).
+With `--report-to`, both are also sent to Trackio or Weights & Biases.
 
 A resumed run drops the rows after its checkpoint, and writes them again.
 """
@@ -49,7 +49,7 @@ class RunLog:
         validations: Sequence[tuple[int, Mapping[str, float]]] = (),
     ):
         self.rows = list(rows)
-        done = rows[-1].step if rows else 0
+        last = rows[-1].step if rows else 0
         self._console = console
         self._csv_file = _begin(folder / "metrics.csv", [Row._fields, *rows])
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
@@ -57,7 +57,7 @@ class RunLog:
         self._reporter = reporter
         self._steps = steps
         self._made = time.monotonic()
-        self._begun = (done, self._made)  # a step, and its time
+        self._begun = (last, self._made)  # a step, and its time
 
     def __enter__(self) -> RunLog:
         return self
@@ -65,7 +65,7 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         with contextlib.ExitStack() as closing:
             if kind is not None:
-                # A full disk fails here again, which would hide the original error.
+                # On a full disk, closing fails again, which would hide the original error.
                 closing.enter_context(contextlib.suppress(OSError))
             for file in (self._csv_file, self._validation_file):
                 closing.callback(file.close)
@@ -145,7 +145,7 @@ def reporter(kind: str, folder: Path, *, config: Mapping[str, Any]) -> Reporter 
 
 
 def show(console: Console, line: str) -> None:
-    """Shows a line that may contain brackets or characters that the terminal lacks."""
+    """Shows a line, with escapes for characters that the terminal lacks; brackets are allowed."""
     line = line.encode(console.encoding, "backslashreplace").decode(console.encoding)
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 

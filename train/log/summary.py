@@ -46,7 +46,7 @@ SHOWN = (
     ("reselections", "times that channels were selected", ","),
     ("kept_share", "share of the best channels' score kept", ".1%"),
     ("train_s", "training seconds", ".1f"),
-    ("total_s", "seconds in all", ".1f"),
+    ("total_s", "total seconds", ".1f"),
 )
 
 
@@ -54,14 +54,14 @@ def completed_steps(folder: Path) -> int | None:
     """Returns the steps of a completed run; None if `summary.json` is missing or damaged."""
     try:
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["steps"]
-    except (FileNotFoundError, ValueError, TypeError, KeyError):  # not UTF-8, JSON or an object
+    except (FileNotFoundError, ValueError, TypeError, KeyError):  # not UTF-8, not JSON, no object
         return None
 
 
 def write_picture(
     folder: Path, rows: Sequence[Row], validations: Validations, *, title: str, target: str
 ) -> None:
-    """Writes `loss.png`: the loss over the steps, below it the task's metrics.
+    """Writes `loss.png`: the loss by step and, below it, the task's metrics.
 
     A loss is in nats per `target`.
     """
@@ -73,7 +73,7 @@ def write_picture(
     # A Figure without pyplot needs no display and no global state.
     figure = Figure(figsize=(8, 2.5 + 1.5 * count), layout="constrained")
     panels = figure.subplots(count, sharex=True, squeeze=False, height_ratios=[2, 1][:count])[:, 0]
-    # A row is the mean over its steps, so it is drawn in their middle.
+    # A row is the mean over its steps, so it is drawn at their midpoint.
     steps = [0, *(row.step for row in rows)]
     middles = [(before + step + 1) / 2 for before, step in itertools.pairwise(steps)]
     panels[0].plot(middles, [row.loss for row in rows], ".-", label="training")

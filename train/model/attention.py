@@ -33,19 +33,19 @@ def attention(
     options = {"is_causal": causal, "local_window_size": local}
 
     def plain(
-        q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, **of_kernel: Any
+        q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, **kernel_options: Any
     ) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, **options, **of_kernel)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, **options, **kernel_options)
 
     flash = partial(plain, implementation="cudnn")
-    if not _takes(flash, q, k, v, mask):
+    if not _supports(flash, q, k, v, mask):
         return plain(q, k, v, mask)
     # This may be traced without a GPU, as in a plan, so the compilation target decides.
     return jax.lax.platform_dependent(q, k, v, mask, cuda=flash, default=plain)
 
 
-def _takes(kernel, *arrays) -> bool:
-    """Returns whether jax with this cuDNN accepts these arrays, also in a backward pass.
+def _supports(kernel, *arrays) -> bool:
+    """Returns whether jax with this cuDNN accepts these arrays, including for a backward pass.
 
     On a GPU, it warns with cuDNN's reason, except for float32, which the kernel does not support.
     """

@@ -2,8 +2,8 @@
 
 Logits of 8,192 tokens for 150,000 words take 5 GB in float32, and so does their gradient. Here the
 parts of the vocabulary take turns, and a part's logits are recomputed for the gradient. Because the
-vocabulary is divided, not the batch, the gradient of a part of the head is complete at once, and no
-sum is kept next to the head.
+vocabulary is divided, not the batch, the gradient of a part of the head is complete at once, and
+needs no second array for sums.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ def _forward(x: jax.Array, head: jax.Array, targets: jax.Array, axis: int) -> An
         logits = _logits(x, _slice(head, start, words, axis), axis)
         return add_words(sums, logits, targets - start)
 
-    top, total, of_target = _over_parts(add, no_words(targets), head.shape[axis])
+    top, total, target_logit = _over_parts(add, no_words(targets), head.shape[axis])
     normalizers = top + jnp.log(total)
-    return normalizers - of_target, (x, head, targets, normalizers)
+    return normalizers - target_logit, (x, head, targets, normalizers)
 
 
 def _backward(axis: int, residuals: Any, g: jax.Array) -> Any:
     x, head, targets, normalizers = residuals
 
     def add(gradients: Any, start: Any, words: int) -> Any:
-        of_x, of_head = gradients
+        x_grad, head_grad = gradients
         matrix = _slice(head, start, words, axis).astype(x.dtype)
         logits = _logits(x, matrix, axis)
         # A target in another part is outside this part, so its row is all zeros.
-        off = jnp.exp(logits - normalizers[..., None]) - jax.nn.one_hot(targets - start, words)
-        off = (off * g[..., None]).astype(x.dtype)
-        of_x += _einsum(f"btv,{_LETTERS[axis]}->btw", off, matrix)
-        of_part = _einsum(f"btv,btw->{_LETTERS[axis]}", off, x).astype(head.dtype)
-        return of_x, jax.lax.dynamic_update_slice_in_dim(of_head, of_part, start, axis)
+        grad = jnp.exp(logits - normalizers[..., None]) - jax.nn.one_hot(targets - start, words)
+        grad = (grad * g[..., None]).astype(x.dtype)
+        x_grad += _einsum(f"btv,{_LETTERS[axis]}->btw", grad, matrix)
+        part_grad = _einsum(f"btv,btw->{_LETTERS[axis]}", grad, x).astype(head.dtype)
+        return x_grad, jax.lax.dynamic_update_slice_in_dim(head_grad, part_grad, start, axis)
 
     zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(head)
-    of_x, of_head = _over_parts(add, zeros, head.shape[axis])
-    return of_x.astype(x.dtype), of_head, None
+    x_grad, head_grad = _over_parts(add, zeros, head.shape[axis])
+    return x_grad.astype(x.dtype), head_grad, None
 
 
 token_losses.defvjp(_forward, _backward)
@@ -82,12 +82,12 @@ def add_words(sums: Any, logits: jax.Array, place: jax.Array) -> Any:
     `place` is the target's index among the words of `logits`, or outside that range.
     """
     # The loss does not depend on the number that is subtracted from all logits.
-    top, (_, total, of_target) = jax.lax.stop_gradient(sums[0]), sums
+    top, (_, total, target_logit) = jax.lax.stop_gradient(sums[0]), sums
     new_top = jax.lax.stop_gradient(jnp.maximum(top, logits.max(-1)))
     total = total * jnp.exp(top - new_top) + jnp.exp(logits - new_top[..., None]).sum(-1)
     is_target = jax.nn.one_hot(place, logits.shape[-1], dtype=bool)
-    at = jnp.where(is_target, logits, 0).sum(-1)
-    return new_top, total, jnp.where(is_target.any(-1), at, of_target)
+    logit = jnp.where(is_target, logits, 0).sum(-1)
+    return new_top, total, jnp.where(is_target.any(-1), logit, target_logit)
 
 
 @jax.custom_vjp
@@ -100,15 +100,15 @@ def _logits_backward(residuals: Any, g: jax.Array) -> Any:
     x, matrix = residuals
     g = g.astype(matrix.dtype)
     # Gradients with respect to `x` are summed over several parts.
-    of_x = _einsum("btv,wv->btw", g, matrix).astype(x.dtype)
-    return of_x, _einsum("btw,btv->wv", x.astype(matrix.dtype), g).astype(matrix.dtype)
+    x_grad = _einsum("btv,wv->btw", g, matrix).astype(x.dtype)
+    return x_grad, _einsum("btw,btv->wv", x.astype(matrix.dtype), g).astype(matrix.dtype)
 
 
 logits_of.defvjp(lambda x, matrix: (logits_of(x, matrix), (x, matrix)), _logits_backward)
 
 
 def _over_parts(step: Callable[[T, Any, int], T], carry: T, words: int) -> T:
-    """Returns the carry after `step(carry, start, words)` for each part in turn."""
+    """Returns the carry after `step(carry, start, words)` for one part after another."""
     whole, rest = divmod(words, PART)
     carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(carry, i * PART, PART), carry)
     return step(carry, whole * PART, rest) if rest else carry

@@ -98,8 +98,8 @@ class Decoder(Stacked):
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Returns the logits after each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
 
-        If the tokens' `positions` `(b, t)` in their texts are passed, texts in a row do not attend
-        to each other.
+        If the tokens' `positions` `(b, t)` in their texts are passed, a sequence's texts do not
+        attend to each other.
         """
         return self._logits(self._last_layer(tokens, positions))
 
@@ -293,7 +293,7 @@ def _norm(width: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def parts_that_stream(config: Any, stream: str) -> int:
-    """Returns the number of parts that embedding and head stream in; 1 if they do not stream."""
+    """Returns the number of parts in which embedding and head stream; 1 if they do not stream."""
     if stream == "none" or not isinstance(config, DecoderConfig) or config.tied:
         return 1
     return vocabulary.parts_of(config.vocabulary)

@@ -1,6 +1,6 @@
 """Splits embedding and head into parts of the vocabulary, which are scanned like layers.
 
-So their gradients leave the device part by part. Both are stacks of parts, as returned by
+This lets their gradients leave the device part by part. Both are stacks of parts, as returned by
 `streaming.stream`.
 """
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def parts_of(words: int) -> int:
-    """Returns the number of equal parts; 1 if the vocabulary is small, or parts would be large."""
+    """Returns the number of equal parts; 1 if the vocabulary is small, or its parts too large."""
     parts = max(i for i in range(1, MOST + 1) if words % i == 0)
     return parts if cross_entropy.PART < words <= parts * LARGEST * cross_entropy.PART else 1
 
@@ -39,7 +39,7 @@ def make_parts(make: Callable[..., nnx.Module], words: int, parts: int, rngs: nn
 
 
 def embedded(table: Any, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the rows `(b, t, width)` of a table `(parts, words, width)`; NaN for other tokens."""
+    """Returns rows `(b, t, width)` of a table `(parts, words, width)`; NaN for invalid tokens."""
     _, words, width = table.shape
 
     def add(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
@@ -67,9 +67,9 @@ def _rows(part: jax.Array, place: jax.Array) -> jax.Array:
 def _rows_backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> Any:
     # A scatter on a GPU would sort all values in `g` for each part, to add them in order.
     place, part = residuals
-    of_words = jax.nn.one_hot(place, len(part), dtype=g.dtype)
-    of_part = jnp.einsum("btv,btw->vw", of_words, g, preferred_element_type=jnp.float32)
-    return of_part.astype(part.dtype), None
+    one_hot = jax.nn.one_hot(place, len(part), dtype=g.dtype)
+    part_grad = jnp.einsum("btv,btw->vw", one_hot, g, preferred_element_type=jnp.float32)
+    return part_grad.astype(part.dtype), None
 
 
 _rows.defvjp(lambda part, place: (_rows(part, place), (place, part)), _rows_backward)
@@ -95,12 +95,12 @@ def add_logits(sums: Any, x: jax.Array, part: jax.Array, place: jax.Array) -> An
 
 def losses_of(sums: Any) -> jax.Array:
     """Returns the cross-entropies from the sums over all words."""
-    top, total, of_target = sums
-    return top + jnp.log(total) - of_target
+    top, total, target_logit = sums
+    return top + jnp.log(total) - target_logit
 
 
 def _over_parts(step: Callable[[T, Any, jax.Array], T], carry: T, stack: Any, words: int) -> T:
-    """Returns the carry after `step(carry, part, start)` for each part in turn."""
+    """Returns the carry after `step(carry, part, start)` for one part after another."""
 
     def body(carry: T, part: tuple[Any, jax.Array]) -> tuple[T, None]:
         return step(carry, *part), None

@@ -42,14 +42,14 @@ WAYS = 3
 STEPS, LABELS = 1000, 2
 # Without a device, jax 0.11.2 cannot select a deterministic matrix product.
 _OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": False}
-# Settings that save memory, in the order that they are tried in.
+# Settings that save memory, in the order in which they are tried.
 _SAVING = {"host_state": "compact", "remat": True}
 _SAVING_BY_LAYERS = {
     "host_state": "compact",
     "layer_updates": "during_backward",
     "layer_inputs": "host",
 }
-# Settings for a run that fits when no other does.
+# Settings that may fit if no others do.
 _BY_LAYERS = {
     "optimizer": "offload",
     "stream": "weights",
@@ -96,13 +96,13 @@ class _Planner:
         if run.stream == "weights":
             return plan_layers(run, self.origin, self.mesh, compiles=compiles, **self._machine)
         # The step does not depend on these settings.
-        same = dataclasses.replace(run, host_state="float32", prefetch_bytes=None)
+        key = dataclasses.replace(run, host_state="float32", prefetch_bytes=None)
         host = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
-        plan = planning.plan(*self._step(same), **host, **self._machine)
-        return plan.with_peak(self._peak(same)) if compiles else plan
+        plan = planning.plan(*self._step(key), **host, **self._machine)
+        return plan.with_peak(self._peak(key)) if compiles else plan
 
     def plan_that_fits(self, run: StepSettings) -> planning.Plan | None:
-        """Plans a run; None if it does not fit. Compiles only if it fits by shapes."""
+        """Plans a run; None if it does not fit. Compiles only if its arrays fit."""
         try:
             plan = self.plan(run, compiles=False)
             if plan.fits and self.by_compiler:
@@ -132,7 +132,7 @@ def plan_run(settings: Settings, options: Planning) -> RunPlan:
 
 
 def _changes(settings: StepSettings, smallest: int) -> Iterator[dict[str, Any]]:
-    """Yields settings to try: each that saves memory, all with smaller batches, then by layers."""
+    """Yields settings to try: each that saves memory, all, smaller batches, streamed weights."""
     by_layers = settings.stream == "weights"
     saving = _changed(settings, _SAVING_BY_LAYERS if by_layers else _SAVING)
     if settings.optimizer == "adamw":
@@ -167,7 +167,7 @@ def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
 
 
 def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
-    """Returns the setting's mesh, of described GPUs or of this machine's CPU devices."""
+    """Returns the mesh for a setting, over described GPUs or this machine's CPU devices."""
     sizes = mesh_axes(text) if text else {"data": 1}
     if described:
         return planning.described_mesh(device, sizes)
@@ -232,7 +232,7 @@ def plan_layers(
     compiles: bool,
     **machine: Any,
 ) -> planning.LayerPlan:
-    """Plans a run whose weights stream; `machine` is passed to `plan_layerwise`."""
+    """Plans a run with streamed weights; `machine` is passed to `plan_layerwise`."""
     kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
     where = SingleDeviceSharding(jax.devices("cpu")[0])
     if divided is None and mesh is not None and compiles:

@@ -1,4 +1,4 @@
-"""Prints a plan: a table of what a run needs, the advice, and commands that fit."""
+"""Prints a plan: a table of the run's needs, advice, and commands that fit."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
     plan = run_plan.plan
     lines = [plan.advice]
     if run_plan.ways:
-        alone = ", without gradients and activations" if plan.by == "shapes" else ""
-        lines.append(f"These commands fit{alone}:")
+        limits = ", without gradients and activations" if plan.by == "shapes" else ""
+        lines.append(f"These commands fit{limits}:")
         for way in run_plan.ways:
             sizes = map(planning.gb, (way.plan.device_bytes, way.plan.host_bytes))
             needs = "device {}, host {}".format(*sizes)
             lines.append(f"  {command_line(run_plan, way, arguments)}  # {needs}")
     elif not plan.fits:
         lines.append(
-            "No smaller batch, --remat, --host-state compact or --stream weights was found to fit. "
+            "No plan with a smaller batch, --remat, --host-state compact or --stream weights fits. "
             "Use a smaller model, or more devices (--mesh)."
         )
     lines.append(

@@ -32,7 +32,7 @@ class LayeredModel(NamedTuple):
     layers: Sequence[Callable[[Any, Any, Any], Any]]
     last: Callable[[Any, Any, Batch], Any]  # for the loss
     judge: Callable[[Any, Any, Batch], Any]  # for `make_validate`
-    parts: int  # number of parts of embedding and head
+    parts: int  # number of parts of the vocabulary
     blocks: int
     model: Any  # the model's parameters, as shapes
     shapes: Any = None  # of the trainer's weights, with shardings
@@ -50,21 +50,21 @@ class LayeredModel(NamedTuple):
         functions = {"first": self.first, "layer": self.layers, "last": self.last}
         return layerwise.Trainer(params, **functions, learning_rate=0.0, frozen=["outer", *layers])
 
-    def leaves(self, of_layer: Callable[[int | str], Any]) -> Iterator[Any]:
+    def leaves(self, read_layer: Callable[[int | str], Any]) -> Iterator[Any]:
         """Yields the leaves of a model's parameters in order, from the trainer's blocks."""
-        outer, first = of_layer("outer"), self.parts if self.parts > 1 else 0
+        outer, first = read_layer("outer"), self.parts if self.parts > 1 else 0
         names = [*outer, "blocks"] if self.parts == 1 else ["blocks", "embed", "head", "norm"]
         for name in sorted(names):
             if name == "blocks":
                 for i in range(self.blocks):
-                    yield from jax.tree.leaves(of_layer(first + i))
+                    yield from jax.tree.leaves(read_layer(first + i))
             elif name in outer:
                 yield from jax.tree.leaves(outer[name])
             elif name == "norm":
-                yield from jax.tree.leaves(of_layer(first + self.blocks))
+                yield from jax.tree.leaves(read_layer(first + self.blocks))
             else:
                 begin = 0 if name == "embed" else first + self.blocks + 1
-                yield np.stack([processes.gather(of_layer(begin + i)) for i in range(self.parts)])
+                yield np.stack([processes.gather(read_layer(begin + i)) for i in range(self.parts)])
 
     def whole(self, params: Any) -> tuple[Any, Iterator[Any]]:
         """Returns a model's parameters as shapes, and their values from the trainer's weights."""

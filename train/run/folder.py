@@ -45,8 +45,8 @@ def make_run_folder(settings: Settings) -> Path:
     written = names & ({models.WEIGHTS, models.FOLDER} if LOCK in names else WRITTEN)
     if written and "checkpoints" not in names:
         raise SettingsError(
-            f"`run`: {folder} has a {min(written)}, but no checkpoints to resume from. Pass a new "
-            "--run."
+            f"`run`: {folder} contains {min(written)}, but no checkpoints to resume from. Pass "
+            "a new --run."
         )
     processes.from_first(str(folder))
     return folder
@@ -87,11 +87,11 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             file.seek(0)
             raise SettingsError(
                 f"`run`: {folder} is in use by another process: "
-                f"{file.read().strip() or 'unknown'}. Stop it (it saves on SIGTERM), or pass "
-                "another --run."
+                f"{file.read().strip() or 'unknown'}. Stop it with SIGTERM, which saves a "
+                "checkpoint, or pass another --run."
             ) from None
-        except OSError:  # some file systems have no locks
-            say(f"the file system of {folder} has no locks: do not start this run twice")
+        except OSError:  # some file systems do not support locks
+            say(f"the file system of {folder} does not support locks: do not start this run twice")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -90,7 +90,7 @@ class Run:
             self.stack.callback(
                 lambda: summary.write_timeline(timeline, host.timeline, self.console)
             )
-        self.checkpoints.rename_damaged()  # only now that this start is known to be valid
+        self.checkpoints.rename_damaged()  # only after this start is known to be valid
         self._open_log(progress)
         if not self.done:
             check_finite(self._validated(0), causes_of_infinity(self.job.settings))
@@ -116,7 +116,8 @@ class Run:
         self._say(f"resuming from checkpoint {done} in {self.folder}")
         if done > steps:
             raise SettingsError(
-                f"`steps`: must be at least {done}, which {self.folder} has taken, but is {steps}."
+                f"`steps`: must be at least {done}, the number of steps in {self.folder}, but is "
+                f"{steps}."
             )
         return False
 
@@ -150,11 +151,11 @@ class Run:
 
     def loop(self) -> None:
         """Takes the remaining steps; raises `Stopped` after a save if a signal requests it."""
-        # The loop blocks: at the first step, until it is compiled and finished; a row, until the
-        # device is within `log_every` steps of the loop; `exchange`, if the loop is two steps ahead
-        # of the device, or a window closes before the host has finished the previous update (only
-        # this counts as waiting); `_save`, until the step is finished and copied, and the previous
-        # save is written.
+        # The loop blocks in the first step, until it is compiled and finished; for a row, until the
+        # device is within `log_every` steps of the loop; in `exchange`, if the loop is two steps
+        # ahead of the device, or a window closes before the host has finished the previous update
+        # (only this counts as waiting); and in `_save`, until the step is finished and copied, and
+        # the previous save is written.
         saved = self.done
         lengths: set[int | None] = set()  # batch lengths that the step is compiled for
         if self.done < self.steps:
@@ -187,7 +188,7 @@ class Run:
             # run that had these steps from the start.
             self._save(self.steps)
         self.checkpoints.wait()
-        if number := self.stop.end(f"all {self.steps} steps are done and saved"):
+        if number := self.stop.end(f"all {self.steps} steps are finished and saved"):
             raise Stopped(how_to_resume(number, self.steps, self.folder), signal_number=number)
 
     def _step(self, step: int, lengths: set[int | None]) -> None:
@@ -232,13 +233,13 @@ class Run:
             self.checkpoints.finish()
         except CheckpointError as error:
             if not processes.is_first():
-                raise  # only process 0 has printed what to see above
+                raise  # only process 0 has printed the error above
             model = f"{self.folder / written} contains the weights of step {best}"
             raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
         return Result(totals, best, written)
 
     def report(self, ended: Result, begun_s: float) -> None:
-        """Writes and shows the summary of a run that began at `begun_s`; closes all files first."""
+        """Writes and shows the summary of a run that began at `begun_s`, with its files closed."""
         figures = self._figures(ended, begun_s)
         if not processes.is_first():
             return

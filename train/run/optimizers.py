@@ -14,7 +14,7 @@ from train.cli.settings import OptimizerSettings, SettingsError, steps_of
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
-    """Warms up linearly, then decays in a cosine to a tenth, linearly to zero, or not at all."""
+    """Returns a linear warm-up, then a cosine decay to a tenth, a linear one to zero, or none."""
     peak, share = settings.learning_rate, settings.warmup_share
     warm_up = settings.warmup_steps if share is None else steps_of(share, settings.steps)
     rest = max(settings.steps - warm_up, 1)
@@ -35,7 +35,7 @@ def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
         # A chain in both cases, so that a resumed run may change `max_grad_norm`.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
         return skip_if_not_finite(optax.chain(clip, optax.adamw(rate, **arguments)))
-    arguments |= {"max_grad_norm": norm, "resident": _is_no_matrix}
+    arguments |= {"max_grad_norm": norm, "resident": _is_bias_or_scale}
     try:
         arguments |= _arguments(settings)
         return zenflow_jax.zenflow(rate, **arguments)
@@ -49,7 +49,7 @@ class SkipState(NamedTuple):
 
 
 def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Skips steps of `inner` whose gradient norm is not finite, as zenflow does itself.
+    """Skips steps of `inner` whose gradient norm is not finite, as zenflow itself does.
 
     `optax.apply_if_finite` needs a `cond`, which makes a GPU wait and stores the state twice.
     """
@@ -69,7 +69,7 @@ def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTra
 
 
 def skipped_steps(opt_state: Any) -> jax.Array:
-    """Returns the number of skipped steps, int32, in the state of a `make_optimizer` result."""
+    """Returns the number of skipped steps (int32) from the state of a `make_optimizer` result."""
     if isinstance(opt_state, SkipState):
         return opt_state.skipped
     return zenflow_jax.find_state(opt_state).skipped
@@ -100,10 +100,10 @@ def _arguments(settings: OptimizerSettings) -> dict[str, Any]:
 
 
 def decayed(params):
-    """Selects the matrices for weight decay, not biases and scales of norms."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: not _is_no_matrix(path, x), params)
+    """Selects the matrices for weight decay, but not biases or norm scales."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: not _is_bias_or_scale(path, x), params)
 
 
-def _is_no_matrix(path: tuple[Any, ...], _: Any) -> bool:
+def _is_bias_or_scale(path: tuple[Any, ...], _: Any) -> bool:
     # Selects by name, because a bias of stacked blocks also has two axes.
     return jax.tree_util.keystr(path[-1:], simple=True) in ("bias", "scale")

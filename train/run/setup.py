@@ -38,7 +38,7 @@ class Sources(NamedTuple):
     mesh: Mesh | None
     origin: Pretrained | None  # the model's folder
     config: DecoderConfig | EncoderConfig
-    texts: Mapping[str, str]  # files for the trained folder, read when the run begins
+    texts: Mapping[str, str]  # files for the trained model's folder, read when the run begins
     task: Task
     sample: Sample  # the batches for validation
 

@@ -101,7 +101,7 @@ def make_train_step(
         if micro_batches == 1:
             (loss, _), grads = mean(params, batch)
             return loss, grads
-        # Each device has adjacent rows of each micro-batch, so nothing moves.
+        # Each device has adjacent rows of each micro-batch, so no data moves.
         parts = jax.tree.map(lambda x: _split(x, micro_batches), batch)
 
         def add(total, part):

@@ -108,12 +108,12 @@ def task_of_answers(
         where, count = common_path(paths), len(encoded.whole)
         if not len(rows):
             raise DataError(
-                f"{where}: in none of {count} examples does an answer to train on begin within "
+                f"{where}: none of {count} examples has an answer to train on that begins within "
                 f"{sequence_length} tokens. Use a longer `sequence_length`."
             )
         if len(rows) < count:
             notes.append(
-                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer to "
+                f"{where}: left out {count - len(rows)} of {count} examples, because no answer to "
                 f"train on begins within {sequence_length} tokens"
             )
         splits.append(Answers(encoded, rows, sequence_length, tokenizer.pad))

@@ -134,7 +134,7 @@ class Batches(_Shuffled):
 class Sample(_Shuffled):
     """The same batches in every iteration, with each example once, for validation.
 
-    The last batch is filled up with copies of the first example, which have 0 in `ROWS`.
+    The last batch is padded with copies of the first example, which have 0 in `ROWS`.
     """
 
     def __init__(self, source: Source, *, batches: int | None = None, **options: Any):
@@ -147,7 +147,7 @@ class Sample(_Shuffled):
         for first in range(0, self.examples, self._size):
             places = [first + row for row in self._rows]
             rows = [np.asarray(place < self.examples, np.float32) for place in places]
-            # Copies of the first example, in this or another process, fill up the batch.
+            # Copies of the first example, in this or another process, pad the batch.
             last = min(first + self._size, self.examples)
             numbers = [self._number(n) for n in (0, *range(first, last))] if self._padded else []
             own = [self._source[self._number(n if n < self.examples else 0)] for n in places]

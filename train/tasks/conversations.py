@@ -17,7 +17,7 @@ SYSTEM = "system"  # the role
 
 
 class Conversations:
-    """Reads conversations, and counts fields that it does not read, and system messages."""
+    """Reads conversations, and counts unread fields and system messages."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
@@ -44,7 +44,7 @@ class Conversations:
         if self._with_system:
             notes.append(
                 f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
-                "system message, so prompt the model with one, too (zenflow-generate --system)"
+                "system message, so prompt the model with one (zenflow-generate --system)"
             )
         return notes
 

@@ -110,12 +110,12 @@ class Sentences(Examples):
         counts = np.bincount(labels)
         if validation_share == 1 or counts.max() < 2:
             return super()._drawn(**options)
-        of_classes = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
-        trains = np.ones(len(labels), bool)
-        for places in of_classes:
+        class_places = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+        in_training = np.ones(len(labels), bool)
+        for places in class_places:
             if len(places) > 1:
-                trains[places[split(np.ones(len(places)), **options)[1]]] = False
-        return np.flatnonzero(trains), np.flatnonzero(~trains)
+                in_training[places[split(np.ones(len(places)), **options)[1]]] = False
+        return np.flatnonzero(in_training), np.flatnonzero(~in_training)
 
     def checksum(self, start: int) -> int:
         return zlib.crc32(self._labels, super().checksum(start))
@@ -130,7 +130,7 @@ def task_of(
     labels: Sequence[str] = (),
     notes: Iterable[str] = (),
 ) -> Task:
-    """Creates the task for these examples; `checksum` covers anything besplits the examples."""
+    """Creates the task for these examples; `checksum` covers anything else in the data."""
     checksum = validation.checksum(train.checksum(checksum))
     shown = train if len(train) else validation
     lengths = (

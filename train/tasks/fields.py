@@ -20,7 +20,7 @@ _PAIRS = (
 )
 _MEDIA = "The models read only text. Leave out these examples"
 _PARTS = "An answer is used as a whole or, with `weight` 0, not at all. Remove the field"
-_KWARGS = "Templates do not receive this field. Remove it, or write it into the messages"
+_KWARGS = "Templates do not receive this field. Remove it, or put it into the messages"
 
 REFUSED = {
     **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), _PAIRS),
@@ -30,12 +30,12 @@ REFUSED = {
     **dict.fromkeys(("train_detail", "training_detail"), _PARTS),
 }
 OF_CHATS = REFUSED | {
-    "system": "Write it into a first message with the role 'system'",
+    "system": "Put it into a first message with the role 'system'",
     "functions": "Rename it to `tools`, each as {'type': 'function', 'function': ...}",
     **dict.fromkeys(("documents", "chat_template_kwargs"), _KWARGS),
 }
 OF_MESSAGES = REFUSED | {
-    "function_call": "Write it into `tool_calls`, as [{'type': 'function', 'function': ...}]"
+    "function_call": "Put it into `tool_calls`, as [{'type': 'function', 'function': ...}]"
 }
 OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
     ("system", "history"), "Alpaca has no such field. Write conversations, and use --task chat"
@@ -101,7 +101,7 @@ def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> Non
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
     """Returns whether to train on a message, and removes the fields that decide this."""
-    learned = of_assistant = message["role"] == ASSISTANT
+    learned = is_answer = message["role"] == ASSISTANT
     for name in OF_ANSWERS:
         value = message.pop(name, None)
         if value is None:
@@ -109,7 +109,7 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
         if not isinstance(value, int | float) or value not in (0, 1):
             got = shorten(repr(value))
             raise DataError(f"{where}: the field {name!r} must be 0 or 1, but is {got}.")
-        if value and not of_assistant:
+        if value and not is_answer:
             raise DataError(
                 f"{where}: the field {name!r} is {value!r}, but training uses only "
                 f"messages with the role {ASSISTANT!r}. Remove the field."

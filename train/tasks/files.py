@@ -52,19 +52,19 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         # Omits files that `datasets` adds.
         if path.name.lower().endswith(suffixes) and not path.name.startswith((".", "dataset_info"))
     )
-    of_split: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
+    splits: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in names:
-        of_split[_split_of(name)].append(name)
-    notes, unnamed = [], of_split[None]
-    if of_split["train"] and unnamed:
+        splits[_split_of(name)].append(name)
+    notes, unnamed = [], splits[None]
+    if splits["train"] and unnamed:
         notes.append(f"{data}: left out {', '.join(unnamed)}, because there are train* files")
-    if of_split["test"]:
-        notes.append(f"{data}: left out the test data {', '.join(of_split['test'])}")
-    train = of_split["train"] or unnamed
+    if splits["test"]:
+        notes.append(f"{data}: left out the test data {', '.join(splits['test'])}")
+    train = splits["train"] or unnamed
     if not train:
         present = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "nothing"
         raise DataError(f"{data} has no training data (train*, {kinds}). It contains {present}.")
-    return Files([data / x for x in train], [data / x for x in of_split["validation"]], notes)
+    return Files([data / x for x in train], [data / x for x in splits["validation"]], notes)
 
 
 def _split_of(name: str) -> str | None:

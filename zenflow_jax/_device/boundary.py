@@ -1,7 +1,7 @@
 """Device programs that the engine runs between steps: merge, choose, enter and measure.
 
 Each program handles all leaves. Parameters are always whole leaves; if `specs` describe ranges, all
-other arrays are ranges, too.
+other arrays are also ranges.
 """
 
 import math

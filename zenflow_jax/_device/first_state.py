@@ -32,7 +32,7 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
         check_placement(leaves, specs)
     build = partial(_build, specs=specs, static=static)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        # Shapes have no values for masters, so the result consists of shapes, too.
+        # Shapes have no values for masters, so the result also consists of shapes.
         return with_shardings(jax.eval_shape(build, leaves), leaves)
     weights = [jnp.asarray(p) for p in leaves]
     if not specs and not isinstance(params, Mapping | list | tuple | None):

@@ -131,12 +131,12 @@ def _psum(x: jax.Array, names: Sequence[str]) -> jax.Array:
 
 
 def on_each_device(
-    f: Callable[..., Any], spec: LeafSpec, takes: Sequence[Any], gives: Any
+    f: Callable[..., Any], spec: LeafSpec, in_specs: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:
     """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
-    `takes` contains a partition spec, or a prefix tree of specs, for each argument; None allows any
-    value. `gives` is the spec, or tree of specs, for the result.
+    `in_specs` contains a partition spec, or a prefix tree of specs, for each argument; None allows
+    any value. `out_specs` is the spec, or tree of specs, for the result.
     """
     shard = Shard(spec)
     place = spec.placement
@@ -150,9 +150,9 @@ def on_each_device(
 
     def mapped(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        specs = jax.tree.leaves(jax.tree.broadcast(tuple(takes), args))
+        specs = jax.tree.leaves(jax.tree.broadcast(tuple(in_specs), args))
         if place.explicit:
-            # With Explicit axes, jax does not move an argument to where `takes` expects it.
+            # With Explicit axes, jax does not move an argument to where `in_specs` expects it.
             leaves = [
                 jax.sharding.reshard(x, target(spec)) for x, spec in zip(leaves, specs, strict=True)
             ]
@@ -174,7 +174,7 @@ def on_each_device(
             on_one,
             mesh=place.mesh,
             in_specs=tuple(specs[i] for i in full),
-            out_specs=gives,
+            out_specs=out_specs,
             # `Shard.gather` returns equal values on all devices, but their type does not show this.
             check_vma=False,
         )(*(leaves[i] for i in full))
@@ -185,17 +185,17 @@ def on_each_device(
 def each_leaf(
     f: Callable[..., Any],
     specs: Sequence[LeafSpec],
-    takes: Callable[[Layout], Sequence[Any]],
-    gives: Callable[[Layout], Any],
+    in_specs: Callable[[Layout], Sequence[Any]],
+    out_specs: Callable[[Layout], Any],
     *columns: Iterable[Any],
 ) -> Iterator[Any]:
-    """Runs `on_each_device` for each leaf in turn; a column contains every leaf's argument."""
+    """Runs `on_each_device` for one leaf after another; a column contains every leaf's argument."""
     for spec, *args in zip(specs, *columns, strict=True):
         layout = Layout(spec)
-        yield on_each_device(f, spec, takes(layout), gives(layout))(*args)
+        yield on_each_device(f, spec, in_specs(layout), out_specs(layout))(*args)
 
 
-def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:
+def placed_gradient(g: jax.Array, spec: LeafSpec) -> jax.Array:
     """Forces a traced gradient into its parameter's placement before it is read.
 
     Otherwise the compiler may sum whole gradients over all devices to suit the first read.

@@ -22,7 +22,7 @@ from zenflow_jax._device.channels import (
     take,
 )
 from zenflow_jax._device.memory import to_host, with_rank
-from zenflow_jax._device.shards import REPLICATED, Layout, Shard, as_its_parameter, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device, placed_gradient
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
@@ -67,7 +67,7 @@ def split_gradient(
     # A stack's whole gradient exists when its scan ends, so packing its signs does not save memory.
     if packing is None and crosses and not spec.stack:
         packing = jnp.uint8
-    seen = _see(as_its_parameter(g, spec), channels, spec.anonymous, rank, signs, packing)
+    seen = _see(placed_gradient(g, spec), channels, spec.anonymous, rank, signs, packing)
     return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
 
 

@@ -130,7 +130,7 @@ def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
     """Returns a function that extracts a group's sums from a state's mail.
 
     The function returns the sums, and the leaves' arrays with zeros in their places, by leaf
-    number; `specs` is keyed by leaf number, too. Sums of whole leaves are not donated, so that a
+    number; `specs` is also keyed by leaf number. Sums of whole leaves are not donated, so that a
     step from an old state raises a clear error instead of XLA's.
     """
     ranges = {i: spec for i, spec in specs.items() if spec.start is not None}

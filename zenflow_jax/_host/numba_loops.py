@@ -12,7 +12,7 @@ None, which have different types.
 
 Letters: `p, m, v` master and moments, each `(segments, width)`, flattened. For split masters
 (`masters.py`) `p` has the rounded numbers and `rest` the lower bits; otherwise `rest` is None.
-Without codes, `m_scales` and `v_scales` are None, too. `gs` are eight gradients and `fs` their
+Without codes, `m_scales` and `v_scales` are also None. `gs` are eight gradients and `fs` their
 factors; for a missing gradient they are None and 0. A tile covers the segments `first` to `last`,
 and in each the elements `left` to `right`, in whole buckets.
 """
@@ -132,7 +132,7 @@ def _keep_whole(x, p, rest, i, on):
 def _keep_split(x, p, rest, i, on):
     rounded = bfloat16_bits(x)
     p[i] = _select(on, rounded, p[i])
-    rest[i] = np.int16(_select(on, _rest_of(x, rounded), np.uint16(rest[i])))
+    rest[i] = np.int16(_select(on, _remainder(x, rounded), np.uint16(rest[i])))
 
 
 _master = by_type(1, numba.none, lambda p, rest, i: p[i], _joined)
@@ -146,7 +146,7 @@ def _select(on, new, old):
 
 
 @inner
-def _rest_of(x, rounded):
+def _remainder(x, rounded):
     """Returns `rest`, the lower half of a master, as uint16 (`masters.py`)."""
     bits = np.float32(x).view(np.uint32)
     lower, upper = np.uint16(bits), np.uint16(np.uint32(bits >> np.uint32(16)))

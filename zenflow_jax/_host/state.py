@@ -315,7 +315,7 @@ class HostState:
     ) -> Iterator[str]:
         """Makes a window's update in pieces of a few milliseconds; yields before each piece.
 
-        Yields the leaf's name, and calls `finished` for each leaf that is done. The group's
+        Yields the leaf's name, and calls `finished` for each finished leaf. The group's
         hand-overs must not run in between.
         """
         for i, gradients in window.gradients.items():

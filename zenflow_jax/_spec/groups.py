@@ -13,12 +13,13 @@ from zenflow_jax._spec.schedule import Schedule
 
 #: The largest ratio of group sizes for which stacked leaves are not cut.
 UNEVEN = 1.5
-#: The maximum size of a stacked leaf's range, as a multiple of the groups' mean size, tried in this
-#: order. Each boundary of a range copies the whole leaf, so large ranges come first.
+#: Limits on the size of a stacked leaf's ranges, as multiples of the mean group size, in the order
+#: in which they are tried. At each range's boundary, the device copies the whole leaf, so large
+#: ranges come first.
 _RANGE_LIMITS = (math.inf, 1.0, 0.5, 0.25)
 
 
-def in_groups(
+def assign_groups(
     specs: Sequence[LeafSpec], schedule: Schedule
 ) -> tuple[tuple[LeafSpec, ...], Schedule]:
     """Returns the specs with their groups, and the schedule without empty groups.

@@ -22,7 +22,7 @@ _LEARNING_RATE = 1e-3  # DeepSpeed's default
 _ACCUMULATION = "gradient_accumulation_steps"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", _ACCUMULATION)
 _RULES = "zero_optimization.zenflow"
-_OF_BF16 = (
+_IGNORED_BF16_KEYS = (
     "immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
 )
 
@@ -41,7 +41,7 @@ _TABLE = {
             "*": ("torch_adam", "fused"),
         },
     },
-    "bf16": {"enabled": _FLAG, "*": _OF_BF16.split()},
+    "bf16": {"enabled": _FLAG, "*": _IGNORED_BF16_KEYS.split()},
     "zero_optimization": {
         "stage": number(0, 3, whole=True),
         "offload_optimizer": {"device": one_of("none", "cpu", "nvme"), "pin_memory": _FLAG},
@@ -66,7 +66,7 @@ _TABLE = {
 class DeepSpeedOptions:
     """The meaning of a DeepSpeed config. Created by `from_deepspeed`.
 
-    Values that the config leaves open are None. If step counts become known later, set them with
+    Values that the config does not set are None. If step counts become known later, set them with
     `dataclasses.replace`. A property that lacks a count raises a ValueError that names it.
 
     Attributes:
@@ -102,7 +102,7 @@ class DeepSpeedOptions:
 
     @property
     def learning_rate(self) -> optax.ScalarOrSchedule | None:
-        """Returns a number, a schedule of the step count (from 0), or None if the rate is open."""
+        """Returns a number, a schedule of the step count (from 0), or None if it is not set."""
         if self.scheduler is None:
             return self.peak
         return self.scheduler.schedule(self.warmup_steps, self.total_steps)
@@ -170,7 +170,8 @@ def from_deepspeed(
     Raises:
         OSError: If the file cannot be read.
         ValueError: If the file is not plain JSON; if a value is invalid or missing; or if
-            `zenflow`, `bf16`, optimizer or scheduler parameters contain a key that DeepSpeed lacks.
+            `zenflow`, `bf16`, optimizer or scheduler parameters contain a key that DeepSpeed does
+            not recognize.
         TypeError: If an argument has the wrong type.
 
     Warns:
@@ -215,15 +216,15 @@ def from_deepspeed(
         arguments["mask"] = mask
     selection = None
     if kind == "zenflow":
-        of_zenflow, selection = _rules(read, zero["zenflow"])
-        arguments |= of_zenflow
+        zenflow_arguments, selection = _rules(read, zero["zenflow"])
+        arguments |= zenflow_arguments
     elif kind == "offload":
         arguments |= {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
     if kind != "adamw":
         # Deferred weights do not move between two updates, as in DeepSpeed.
         arguments |= {"max_grad_norm": clip, "provisional_share": None}
     batch_size, micro_batches = _batch(read, values, devices, kind == "zenflow")
-    in_bf16 = values.get("bf16", {"enabled": None}).get("enabled", False)  # None: left open
+    in_bf16 = values.get("bf16", {"enabled": None}).get("enabled", False)  # None: not set
     dtype = None if in_bf16 is None else np.dtype(jnp.bfloat16 if in_bf16 else np.float32)
 
     if read.listed:
@@ -355,8 +356,8 @@ def _batch(
     if total and (total % known or (micro and parts and total != known)):
         raise config.error(
             "train_batch_size",
-            f"train_micro_batch_size_per_gpu ({micro or 'open'}) times {_ACCUMULATION} "
-            f"({parts or 'open'}) times the devices ({devices or 'open'})",
+            f"train_micro_batch_size_per_gpu ({micro or 'not set'}) times {_ACCUMULATION} "
+            f"({parts or 'not set'}) times the number of devices ({devices or 'not set'})",
             "Leave out one of the three, or pass `from_deepspeed(config, devices=...)`.",
         )
     if total and micro and not parts:

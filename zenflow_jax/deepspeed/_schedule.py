@@ -23,19 +23,19 @@ _WARMUP_STEPS = 1000
 _WARMUP_DECAY_MAX = 1e-3
 
 _STEPS = number(1, whole=True)
-_OF_ALL = {
+_COMMON_KEYS = {
     "warmup_num_steps": _STEPS,
     "warmup_type": one_of("log", "linear"),
     "last_batch_iteration": number(-1, -1, whole=True),  # resume from a checkpoint instead
     "*": (),
 }
-_RATES = _OF_ALL | {"warmup_min_lr": number(), "warmup_max_lr": number()}
+_RATES = _COMMON_KEYS | {"warmup_min_lr": number(), "warmup_max_lr": number()}
 _SHARES = {"warmup_min_ratio": number(), "cos_min_ratio": number()}
 #: Each scheduler type's parameters.
 SCHEDULES: dict[str, Table] = {
     "WarmupLR": _RATES,
     "WarmupDecayLR": _RATES | {"total_num_steps": _STEPS},
-    "WarmupCosineLR": _OF_ALL | {"total_num_steps": _STEPS} | _SHARES,
+    "WarmupCosineLR": _COMMON_KEYS | {"total_num_steps": _STEPS} | _SHARES,
 }
 
 
@@ -43,16 +43,16 @@ class Scheduler(NamedTuple):
     """A schedule whose lengths may become known after the config is read."""
 
     kind: str  # a key of `SCHEDULES`
-    warmup: int | None  # the config's warm-up steps; None if open
-    warmup_default: int | None  # used if the warm-up stays open; None makes that an error
-    total: int | None  # the config's number of steps; None if open
+    warmup: int | None  # the config's warm-up steps; None if not set
+    warmup_default: int | None  # used if the warm-up is not set; None makes that an error
+    total: int | None  # the config's number of steps; None if not set
     shape: str  # the warm-up's shape: "log" or "linear"
     highest: float  # the rate after the warm-up
     lowest: float  # the rate before the warm-up; for "WarmupCosineLR" a share of the highest rate
     last_share: float  # the share of the highest rate at the end of "WarmupCosineLR"
 
     def schedule(self, warmup_steps: int | None, total_steps: int | None) -> optax.Schedule:
-        """Returns the schedule; the arguments are for lengths that the config leaves open."""
+        """Returns the schedule; the arguments are for lengths that the config does not set."""
         default = self.warmup_default if warmup_steps is None else warmup_steps
         warmup = _known(self.warmup, default, "warmup_num_steps", "warmup_steps")
         warmup = max(2, warmup)  # as in DeepSpeed, which divides by the logarithm

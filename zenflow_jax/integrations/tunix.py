@@ -94,8 +94,8 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._place()
         # If the trainer accumulates, one of these is its own. Only a user's own `MultiSteps` counts
         # updates.
-        of_trainer = trainer.config.gradient_accumulation_steps is not None
-        self._asks_optimizer = len(accumulations(self._opt_state)) > of_trainer
+        trainer_accumulates = trainer.config.gradient_accumulation_steps is not None
+        self._asks_optimizer = len(accumulations(self._opt_state)) > trainer_accumulates
         self._exchanged = self._updates
         manager = CheckpointManager(trainer, self)
         self._engine_state = manager.restored(trainer.train_steps)
@@ -120,7 +120,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         return dataclasses.replace(stats, put_back=stats.put_back + self._put_back)
 
     def exchange(self) -> None:
-        """Exchanges the trainer's last update, unless already done."""
+        """Exchanges the trainer's last update, unless it has already been exchanged."""
         made = self._updates
         if made != self._exchanged:
             self.engine.exchange_nnx(self._trainer.model, self._trainer.optimizer)
@@ -241,7 +241,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             )
         _annotate_shardings(find_state(self._trainer.optimizer.opt_state), state)
         # With uncommitted parameters, the step would be compiled twice: mail is committed to a
-        # device, so all outputs of the step are, too.
+        # device, and therefore so are all outputs of the step.
         if not any(isinstance(weight.sharding, NamedSharding) for weight in weights):
             for whole in (self._trainer.model, self._trainer.optimizer):
                 nnx.update(whole, jax.tree.map(_bound, nnx.state(whole)))

@@ -67,8 +67,8 @@ class Block:
     @property
     def nbytes(self) -> int:
         pieces = (piece for leaf in self.leaves for piece in leaf.pieces)
-        of_state = (x for piece in pieces for x in (piece.master, piece.mu, piece.nu))
-        return sum(array.nbytes for x in of_state for array in x.arrays)
+        state_arrays = (x for piece in pieces for x in (piece.master, piece.mu, piece.nu))
+        return sum(array.nbytes for x in state_arrays for array in x.arrays)
 
     def alias(self) -> "Block":
         return self  # an update writes the arrays in place
@@ -119,13 +119,13 @@ class Block:
         """Takes AdamW step number `counted` with `factor` times the gradients, in host memory."""
         undecayed = scalars._replace(weight_decay=0.0)
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            of_step = window_step(scalars if leaf.decays else undecayed, 1, None)
+            scaled = window_step(scalars if leaf.decays else undecayed, 1, None)
             for piece in leaf.pieces:
                 g = np.asarray(gradient.addressable_data(piece.positions[0]))
                 steps = np.full((1, 1), counted - 1, np.int32)
                 weighed = [(g.reshape(piece.master.shape), factor)]
                 arrays = piece.master, piece.mu, piece.nu
-                for _ in adam.adamw(*arrays, steps, weighed, 1.0, _EVERY, of_step):
+                for _ in adam.adamw(*arrays, steps, weighed, 1.0, _EVERY, scaled):
                     pass
 
     def weights(self) -> list[jax.Array]:
@@ -168,9 +168,9 @@ def make_block(
         if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
             x = upload(np.asarray(x), jax.local_devices()[0], HOST)
         arrays.append(x)
-        of_leaf = None if saved is None else next(saved, None)
+        saved_leaf = None if saved is None else next(saved, None)
         if saved is not None:
-            shape = None if of_leaf is None else tuple(of_leaf["master"].shape)
+            shape = None if saved_leaf is None else tuple(saved_leaf["master"].shape)
             if shape != x.shape:
                 raise UnfitRunError(
                     f"{full} has the shape {x.shape}, but {shape or 'nothing'} in `state`. Resume "
@@ -178,7 +178,7 @@ def make_block(
                 )
         elif isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(f"{full} has a shape but no values. Pass an array, or pass `state`.")
-        leaves.append(_make_leaf(full, x, bool(decay), trains, compact, of_leaf))
+        leaves.append(_make_leaf(full, x, bool(decay), trains, compact, saved_leaf))
     block = Block(name, treedef, tuple(leaves), trains)
     weights = moved(arrays, HOST) if saved is None else block.weights()
     # The user may reuse NumPy's memory for the next layer.

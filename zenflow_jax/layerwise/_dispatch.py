@@ -126,7 +126,7 @@ class Dispatcher:
         if not self._host.at_once:
             squares = [x for _, _, x in mails]
             self._decision = self._host.decide(self._number, rate, squares)
-            for i, mail, x in sorted(mails, key=lambda of_block: of_block[0]):
+            for i, mail, x in sorted(mails, key=lambda entry: entry[0]):
                 self._update(i, mail, x)
         return loss
 

@@ -102,12 +102,12 @@ def trace_model(
     carry, shared = made[1]
     moving = _moving(first, shapes_of(outer), batch, carry, shared) if trains[0] else ()
     programs: list[LayerProgram] = []
-    for i, (function, of_layer) in enumerate(zip(layers, weights, strict=True)):
-        key = function, trains[i + 1], moving, key_of(of_layer), key_of((carry, shared))
+    for i, (function, layer_weights) in enumerate(zip(layers, weights, strict=True)):
+        key = function, trains[i + 1], moving, key_of(layer_weights), key_of((carry, shared))
         if key not in cache:
             with _noting(f"layer {i}", carry, shared):
                 cache[key] = _trace_layer(
-                    function, of_layer, carry, shared, moving, trains[i + 1], i, options
+                    function, layer_weights, carry, shared, moving, trains[i + 1], i, options
                 )
         programs.append(cache[key])
         carry = programs[-1].carry

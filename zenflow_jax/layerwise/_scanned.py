@@ -195,8 +195,8 @@ class ScannedModel:
             (scan,) = evaluation.scans
             layers = [x if is_stack(x) else None for x in scan.layers]
             empty = dataclasses.replace(scan, consts=(), carry=(), layers=layers)
-            of_layers = [x for x in scan.layers if not is_stack(x)]
-            return scan.carry, _Shared(scan.consts, of_layers, empty, self._stacks)
+            layer_inputs = [x for x in scan.layers if not is_stack(x)]
+            return scan.carry, _Shared(scan.consts, layer_inputs, empty, self._stacks)
 
         def behind(outer: Any, batch: Any, carry: Any, outputs: dict[int, Any]) -> Any:
             evaluation = _Cutting(_CHOOSER, results=[*carry, *outputs.values()])
@@ -254,9 +254,9 @@ class _Shared:
 
 def _layer(weights: Any, carry: Any, shared: _Shared) -> Any:
     index, carry, outputs = carry
-    of_stacks = dict(zip(shared.stacks, jax.tree.leaves(weights), strict=True))
+    entries = dict(zip(shared.stacks, jax.tree.leaves(weights), strict=True))
     inputs = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in shared.inputs)
-    layer = [of_stacks[x.index] if is_stack(x) else next(inputs) for x in shared.scan.layers]
+    layer = [entries[x.index] if is_stack(x) else next(inputs) for x in shared.scan.layers]
     carry, made = shared.scan.run_body(shared.consts, carry, layer)
     outputs = {i: x.at[index].set(made[i]) for i, x in outputs.items()}
     return index + (-1 if shared.scan.reverse else 1), carry, outputs

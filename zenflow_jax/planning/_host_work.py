@@ -1,4 +1,4 @@
-"""An engine's needs on host and device, and how busy the host is.
+"""The memory that an engine needs on host and device, and how busy the host is.
 
 States may consist of shapes. Host memory limits the speed of updates, so work is counted in bytes.
 """
@@ -21,7 +21,7 @@ _FLOAT32 = 4
 
 
 class Needs(NamedTuple):
-    """Bytes in total; on a mesh, each process and each device has its share.
+    """An engine's total memory and traffic in bytes; on a mesh, each device has a share.
 
     Counts host memory that may be in use at once. Pages take no memory until they are written, and
     moments are first written by the first update.
@@ -42,7 +42,7 @@ class Needs(NamedTuple):
     busiest: float  # for the largest group's update, and for mail that arrives during the update
     steps: int  # the number of steps that this work may take
     mean: float  # per step, on average
-    late_mean: float  # bytes that boundaries wait for, per step, on average
+    late_mean: float  # bytes that the loop waits for at boundaries, per step, on average
     to_host: float  # bytes of mail per step
     to_device: float  # bytes of uploads per step, on average
 
@@ -50,16 +50,16 @@ class Needs(NamedTuple):
 def needs_of(
     state: ZenFlowState, *, host_state: str = "float32", prefetch_bytes: int | None = None
 ) -> Needs:
-    """Returns the needs of an engine for this state."""
+    """Returns the memory and traffic of an engine for this state."""
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, staleness = schedule.longest_window, schedule.staleness
-    of_groups = np.zeros((schedule.groups, 8))
+    group_totals = np.zeros((schedule.groups, 8))
     specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
     early = within(specs, prefetch_bytes)
     for leaf, part in ((i, x) for i, spec in enumerate(specs) for x in spec.ranges):
         size, entries = math.prod(part.shape), math.prod(part.stack)
-        of_groups[part.group] += (
+        group_totals[part.group] += (
             size,
             state_bytes(part.view4(part.n), part.dtype, compact=compact),
             entries * (part.n + part.k) * np.dtype(np.int32).itemsize,
@@ -69,17 +69,18 @@ def needs_of(
             size * part.dtype.itemsize,
             size * part.dtype.itemsize * ((leaf, part.start) not in early),
         )
-    size, kept, counts, selected, mail, sent, upload, late = of_groups.T
+    size, kept, counts, selected, mail, sent, upload, late = group_totals.T
     on_device = sending.sums_on_device
     added_up = not on_device and most_kept(state) > MAILS_KEPT
     read = mail * (1 if on_device else window)
     if added_up:
-        # Written once, read and written for each pass of gradients, and read by the update.
+        # A sum is written once, read and written for each pass over gradients, and read by the
+        # update.
         passes = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
         read = read + 2 * _FLOAT32 * passes * size
     updates = 2 * kept + upload + read
     arriving = mail.sum() / (window if on_device else 1)
-    # Even an update without staleness has the time of one step, while the loop waits.
+    # Even without staleness, an update has the time of one step, during which the loop waits.
     steps = window if staleness is None else max(staleness, 1)
     # If groups take turns, this many updates wait at once; otherwise, only one does.
     waiting = min(staleness or 1, schedule.groups)

@@ -236,18 +236,18 @@ def plan(
     devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
     usual_rate, usual_bytes = gpu.host_beside(devices)
     rate = bandwidth or usual_rate
-    saved, of_host, waits_s = [*weights, *state_arrays], {}, 0.0
+    saved, host_figures, waits_s = [*weights, *state_arrays], {}, 0.0
     if state is not None:
         saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
         engine = needs_of(state, host_state=host_state, prefetch_bytes=prefetch_bytes)
         needs["mail under way"] = engine.under_way // devices
         needs["uploads"] = engine.uploads // devices
-        of_host = _of_host(engine, devices, rate)
+        host_figures = _host_figures(engine, devices, rate)
         if engine.late:
-            needs[LATE] = of_host["late"]
+            needs[LATE] = host_figures["late"]
             waits_s += engine.late_mean / devices / gpu.bus
         if state.schedule.staleness != 0:
-            of_host["busy"] = engine.busiest / rate / (engine.steps * step_s)
+            host_figures["busy"] = engine.busiest / rate / (engine.steps * step_s)
     estimate = Plan(
         gpu=gpu,
         devices=devices,
@@ -258,12 +258,12 @@ def plan(
         step_s=step_s + waits_s,
         host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
         host_bandwidth=rate,
-        **of_host,
+        **host_figures,
     )
     return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
 
 
-def _of_host(needs: Needs, devices: int, rate: float) -> dict[str, Any]:
+def _host_figures(needs: Needs, devices: int, rate: float) -> dict[str, Any]:
     """Returns a plan's fields for the host and the bus."""
     return {
         "host": {

@@ -117,25 +117,25 @@ def nbytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
 
 
-def _of_dot(equation: Any) -> float:
+def _dot_flops(equation: Any) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
 
 
-def _of_convolution(equation: Any) -> float:
+def _convolution_flops(equation: Any) -> float:
     right = equation.invars[1].aval.shape
     features = right[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(right) / features
 
 
-def _of_ragged(equation: Any) -> float:
+def _ragged_dot_flops(equation: Any) -> float:
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
 
 
 _FLOPS = {
-    "dot_general": _of_dot,
-    "conv_general_dilated": _of_convolution,
-    "ragged_dot": _of_ragged,
-    "ragged_dot_general": _of_ragged,
+    "dot_general": _dot_flops,
+    "conv_general_dilated": _convolution_flops,
+    "ragged_dot": _ragged_dot_flops,
+    "ragged_dot_general": _ragged_dot_flops,
 }
