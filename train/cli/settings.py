@@ -24,7 +24,6 @@ _USERS = f"{_TEXTS} classification"
 # The task of a model that classifies pairs of texts from a user's own files.
 PAIRS = "classification of pairs"
 
-
 # A validation's metrics; the first decides which weights are best.
 _METRICS = {"classification": ("accuracy", "macro_f1", "matthews", "loss")}
 

@@ -29,7 +29,6 @@ from train.log.run_log import show
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
-
 # The values of `summary.json` in the table: name, words, format. Except for steps, parameters and
 # bytes, they cover only this start; with several processes, times are from process 0.
 SHOWN = (

@@ -22,7 +22,6 @@ _SPLITS = {
 # The end of a shard's name: `train-00000-of-00003-0a1b`.
 _SHARD = re.compile(r"-\d+-of-\d+.*")
 
-
 Example = TypeVar("Example")
 
 
