@@ -38,12 +38,13 @@ class Stacked(nnx.Module):
         self.config = config
         self.remat = remat
         self.stream_sharding = stream_sharding
-        self.blocks = stack(make, config.layers, rngs)
+        blocks = stack(make, config.layers, rngs)
         if not scan_layers:
-            # Cut from a stack, because making each block takes half a second.
-            graphdef, stacks = nnx.split(self.blocks)
-            blocks = (jax.tree.map(lambda x, i=i: x[i], stacks) for i in range(config.layers))
-            self.blocks = nnx.List(nnx.merge(graphdef, block) for block in blocks)
+            # Cut from a stack, because making 36 blocks one by one takes ten times as long (3.4 s).
+            graphdef, stacks = nnx.split(blocks)
+            each = (jax.tree.map(lambda x, i=i: x[i], stacks) for i in range(config.layers))
+            blocks = nnx.List(nnx.merge(graphdef, block) for block in each)
+        self.blocks = blocks
 
     def run_blocks(self, x: jax.Array, *args: jax.Array | None) -> jax.Array:
         """Returns the stream `x` `(b, t, width)` after all blocks, which also take `args`."""
