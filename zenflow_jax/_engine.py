@@ -205,8 +205,6 @@ class HostEngine:
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
-            for group in closing:
-                state = self._mailbox.send_sums(state, group)
             weights = self._updates.collect(taken.offloaded, arriving, state.step)
             leaves, measured = state.leaves, {}
             for group in closing:

@@ -23,8 +23,10 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
 from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
 
+#: The sums of an open window's gradients and of their squares.
+SUMS = ("total", "squares")
 #: Arrays with a leaf's shape.
-WIDE = ("master", "mu", "nu", "total")
+WIDE = ("master", "mu", "nu", *SUMS)
 _NUMBERS = "step windows token skipped reselections open_steps counted pending".split()
 
 
@@ -44,9 +46,6 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
             name: np.array(-1 if (x := getattr(schedule, name)) is None else x, np.float32)
             for name in sorted(numbers)
         },
-        # 1 for "per_window", whose sums are in the optimizer state; the other two are
-        # bit-identical.
-        "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
         # For each leaf: channel axis (-1 if resident), selected channels, weight decay, ranges.
         "leaves": np.array(rows, np.int32).reshape(-1, 4),
         # For each range of each leaf.
@@ -146,16 +145,11 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """Returns the saved arrays for each offloaded leaf."""
-    sums_on_device = state.send_gradients.sums_on_device
     leaves = zip(state.leaves, state.mail, strict=True)
-    return [
-        _arrays_of(leaf.spec, mail, sums_on_device)
-        for leaf, mail in leaves
-        if not leaf.spec.resident
-    ]
+    return [_arrays_of(leaf.spec, mail) for leaf, mail in leaves if not leaf.spec.resident]
 
 
-def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any]:
+def _arrays_of(spec: LeafSpec, mail: Any) -> dict[str, Any]:
     """Returns a leaf's saved arrays, placed like its mail; an abstract leaf may lack a sharding."""
     sharding = mail.sharding
     wide = each = None
@@ -171,8 +165,6 @@ def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any
         return jax.ShapeDtypeStruct((*spec.stack, n), np.int32, sharding=each)
 
     arrays = {name: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=wide) for name in WIDE}
-    if sums_on_device:
-        del arrays["total"]  # the sums are mail in the optimizer state
     arrays["steps"] = counts(spec.n)
     if spec.k:  # orbax cannot write empty arrays
         # The channels that were selected while the pending update's window was open.

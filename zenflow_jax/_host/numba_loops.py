@@ -12,8 +12,9 @@ None, which have different types.
 
 Letters: `p, m, v` master and moments, each `(segments, width)`, flattened. For split masters
 (`masters.py`) `p` has the rounded numbers and `rest` the lower bits; otherwise `rest` is None.
-Without codes, `m_scales` and `v_scales` are also None. `gs` are eight gradients and `fs` their
-factors; for a missing gradient they are None and 0. A tile covers the segments `first` to `last`,
+Without codes, `m_scales` and `v_scales` are also None. `gradients` are sums over earlier gradients
+and over their squares (a pair, or None), eight more gradients, and their factors; for a missing
+gradient these are None and 0. A tile covers the segments `first` to `last`,
 and in each the elements `left` to `right`, in whole buckets.
 """
 
@@ -85,39 +86,51 @@ _widened = by_type(
     lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32),
     lambda x: x,
 )
-_added = by_type(
+
+
+@inner
+def _with_square(g, f, i):
+    x = _widened(g[i]) * f
+    return x, x * x
+
+
+def _added(total, squares, g, f, i):
+    x, square = _with_square(g, f, i)
+    return total + x, squares + square
+
+
+_plus = by_type(2, numba.none, lambda total, squares, g, f, i: (total, squares), _added)
+_begun = by_type(
     0,
     numba.none,
-    lambda total, g, f, i: _widened(g[i]) * f,
-    lambda total, g, f, i: total + _widened(g[i]) * f,
-)
-_plus = by_type(
-    1,
-    numba.none,
-    lambda total, g, f, i: total,
-    lambda total, g, f, i: _added(total, g, f, i),
+    lambda sums, g, f, i: _with_square(g, f, i),
+    lambda sums, g, f, i: _plus(sums[0][i], sums[1][i], g, f, i),
 )
 
 
 @inner
-def _sum(total, gs, fs, i):
-    """Sums in order; each product and sum is rounded, as in separate passes."""
-    a = _plus(_plus(total, gs[0], fs[0], i), gs[1], fs[1], i)
-    b = _plus(_plus(a, gs[2], fs[2], i), gs[3], fs[3], i)
-    c = _plus(_plus(b, gs[4], fs[4], i), gs[5], fs[5], i)
-    return _plus(_plus(c, gs[6], fs[6], i), gs[7], fs[7], i)
+def _sum(sums, gs, fs, i):
+    """Sums gradients and squares in order; every operation rounds, as in separate passes."""
+    a, b = _begun(sums, gs[0], fs[0], i)
+    a, b = _plus(a, b, gs[1], fs[1], i)
+    a, b = _plus(a, b, gs[2], fs[2], i)
+    a, b = _plus(a, b, gs[3], fs[3], i)
+    a, b = _plus(a, b, gs[4], fs[4], i)
+    a, b = _plus(a, b, gs[5], fs[5], i)
+    a, b = _plus(a, b, gs[6], fs[6], i)
+    return _plus(a, b, gs[7], fs[7], i)
 
 
 @compiled
-def accumulate(total, gs, fs, first):
+def accumulate(total, squares, gs, fs, first):
     if first:
         for e in range(total.size):
             i = np.uintp(e)
-            total[i] = _sum(None, gs, fs, i)
+            total[i], squares[i] = _sum(None, gs, fs, i)
     else:
         for e in range(total.size):
             i = np.uintp(e)
-            total[i] = _sum(total[i], gs, fs, i)
+            total[i], squares[i] = _sum((total, squares), gs, fs, i)
 
 
 def _joined(p, rest, i):
@@ -165,11 +178,10 @@ def bfloat16_bits(x):
 
 
 @inner
-def _element(p, m, v, g, m_debias, v_debias, scalars):
+def _element(p, m, v, g, squares, m_debias, v_debias, scalars):
     scale, learning_rate, b1, b2, one_minus_b1, one_minus_b2, eps, weight_decay = scalars
-    g = g * scale
-    m = m * b1 + g * one_minus_b1
-    v = v * b2 + (g * g) * one_minus_b2
+    m = m * b1 + (g * scale) * one_minus_b1
+    v = v * b2 + (squares * scale) * one_minus_b2
     direction = (m * m_debias) / (np.sqrt(v * v_debias) + eps) + p * weight_decay
     return p - direction * learning_rate, m, v
 
@@ -180,16 +192,16 @@ def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes,
 
     They are in one channel or, if `lanes` is True, in consecutive channels.
     """
-    gs, fs = gradients
+    sums, gs, fs = gradients
     active, m_debias, v_debias = channels
     for e in range(size):
         i, j = np.uintp(at + e), np.uintp(at_m + e)
         c = np.uintp(channel) if lanes is None else np.uintp(channel + e)
         # Writes every lane, because LLVM vectorizes conditional stores only with masked stores.
         on = True if lanes is None else active[c]
-        g = _sum(None, gs, fs, i)
+        g, squares = _sum(sums, gs, fs, i)
         x = _master(p, rest, i)
-        x, new_m, new_v = _element(x, m[j], v[j], g, m_debias[c], v_debias[c], scalars)
+        x, new_m, new_v = _element(x, m[j], v[j], g, squares, m_debias[c], v_debias[c], scalars)
         _keep(x, p, rest, i, on)
         m[j] = new_m if on else m[j]
         v[j] = new_v if on else v[j]
