@@ -85,8 +85,6 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
         update_interval=options.update_interval,
         max_grad_norm=1.0,
         channel_axis=channel_axis,
-        # Tunix accumulates with `MultiSteps`, which would send every micro-batch's gradient.
-        send_gradients="per_window" if options.accumulate else "during_step",
     )
     config = peft_trainer.TrainingConfig(
         max_steps=options.steps,

@@ -52,7 +52,7 @@ def values(training):
 def test_each_saved_state_equals_the_state_at_its_step(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_CHUNK", 7)  # elements per write
     # These settings cut stacks into ranges.
-    settings = dataclasses.replace(SETTINGS, send_gradients="per_window", staleness=2)
+    settings = dataclasses.replace(SETTINGS, staleness=2)
     streams = []
     with Training(SCANNED, settings, donate=True) as training:
         for t in range(PLAN.steps + 1):

@@ -23,7 +23,7 @@ from zenflow_jax._exchange.worker import Worker
 
 @pytest.mark.parametrize(
     ("dtype", "transfer_dtype", "sending"),
-    [("float16", None, "per_window"), ("bfloat16", np.float32, "during_step")],
+    [("float16", None, "after_step"), ("bfloat16", np.float32, "during_step")],
 )
 def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mail_dtype(
     dtype, transfer_dtype, sending
@@ -104,8 +104,7 @@ def test_an_engine_cannot_continue_after_an_interrupted_exchange(monkeypatch):
 
 
 def test_flush_accepts_a_copied_state_but_rejects_earlier_states():
-    settings = dataclasses.replace(CALM, send_gradients="per_window")
-    with Training(FEW, settings) as run:
+    with Training(FEW, CALM) as run:
         run.go(7)  # a window has just closed, and its update is in flight
         before = run.params, run.state
         run.state = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), run.state)
@@ -121,7 +120,7 @@ def test_flush_accepts_a_copied_state_but_rejects_earlier_states():
         run.flush()
 
 
-@pytest.mark.parametrize(("donate", "sending"), [(False, "during_step"), (True, "per_window")])
+@pytest.mark.parametrize(("donate", "sending"), [(False, "during_step"), (True, "after_step")])
 def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implicitly(
     donate, sending
 ):
@@ -146,11 +145,7 @@ def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implici
         assert times_compiled(training.program) == 1
 
 
-# With sums on the device, these are two windows' step scalars and sums, and the current step's
-# scalars.
-@pytest.mark.parametrize(
-    ("sending", "most"), [("during_step", 2), ("after_step", 1), ("per_window", 2 * 4 + 3)]
-)
+@pytest.mark.parametrize(("sending", "most"), [("during_step", 2), ("after_step", 1)])
 def test_unread_mail_never_exceeds_the_memory_for_it(sending, most):
     with Training(FEW, CALM, send_gradients=sending) as training:
         unread = []

@@ -88,9 +88,8 @@ TWO = {"gradient_accumulation_steps": 2}
     ("sending", "devices", "settings"),
     [
         ("after_step", 4, {}),
-        ("per_window", 4, TWO),
+        ("after_step", 4, TWO),
         ("during_step", 0, TWO | {"kind": Conditional}),
-        ("per_window", 4, TWO | {"kind": Conditional}),
     ],
     ids=str,
 )

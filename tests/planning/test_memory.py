@@ -20,8 +20,7 @@ SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
     ("sending", "rolling", "host_state"),
     [
         ("during_step", False, "compact"),
-        ("after_step", True, "float32"),
-        ("per_window", True, "compact"),
+        ("after_step", True, "compact"),
     ],
 )
 def test_the_formula_covers_all_arrays_of_an_engine_and_its_mail(sending, rolling, host_state):
