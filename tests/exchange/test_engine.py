@@ -120,11 +120,9 @@ def test_flush_accepts_a_copied_state_but_rejects_earlier_states():
         run.flush()
 
 
-@pytest.mark.parametrize(("donate", "sending"), [(False, "during_step"), (True, "after_step")])
-def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implicitly(
-    donate, sending
-):
-    settings = dataclasses.replace(BUSY, max_grad_norm=20.0, send_gradients=sending)
+@pytest.mark.parametrize("donate", [False, True])
+def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implicitly(donate):
+    settings = dataclasses.replace(BUSY, max_grad_norm=20.0)
     with Training(FEW, settings, donate=donate) as training, compilations() as compiled:
         expected = describe((training.params, training.state))
         for t in range(1, 13):

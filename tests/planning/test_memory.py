@@ -94,4 +94,4 @@ def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():
     assert need(window=2, leaves=2, staleness=2).mail == (kept + 3 + 0.5) * 4 * 512**2
     # Only long windows in rolling groups need sums.
     assert need(leaves=32, n=64).sums == 0
-    assert need(leaves=32, n=64, window=16).sums == 2 * 4 * 32 * 64**2
+    assert need(leaves=32, n=64, window=16).sums == 2 * 4 * (32 + 2) * 64**2

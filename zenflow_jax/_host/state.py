@@ -49,8 +49,7 @@ class HostLeaf:
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
     channels: np.ndarray  # int32 (entries, k), ascending: the selected channels
     open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
-    # Unused sums. During an update, its window's and the next window's may both be in use.
-    spare: list[Sums] = dataclasses.field(default_factory=list)
+    spare: Sums | None = None  # sums of an earlier window, to be overwritten
 
     @classmethod
     def new(
@@ -78,8 +77,8 @@ class HostLeaf:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """Returns all of the leaf's own arrays, including spare sums but not mails."""
-        return [*self.written, self.channels, *(x for sums in self.spare for x in sums)]
+        """Returns all of the leaf's own arrays, including spare sums but not mail."""
+        return [*self.written, self.channels, *(self.spare or ())]
 
     @property
     def to_upload(self) -> np.ndarray:
@@ -96,7 +95,7 @@ class HostLeaf:
     def alias(self) -> "HostLeaf":
         """Returns the leaf in the same memory; mails added later are not included."""
         window = dataclasses.replace(self.open, kept=list(self.open.kept))
-        return dataclasses.replace(self, open=window, spare=[])
+        return dataclasses.replace(self, open=window, spare=None)
 
     def copy(self) -> "HostLeaf":
         """Copies the leaf, except mails and channels, which are never overwritten."""
@@ -272,7 +271,7 @@ class HostState:
         leaf, sums = self.leaves[i], gradients.sums
         if sums is None:
             zeros = (aligned_zeros(leaf.master.shape) for _ in Sums._fields)
-            sums = leaf.spare.pop() if leaf.spare else Sums(*zeros)
+            sums, leaf.spare = leaf.spare or Sums(*zeros), None
         else:
             self.before_write(i)
         if gradients.kept:
@@ -316,8 +315,8 @@ class HostState:
             self.before_write(i)
             for _ in self._step(window, i, window.active[i]):
                 yield leaf.spec.name
-            if self._overflowed and gradients.sums is not None:
-                leaf.spare.append(gradients.sums)
+            if self._overflowed and leaf.open.sums is None:
+                leaf.spare = gradients.sums or leaf.spare
             gradients.clear()
             finished(i, leaf)
         self._closed.remove(window)

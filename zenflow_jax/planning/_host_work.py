@@ -70,7 +70,9 @@ def needs_of(
             size * part.dtype.itemsize * ((leaf, part.start) not in early),
         )
     size, kept, counts, selected, mail, sent, upload, late = group_totals.T
-    added_up, read = most_kept(state) > MAILS_KEPT, mail * window
+    read = mail * window
+    # Without scaling, an update first sums its gradients, because its only gradient is their mean.
+    added_up = most_kept(state) > MAILS_KEPT or not (schedule.window_scaling or window == 1)
     if added_up:
         # Two sums are written once, read and written for each pass over gradients, and read by the
         # update.
@@ -81,16 +83,21 @@ def needs_of(
     steps = window if staleness is None else max(staleness, 1)
     # If groups take turns, this many updates wait at once; otherwise, only one does.
     waiting = min(staleness or 1, schedule.groups)
-    neighbours = np.tile(upload - late, 2)
+
+    def most(of_groups: np.ndarray) -> float:
+        """Returns the maximum over groups whose updates wait at once."""
+        twice = np.tile(of_groups, 2)
+        return max(twice[j : j + waiting].sum() for j in range(schedule.groups))
+
     usual = schedule.window if isinstance(schedule.window, int) else 2
     return Needs(
         state=int(kept.sum() + counts.sum()),
-        # A leaf's open window may have two sums, and so may the window that is being updated.
-        sums=int(4 * _FLOAT32 * size.sum()) if added_up else 0,
+        # Every open window may have two sums, and so may the windows that are being updated.
+        sums=int(2 * _FLOAT32 * (size.sum() + most(size))) if added_up else 0,
         mail=round(buffers(state) * sent.sum()),
         hand_over=int(selected.max()),
         saving=int(size.sum()),
-        uploads=int(max(neighbours[j : j + waiting].sum() for j in range(schedule.groups))),
+        uploads=int(most(upload - late)),
         late=int(late.max()),
         under_way=0 if sending.in_step else int(arriving),
         busiest=float(updates.max() + arriving * steps),
