@@ -161,13 +161,14 @@ class Reference:
         return self.params
 
     def flush(self) -> list[np.ndarray]:
-        """Merges updates that do not replace provisional steps; returns a copy of the parameters.
+        """Closes and merges all windows, and returns a copy of the parameters.
 
-        Open windows stay open.
+        The steps at which later windows close do not change.
         """
         for turn in self.turns:
-            if not self._settings.provisional_share or not turn.open_steps:
-                turn.merge()
+            turn.merge()
+            if turn.open_steps:
+                self._close_window(turn, overlap=False)
         return self.params
 
     @property

@@ -31,6 +31,7 @@ class Counts:
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
     fingerprints: np.ndarray  # uint32, one for each leaf (`resume.py`); 0 before the first step
+    scalars: np.ndarray  # float32 (rates, 7): the last step's AdamScalars, for a flush
     step: int = 0
     windows: int = 0  # closed so far
     token: int = 0  # for the next step
