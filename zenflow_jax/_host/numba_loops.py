@@ -123,14 +123,20 @@ def _sum(sums, gs, fs, i):
 
 @compiled
 def accumulate(total, squares, gs, fs, first):
+    # A tuple that is built, or assigned to elements, inside a loop would stop vectorization.
     if first:
         for e in range(total.size):
             i = np.uintp(e)
-            total[i], squares[i] = _sum(None, gs, fs, i)
+            a, b = _sum(None, gs, fs, i)
+            total[i] = a
+            squares[i] = b
     else:
+        sums = (total, squares)
         for e in range(total.size):
             i = np.uintp(e)
-            total[i], squares[i] = _sum((total, squares), gs, fs, i)
+            a, b = _sum(sums, gs, fs, i)
+            total[i] = a
+            squares[i] = b
 
 
 def _joined(p, rest, i):
