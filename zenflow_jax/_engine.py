@@ -201,7 +201,7 @@ class HostEngine:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
         with self._all_or_nothing():
-            self._ending.flushed, self._ending.safe = False, True
+            self._ending.safe = True
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
@@ -251,7 +251,7 @@ class HostEngine:
             state = self._checker.in_place(state, taken.weights)
         opened = [group for group, steps in enumerate(self._progress.open_steps) if steps]
         pending = list(self._updates.pending)
-        self._ending.flushed, self._ending.safe = True, False
+        self._ending.safe = False
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
         with self._all_or_nothing():
@@ -340,8 +340,7 @@ class HostEngine:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         closed = self._worker.closed
         behind = self._ending.lacks_updates
-        self._ending.flushed = True  # an error replaces the warning
-        self._ending.safe |= error is not None
+        self._ending.safe = True  # an error replaces the warning
         self.close()
         if error is not None or closed or self._worker.failure_raised:
             return

@@ -104,7 +104,7 @@ SHAPES = (
 )
 _TINY = (Shape("tiny", {"width": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocabulary": 256}, 1),)
 #: A rehearsal's machine; `_TINY` is chosen for it as other shapes are for real machines.
-_REHEARSED = Machine(device_bytes=int(3.4e5), host_bytes=int(HOST_RESERVE + 6e5))
+_REHEARSED = Machine(device_bytes=int(3.4e5), host_bytes=int(HOST_RESERVE + 11e5))
 
 
 def parameters(config: DecoderConfig) -> int:

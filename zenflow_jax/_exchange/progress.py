@@ -56,8 +56,6 @@ class Progress:
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
         self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
-        # Whether only updates bring deferred gradients into the parameters.
-        self.by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
         # Unread statistics: of the last step, if its window is open, and of the last boundaries.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
@@ -135,12 +133,11 @@ class Ending:
 
     def __init__(self, progress: Progress, pending: Mapping[int, Any]):
         self._progress, self._pending = progress, pending
-        self.flushed = False  # whether `flush` was called after the last step
         self.safe = True  # whether nothing is lost: no step was taken, or a save followed it
 
     @property
     def lacks_updates(self) -> bool:
-        return bool(self._pending) and not self.flushed
+        return bool(self._pending) or any(self._progress.open_steps)
 
     def warn(self, error: BaseException | None = None) -> None:
         """Logs the loss once, unless the training ends with `error` or an exception in progress."""
@@ -151,12 +148,4 @@ class Ending:
             _logger.warning(
                 "The engine's last updates never reached the parameters. Call `params, opt_state = "
                 "engine.flush(params, opt_state)` after the last step."
-            )
-        open_steps = max(self._progress.open_steps, default=0)
-        if open_steps and self._progress.by_updates_alone:
-            _logger.warning(
-                f"The parameters lack the gradients of up to {open_steps} steps, because the "
-                "engine was closed with open windows, and `provisional_share=None` disables "
-                "provisional steps. End the run where all windows close: with `rolling=False`, "
-                "after a multiple of `update_interval` steps."
             )
