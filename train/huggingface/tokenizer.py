@@ -1,8 +1,7 @@
 """Reads a Hugging Face folder's tokenizer, and its begin, end and padding tokens.
 
-The begin token is the token that the post-processor in tokenizer.json puts before a text, as in
-`transformers`. Without such a token, it is `bos_token`, but only if tokenizer_config.json contains
-`"add_bos_token": true`.
+The begin token is the token that the post-processor in tokenizer.json puts before a text. Like
+`transformers` 5, this file does not read `add_bos_token`.
 
 The end and padding tokens come from the first of these files that contains one:
 `tokenizer_config.json`, `special_tokens_map.json` (`eos_token`, `pad_token`), `config.json`,
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from train import Failure
-from train.huggingface.json_files import read_object
+from train.huggingface.json_files import foreign, read_object
 
 TOKENIZER = "tokenizer.json"
 
@@ -52,9 +51,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
         for name in _NAMED + _NUMBERED
         if (folder / name).is_file()
     }
-    begin, adds = _front(folder, tokens), entries.get(_NAMED[0], {}).get("add_bos_token")
-    if begin is None and adds is True:
-        begin = _special("bos", folder, entries, tokens, vocabulary)
+    begin = _front(folder, tokens)
     end, pad = (_special(kind, folder, entries, tokens, vocabulary) for kind in ("eos", "pad"))
     pad = end if pad is None else pad
     lacks = "eos_token" if end is None and needs_end else "pad_token" if pad is None else None
@@ -91,7 +88,8 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
         tokens = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no exception class
         raise TokenizerError(
-            f"`tokenizers` {tokenizers.__version__} cannot read a tokenizer from {path}: {error}."
+            f"`tokenizers` {tokenizers.__version__} cannot read a tokenizer from {path}: {error}. "
+            f"{foreign(path)}"
         ) from error
     # The task sets lengths; some files contain lengths that are meant for other uses.
     tokens.no_truncation()
@@ -120,7 +118,7 @@ def _special(
     tokens: tokenizers.Tokenizer,
     vocabulary: int,
 ) -> int | None:
-    """Returns the id of the `bos`, `eos` or `pad` token, or None if there is none."""
+    """Returns the id of the `eos` or `pad` token, or None if there is none."""
     for name in _NAMED:
         token = entries.get(name, {}).get(f"{kind}_token")
         if isinstance(token, dict):  # a token with its flags
