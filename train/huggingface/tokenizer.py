@@ -11,8 +11,9 @@ The end and padding tokens come from the first of these files that contains one:
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tokenizers
 
@@ -27,6 +28,9 @@ _NUMBERED = ("config.json", "generation_config.json")
 
 class TokenizerError(Failure):
     """A folder lacks a usable tokenizer."""
+
+
+_content = partial(read_object, error=TokenizerError, optional=True)
 
 
 class Tokenizer(NamedTuple):
@@ -46,13 +50,8 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
             f"{folder / TOKENIZER}: ids must be below {vocabulary}, the model's `vocab_size`, but "
             f"the last id is {last}. Use the tokenizer that came with the model."
         )
-    entries = {
-        name: read_object(folder / name, TokenizerError)
-        for name in _NAMED + _NUMBERED
-        if (folder / name).is_file()
-    }
     begin = _front(folder, tokens)
-    end, pad = (_special(kind, folder, entries, tokens, vocabulary) for kind in ("eos", "pad"))
+    end, pad = (_special(kind, folder, tokens, vocabulary) for kind in ("eos", "pad"))
     pad = end if pad is None else pad
     lacks = "eos_token" if end is None and needs_end else "pad_token" if pad is None else None
     if lacks:
@@ -70,10 +69,8 @@ def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Returns the ids of all tokens that end a text or a turn."""
     ends = {tokenizer.end} - {None}
     for name in _NUMBERED:
-        if (folder / name).is_file():
-            numbers = read_object(folder / name, TokenizerError).get("eos_token_id")
-            numbers = numbers if isinstance(numbers, list) else [numbers]
-            ends |= {n for n in numbers if type(n) is int}
+        numbers = _content(folder / name).get("eos_token_id")
+        ends |= {n for n in (numbers if isinstance(numbers, list) else [numbers]) if type(n) is int}
     return frozenset(ends)
 
 
@@ -112,17 +109,12 @@ def _front(folder: Path, tokens: tokenizers.Tokenizer) -> int | None:
 
 
 def _special(
-    kind: str,
-    folder: Path,
-    entries: dict[str, dict[str, Any]],
-    tokens: tokenizers.Tokenizer,
-    vocabulary: int,
+    kind: str, folder: Path, tokens: tokenizers.Tokenizer, vocabulary: int
 ) -> int | None:
     """Returns the id of the `eos` or `pad` token, or None if there is none."""
     for name in _NAMED:
-        token = entries.get(name, {}).get(f"{kind}_token")
-        if isinstance(token, dict):  # a token with its flags
-            token = token.get("content")
+        token = _content(folder / name).get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token  # with its flags
         if token is not None:
             number = tokens.token_to_id(token) if isinstance(token, str) else None
             if number is None:
@@ -132,7 +124,7 @@ def _special(
                 )
             return number
     for name in _NUMBERED:
-        number = entries.get(name, {}).get(f"{kind}_token_id")
+        number = _content(folder / name).get(f"{kind}_token_id")
         if isinstance(number, list) and number:  # the first end token is the usual one
             number = number[0]
         if number is not None and number != -1:  # some configs write -1 for none

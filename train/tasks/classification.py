@@ -96,8 +96,9 @@ def make(
     rows = [_read(paths, columns, notes) for paths in (files.train, files.validation) if paths]
     named = tables.class_names(files.train[0], columns.label)
     folded = {label.lower() for label in named or rows[0].labels}
-    heads = (names for names in _heads(known) if folded <= {name.lower() for name in names})
-    classes = next(heads, named) or _classes(rows[0].labels, columns.label, data)
+    heads = _heads(known)
+    fitting = (names for names in heads if folded <= {name.lower() for name in names})
+    classes = next(fitting, named) or _classes(rows[0].labels, columns.label, data)
     ids = [_ids(split, classes, known, columns.label) for split in rows]
     splits: list[Examples] = [
         Sentences(split.texts, labels, tokenizer, sequence_length)
@@ -114,11 +115,8 @@ def make(
         notes=notes,
     )
     order = f"classes by index: {by_index(classes)}"
-    if len(known) == len(classes) and is_unnamed(known) and classes not in _heads(known):
-        order += (
-            "; the model's head has no names for them. If its order differs, name its classes in "
-            "`id2label` in config.json"
-        )
+    if len(known) == len(classes) and classes not in heads and len(heads) > 1:
+        order += ". If the model's LABEL_0 is another, correct `id2label` in its config.json"
     return task._replace(overview=(_balance(classes, ids[0]), order, *task.overview))
 
 
@@ -126,15 +124,10 @@ def by_index(classes: Sequence[str]) -> str:
     return shorten(", ".join(f"{i} {name!r}" for i, name in enumerate(classes)), 1000)
 
 
-def is_unnamed(classes: Sequence[str]) -> bool:
-    """Returns whether a head's classes have the names that `transformers` gives them."""
-    return any(name == f"LABEL_{i}" for i, name in enumerate(classes))
-
-
 def _heads(known: Sequence[str]) -> list[list[str]]:
-    """Returns the names that labels may use for a head's classes; indices, if it has no names."""
+    """Returns the names of a head's classes and, if they are like LABEL_0, also their indices."""
     indices = [str(i) for i in range(len(known))]
-    return [list(known), indices] if is_unnamed(known) else [list(known)]
+    return [list(known), indices] if {f"LABEL_{i}" for i in indices} & {*known} else [list(known)]
 
 
 def _balance(classes: Sequence[str], ids: list[int]) -> str:

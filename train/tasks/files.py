@@ -23,8 +23,8 @@ _SPLITS = {
 }
 # Names of lists of examples, besides those of splits.
 _LISTS = ("data", "rows", "examples", "instances", "records")
-# Files that `datasets` adds.
-_ADDED = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+# The beginning of names that are not data: hidden files, and those that `datasets` adds or ignores.
+_NO_DATA = (".", "config.json", "dataset_dict", "dataset_info")
 
 Example = TypeVar("Example")
 
@@ -49,15 +49,12 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     if not data.is_dir():
         problem = "has another suffix" if data.exists() else "does not exist"
         raise DataError(f"`data`: {data} {problem}. Pass a {kinds} file, or a folder of them.")
-    names = sorted(
-        path.name
-        for path in data.iterdir()
-        if path.name.lower().endswith(suffixes) and path.name not in _ADDED and path.name[0] != "."
-    )
-    if any(path.suffix == ".arrow" or path.name == _ADDED[1] for path in data.iterdir()):
+    present = sorted(path.name for path in data.iterdir())
+    names = [x for x in present if x.lower().endswith(suffixes) and not x.startswith(_NO_DATA)]
+    if "dataset_dict.json" in present or any(name.endswith(".arrow") for name in present):
         raise DataError(
-            f"{data} is a folder of `save_to_disk`, whose Arrow files are not read. Write each split "
-            f"as Parquet: datasets.load_from_disk({str(data)!r}).to_parquet('train.parquet')."
+            f"{data} was written by `save_to_disk`; its Arrow files are not read. Write each split "
+            "as Parquet: datasets.load_from_disk(...).to_parquet('train.parquet')."
         )
     splits: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in names:
@@ -69,8 +66,8 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         notes.append(f"{data}: left out the test data {', '.join(splits['test'])}")
     train = splits["train"] or unnamed
     if not train:
-        present = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "nothing"
-        raise DataError(f"{data} has no training data (train*, {kinds}). It contains {present}.")
+        listed = ", ".join(present[:12]) or "nothing"
+        raise DataError(f"{data} has no training data (train*, {kinds}). It contains {listed}.")
     return Files([data / x for x in train], [data / x for x in splits["validation"]], notes)
 
 

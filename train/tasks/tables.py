@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.huggingface.json_files import foreign, loads
+from train.huggingface.json_files import documents, foreign
 from train.tasks.batches import DataError
 
 SUFFIX = ".parquet"
@@ -57,8 +57,8 @@ def class_names(path: Path, column: str) -> list[str] | None:
     with _opened(path) as table:
         metadata = table.schema_arrow.metadata or {}
     try:
-        features = loads(metadata[b"huggingface"].decode())["info"]["features"]
-        names = features[column]["names"]
+        [(_, about)] = documents(metadata[b"huggingface"].decode())
+        names = about["info"]["features"][column]["names"]
     except (KeyError, TypeError, ValueError):
         return None
     return [str(name) for name in names] if isinstance(names, list) else None
