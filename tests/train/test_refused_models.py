@@ -26,6 +26,7 @@ MIXED_LAYERS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": 
     ("name", "changes", "words"),
     [
         ("llama2", {"model_type": "gpt2"}, "`model_type` llama 'gpt2'"),
+        ("llama2", {"model_type": ["llama"]}, "`model_type` llama ['llama']"),
         ("llama2", {"hidden_act": "gelu"}, "`hidden_act` 'silu' 'gelu'"),
         ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
         ("llama2", {"hidden_size": None}, "`hidden_size` missing"),

@@ -53,8 +53,8 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     names = [x for x in present if x.lower().endswith(suffixes) and not x.startswith(_NO_DATA)]
     if "dataset_dict.json" in present or any(name.endswith(".arrow") for name in present):
         raise DataError(
-            f"{data} was written by `save_to_disk`; its Arrow files are not read. Write each split "
-            "as Parquet: datasets.load_from_disk(...).to_parquet('train.parquet')."
+            f"{data} has Arrow files, as `save_to_disk` writes, which are not read. Write each "
+            "split as Parquet: datasets.load_from_disk(...).to_parquet('train.parquet')."
         )
     splits: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in names:
