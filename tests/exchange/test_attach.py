@@ -214,7 +214,7 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
         (lambda: attach(attached), TypeError, "already attached"),
         (lambda: attach(print, engine, engine_options=KERNEL), TypeError, "has its options"),
         (lambda: attach(print, flush_every=0), ValueError, "`flush_every` must be at least 1"),
-        (lambda: attach(print, get=print), TypeError, "belong together"),
+        (lambda: attach(print, get=lambda *both: both), TypeError, "belong together"),
         (lambda: attach(PLAIN)(state, params, 0), TypeError, by_position),
         (lambda: attach(PLAIN)(), TypeError, by_position),
         (lambda: attach(PLAIN).engine, RuntimeError, "before its first call"),
