@@ -72,7 +72,7 @@ FILES = {
         ("a.jsonl", chats({"messages": ["hi"]}), r"line 2, message 1: must be \{.*\}, but is 'hi'"),
         ("a.jsonl", chats({"messages": [{"role": "user"}]}), r"the field 'content' is missing"),
         ("a.jsonl", chats({"messages": [USER]}), r"the role 'assistant', only 'user'"),
-        ("a.jsonl", chats({"messages": [USER, ANSWER], "tools": "{}"}), "'tools' must be a list"),
+        ("a.jsonl", chats({"messages": [USER, ANSWER], "tools": "5"}), "'tools' must be a list"),
         ("a.jsonl", chats({"messages": [ANSWER, USER]}), r"rejects .*: Roles must alternate"),
         ("a.jsonl", extended(label=False), r"line 2: the field 'label' .*training on preferences"),
         ("a.jsonl", chats({"chosen": "a", "rejected": "b"}), r"'chosen' .*training on preferences"),

@@ -28,8 +28,8 @@ class Conversations:
         for where, record in records(path):
             self._fields.check(where, record)
             messages, skipped = _messages(where, record)
-            tools = record.get(TOOLS) or None
-            tools = _loaded(where, "the tools", tools) if isinstance(tools, str) else tools
+            if (tools := record.get(TOOLS) or None) and isinstance(tools, str):
+                tools = _loaded(where, "the tools", tools) or None
             _expect_objects(where, TOOLS, tools or [])
             try:
                 conversation = self._rendered(where, messages, tools, skipped)
