@@ -1,1 +1,1 @@
-"""Tests with Keras, equinox, haliax and datasets: `make test-clients`, in an environment of their own."""
+"""Tests with other libraries: `make test-clients`, in an environment of their own."""

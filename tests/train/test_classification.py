@@ -130,7 +130,7 @@ def test_numeric_classes_are_sorted_and_a_tables_own_names_are_used(tmp_path, be
     assert make(path, bert).labels == ("0", "2")
     with pytest.raises(DataError, match=r"row 4: column 'label' has no label"):
         make(write_table(path, [2, 0, 2, -1], names), bert)
-    with pytest.raises(DataError, match=r"row 4: column 'label' must contain a class, but contains 3"):
+    with pytest.raises(DataError, match=r"row 4: column 'label' must contain .* 3\."):
         make(write_table(path, [2, 0, 2, 3], names), bert)
 
 

@@ -52,6 +52,6 @@ def foreign(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(100).lstrip()
     if head.startswith(POINTER):
-        return "It is a git-lfs pointer. Run `git lfs pull` in its repository, or download the file."
+        return "It is a git-lfs pointer. Run `git lfs pull` in the repository, or download it."
     kind = "It is a web page. " if head.startswith(b"<") else "" if head else "It is empty. "
     return f"{kind}Download or copy the file again."

@@ -232,7 +232,7 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
         )
     files = read_object(index, ModelError).get("weight_map")
     if not isinstance(files, dict) or not all(type(file) is str for file in files.values()):
-        raise ModelError(f"`weight_map` in {index}: must map tensors to files, but is {files!s:.99}.")
+        raise ModelError(f"`weight_map` in {index}: must name files, but is {files!s:.90}.")
     tensors = []
     for file in sorted(set(files.values())):
         tensors += [tensor for tensor in _read_header(folder / file) if tensor.name in files]

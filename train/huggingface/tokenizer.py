@@ -108,9 +108,7 @@ def _front(folder: Path, tokens: tokenizers.Tokenizer) -> int | None:
     return front[0] if front else None
 
 
-def _special(
-    kind: str, folder: Path, tokens: tokenizers.Tokenizer, vocabulary: int
-) -> int | None:
+def _special(kind: str, folder: Path, tokens: tokenizers.Tokenizer, vocabulary: int) -> int | None:
     """Returns the id of the `eos` or `pad` token, or None if there is none."""
     for name in _NAMED:
         token = _content(folder / name).get(f"{kind}_token")

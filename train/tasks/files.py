@@ -58,6 +58,8 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         )
     splits: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in names:
+        if not (data / name).is_file():
+            raise DataError(f"{data / name} is a folder or a broken link. Rename or remove it.")
         splits[_split_of(name)].append(name)
     notes, unnamed = [], splits[None]
     if splits["train"] and unnamed:
@@ -141,13 +143,13 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _values(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the JSON values in a file, each with its line."""
     numbered = lines(path)
-    number, text = next((pair for pair in numbered if pair[1].strip()), (1, ""))
+    first, start = next((pair for pair in numbered if pair[1].strip()), (1, ""))
     try:
-        documents(text)
+        documents(start)
     except json.JSONDecodeError as error:
-        if error.pos >= len(text.rstrip()):  # the first value has more lines
-            text += "".join(line for _, line in numbered)
-    for number, text in itertools.chain([(number, text)], numbered):
+        if error.pos >= len(start.rstrip()):  # the first value has more lines
+            start += "".join(line for _, line in numbered)
+    for number, text in itertools.chain([(first, start)], numbered):
         try:
             values = documents(text)
         except json.JSONDecodeError as error:
@@ -155,9 +157,9 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
             got = shorten(text.split("\n")[error.lineno - 1].strip())
             problem = f"the text is not valid JSON ({error.msg}): {got!r}"
             raise DataError(f"{where}: {problem}.") from error
-        begin = 0
-        for start, value in values:
-            number, begin = number + text.count("\n", begin, start), start
+        before = 0
+        for place, value in values:
+            number, before = number + text.count("\n", before, place), place
             yield f"line {number}", value
 
 
