@@ -198,10 +198,7 @@ def _text(where: str, record: dict[str, Any], column: str) -> str:
 
 
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
-    """Returns a row's label as text, equal for 1, 1.0 and "1.0", and for true and "True".
-
-    `names` maps ids to names.
-    """
+    """Returns a label as text, the same for 1 and "1.0", or true and "True"; `names` name ids."""
     if column not in record:
         text_field(where, record, column, remedy="Pass its name with --label-column")
     label = record[column].strip() if isinstance(record[column], str) else record[column]

@@ -144,11 +144,8 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the JSON values in a file, each with its line."""
     numbered = lines(path)
     first, start = next((pair for pair in numbered if pair[1].strip()), (1, ""))
-    try:
-        documents(start)
-    except json.JSONDecodeError as error:
-        if error.pos >= len(start.rstrip()):  # the first value has more lines
-            start += "".join(line for _, line in numbered)
+    if start.rstrip()[-1:] not in ("}", "]"):  # the first value has more lines
+        start += "".join(line for _, line in numbered)
     for number, text in itertools.chain([(first, start)], numbered):
         try:
             values = documents(text)

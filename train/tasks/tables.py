@@ -31,16 +31,13 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for batch in table.iter_batches(batch_size=ROWS):
             for cells in zip(*batch.columns, strict=True):
                 number += 1
-                where = f"{path}, row {number}"
-                named = zip(batch.schema.names, cells, strict=True)
-                yield where, {name: _value(f"{where}, column {name!r}", x) for name, x in named}
-
-
-def _value(where: str, cell: Any) -> Any:
-    try:
-        return _without_nulls(cell.as_py())
-    except ValueError as error:  # such as text that is not UTF-8
-        raise DataError(f"{where}: Python cannot read the value ({error}).") from error
+                row, where = {}, f"{path}, row {number}"
+                for name, cell in zip(batch.schema.names, cells, strict=True):
+                    try:
+                        row[name] = _without_nulls(cell.as_py())
+                    except ValueError as error:  # such as text that is not UTF-8
+                        raise DataError(f"{where}, column {name!r}: {error}.") from error
+                yield where, row
 
 
 def _without_nulls(value: Any) -> Any:
