@@ -254,7 +254,7 @@ class NumbaKernel:
     def accumulate(self, sums: Sums, gradients: Weighted, first: bool) -> None:
         for i in range(0, len(gradients), GRADIENTS_PER_PASS):
             together = _padded(gradients[i : i + GRADIENTS_PER_PASS])
-            self._loops.accumulate(*sums, *together, first and i == 0)
+            self._loops.accumulate(*sums, True if first and i == 0 else None, *together)
 
     def adamw(self, step: Step, tile: Tile) -> None:
         """Takes the step on one tile."""
@@ -262,13 +262,11 @@ class NumbaKernel:
         assert p.cast is None  # float16 uses the NumPy kernel
         moments = (m.values, m.scales, v.values, v.scales)
         arrays = [None if x is None else _bits(flat(x)) for x in (p.values, p.rest, *moments)]
-        channels = (step.active, step.m_debias, step.v_debias)
         _, rows, width, trailing = p.segments
         loop = self._loops.adamw_trailing if trailing else self._loops.adamw_leading
-        scalars = (step.scale, *step.scalars)
-        sums = None if step.sums is None else tuple(step.sums)
-        gradients = (sums, *_padded(step.gradients))
-        loop(*arrays, gradients, channels, scalars, rows, width, tile)
+        gradients = (None if step.sums is None else tuple(step.sums), *_padded(step.gradients))
+        channels = (step.active, step.m_debias, step.v_debias)
+        loop(*arrays, (gradients, channels, (step.scale, *step.scalars)), rows, width, tile)
 
 
 def _padded(gradients: Weighted) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:

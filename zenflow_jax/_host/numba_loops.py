@@ -12,10 +12,9 @@ None, which have different types.
 
 Letters: `p, m, v` master and moments, each `(segments, width)`, flattened. For split masters
 (`masters.py`) `p` has the rounded numbers and `rest` the lower bits; otherwise `rest` is None.
-Without codes, `m_scales` and `v_scales` are also None. `gradients` are sums over earlier gradients
-and over their squares (a pair, or None), eight more gradients, and their factors; for a missing
-gradient these are None and 0. A tile covers the segments `first` to `last`,
-and in each the elements `left` to `right`, in whole buckets.
+Without codes, `m_scales` and `v_scales` are also None. `sums` are over earlier gradients and their
+squares, a pair or None; `gs` are eight more gradients and `fs` their factors, None and 0 if there
+are fewer. A tile is elements `left` to `right`, in whole buckets, of segments `first` to `last`.
 """
 
 import inspect
@@ -41,8 +40,7 @@ _ROUNDER = np.float32(1.5 * 2**23)
 # Elements in a chunk with leading channels: larger scratch exceeds the L1 cache, and smaller chunks
 # take more calls. With trailing channels, a chunk has a bucket's rows and this many lanes: with
 # fewer, the scratch (512 KiB) would fit in the L1 cache, but memory reads would be short.
-_CHUNK = 4096
-_LANES = 2048
+_CHUNK, _LANES = 4096, 2048
 
 # These functions are never called from C, and inner functions never from Python. Numba's wrappers
 # for both took a third of the compile time. Both options of `numba.njit` are undocumented; it
@@ -88,24 +86,22 @@ _widened = by_type(
 )
 
 
-@inner
-def _with_square(g, f, i):
+def _first(sums, g, f, i):
     x = _widened(g[i]) * f
     return x, x * x
 
 
 def _added(total, squares, g, f, i):
-    x, square = _with_square(g, f, i)
-    return total + x, squares + square
+    x = _widened(g[i]) * f
+    return total + x, squares + x * x
 
 
 _plus = by_type(2, numba.none, lambda total, squares, g, f, i: (total, squares), _added)
 _begun = by_type(
-    0,
-    numba.none,
-    lambda sums, g, f, i: _with_square(g, f, i),
-    lambda sums, g, f, i: _plus(sums[0][i], sums[1][i], g, f, i),
+    0, numba.none, _first, lambda sums, g, f, i: _plus(sums[0][i], sums[1][i], g, f, i)
 )
+
+_earlier = by_type(0, numba.none, lambda first, *sums: sums, lambda first, *sums: None)
 
 
 @inner
@@ -122,21 +118,14 @@ def _sum(sums, gs, fs, i):
 
 
 @compiled
-def accumulate(total, squares, gs, fs, first):
-    # A tuple that is built, or assigned to elements, inside a loop would stop vectorization.
-    if first:
-        for e in range(total.size):
-            i = np.uintp(e)
-            a, b = _sum(None, gs, fs, i)
-            total[i] = a
-            squares[i] = b
-    else:
-        sums = (total, squares)
-        for e in range(total.size):
-            i = np.uintp(e)
-            a, b = _sum(sums, gs, fs, i)
-            total[i] = a
-            squares[i] = b
+def accumulate(total, squares, first, gs, fs):
+    sums = _earlier(first, total, squares)
+    for e in range(total.size):
+        i = np.uintp(e)
+        # Assigning a tuple to two elements would stop vectorization.
+        a, b = _sum(sums, gs, fs, i)
+        total[i] = a
+        squares[i] = b
 
 
 def _joined(p, rest, i):
@@ -193,13 +182,12 @@ def _element(p, m, v, g, squares, m_debias, v_debias, scalars):
 
 
 @inner
-def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes, scalars):
+def _advance(p, rest, at, m, v, at_m, size, inputs, channel, lanes):
     """Takes the step on `size` neighbours, from element `at` of masters and `at_m` of moments.
 
     They are in one channel or, if `lanes` is True, in consecutive channels.
     """
-    sums, gs, fs = gradients
-    active, m_debias, v_debias = channels
+    (sums, gs, fs), (active, m_debias, v_debias), scalars = inputs
     for e in range(size):
         i, j = np.uintp(at + e), np.uintp(at_m + e)
         c = np.uintp(channel) if lanes is None else np.uintp(channel + e)
@@ -220,11 +208,9 @@ _work_array = by_type(
 
 
 @compiled
-def adamw_leading(
-    p, rest, m, m_scales, v, v_scales, gradients, channels, scalars, rows, width, tile
-):
+def adamw_leading(p, rest, m, m_scales, v, v_scales, inputs, rows, width, tile):
     first, last, left, right = tile
-    active, m_debias, v_debias = channels
+    active, m_debias, v_debias = inputs[1]
     wide_m, wide_v = _work_array(m, m_scales, _CHUNK), _work_array(v, v_scales, _CHUNK)
     buckets = _buckets(width)
     most = max(_CHUNK // max(right - left, 1), 1)
@@ -251,7 +237,7 @@ def adamw_leading(
             if m_scales is not None:
                 _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None, None)
                 _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, True, None)
-            _advance(p, rest, i, wide_m, wide_v, at_m, j - i, gradients, channels, s, None, scalars)
+            _advance(p, rest, i, wide_m, wide_v, at_m, j - i, inputs, s, None)
             if m_scales is not None:
                 _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None, True)
                 _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, True, True)
@@ -259,11 +245,9 @@ def adamw_leading(
 
 
 @compiled
-def adamw_trailing(
-    p, rest, m, m_scales, v, v_scales, gradients, channels, scalars, rows, width, tile
-):
+def adamw_trailing(p, rest, m, m_scales, v, v_scales, inputs, rows, width, tile):
     first, last, left, right = tile
-    active, m_debias, v_debias = channels
+    active, m_debias, v_debias = inputs[1]
     lanes = right - left if m_scales is None else min(_LANES, right - left)
     wide_m = _work_array(m, m_scales, BUCKET * lanes)
     wide_v = _work_array(v, v_scales, BUCKET * lanes)
@@ -280,9 +264,7 @@ def adamw_trailing(
             for r in range(height):
                 at = i + r * width
                 at_m = at if m_scales is None else r * size
-                _advance(
-                    p, rest, at, wide_m, wide_v, at_m, size, gradients, channels, c, True, scalars
-                )
+                _advance(p, rest, at, wide_m, wide_v, at_m, size, inputs, c, True)
             if m_scales is not None:
                 _convert_rows(m[i:], m_scales[k:], wide_m, shape, on, None, True)
                 _convert_rows(v[i:], v_scales[k:], wide_v, shape, on, True, True)
