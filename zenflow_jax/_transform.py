@@ -258,7 +258,7 @@ def _update(
         for p, s, leaf, rate in zip(weights, seen, state.leaves, rates, strict=True)
     ]
     statistics = None
-    if schedule.needs_statistics:
+    if state.offloads and schedule.needs_statistics:
         statistics = window_statistics([s.squares for s in seen], state.leaves, verdict)
     new = state._replace(
         step=step,
@@ -270,7 +270,7 @@ def _update(
     # Without `exchange` in between, the last step's mail is lost, and deferred channels would
     # silently stop learning. A jitted update cannot raise errors: it returns NaN, and `exchange`
     # raises an error.
-    lost = state.token == USED
+    lost = (state.token == USED) & state.offloads
     wrong = misused(gradients, state.leaves)
     changes = [jnp.where(lost | wrong, jnp.nan, change) for change, _ in stepped]
     token = jnp.where(wrong & ~lost, MISUSED, state.token)
@@ -287,6 +287,8 @@ def _with_mail(
     rank: int,
 ) -> ZenFlowState:
     """Returns the state with the step's mail, or with its gradients added to the sums."""
+    if not state.offloads:
+        return state  # a plain transformation, which needs no engine
     mail = tuple(s.mail for s in seen)
     if state.send_gradients.sums_on_device:
         mail = tuple(

@@ -102,7 +102,7 @@ class ZenFlowState(NamedTuple):
         mail: A tuple with each leaf's gradient or sum, depending on `send_gradients`; None for a
             resident leaf. `exchange` replaces it after every step.
         token: int32 (). The step token, which `exchange` sets; -1 after a step.
-        step_scalars: The scalars in the mail.
+        step_scalars: The scalars in the mail; empty if nothing is offloaded.
         layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
             includes the number.
 
@@ -135,6 +135,11 @@ class ZenFlowState(NamedTuple):
     @property
     def send_gradients(self) -> SendGradients:
         return self.leaves.static.send_gradients
+
+    @property
+    def offloads(self) -> bool:
+        """Returns whether any leaf is offloaded; otherwise the run needs no engine."""
+        return any(not leaf.spec.resident for leaf in self.leaves)
 
     def __repr__(self) -> str:
         # Code that traverses optimizer states may put a placeholder here.
