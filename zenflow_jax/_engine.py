@@ -24,7 +24,7 @@ from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, new_host_state
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
-from zenflow_jax._exchange.progress import Lifecycle, Progress
+from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
@@ -223,7 +223,7 @@ class HostEngine:
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
-        return params, opt_state
+            return params, opt_state
 
     def _pass(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Counts a step of a run without offloaded leaves; returns the arguments."""
@@ -279,7 +279,7 @@ class HostEngine:
                 token = self._tokens.renew(state.token)
                 opt_state = replace_state(opt_state, state._replace(token=token))
             self._saver.note(taken.weights)
-        return taken.tree, opt_state
+            return taken.tree, opt_state
 
     @recorded("state")
     def state(self) -> dict[str, Any]:
@@ -350,18 +350,15 @@ class HostEngine:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         ended = error is not None or self._worker.closed
-        behind = not ended and self._lifecycle.lacks_updates
-        if behind:
+        lost = None if ended else self._lifecycle.lost
+        if lost:
             self._worker.request_stop()  # an error replaces the warning
         self.close()
         if ended or self._worker.failure_raised:
             return
         self._worker.check()
-        if behind:
-            raise RuntimeError(
-                "The engine's last updates never reached the parameters. Call `params, opt_state = "
-                "engine.flush(params, opt_state)` before the `with` block ends."
-            )
+        if lost:
+            raise RuntimeError(lost)
 
     def _check_open(self) -> None:
         if self._worker.closed:
@@ -371,10 +368,7 @@ class HostEngine:
             )
         self._worker.check()
         if self._lifecycle.interrupted:
-            raise RuntimeError(
-                "The engine's last call was interrupted, so parameters, state and host no longer "
-                "match. Resume from the last checkpoint."
-            )
+            raise RuntimeError(INTERRUPTED)
         # The device may still be running the last step, and reading its counts would wait.
         self._integrity.check(self._progress.step - 1)
 

@@ -277,8 +277,8 @@ def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) 
     for process, (_, rejected, *moment) in by_process.items():
         if rejected:
             raise ValueError(
-                f"Process {process} could not make its engine. See its error message; if it "
-                "resumes, restore the same checkpoint in every process."
+                f"Process {process} rejected the run. See its error message. To resume, restore "
+                "the same checkpoint in every process."
             )
         if moment != first[2:]:
             raise ValueError(

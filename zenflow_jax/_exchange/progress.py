@@ -22,6 +22,15 @@ _logger = logging.getLogger("zenflow_jax")
 # pending because no step in its window counted.
 NONE, PENDING, EMPTY = 0, 1, 2
 
+INTERRUPTED = (
+    "The engine's last call was interrupted, so parameters, state and host no longer match. Resume "
+    "from the last checkpoint."
+)
+_UPDATES_LOST = (
+    "The engine's last updates never reached the parameters. Call `params, opt_state = "
+    "engine.flush(params, opt_state)` after the last step, before the engine ends."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
@@ -147,7 +156,10 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def change(self, *, flushes: bool = False) -> Iterator[None]:
-        """Begins a new moment if the block completes; otherwise, the run has ended."""
+        """Begins a new moment if the block completes; otherwise, the run has ended.
+
+        The block includes the caller's `return`, because results that do not arrive are lost.
+        """
         self.interrupted = True
         yield
         self._moment += 1
@@ -160,20 +172,20 @@ class Lifecycle:
         self._saves = [*(x for x in self._saves if x[0] == self._moment), (self._moment, written)]
 
     @property
-    def lacks_updates(self) -> bool:
-        """Returns whether a `flush` is missing."""
-        return bool(self._pending) and self._flushed != self._moment and not self.interrupted
+    def lost(self) -> str | None:
+        """Describes a loss of updates; None if the last call was a completed `flush`."""
+        if self.interrupted:
+            return INTERRUPTED
+        return _UPDATES_LOST if self._pending and self._flushed != self._moment else None
 
     def warn(self, error: BaseException | None = None) -> None:
         """Logs what is lost, unless the training ends with `error` or an exception in progress."""
         saved = any(moment == self._moment and not x.cancelled() for moment, x in self._saves)
-        if not self._moment or saved or self.interrupted or error or sys.exc_info()[0]:
+        ends_in_error = error or sys.exc_info()[0]
+        if ends_in_error or saved or not (self._moment or self.interrupted):
             return
-        if self.lacks_updates:
-            _logger.warning(
-                "The engine's last updates never reached the parameters. Call `params, opt_state = "
-                "engine.flush(params, opt_state)` after the last step."
-            )
+        if self.lost:
+            _logger.warning(self.lost)
         open_steps = max(self._progress.open_steps, default=0)
         if open_steps and self._progress.by_updates_alone:
             _logger.warning(
