@@ -111,10 +111,8 @@ def test_injected_hyperparameters_give_the_same_updates(problem):
 
 def test_a_constant_schedule_equals_its_number(problem):
     make, params, gradients = problem
-    schedule = make(optax.constant_schedule(1e-1))
-    assert_close(
-        scanned(schedule, params, gradients, 9)[0], scanned(make(), params, gradients, 9)[0]
-    )
+    rates = 1e-1, optax.constant_schedule(1e-1)
+    assert_close(*(scanned(make(rate), params, gradients, 9)[0] for rate in rates))
 
 
 def test_the_state_can_be_an_output_of_a_branch(problem):
@@ -158,11 +156,10 @@ def test_wrappers_that_withhold_updates_work_with_and_without_an_engine(problem,
 def test_many_runs_can_be_vectorized(problem):
     make, params, gradients = problem
     tx = make()
-    stacked = jax.tree.map(lambda p: jnp.stack([p, p + 1]), params)
+    runs = [params, jax.tree.map(lambda p: p + 1, params)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *runs)
     ours, _ = jax.jit(jax.vmap(lambda p: scanned(tx, p, gradients, 5)))(stacked)
-    each = [
-        scanned(tx, jax.tree.map(lambda p, i=i: p + i, params), gradients, 5)[0] for i in (0, 1)
-    ]
+    each = [scanned(tx, p, gradients, 5)[0] for p in runs]
     assert_close(ours, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
