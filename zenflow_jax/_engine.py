@@ -4,6 +4,7 @@ The engine dispatches all device programs, in the same order in every run.
 """
 
 import dataclasses
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -350,6 +351,11 @@ class HostEngine:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         ended = error is not None or self._worker.closed
+        if error is not None and jax.process_count() > 1:
+            logging.getLogger("zenflow_jax").error(
+                f"Process {jax.process_index()} leaves the run: {error!r}. When it exits, jax ends "
+                "the other processes after `shutdown_timeout_seconds` (docs/multi_host.md)."
+            )
         lost = None if ended else self._lifecycle.lost
         if lost:
             self._worker.request_stop()  # an error replaces the warning

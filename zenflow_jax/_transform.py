@@ -150,7 +150,8 @@ def zenflow(
     Returns:
         A transformation whose `update` needs `params`. Given its float32 update,
         `optax.apply_updates` sets selected channels to their masters, cast to the leaf's dtype, and
-        moves deferred channels by a provisional step or not at all.
+        moves deferred channels by a provisional step or not at all. If no leaf is offloaded
+        (`topk_ratio=1`), it needs no engine.
 
         Put zenflow last in its chain, and do not change the parameters in any other way: the host's
         updates bypass later transformations (`optax.scale`, `optax.ema`), and undo other changes to

@@ -9,6 +9,7 @@ import gc
 import threading
 import weakref
 
+import jax
 import pytest
 
 from tests import comparisons, processes, runs
@@ -202,8 +203,9 @@ def test_an_engine_that_is_collected_on_its_own_thread_does_not_hang(hooks):
 
 
 @pytest.mark.parametrize("call", [Training.flush, Training.fail, lambda _: None])
-def test_an_exception_leaves_the_with_block_unchanged(call):
+def test_an_exception_leaves_the_with_block_unchanged(call, monkeypatch, caplog):
     training, error = Training(FEW, TOGETHER), KeyError("the user's")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
 
     def leave():
         with training.engine:
@@ -215,6 +217,9 @@ def test_an_exception_leaves_the_with_block_unchanged(call):
         leave()
     assert caught.value is error
     assert error.__cause__ is error.__context__ is None
+    # jax's own message, in the other process, does not give the reason.
+    (told,) = caplog.messages
+    assert 'Process 0 leaves the run: KeyError("the user\'s")' in told
 
 
 @pytest.mark.parametrize(

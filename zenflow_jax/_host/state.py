@@ -92,9 +92,9 @@ class HostLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of a copy."""
+        """Returns a copy's bytes without step counts: at most 16 per parameter."""
         total = 4 * self.master.size if self.open.kept and self.open.total is None else 0
-        return sum(x.nbytes for x in self.written) + total
+        return sum(x.nbytes for x in self.written) - self.steps.nbytes + total
 
     def keep(self, gradient: np.ndarray, factor: float) -> None:
         self.open.kept.append((gradient.reshape(self.master.shape), factor))
