@@ -333,8 +333,7 @@ class HostEngine:
 
         `logging` warns if pending updates reached neither the parameters nor a saved state.
         """
-        if not self._worker.closed:
-            self._lifecycle.warn()
+        self._lifecycle.warn()
         self._worker.stop()
         self._mailbox.close()
         self._updates.forget()
@@ -357,8 +356,7 @@ class HostEngine:
                 "the other processes after `shutdown_timeout_seconds` (docs/multi_host.md)."
             )
         lost = None if ended else self._lifecycle.lost
-        if lost:
-            self._worker.request_stop()  # an error replaces the warning
+        self._lifecycle.told |= lost is not None  # an error replaces the warning
         self.close()
         if ended or self._worker.failure_raised:
             return
@@ -394,6 +392,5 @@ def _counts(*counts: jax.Array) -> jax.Array:
 
 def _forgotten(worker: Worker, lifecycle: Lifecycle) -> None:
     """Ends an engine that was never closed, at garbage collection or interpreter exit."""
-    if not worker.closed:
-        lifecycle.warn(getattr(sys, "last_value", None))  # the exception that ended the program
+    lifecycle.warn(getattr(sys, "last_value", None))  # the exception that ended the program
     worker.request_stop()

@@ -150,6 +150,7 @@ class Lifecycle:
     def __init__(self, progress: Progress, pending: Mapping[int, Any]):
         self._progress, self._pending = progress, pending
         self.interrupted = False  # whether a call ended between parameters, state and host
+        self.told = False  # whether the end was reported; only once
         self._moment = 0
         self._flushed: int | None = None  # the moment that the last `flush` began
         self._saves: list[tuple[int, Future]] = []  # of this moment, and earlier ones
@@ -179,10 +180,10 @@ class Lifecycle:
         return _UPDATES_LOST if self._pending and self._flushed != self._moment else None
 
     def warn(self, error: BaseException | None = None) -> None:
-        """Logs what is lost, unless the training ends with `error` or an exception in progress."""
+        """Logs the loss once, unless the training ends with `error` or an exception in progress."""
         saved = any(moment == self._moment and not x.cancelled() for moment, x in self._saves)
-        ends_in_error = error or sys.exc_info()[0]
-        if ends_in_error or saved or not (self._moment or self.interrupted):
+        told, self.told = self.told, True
+        if told or saved or error or sys.exc_info()[0] or not (self._moment or self.interrupted):
             return
         if self.lost:
             _logger.warning(self.lost)
