@@ -46,7 +46,7 @@ from zenflow_jax._spec.leaf_warnings import (
 )
 from zenflow_jax._spec.rates import rates_by_number, with_rate_numbers
 from zenflow_jax._spec.resolve import LeafRules, resolve_specs
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow, SendGradients
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 
@@ -209,7 +209,10 @@ def zenflow(
             if resident is None:
                 warn_of_stacked_vectors(specs)
         specs, in_turn = assign_groups(with_rate_numbers(specs, params, learning_rate), schedule)
-        return first_state(params, specs, Static(in_turn, sending))
+        when = sending
+        if sending.in_step and all(spec.resident for spec in specs):
+            when = SendGradients.AFTER_STEP  # keeps nothing in host memory
+        return first_state(params, specs, Static(in_turn, when))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # not used by Adam; a chain passes them to every transformation

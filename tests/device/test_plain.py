@@ -49,8 +49,8 @@ def problem(request):
     def gradients(params):
         return jax.tree.map(lambda p, q: 2 * (p - q), params, target)
 
-    def make(learning_rate=1e-1, **more):
-        return zenflow(learning_rate, **OPTIONS, **options, **more)
+    def make(learning_rate=1e-1):
+        return zenflow(learning_rate, **OPTIONS, **options)
 
     return make, params, gradients
 

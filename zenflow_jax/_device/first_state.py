@@ -140,8 +140,6 @@ def _first_scalars(
     weights: list[jax.Array], specs: tuple[LeafSpec, ...], static: Static
 ) -> StepScalars:
     """Makes zero-valued step scalars on all of the run's devices."""
-    if all(spec.resident for spec in specs):
-        return StepScalars(None, None)
     sizes = StepScalars.sizes(specs, static.schedule.needs_statistics)
     in_step = static.send_gradients.in_step
     rank = mail_rank(specs) if in_step else 1

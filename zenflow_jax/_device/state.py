@@ -102,7 +102,7 @@ class ZenFlowState(NamedTuple):
         mail: A tuple with each leaf's gradient or sum, depending on `send_gradients`; None for a
             resident leaf. `exchange` replaces it after every step.
         token: int32 (). The step token, which `exchange` sets; -1 after a step.
-        step_scalars: The scalars in the mail; empty if nothing is offloaded.
+        step_scalars: The scalars in the mail.
         layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
             includes the number.
 
