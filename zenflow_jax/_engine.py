@@ -14,6 +14,7 @@ import jax
 
 from zenflow_jax._checkpoint.resume import check_resumed, join_run
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
+from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
@@ -114,6 +115,7 @@ class HostEngine:
         check_one_of("check", check, ["samples", "all"])
         compact = checks.is_compact(host_state)
         state, weights, moved = checks.checked(params, opt_state, engine_state is None)
+        check_gpus(devices_of(weights))
         if engine_state is not None:
             check_resumed(engine_state, state)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
