@@ -4,6 +4,7 @@ Wrong slices of host memory, or mail that is sent only at the end, occur only on
 tests pass with them. `figures.toml` contains the expected figures for each minor version of jax.
 """
 
+import importlib.util
 import tomllib
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def check(name, compiled):
     assert figures[2:] == expected[2:], line
     assert figures.peak == pytest.approx(expected.peak, rel=TOLERANCE), line
     assert figures.hidden == pytest.approx(expected.hidden, abs=TOLERANCE), line
+
+
+@pytest.mark.parametrize("wheel", ["cudnn", "cublas", "cu13"])
+def test_wheels_that_change_programs_are_hidden(wheel):
+    # With cuDNN, jax traces flash attention; with cuBLAS, XLA chooses other kernels.
+    assert importlib.util.find_spec(f"nvidia.{wheel}") is None
 
 
 @pytest.mark.parametrize("name", PLAIN if REFUSES else [*PLAIN, *STREAMING])
