@@ -62,11 +62,10 @@ def _fault() -> str:
     if jax.__version_info__ < _FIXED_VERSION:
         return f"{wrong} (openxla/xla#46231). Install jax 0.11.1 or newer, which needs Python 3.12"
     config: Any = jax.config
-    optimized = config.jax_optimization_level in ("O1", "O2", "O3")
-    if optimized or config.jax_exec_time_optimization_effort > 0 or _PIPELINES:
+    if config.jax_optimization_level in ("O1", "O2", "O3") or _PIPELINES:
         return (
-            f"{wrong} if XLA pipelines copies to the host (openxla/xla#45393). Leave jax's "
-            "optimization level and effort, and xla_gpu_enable_pipelined_host_offloading, unset"
+            f"{wrong} if XLA pipelines copies to the host (openxla/xla#45393). Leave "
+            "jax_optimization_level and xla_gpu_enable_pipelined_host_offloading unset"
         )
     return ""
 
