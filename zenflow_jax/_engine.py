@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from zenflow_jax._checkpoint.resume import Joining, check_resumed
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
+from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
@@ -110,6 +111,7 @@ class HostEngine:
         compact = checks.is_compact(host_state)
         state, weights, moved = checks.checked(params, opt_state, engine_state is None)
         with Joining(state, weights, engine_state) as joining:
+            check_gpus(devices_of(weights))
             if engine_state is not None:
                 check_resumed(engine_state, state)
             offloaded = OffloadedLeaves.of(state, prefetch_bytes)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange.checks import is_compact
@@ -140,6 +141,7 @@ class Trainer:
         self._blocks, self._interrupted = blocks, False
         leaves = [leaf for block in blocks for leaf in block.leaves]
         devices = {device for leaf in leaves for device in leaf.abstract.sharding.device_set}
+        check_gpus(devices)
         self._processes = sorted({device.process_index for device in devices})
         # Last: a failed constructor must not leak a thread.
         self._host = Host(
