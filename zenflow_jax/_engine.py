@@ -24,7 +24,7 @@ from zenflow_jax._exchange import checks
 from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
-from zenflow_jax._exchange.parts import OffloadedLeaves, new_host_state
+from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
 from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
