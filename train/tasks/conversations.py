@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ class Conversations:
         self._template = template
         self._fields = fields.Fields(MESSAGES, TOOLS, refused=fields.OF_CHATS)
         self._conversations = self._with_system = 0
+        self._lost: Counter[str] = Counter()
+        self._changed: list[tuple[str, str]] = []
 
     def read(self, path: Path) -> Iterator[Conversation]:
         for where, record in records(path):
@@ -35,6 +38,8 @@ class Conversations:
             except ConversationError as error:
                 raise DataError(f"{where}: {error}.") from error
             self._conversations += 1
+            self._lost.update(conversation.marks.lost())
+            self._changed += conversation.marks.changed()
             self._with_system += messages[0]["role"] == SYSTEM
             yield conversation
 
@@ -55,13 +60,16 @@ class Conversations:
         for n, message in enumerate(parsed, 1):
             if calls := message.get("tool_calls"):  # OpenAI's arguments are JSON text
                 message["tool_calls"] = [_parsed(f"{where}, message {n}", call) for call in calls]
-        try:
-            return self._template.conversation(parsed, tools, skipped)
-        except ConversationError:
-            if parsed == messages:
-                raise
-            # Some templates, such as DeepSeek R1's, only accept arguments as text.
+        if parsed == messages:
             return self._template.conversation(messages, tools, skipped)
+        # Most templates write JSON text as it is or, as a text inside JSON, with quotes.
+        try:
+            conversation = self._template.conversation(messages, tools, skipped)
+            if conversation.marks.as_given():
+                return conversation
+        except ConversationError:
+            pass
+        return self._template.conversation(parsed, tools, skipped)
 
 
 def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:

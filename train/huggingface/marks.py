@@ -1,0 +1,304 @@
+"""Follows each text of a conversation through a chat template.
+
+The conversation is rendered again with marks in place of each text's first and last letter: rare
+letters that it does not contain. If nothing else changes, the marks show where each text is, or
+that it is missing. A template's own words, such as `</think>`, are not marked, because it may
+search texts for them, or cut texts there. If something else changes, ever smaller groups are
+marked. A text that changes something else even alone must occur outside all others. Numbers and
+truth values are replaced by others, and must change the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# Ideographs are letters without case, which Python and JSON print as they are.
+_MARKS = [*map(chr, (*range(0x3400, 0x4DC0), *range(0x20000, 0x2A6E0)))]
+_MARK = re.compile("[\u3400-\u4dbf\U00020000-\U0002a6df]")
+_ESCAPED = re.compile(r"\\u(3[4-9a-f]|4[0-9a-d])[0-9a-f]{2}")
+_LETTER, _PRINTED = re.compile(r"[^\W_]"), re.compile(r"\S")
+_THOUGHT = re.compile("(/|end).*(think|thought|reason)", re.IGNORECASE)  # the end of one
+_NUMBER = 900_000_000_000_000
+
+ASSISTANT = "assistant"
+THOUGHTS = "<think>"  # stands for an answer's thoughts in the names of fields
+
+
+class ConversationError(ValueError):
+    """A template cannot render a conversation. The caller adds the conversation's location."""
+
+
+@dataclasses.dataclass(eq=False)
+class Leaf:
+    """A number, a truth value or a text, or a part of a text between a template's words."""
+
+    path: tuple[Any, ...]
+    value: Any
+    needed: bool
+    first: int = 0  # indices in the text that are marked
+    last: int = 0
+    marks: str = ""  # for both
+    begin: int = -1  # indices of the marks in the rendered text
+    end: int = -1
+    written: bool = False
+
+    @property
+    def message(self) -> int:
+        return self.path[1] if self.path[0] == "messages" else -1
+
+    @property
+    def field(self) -> str:
+        if self.message < 0:
+            return "tools" if self.needed else "description of a tool"
+        return self.path[2] if self.needed or self.path[2] != "content" else THOUGHTS
+
+    @property
+    def text(self) -> str:
+        return self.value[self.first : self.last + 1] if self.marks else str(self.value)
+
+
+class Marks:
+    """A rendered conversation, its leaves, and a copy in which leaves are marked."""
+
+    def __init__(
+        self, render: Callable[..., str], messages: Sequence[Any], tools: Any, words: re.Pattern
+    ):
+        self._render = render
+        self._conversation = {"messages": list(messages), "tools": tools}
+        self.text = render(messages, False, tools)
+        self.leaves: list[Leaf] = []
+        marks = (mark for mark in _MARKS if mark not in self.text)
+        for path, value in _leaves(self._conversation):
+            needed = _needed(path)
+            if needed is None:
+                continue
+            if not isinstance(value, str):
+                self.leaves.append(Leaf(path, value, needed))
+                continue
+            parts = [*_parts(value, words)]
+            message = messages[path[1]] if path[0] == "messages" else {}
+            for first, last, thought in parts:
+                pair = "".join(next(marks, "") for _ in {first, last})
+                # Templates may drop the thoughts before an answer or a call.
+                free = thought and (not parts[-1][2] or "tool_calls" in message)
+                need = needed and not (free and message["role"] == ASSISTANT)
+                self.leaves.append(Leaf(path, value, need, first, last, pair))
+        texts = [leaf for leaf in self.leaves if leaf.marks]
+        self.marked = self.text
+        followed = self._follow(texts)
+        if len(followed) < len(texts):
+            known = {*followed}
+            self._search([leaf for leaf in texts if leaf not in known], followed)
+            if not self._is_aligned(marked := self._marked(followed)):
+                marked, followed = self.text, []
+            self.marked = marked
+        self._followed = followed
+        self._owners = {mark: leaf for leaf in followed for mark in leaf.marks}
+        self._exchange([leaf for leaf in self.leaves if not leaf.marks])
+        self.places = [(m.start(), self._owners[m[0]]) for m in self._found(self.marked)]
+
+    def around(self, i: int) -> tuple[int, int, int, int]:
+        """Returns the mark before message `i`, the message's begin and last mark, and the next mark.
+
+        A message without marks begins at the next mark.
+        """
+        own = [leaf for leaf in self._followed if leaf.message == i and leaf.written]
+        last = max((leaf.end for leaf in own), default=-1)
+        begin = min((leaf.begin for leaf in own), default=-1)
+        before = max(
+            (n for n, leaf in self.places if (n < begin if own else 0 <= leaf.message < i)),
+            default=-1,
+        )
+        last = last if own else before
+        after = min((place for place, _ in self.places if place > last), default=len(self.text))
+        if not own:
+            return before, after, last, after
+        leaf = min(own, key=lambda leaf: leaf.begin)
+        start = leaf.value[: leaf.first].lstrip()
+        start = os.path.commonprefix([start[::-1], self.text[before + 1 : begin][::-1]])
+        return before, begin - len(start), last, after
+
+    def holds(self, i: int, start: int, stop: int) -> bool:
+        """Returns whether a range holds message `i`, and no other."""
+        inside = {leaf.message for place, leaf in self.places if start <= place < stop}
+        return (
+            start <= stop
+            and inside <= {i}
+            and all(
+                start <= leaf.begin < stop or leaf.text in self.text[start:stop]
+                for leaf in self.leaves
+                if leaf.message == i and leaf.marks and leaf.written and leaf.needed
+            )
+        )
+
+    def prompt(self) -> str:
+        """Returns what the template writes behind all messages to ask for an answer."""
+        text = self._marked(self._followed, ask=True)
+        return text.removeprefix(self.marked) if text.startswith(self.marked) else ""
+
+    def lost(self) -> list[str]:
+        """Returns the other fields that are not written, once for each message."""
+        fields: dict[tuple[int, str], bool] = {}
+        for leaf in self.leaves:
+            if not leaf.needed:
+                key = leaf.message, leaf.field
+                fields[key] = leaf.written or fields.get(key, False)
+        return [field for (_, field), written in fields.items() if not written]
+
+    def changed(self) -> list[tuple[str, str]]:
+        """Returns contents that the template writes differently, and its versions."""
+        pairs = [
+            (leaf.text, self.text[leaf.begin : leaf.end + 1])
+            for leaf in self.leaves
+            if leaf.needed and leaf.begin >= 0 and leaf.path[2:] == ("content",)
+        ]
+        return [(x, y) for x, y in pairs if y not in (x, json.dumps(x, ensure_ascii=False)[1:-1])]
+
+    def as_given(self) -> bool:
+        """Returns whether arguments that are JSON text are written without changes or quotes."""
+        for leaf in self.leaves:
+            if leaf.path[-1] == "arguments" and leaf.marks:
+                start, text = (
+                    leaf.begin - len(leaf.value[: leaf.first].lstrip()),
+                    leaf.value.strip(),
+                )
+                around = self.text[max(start - 1, 0) : start + len(text) + 1]
+                if leaf.begin < 0 or text not in around or around == f'"{text}"':
+                    return False
+        return True
+
+    def rest(self, place: int, count: int, *, ask: bool = False) -> str | None:
+        """Renders `count` messages; returns the text after the mark at `place`, the last one."""
+        try:
+            text = self._marked(self._followed, count, ask)
+        except ConversationError:
+            return None
+        *_, last = None, *self._found(text)
+        if last is None or place < 0:
+            return text if last is None and place < 0 else None
+        return text[last.end() :] if last[0] == self.marked[place] else None
+
+    def _found(self, text: str) -> list[re.Match[str]]:
+        return [match for match in _MARK.finditer(text) if match[0] in self._owners]
+
+    def _marked(self, leaves: list[Leaf], count: int | None = None, ask: bool = False) -> str:
+        new: dict[Any, Any] = {}
+        for leaf in leaves:
+            text = new.get(leaf.path, leaf.value)
+            for i, mark in zip((leaf.first, leaf.last), leaf.marks, strict=False):
+                text = text[:i] + mark + text[i + 1 :]
+            new[leaf.path] = text
+        text = self._rendered(new, count, ask)
+        return _ESCAPED.sub(lambda m: chr(int(m[0][2:], 16)), text) if "\\u" in text else text
+
+    def _rendered(self, new: dict[Any, Any], count: int | None = None, ask: bool = False) -> str:
+        changed = _changed(self._conversation, new)
+        return self._render(changed["messages"][:count], ask, changed["tools"])
+
+    def _is_aligned(self, marked: str) -> bool:
+        return len(marked) == len(self.text) and self.text == _MARK.sub(
+            lambda m: self.text[m.start()], marked
+        )
+
+    def _follow(self, leaves: list[Leaf]) -> list[Leaf]:
+        """Finds the leaves in the text; returns those whose marks change nothing else."""
+        try:
+            marked = self._marked(leaves)
+        except ConversationError:
+            marked = ""
+        if self._is_aligned(marked):
+            places = {m[0]: m.start() for m in reversed([*_MARK.finditer(marked)])}
+            for leaf in leaves:
+                leaf.begin, leaf.end = (places.get(leaf.marks[i], -1) for i in (0, -1))
+                leaf.written = min(leaf.begin, leaf.end) >= 0
+            self.marked = marked
+            return leaves
+        half = len(leaves) // 2
+        return self._follow(leaves[:half]) + self._follow(leaves[half:]) if half else []
+
+    def _search(self, leaves: list[Leaf], followed: list[Leaf]) -> None:
+        """Looks for leaves in the text outside those that are followed."""
+        rest = self.text
+        for leaf in followed:
+            if leaf.written:
+                rest = (
+                    rest[: leaf.begin] + "\0" * (leaf.end + 1 - leaf.begin) + rest[leaf.end + 1 :]
+                )
+        for leaf in sorted(leaves, key=lambda leaf: -len(leaf.text)):
+            for text in (leaf.text, *(json.dumps(leaf.text, ensure_ascii=x)[1:-1] for x in (0, 1))):
+                if text in rest and not leaf.written:
+                    leaf.written, rest = True, rest.replace(text, "\0", 1)
+
+    def _exchange(self, leaves: list[Leaf]) -> None:
+        """Finds out which numbers and truth values the text depends on."""
+        new = {leaf.path: _NUMBER + n for n, leaf in enumerate(leaves)}
+        try:
+            shown = self._rendered(new) if new else ""
+        except ConversationError:
+            shown = ""
+        for leaf in leaves:
+            leaf.written = str(new[leaf.path]) in shown
+            if not leaf.written:
+                other = not leaf.value if isinstance(leaf.value, bool) else new[leaf.path]
+                try:
+                    leaf.written = self._rendered({leaf.path: other}) != self.text
+                except ConversationError:  # the template reads it
+                    leaf.written = True
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields the path and value of each leaf and, in arguments, of each name."""
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if "arguments" in path and isinstance(name, str):
+                yield (*path, name, None), name
+            yield from _leaves(item, (*path, name))
+    elif value is not None:
+        yield path, value
+
+
+def _changed(value: Any, new: dict[Any, Any], path: tuple[Any, ...] = ()) -> Any:
+    """Returns a copy with other leaves and names at some of the paths of `_leaves`."""
+    if isinstance(value, dict):
+        return {
+            new.get((*path, name, None), name): _changed(item, new, (*path, name))
+            for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_changed(item, new, (*path, i)) for i, item in enumerate(value)]
+    return new.get(path, value)
+
+
+def _needed(path: tuple[Any, ...]) -> bool | None:
+    """Returns whether a template must write a leaf; None if the leaf has another purpose."""
+    match [name for name in path if name != "function"]:
+        case ["tools", _, "name"] | ["messages", _, "tool_calls", _, "name"]:
+            return True
+        case ["messages", _, "content"] | ["messages", _, "content", _, "text"]:
+            return True
+        case ["messages", _, "tool_calls", _, "arguments", *_]:
+            return True
+        case ["messages", _, "role" | "content" | "tool_calls" | "tool_call_id", *_]:
+            return None
+        case ["tools", *_]:
+            return None if path[-1] != "description" else False
+    return False
+
+
+def _parts(text: str, words: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]:
+    """Yields each part's first and last letter, and whether the end of a thought follows."""
+    found = [*words.finditer(text)]
+    thought = max((m.start() for m in found if _THOUGHT.search(m[0])), default=-1)
+    begin = 0
+    for end, following in [*(m.span() for m in found), (len(text), len(text))]:
+        part = text[begin:end]
+        for kind in (_LETTER, _PRINTED):
+            if (first := kind.search(part)) and (last := kind.search(part[::-1])):
+                yield begin + first.start(), end - last.end(), end <= thought
+                break
+        begin = following
