@@ -43,6 +43,8 @@ _ANSWERING = re.compile(
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MOST_RESTS = 1000
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
 Message = Mapping[str, Any]  # "role", usually "content", and other fields that a template reads
 
 
@@ -163,8 +165,11 @@ class ChatTemplate:
             return None if prompt is None else begin + len(prompt)
         # The prompt may start a thought, which the answer does not contain.
         ended = self._rest(("ended", key), lambda: marks.rest(before, i))
-        shared = len(os.path.commonprefix([prompt, marks.text[begin:]]))
-        return None if empty or ended is None or shared < len(ended) else min(begin + shared, first)
+        shared = begin + len(os.path.commonprefix([prompt, marks.text[begin:]]))
+        for end in self._ends:  # a token that begins like the thought
+            place = marks.text.find(end, max(shared - len(end) + 1, 0), shared + len(end) - 1)
+            shared = place if 0 <= place < shared else shared
+        return None if ended is None or shared < begin + len(ended) else min(shared, first)
 
     def _stop(self, marks: Marks, i: int, last: int, after: int) -> int | None:
         """Returns the end of an answer, between two marks.
@@ -191,7 +196,9 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
-            return self._template.render(**self.special, messages=list(messages), **options)
+            return self._template.render(
+                **self.special, messages=[_with_reasoning(x) for x in messages], **options
+            )
         # A template may fail like any other program.
         except Exception as error:
             raise ConversationError(
@@ -235,6 +242,14 @@ def read_template_text(file: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path, TokenizerError) if path.is_file() else {}
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Returns a message with its thoughts under all names, as in transformers 5.24."""
+    for name in REASONING:
+        if message.get(name) is not None:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
 
 
 class _Generation(jinja2.ext.Extension):

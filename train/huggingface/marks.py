@@ -40,6 +40,7 @@ class Leaf:
     path: tuple[Any, ...]
     value: Any
     needed: bool
+    part: int = 0  # index of the part in the text
     first: int = 0  # indices in the text that are marked
     last: int = 0
     marks: str = ""  # for both
@@ -82,12 +83,12 @@ class Marks:
                 continue
             parts = [*_parts(value, words)]
             message = messages[path[1]] if path[0] == "messages" else {}
-            for first, last, thought in parts:
+            for part, first, last, thought in parts:
                 pair = "".join(next(marks, "") for _ in {first, last})
                 # Templates may drop the thoughts before an answer or a call.
-                free = thought and (not parts[-1][2] or "tool_calls" in message)
+                free = thought and (not parts[-1][3] or "tool_calls" in message)
                 need = needed and not (free and message["role"] == ASSISTANT)
-                self.leaves.append(Leaf(path, value, need, first, last, pair))
+                self.leaves.append(Leaf(path, value, need, part, first, last, pair))
         texts = [leaf for leaf in self.leaves if leaf.marks]
         self.marked = self.text
         followed = self._follow(texts)
@@ -119,7 +120,7 @@ class Marks:
         if not own:
             return before, after, last, after
         leaf = min(own, key=lambda leaf: leaf.begin)
-        start = leaf.value[: leaf.first].lstrip()
+        start = leaf.value[leaf.part : leaf.first].lstrip()
         start = os.path.commonprefix([start[::-1], self.text[before + 1 : begin][::-1]])
         return before, begin - len(start), last, after
 
@@ -290,8 +291,8 @@ def _needed(path: tuple[Any, ...]) -> bool | None:
     return False
 
 
-def _parts(text: str, words: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]:
-    """Yields each part's first and last letter, and whether the end of a thought follows."""
+def _parts(text: str, words: re.Pattern[str]) -> Iterator[tuple[int, int, int, bool]]:
+    """Yields each part's index, first and last letter, and whether the end of a thought follows."""
     found = [*words.finditer(text)]
     thought = max((m.start() for m in found if _THOUGHT.search(m[0])), default=-1)
     begin = 0
@@ -299,6 +300,6 @@ def _parts(text: str, words: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]
         part = text[begin:end]
         for kind in (_LETTER, _PRINTED):
             if (first := kind.search(part)) and (last := kind.search(part[::-1])):
-                yield begin + first.start(), end - last.end(), end <= thought
+                yield begin, begin + first.start(), end - last.end(), end <= thought
                 break
         begin = following

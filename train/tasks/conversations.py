@@ -63,13 +63,17 @@ class Conversations:
         if parsed == messages:
             return self._template.conversation(messages, tools, skipped)
         # Most templates write JSON text as it is or, as a text inside JSON, with quotes.
+        reason = "changed"
         try:
             conversation = self._template.conversation(messages, tools, skipped)
             if conversation.marks.as_given():
                 return conversation
-        except ConversationError:
-            pass
-        return self._template.conversation(parsed, tools, skipped)
+        except ConversationError as error:
+            reason = error
+        try:
+            return self._template.conversation(parsed, tools, skipped)
+        except ConversationError as error:
+            raise ConversationError(f"{error}. With `arguments` as text: {reason}") from error
 
 
 def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:
