@@ -117,7 +117,7 @@ class ChatTemplate:
                 if i >= 0:
                     skipped_part += f" of message {i + 1} (role {roles[i]!r})"
                 raise ConversationError(
-                    f"the template in {self.where} skips {skipped_part}: {leaf.text[:100]!r}. Rename "
+                    f"the template in {self.where} skips {skipped_part}: {str(leaf.value)[:100]!r}. Rename "
                     "the role if it is not system, user, assistant or tool. Pass another template "
                     "with --chat-template, or leave this part out"
                 )

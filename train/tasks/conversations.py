@@ -109,8 +109,9 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
     _expect_objects(where, "tool_calls", message.get("tool_calls", []))
-    if "content" in message or "tool_calls" not in message:
-        text_field(where, message, "content")
+    if "tool_calls" in message:
+        message.setdefault("content", "")
+    text_field(where, message, "content")
     return message
 
 
