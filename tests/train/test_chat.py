@@ -98,9 +98,6 @@ def test_only_answers_and_their_ends_are_trained_on(template, name, case, texts)
 
 def test_a_template_that_hides_answers_is_rejected_with_a_remedy(written):
     for text in (
-        # Like templates for pictures, which require a list of parts.
-        "{% for m in messages %}{{ m.content if m.role == 'user' }}{{ m.content.text }}"
-        "<|turn_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
         "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}",
         # Answers with different ends, which cannot be recognized in the middle.
         "{% for m in messages %}{{ m.content }}{{ '<|end|>' if loop.last else '<|turn_end|>' }}"

@@ -46,6 +46,14 @@ class Conversations:
     def notes(self, where: Path) -> list[str]:
         """Returns sentences about fields that are not read, and about system messages."""
         notes = self._fields.notes(where)
+        if self._lost:
+            names = sorted(self._lost, key=lambda x: (not fields.is_thought(x), -self._lost[x]))
+            lost = ", ".join(f"{name!r} {self._lost[name]}" for name in names[:12])
+            notes.append(f"{where}: fields of messages that the template does not write: {lost}")
+        if self._changed:
+            pair = " to ".join(shorten(repr(text)) for text in self._changed[0])
+            count = len(self._changed)
+            notes.append(f"{where}: the template changes texts of messages ({count}): {pair}")
         if self._with_system:
             notes.append(
                 f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
@@ -69,10 +77,12 @@ class Conversations:
             if conversation.marks.as_given():
                 return conversation
         except ConversationError as error:
-            reason = error
+            reason = str(error)
         try:
             return self._template.conversation(parsed, tools, skipped)
         except ConversationError as error:
+            if reason in ("changed", str(error)):
+                raise
             raise ConversationError(f"{error}. With `arguments` as text: {reason}") from error
 
 
@@ -102,8 +112,8 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         raise DataError(f'{where}: must be {{"role": ..., "content": ...}}, but is {got}.')
     # In files made from tables, every message has all fields that occur in any message.
     message = {name: value for name, value in message.items() if value is not None}
-    for name, value in message.items():
-        fields.refuse(where, name, value, fields.OF_MESSAGES)
+    for name in message.keys() - {"role", "content", "tool_calls"}:
+        fields.refuse(where, name, message[name], fields.OF_MESSAGES)
     remedy = fields.RENAME_ITEMS if "from" in message else "Rename the field"
     text_field(where, message, "role", remedy=remedy)
     if not message.get("tool_calls"):
