@@ -243,9 +243,10 @@ class Marks:
         except ConversationError:
             shown = ""
         for leaf in leaves:
-            leaf.written = str(new[leaf.path]) in shown
+            is_bool = isinstance(leaf.value, bool)
+            leaf.written = not is_bool and str(new[leaf.path]) in shown
             if not leaf.written:
-                other = not leaf.value if isinstance(leaf.value, bool) else new[leaf.path]
+                other = not leaf.value if is_bool else new[leaf.path]
                 try:
                     leaf.written = self._rendered({leaf.path: other}) != self.text
                 except ConversationError:  # the template reads it

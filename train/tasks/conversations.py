@@ -70,8 +70,8 @@ class Conversations:
                 message["tool_calls"] = [_parsed(f"{where}, message {n}", call) for call in calls]
         if parsed == messages:
             return self._template.conversation(messages, tools, skipped)
-        # Most templates write JSON text as it is or, as a text inside JSON, with quotes.
-        reason = "changed"
+        # Templates write JSON text as it is, or inside JSON with quotes, or expect an object.
+        conversation = reason = None
         try:
             conversation = self._template.conversation(messages, tools, skipped)
             if conversation.marks.as_given():
@@ -81,9 +81,18 @@ class Conversations:
         try:
             return self._template.conversation(parsed, tools, skipped)
         except ConversationError as error:
-            if reason in ("changed", str(error)):
+            if conversation is not None:
+                return conversation
+            if reason == str(error):
                 raise
             raise ConversationError(f"{error}. With `arguments` as text: {reason}") from error
+
+
+class _Object(dict):
+    """Arguments that a template cannot write as Python does, without quotation marks for JSON."""
+
+    def __repr__(self) -> str:
+        raise TypeError("arguments are not written as JSON")
 
 
 def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:
@@ -119,6 +128,9 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
     _expect_objects(where, "tool_calls", message.get("tool_calls", []))
+    for call in message.get("tool_calls", []):
+        if call.get("function", call).get("arguments") == "":
+            call.get("function", call)["arguments"] = "{}"
     if "tool_calls" in message:
         message.setdefault("content", "")
     text_field(where, message, "content")
@@ -142,7 +154,8 @@ def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments := function.get("arguments"), str):
         return call
     try:
-        parsed = function | {"arguments": json.loads(arguments or "{}")}
+        value = json.loads(arguments)
+        parsed = function | {"arguments": _Object(value) if isinstance(value, dict) else value}
     except (ValueError, RecursionError) as error:
         got = shorten(repr(arguments))
         raise DataError(
