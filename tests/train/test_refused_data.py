@@ -70,6 +70,15 @@ FILES = {
         ("a.jsonl", extended(label=False), r"line 2: the field 'label' .*training on preferences"),
         ("a.jsonl", chats({"chosen": "a", "rejected": "b"}), r"'chosen' .*training on preferences"),
         ("a.jsonl", extended(system="a"), r"field 'system' .* message with the role 'system'"),
+        *(
+            ("a.jsonl", content, f"the field '{name}'.* (not supported|must be 1)")
+            for name in ("loss_mask", "Trainable", "msg-mask", "loss_scale", "image_url")
+            for content in (extended(**{name: [0, 1]}), answered(**{name: [[0], 1]}))
+            if content == extended(**{name: [0, 1]}) or name not in ("loss_mask", "Trainable")
+        ),
+        ("a.jsonl", answered(input_audio="a.wav"), r"'input_audio' .* read only text"),
+        ("a.jsonl", answered(meta={"a": [{"Loss": 0}]}), r"the field 'Loss' in 'meta' is 0, but"),
+        ("a.jsonl", extended(extra={"weight": 0}), r"the field 'weight' in 'extra' is 0, but"),
         ("a.jsonl", answered(weight=0.5), r"message 2: .* must be 0 or 1, but is 0.5"),
         ("a.jsonl", answered(train_detail=[]) + answered(train_detail=[1]), r"line 4, .*_detail'"),
         ("a.jsonl", answered(function_call={"name": "a"}), r"'function_call' .* into `tool_calls`"),

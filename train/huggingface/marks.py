@@ -244,13 +244,17 @@ class Marks:
             shown = ""
         for leaf in leaves:
             is_bool = isinstance(leaf.value, bool)
-            leaf.written = not is_bool and str(new[leaf.path]) in shown
+            leaf.written = bool(leaf.value) and not is_bool and str(new[leaf.path]) in shown
             if not leaf.written:
-                other = not leaf.value if is_bool else new[leaf.path]
+                other = not leaf.value if is_bool else leaf.value + 7
                 try:
-                    leaf.written = self._rendered({leaf.path: other}) != self.text
+                    pair = [self.text, self._rendered({leaf.path: other})]
                 except ConversationError:  # the template reads it
                     leaf.written = True
+                    continue
+                shared = len(os.path.commonprefix(pair))
+                behind = os.path.commonprefix([text[shared:][::-1] for text in pair])
+                leaf.written = len(self.text) > shared + len(behind)
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
