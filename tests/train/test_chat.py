@@ -330,7 +330,12 @@ def called(*calls):
         (written_as(ARGUMENTS, "m.role != 'tool'"), called(LOOK), None, "`content` of message 3"),
         (written_as(ARGUMENTS, "loop.last or m.content != 'it'"), called(), None, "`content` of m"),
         ("{{ tools | tojson }}" + CONTENT, called(LOOK), [LOOK], "`tool_calls` of message 2"),
-        (written_as(CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")), called(LOOK, LOOK), None, "`tool_calls` of m"),
+        (
+            written_as(CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")),
+            called(LOOK, LOOK),
+            None,
+            "`tool_calls` of m",
+        ),
         (written_as(CALLS.replace("CALL", "")), called(LOOK), None, "message 2 .*: 'in'"),
         (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is string")), called(LOOK), None, "'er'"),
         (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is not number")), called(LOOK), None, "2"),
@@ -390,7 +395,7 @@ def test_lost_thoughts_and_changed_texts_are_noted(tmp_path, written):
     assert reader.notes(path) == [
         f"{path}: fields of messages that the template does not write: '<think>' 1, "
         "'reasoning' 1, 'mood' 1, 'rank' 1",
-        f"{path}: the template changes texts of messages (1): 'one\\r\\ntwo' to 'one\\ntwo'",
+        f"{path}: the template changes 1 texts of messages: 'one\\r\\ntwo' to 'one\\ntwo'",
     ]
 
 

@@ -105,22 +105,20 @@ class ChatTemplate:
         if not answers or any(map(_ANSWERING.fullmatch, {*roles} - {ASSISTANT})):
             got = ", ".join(map(repr, dict.fromkeys(roles)))
             raise ConversationError(
-                f"all answers must have the role {ASSISTANT!r}, but the roles are {got}. Rename the "
-                "roles to system, user, assistant and tool"
+                f"all answers must have the role {ASSISTANT!r}, but the roles are {got}. Rename "
+                "the roles to system, user, assistant and tool"
             )
         if any(x in json.dumps([messages, tools], ensure_ascii=False) for x in (_BEGIN, _END)):
             raise ConversationError("the text contains a noncharacter, U+FDD0 or U+FDD1")
         marks = Marks(self._render, messages, tools, self._words)
-        for leaf in marks.leaves:
-            if leaf.needed and not leaf.written:
-                i, skipped_part = leaf.message, f"`{leaf.field}`"
-                if i >= 0:
-                    skipped_part += f" of message {i + 1} (role {roles[i]!r})"
-                raise ConversationError(
-                    f"the template in {self.where} skips {skipped_part}: {str(leaf.value)[:100]!r}. Rename "
-                    "the role if it is not system, user, assistant or tool. Pass another template "
-                    "with --chat-template, or leave this part out"
-                )
+        for leaf in (leaf for leaf in marks.leaves if leaf.needed and not leaf.written):
+            i, value = leaf.message, repr(str(leaf.value)[:100])
+            place = f" of message {i + 1} (role {roles[i]!r})" if i >= 0 else ""
+            raise ConversationError(
+                f"the template in {self.where} skips `{leaf.field}`{place}: {value}. Rename the "
+                "role if it is not system, user, assistant or tool. Pass another template with "
+                "--chat-template, or leave this part out"
+            )
         text, learned = marks.text, [i for i in answers if i not in skipped]
         if _BEGIN in text:
             parts = re.split(f"[{_BEGIN}{_END}]", text)  # every second part is marked

@@ -89,6 +89,8 @@ class Marks:
                 free = thought and (not parts[-1][3] or "tool_calls" in message)
                 need = needed and not (free and message["role"] == ASSISTANT)
                 self.leaves.append(Leaf(path, value, need, part, first, last, pair))
+        if len(self.leaves) > len(_MARKS) // 4:
+            raise ConversationError(f"there are more than {len(_MARKS) // 4} texts and numbers")
         texts = [leaf for leaf in self.leaves if leaf.marks]
         self.marked = self.text
         followed = self._follow(texts)
@@ -104,25 +106,24 @@ class Marks:
         self.places = [(m.start(), self._owners[m[0]]) for m in self._found(self.marked)]
 
     def around(self, i: int) -> tuple[int, int, int, int]:
-        """Returns the mark before message `i`, the message's begin and last mark, and the next mark.
+        """Returns the mark before message `i`, its begin and last mark, and the mark after it.
 
-        A message without marks begins at the next mark.
+        A message without marks begins at the mark after it.
         """
         own = [leaf for leaf in self._followed if leaf.message == i and leaf.written]
-        last = max((leaf.end for leaf in own), default=-1)
-        begin = min((leaf.begin for leaf in own), default=-1)
-        before = max(
-            (n for n, leaf in self.places if (n < begin if own else 0 <= leaf.message < i)),
-            default=-1,
-        )
-        last = last if own else before
-        after = min((place for place, _ in self.places if place > last), default=len(self.text))
-        if not own:
+        first = min(own, key=lambda leaf: leaf.begin, default=None)
+        earlier = [
+            n for n, leaf in self.places if (n < first.begin if first else -1 < leaf.message < i)
+        ]
+        before = max(earlier, default=-1)
+        last = max((leaf.end for leaf in own), default=before)
+        after = min((n for n, _ in self.places if n > last), default=len(self.text))
+        if first is None:
             return before, after, last, after
-        leaf = min(own, key=lambda leaf: leaf.begin)
-        start = leaf.value[leaf.part : leaf.first].lstrip()
-        start = os.path.commonprefix([start[::-1], self.text[before + 1 : begin][::-1]])
-        return before, begin - len(start), last, after
+        # A text may begin with other characters than letters.
+        start = first.value[first.part : first.first].lstrip()[::-1]
+        start = os.path.commonprefix([start, self.text[before + 1 : first.begin][::-1]])
+        return before, first.begin - len(start), last, after
 
     def holds(self, i: int, start: int, stop: int) -> bool:
         """Returns whether a range holds message `i`, and no other."""
@@ -164,10 +165,8 @@ class Marks:
         """Returns whether arguments that are JSON text are written without changes or quotes."""
         for leaf in self.leaves:
             if leaf.path[-1] == "arguments" and leaf.marks:
-                start, text = (
-                    leaf.begin - len(leaf.value[: leaf.first].lstrip()),
-                    leaf.value.strip(),
-                )
+                text = leaf.value.strip()
+                start = leaf.begin - len(leaf.value[: leaf.first].lstrip())
                 around = self.text[max(start - 1, 0) : start + len(text) + 1]
                 if leaf.begin < 0 or text not in around or around == f'"{text}"':
                     return False
@@ -224,12 +223,11 @@ class Marks:
 
     def _search(self, leaves: list[Leaf], followed: list[Leaf]) -> None:
         """Looks for leaves in the text outside those that are followed."""
-        rest = self.text
+        letters = list(self.text)
         for leaf in followed:
             if leaf.written:
-                rest = (
-                    rest[: leaf.begin] + "\0" * (leaf.end + 1 - leaf.begin) + rest[leaf.end + 1 :]
-                )
+                letters[leaf.begin : leaf.end + 1] = "\0" * (leaf.end + 1 - leaf.begin)
+        rest = "".join(letters)
         for leaf in sorted(leaves, key=lambda leaf: -len(leaf.text)):
             for text in (leaf.text, *(json.dumps(leaf.text, ensure_ascii=x)[1:-1] for x in (0, 1))):
                 if text in rest and not leaf.written:
@@ -244,17 +242,19 @@ class Marks:
             shown = ""
         for leaf in leaves:
             is_bool = isinstance(leaf.value, bool)
-            leaf.written = bool(leaf.value) and not is_bool and str(new[leaf.path]) in shown
-            if not leaf.written:
-                other = not leaf.value if is_bool else leaf.value + 7
-                try:
-                    pair = [self.text, self._rendered({leaf.path: other})]
-                except ConversationError:  # the template reads it
-                    leaf.written = True
-                    continue
-                shared = len(os.path.commonprefix(pair))
-                behind = os.path.commonprefix([text[shared:][::-1] for text in pair])
-                leaf.written = len(self.text) > shared + len(behind)
+            leaf.written = True
+            if leaf.value and not is_bool and str(new[leaf.path]) in shown:
+                continue
+            try:
+                other = self._rendered(
+                    {leaf.path: leaf.value + 7 if not is_bool else not leaf.value}
+                )
+            except ConversationError:  # the template reads it
+                continue
+            # Something must be written at the only place where the texts differ.
+            shared = len(os.path.commonprefix([self.text, other]))
+            behind = os.path.commonprefix([self.text[shared:][::-1], other[shared:][::-1]])
+            leaf.written = len(self.text) > shared + len(behind)
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

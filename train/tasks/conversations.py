@@ -25,7 +25,7 @@ class Conversations:
         self._fields = fields.Fields(MESSAGES, TOOLS, refused=fields.OF_CHATS)
         self._conversations = self._with_system = 0
         self._lost: Counter[str] = Counter()
-        self._changed: list[tuple[str, str]] = []
+        self._changes, self._change = 0, ("", "")
 
     def read(self, path: Path) -> Iterator[Conversation]:
         for where, record in records(path):
@@ -39,7 +39,8 @@ class Conversations:
                 raise DataError(f"{where}: {error}.") from error
             self._conversations += 1
             self._lost.update(conversation.marks.lost())
-            self._changed += conversation.marks.changed()
+            for self._change in conversation.marks.changed():
+                self._changes += 1
             self._with_system += messages[0]["role"] == SYSTEM
             yield conversation
 
@@ -50,10 +51,9 @@ class Conversations:
             names = sorted(self._lost, key=lambda x: (not fields.is_thought(x), -self._lost[x]))
             lost = ", ".join(f"{name!r} {self._lost[name]}" for name in names[:12])
             notes.append(f"{where}: fields of messages that the template does not write: {lost}")
-        if self._changed:
-            pair = " to ".join(shorten(repr(text)) for text in self._changed[0])
-            count = len(self._changed)
-            notes.append(f"{where}: the template changes texts of messages ({count}): {pair}")
+        if self._changes:
+            pair = " to ".join(shorten(repr(text)) for text in self._change)
+            notes.append(f"{where}: the template changes {self._changes} texts of messages: {pair}")
         if self._with_system:
             notes.append(
                 f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
