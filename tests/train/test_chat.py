@@ -345,6 +345,12 @@ def called(*calls):
         (written_as("{{ m.content | length }}"), talk("10", "2"), None, "message 1 .*'10'"),
         (written_as("{{ m.content.split('</think>')[1] }}"), talk("a</think>b", "c"), None, "1"),
         (CONTENT, called(), [FIND], "skips `tools`: 'find'"),
+        (
+            written_as(ARGUMENTS.replace("m.tool_calls or []", "(m.tool_calls or [])[::-1]")),
+            called(LOOK, FIND)[:2],
+            None,
+            "order",
+        ),
     ],
 )
 def test_a_template_that_skips_a_part_is_rejected(text, messages, tools, match):

@@ -119,6 +119,8 @@ class ChatTemplate:
                 "role if it is not system, user, assistant or tool. Pass another template with "
                 "--chat-template, or leave this part out"
             )
+        if not marks.in_order():
+            raise ConversationError(f"the template in {self.where} changes the order of messages")
         text, learned = marks.text, [i for i in answers if i not in skipped]
         if _BEGIN in text:
             parts = re.split(f"[{_BEGIN}{_END}]", text)  # every second part is marked

@@ -138,6 +138,16 @@ class Marks:
             )
         )
 
+    def in_order(self) -> bool:
+        """Returns whether contents, except of system messages, and calls come one after another."""
+        places: dict[str, list[int]] = {"content": [], "name": []}
+        for leaf in self.leaves:
+            role = self._conversation["messages"][leaf.message]["role"]
+            if min(leaf.begin, leaf.message) >= 0 and leaf.needed and role[:6] != "system":
+                if "arguments" not in leaf.path:
+                    places[leaf.path[-1]].append(leaf.begin)
+        return all(kind == sorted(kind) for kind in places.values())
+
     def prompt(self) -> str:
         """Returns what the template writes behind all messages to ask for an answer."""
         text = self._marked(self._followed, ask=True)
