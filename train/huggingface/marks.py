@@ -23,6 +23,7 @@ _MARK = re.compile("[\u3400-\u4dbf\U00020000-\U0002a6df]")
 _ESCAPED = re.compile(r"\\u(3[4-9a-f]|4[0-9a-d])[0-9a-f]{2}")
 _LETTER, _PRINTED = re.compile(r"[^\W_]"), re.compile(r"\S")
 _THOUGHT = re.compile("(/|end).*(think|thought|reason)", re.IGNORECASE)  # the end of one
+_FIRST = ("system", "developer")  # roles whose contents templates may move
 _NUMBER = 900_000_000_000_000
 
 ASSISTANT = "assistant"
@@ -143,7 +144,7 @@ class Marks:
         places: dict[str, list[int]] = {"content": [], "name": []}
         for leaf in self.leaves:
             role = self._conversation["messages"][leaf.message]["role"]
-            if min(leaf.begin, leaf.message) >= 0 and leaf.needed and role[:6] != "system":
+            if min(leaf.begin, leaf.message) >= 0 and leaf.needed and role not in _FIRST:
                 if "arguments" not in leaf.path:
                     places[leaf.path[-1]].append(leaf.begin)
         return all(kind == sorted(kind) for kind in places.values())

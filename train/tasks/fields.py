@@ -89,7 +89,7 @@ class Fields:
                 self._others[name] += 1
             elif value != 1:
                 problem = f"{where}: the field {name!r} must be 1, but is {shorten(repr(value))}."
-                raise DataError(f"{problem} Leave out this example, or give each message a weight.")
+                raise DataError(f"{problem} Leave out this example, or weigh its messages.")
 
     def notes(self, where: object) -> list[str]:
         """Returns a sentence that lists the 12 most frequent other fields with their counts."""
@@ -103,12 +103,13 @@ class Fields:
 def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
     """Raises a `DataError` with a remedy if a field is in `refused`, or controls training."""
     folded, got = _fold(name), shorten(repr(value))
-    if _is_empty(value) or (folded == "label" and not isinstance(value, bool)):
-        return  # a label is a class; a bool is a verdict (KTO)
+    is_class = folded == "label" and not isinstance(value, bool)  # a bool is a verdict (KTO)
+    if not refused or is_class or _is_empty(value):
+        return
     remedy = next((text for key, text in refused.items() if _fold(key) == folded), None)
-    if refused and _MEDIUM.fullmatch(folded):
+    if _MEDIUM.fullmatch(folded):
         remedy = _MEDIA
-    if refused and _CONTROL.fullmatch(folded) and not _WEIGHT.fullmatch(folded):
+    elif _CONTROL.fullmatch(folded) and not _WEIGHT.fullmatch(folded):
         remedy = _PARTS
     if remedy is not None:
         raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {remedy}.")
@@ -117,7 +118,7 @@ def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> Non
         if _CONTROL.fullmatch(_fold(inner)) and any(x in (0, "0") for x in zeros):
             raise DataError(
                 f"{where}: the field {inner!r} in {name!r} is {shorten(repr(part))}, but is not "
-                f"read there. Put it into a message as `weight`, or remove it."
+                "read there. Put it into a message as `weight`, or remove it."
             )
 
 
