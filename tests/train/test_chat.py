@@ -107,6 +107,11 @@ def test_a_template_that_hides_answers_is_rejected_with_a_remedy(written):
             written(text).conversation(talk("A", "A", "A", "A", "A", "A"))
 
 
+def test_an_empty_answer_ends_where_the_template_writes_its_end(template):
+    conversation = template("thinking").conversation(talk("Who?", "", "Where?", "Here."))
+    assert answers_of(conversation) == [TURN_END, f"<think>\n\n</think>\n\nHere.{TURN_END}"]
+
+
 def answers_of(conversation):
     return [conversation.text[start:stop] for start, stop in conversation.answers]
 
@@ -336,8 +341,8 @@ def called(*calls):
             None,
             "`tool_calls` of m",
         ),
-        (written_as(CALLS.replace("CALL", "")), called(LOOK), None, "message 2 .*: 'in'"),
-        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is string")), called(LOOK), None, "'er'"),
+        (written_as(CALLS.replace("CALL", "")), called(LOOK), None, "message 2 .*: 'it'"),
+        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is string")), called(LOOK), None, "'a'"),
         (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is not number")), called(LOOK), None, "2"),
         (written_as(ARGUMENTS.replace("{{ v", "{{ v if v != true")), called(LOOK), None, "True"),
         (written_as(ARGUMENTS.replace("{{ v", "{{ v or ''")), called(ZERO), None, "'0'"),

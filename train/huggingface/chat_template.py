@@ -143,7 +143,7 @@ class ChatTemplate:
         text = marks.text
         before, first, last, after = marks.around(i)
         start = self._start(marks, i, before, first, empty=first == after)
-        stop = len(text) if is_last else self._stop(marks, i, last, after)
+        stop = len(text) if is_last or start is None else self._stop(marks, i, last, after, start)
         if start is None or stop is None or not marks.holds(i, start, stop):
             raise ConversationError(
                 f"the template in {self.where} hides the answer in message {i + 1}. Put "
@@ -171,7 +171,7 @@ class ChatTemplate:
             shared = place if 0 <= place < shared else shared
         return None if ended is None or shared < begin + len(ended) else min(shared, first)
 
-    def _stop(self, marks: Marks, i: int, last: int, after: int) -> int | None:
+    def _stop(self, marks: Marks, i: int, last: int, after: int, start: int) -> int | None:
         """Returns the end of an answer, between two marks.
 
         The last message may be rendered differently, such as with an end-of-text token after the
@@ -183,7 +183,12 @@ class ChatTemplate:
             return None if ended is None else last + 1 + len(ended)
         shared = os.path.commonprefix([ended, rest])
         sizes = [shared.rfind(end) + len(end) for end in self._ends if end in shared]
-        return last + 1 + max(sizes) if sizes else None
+        if sizes and (stop := last + 1 + max(sizes)) > start:
+            return stop
+        # An empty answer, if the last message has a thought before its ending.
+        endings = (ended[k:] for k in range(len(ended)))
+        ending = next((x for x in endings if marks.text.startswith(x, start)), "")
+        return start + len(ending) if last < start and any(map(ending.count, self._ends)) else None
 
     def _rest(self, key: tuple[str, str], render: Callable[[], str | None]) -> str | None:
         """Returns what a template writes after a text, once for each text up to the next mark."""

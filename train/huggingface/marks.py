@@ -75,7 +75,9 @@ class Marks:
         self.text = render(messages, False, tools)
         self.leaves: list[Leaf] = []
         marks = (mark for mark in _MARKS if mark not in self.text)
-        for path, value in _leaves(self._conversation):
+        found: list[tuple[Any, Any]] = []
+        _mapped(self._conversation, lambda path, value: found.append((path, value)) or value)
+        for path, value in found:
             needed = _needed(path)
             if needed is None:
                 continue
@@ -208,7 +210,7 @@ class Marks:
         return _ESCAPED.sub(lambda m: chr(int(m[0][2:], 16)), text) if "\\u" in text else text
 
     def _rendered(self, new: dict[Any, Any], count: int | None = None, ask: bool = False) -> str:
-        changed = _changed(self._conversation, new)
+        changed = _mapped(self._conversation, lambda path, value: new.get(path, value))
         return self._render(changed["messages"][:count], ask, changed["tools"])
 
     def _is_aligned(self, marked: str) -> bool:
@@ -268,27 +270,16 @@ class Marks:
             leaf.written = len(self.text) > shared + len(behind)
 
 
-def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yields the path and value of each leaf and, in arguments, of each name."""
-    if isinstance(value, dict | list):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if "arguments" in path and isinstance(name, str):
-                yield (*path, name, None), name
-            yield from _leaves(item, (*path, name))
-    elif value is not None:
-        yield path, value
-
-
-def _changed(value: Any, new: dict[Any, Any], path: tuple[Any, ...] = ()) -> Any:
-    """Returns a copy with other leaves and names at some of the paths of `_leaves`."""
-    if isinstance(value, dict):
-        return {
-            new.get((*path, name, None), name): _changed(item, new, (*path, name))
-            for name, item in value.items()
-        }
+def _mapped(value: Any, change: Callable[[Any, Any], Any], path: tuple[Any, ...] = ()) -> Any:
+    """Returns a copy with other leaves, and other names in arguments, whose path ends in None."""
     if isinstance(value, list):
-        return [_changed(item, new, (*path, i)) for i, item in enumerate(value)]
-    return new.get(path, value)
+        return [_mapped(item, change, (*path, i)) for i, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value if value is None else change(path, value)
+    new = {name: _mapped(item, change, (*path, name)) for name, item in value.items()}
+    if "arguments" not in path:
+        return new
+    return {change((*path, name, None), name): item for name, item in new.items()}
 
 
 def _needed(path: tuple[Any, ...]) -> bool | None:
