@@ -395,6 +395,14 @@ def test_arguments_that_are_json_text_are_written_as_json(tmp_path, written, tex
         assert shown == (arguments or "{}") or text == CALLS
 
 
+def test_parsed_arguments_are_not_written_as_python_writes_them(tmp_path, written):
+    call = LOOK | {"arguments": json.dumps(LOOK["arguments"] | {"new": ["it's"]})}
+    path = write(tmp_path / "a.jsonl", called(call))
+    [conversation] = Conversations(written(written_as(ARGUMENTS))).read(path)
+    deep = ' in=it deep={"er": ["a", 3]} n=2 new=["it\'s"]'
+    assert answers_of(conversation)[0] == f"itlook{deep}{TURN_END}"
+
+
 def test_lost_thoughts_and_changed_texts_are_noted(tmp_path, written):
     last = {"reasoning": "It is.", "name": "Bob", "mood": {"good": True}, "rank": 3}
     turns = talk("one\r\ntwo", "<think>\nhm\n</think>\n\nfour", "and", "five")

@@ -273,13 +273,14 @@ class Marks:
 def _mapped(value: Any, change: Callable[[Any, Any], Any], path: tuple[Any, ...] = ()) -> Any:
     """Returns a copy with other leaves, and other names in arguments, whose path ends in None."""
     if isinstance(value, list):
-        return [_mapped(item, change, (*path, i)) for i, item in enumerate(value)]
+        new = [_mapped(item, change, (*path, i)) for i, item in enumerate(value)]
+        return type(value)(new)
     if not isinstance(value, dict):
         return value if value is None else change(path, value)
     new = {name: _mapped(item, change, (*path, name)) for name, item in value.items()}
     if "arguments" not in path:
         return new
-    return {change((*path, name, None), name): item for name, item in new.items()}
+    return type(value)((change((*path, name, None), name), item) for name, item in new.items())
 
 
 def _needed(path: tuple[Any, ...]) -> bool | None:

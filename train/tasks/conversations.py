@@ -88,11 +88,28 @@ class Conversations:
             raise ConversationError(f"{error}. With `arguments` as text: {reason}") from error
 
 
-class _Object(dict):
-    """Arguments that a template cannot write as Python does, without quotation marks for JSON."""
+class _Json:
+    """Makes a template write a parsed value as JSON, or raise an error inside other values."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
 
     def __repr__(self) -> str:
-        raise TypeError("arguments are not written as JSON")
+        raise TypeError("arguments would be written as Python writes them")
+
+
+class _Object(_Json, dict):
+    pass
+
+
+class _Array(_Json, list):
+    pass
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _Object({name: _as_json(part) for name, part in value.items()})
+    return _Array(map(_as_json, value)) if isinstance(value, list) else value
 
 
 def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:
@@ -154,8 +171,7 @@ def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments := function.get("arguments"), str):
         return call
     try:
-        value = json.loads(arguments)
-        parsed = function | {"arguments": _Object(value) if isinstance(value, dict) else value}
+        parsed = function | {"arguments": _as_json(json.loads(arguments))}
     except (ValueError, RecursionError) as error:
         got = shorten(repr(arguments))
         raise DataError(
