@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenflow_jax._device.host_slices import check_slices
-from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.state import LeafState, Leaves
 from zenflow_jax._device.step import GradientParts, split_gradient
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
@@ -213,7 +213,7 @@ def parts_of(g: Streamed) -> GradientParts:
     return GradientParts(probes.squares, probes.gradient, signs, probes.mail)
 
 
-def misused(gradients: Sequence[Any], leaves: Sequence[LeafState]) -> jax.Array:
+def misused(gradients: Sequence[Any], leaves: Leaves) -> jax.Array:
     """Returns whether any layer was not used exactly once, or its gradient was changed.
 
     The layer's mail then differs from its gradient.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import in_host_memory, zeros_like
-from zenflow_jax._device.state import LeafState, ZenFlowState, cut, put
+from zenflow_jax._device.state import Leaves, ZenFlowState, cut, put
 from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.pinned import IN_FLIGHT
@@ -85,7 +85,7 @@ class Mailbox:
         self._post(Sums(group, sums, self._last))
         return state._replace(mail=tuple(rests.get(i, x) for i, x in enumerate(state.mail)))
 
-    def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
+    def refill(self, state: ZenFlowState, leaves: Leaves) -> ZenFlowState:
         """Returns the state for the next step: `leaves`, buffers for its mail, and a token."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._placeholders)):
             self._placeholders = jax.tree.map(zeros_like, self._placeholders)
