@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import jax_utils, nnx
 
 import zenflow_jax
 from tests.mistakes import (
@@ -265,6 +265,44 @@ def test_an_unsuitable_update_is_rejected(call, exception, word):
     assert_told(lambda: jax.jit(call)(), exception, word)
 
 
+def epoch(update):
+    def step(carry, _):
+        state, params = carry
+        updates, state = update(PARAMS, state, params)
+        return (state, updates), None
+
+    return lambda state: jax.lax.scan(step, (state, PARAMS), length=2)[0]
+
+
+LOOPS = {
+    "scan": epoch,
+    "fori_loop": lambda update: (
+        lambda state: jax.lax.fori_loop(
+            0, 2, lambda _, state: update(PARAMS, state, PARAMS)[1], state
+        )
+    ),
+    "while_loop": lambda update: (
+        lambda state: jax.lax.while_loop(
+            lambda state: state.step < 2, lambda state: update(PARAMS, state, PARAMS)[1], state
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_of_steps_under_jit_is_rejected_unless_a_branch_withholds_updates(loop):
+    word = "is called inside `lax.scan`"
+    for wrap in jax.jit, lambda call: call:
+        assert_told(lambda w=wrap: w(LOOPS[loop](TX.update))(STATE), ValueError, word)
+        assert_told(lambda w=wrap: LOOPS[loop](w(TX.update))(STATE), ValueError, word)
+    if loop == "scan":
+        several = optax.MultiSteps(TX, 2)
+        with jax.numpy_dtype_promotion("standard"):
+            jax.eval_shape(epoch(several.update), several.init(PARAMS))
+    alone = make(topk_ratio=1.0)
+    jax.eval_shape(LOOPS[loop](alone.update), alone.init(PARAMS))
+
+
 def test_init_and_update_inside_shard_map_are_rejected():
     mesh = jax.sharding.Mesh([DEVICE], "data")
     everywhere = jax.sharding.PartitionSpec()
@@ -292,6 +330,7 @@ NO_ENGINE = [
     (lambda: engine(state=ADAM), ValueError, NO_STATE),
     (lambda: engine(state=nnx.state(nnx_optimizer(optax.adam(1.0)))), ValueError, NO_STATE),
     (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), ValueError, "jax.vmap(tx.init)"),
+    (lambda: engine(*jax_utils.replicate((PARAMS, STATE))), ValueError, "instead of `pmap`"),
     (lambda: engine(nnx_model()), ValueError, "nnx.state(model)"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "ShapeDtypeStruct"),
     (lambda: engine(shapes_of(PARAMS)), TypeError, "ShapeDtypeStruct"),

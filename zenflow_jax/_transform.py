@@ -14,7 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from zenflow_jax._device.first_state import first_state
-from zenflow_jax._device.leaves import check_outside_of_shard_map, check_update
+from zenflow_jax._device.leaves import (
+    check_outside_of_loops,
+    check_outside_of_shard_map,
+    check_update,
+)
 from zenflow_jax._device.memory import mail_rank, to_host
 from zenflow_jax._device.state import Static, ZenFlowState, register_flax_serialization
 from zenflow_jax._device.statistics import window_statistics
@@ -213,6 +217,8 @@ def zenflow(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # not used by Adam; a chain passes them to every transformation
         check_outside_of_shard_map("tx.update")
+        if not all(leaf.spec.resident for leaf in state.leaves):
+            check_outside_of_loops()
         weights = check_update(updates, params, state)
         rates = rates_by_number([leaf.spec for leaf in state.leaves], params, learning_rate)
         scalars = _scalars_at(state.step - state.skipped, rates, *numbers[:-1])

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from zenflow_jax._device.leaves import Places, check_leaves, first_names
+from zenflow_jax._device.leaves import LOOPS, Places, check_leaves, first_names
 from zenflow_jax._device.memory import HOST, put_everywhere, read
 from zenflow_jax._device.placing import check_placement, put_back, weights_in_place
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, has_state
@@ -68,12 +68,14 @@ def _check_arrays(arrays: Sequence[Any]) -> None:
 
 
 def _check_one_run(state: ZenFlowState) -> None:
-    """Rejects the stacked states that `jax.vmap(tx.init)` makes."""
+    """Rejects the stacked states that `jax.vmap(tx.init)` and `jax.pmap` make."""
     shape = np.shape(state.step)
     if shape:
         raise ValueError(
-            f"The state combines {math.prod(shape)} runs, probably from `jax.vmap(tx.init)`. Give "
-            "each run its own state, step and engine; stacked layers need no `vmap`."
+            f"The state has {math.prod(shape)} copies of each array, from `jax.pmap`, "
+            "`flax.jax_utils.replicate` or `jax.vmap(tx.init)`. To train on several devices, use "
+            f"`jit` instead of `pmap` {LOOPS}. For several runs, give each its own state, step and "
+            "engine; stacked layers need no `vmap`."
         )
 
 

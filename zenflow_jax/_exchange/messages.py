@@ -45,7 +45,8 @@ class Mail(_Message):
             raise RuntimeError(
                 f"Step {step} followed another step without an `exchange`, so mail is lost. Call "
                 "`params, opt_state = engine.exchange(params, opt_state)` after every step, and "
-                "pass its results to the next step."
+                "pass its results to the next step. A loop of steps must be in Python, not in "
+                "`lax.scan`."
             )
         if token == MISUSED:
             raise RuntimeError(
