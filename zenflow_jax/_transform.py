@@ -217,9 +217,9 @@ def zenflow(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # not used by Adam; a chain passes them to every transformation
         check_outside_of_shard_map("tx.update")
+        weights = check_update(updates, params, state)
         if not all(leaf.spec.resident for leaf in state.leaves):
             check_outside_of_loops()
-        weights = check_update(updates, params, state)
         rates = rates_by_number([leaf.spec for leaf in state.leaves], params, learning_rate)
         scalars = _scalars_at(state.step - state.skipped, rates, *numbers[:-1])
         return _update(updates, state, weights, scalars, max_grad_norm)

@@ -20,6 +20,7 @@ from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, p
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zenflow_jax._device.streamed import Streamed
+from zenflow_jax._spec.mesh import mesh_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +259,7 @@ def layer_sharding(sharding: Any) -> NamedSharding | SingleDeviceSharding | None
     if not isinstance(sharding, NamedSharding):
         return None
     divided, *spec = sharding.spec or (None,)
-    if divided not in (None, PartitionSpec.UNCONSTRAINED):
+    (names,) = mesh_axes(PartitionSpec(divided), 1)
+    if any(sharding.mesh.shape[name] > 1 for name in names):
         return None
     return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)

@@ -19,6 +19,7 @@ from zenflow_jax._device.host_slices import check_slices
 from zenflow_jax._device.state import LeafState, Leaves
 from zenflow_jax._device.step import GradientParts, split_gradient
 from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.mesh import explicit_axes
 from zenflow_jax._spec.rules import SendGradients
 
 
@@ -123,18 +124,18 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     )
 
 
-def check_layers_whole(spec: LeafSpec) -> None:
+def check_layers_whole(spec: LeafSpec, weights: Any) -> None:
     """Rejects leaves that a mesh divides along their first axis, or that have Explicit axes."""
     place = spec.placement
-    if place is not None and (place.block[0] or place.explicit):
-        how = (
-            "has Explicit mesh axes"
-            if place.explicit
-            else f"has its layers divided over {place.block[0]}"
-        )
+    if place is None:
+        return
+    explicit, divided = explicit_axes(place.running_mesh([weights])), place.cuts[0]
+    if explicit or divided:
+        how = "has Explicit mesh axes" if explicit else f"has its layers divided over {divided}"
         raise ValueError(
             f"{spec.name} {how}. Streamed layers must be whole along their first axis, on Auto "
-            "mesh axes."
+            "mesh axes. If that axis does not count layers, leave the leaf out with "
+            "`streaming.stream(where=...)`."
         )
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from zenflow_jax._device.memory import in_host_memory, zeros_like
+from zenflow_jax._device.memory import zeros_like
 from zenflow_jax._device.state import Leaves, ZenFlowState, cut, put
 from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.messages import Mail, Sums
@@ -37,9 +37,6 @@ class Mailbox:
         self._worker, self._tokens = worker, tokens
         self._sending = state.send_gradients
         self._placeholders = state.mail, state.step_scalars
-        if self._sending.in_step:
-            # A restored state may have its placeholders on the device.
-            self._placeholders = jax.tree.map(in_host_memory, self._placeholders)
         if self._sending.sums_on_device:
             specs = [leaf.spec for leaf in state.leaves]
             self._take_sums = [

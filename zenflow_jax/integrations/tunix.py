@@ -13,7 +13,6 @@ These hooks rely on three behaviours of Tunix 0.1.7, which `tests/in_tunix/` che
 * Only its checkpoint manager writes checkpoints (`_tunix_checkpoints.py`).
 """
 
-import dataclasses
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -25,10 +24,9 @@ from tunix.sft import checkpoint_manager as tunix_checkpoints  # pyright: ignore
 from tunix.sft import hooks as tunix_hooks  # pyright: ignore[reportMissingImports]
 from tunix.sft import peft_trainer  # pyright: ignore[reportMissingImports]
 
-from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.memory import HOST, read
-from zenflow_jax._device.placing import check_placement, put_back
-from zenflow_jax._device.state import find_state, replace_state
+from zenflow_jax._device.placing import place
+from zenflow_jax._device.state import find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._exchange.checks import accumulations
@@ -88,7 +86,6 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._engine_options = dict(engine_options or {})
         self._engine: HostEngine | None = None
         self._closed = False
-        self._put_back = 0
         self._evaluating = False
         # Done now, not before the first step, because restored arrays are on every device.
         self._place()
@@ -115,9 +112,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     @property
     def stats(self) -> EngineStats:
-        """Returns the engine's statistics; `put_back` includes arrays that these hooks moved."""
-        stats = self.engine.stats
-        return dataclasses.replace(stats, put_back=stats.put_back + self._put_back)
+        return self.engine.stats
 
     def exchange(self) -> None:
         """Exchanges the trainer's last update, unless it has already been exchanged."""
@@ -228,21 +223,13 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     def _place(self) -> None:
         """Puts back arrays that the trainer has misplaced, or has read from a checkpoint."""
-        opt_state = self._opt_state
-        state = find_state(opt_state)
-        leaves, _, places = match_leaves(nnx.as_pure(self._params), state)
-        weights = [leaves[i] for i in places]
-        check_placement(weights, [leaf.spec for leaf in state.leaves])
-        state, moved = put_back(state, weights, memories=True)
-        if moved:
-            self._put_back += moved
-            nnx.update(
-                self._trainer.optimizer.opt_state, nnx.state(replace_state(opt_state, state))
-            )
-        _annotate_shardings(find_state(self._trainer.optimizer.opt_state), state)
+        params, opt_state = nnx.as_pure(self._params), self._trainer.optimizer.opt_state
+        placed = place(params, self._opt_state)
+        nnx.update(opt_state, nnx.state(placed))
+        _annotate_shardings(find_state(opt_state), find_state(placed))
         # With uncommitted parameters, the step would be compiled twice: mail is committed to a
         # device, and therefore so are all outputs of the step.
-        if not any(isinstance(weight.sharding, NamedSharding) for weight in weights):
+        if not any(isinstance(x.sharding, NamedSharding) for x in jax.tree.leaves(params)):
             for whole in (self._trainer.model, self._trainer.optimizer):
                 nnx.update(whole, jax.tree.map(_bound, nnx.state(whole)))
 
