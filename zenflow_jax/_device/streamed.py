@@ -224,6 +224,13 @@ def misused(gradients: Sequence[Any], leaves: Leaves) -> jax.Array:
 
 
 def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
+    # Zeros in place of a gradient that jax did not compute are in device memory.
+    if jax.typeof(g.probes.mail).memory_space != jax.memory.Space.Host:
+        raise ValueError(
+            f"The loss has no gradient for the streamed layers {leaf.spec.name}: "
+            "`lax.stop_gradient` in the scan's body hides them, or no result depends on them. "
+            "Remove it, or leave this leaf out with `streaming.stream(where=...)`."
+        )
     norms, channels = g.probes.norms, leaf.channels
     assert channels is not None
     apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _NORM_TOLERANCE * norms + _SMALL

@@ -52,7 +52,8 @@ class Mail(_Message):
             raise RuntimeError(
                 f"The gradients of streamed layers at step {step} are not the gradients from "
                 "`jax.grad`, so the parameters are now NaN: some code scaled or summed them, used "
-                "a layer twice or never, or read the weights outside the scan. Fix the model "
+                "a layer twice or never, stopped its gradient (`lax.stop_gradient` in the scan's "
+                "body), or read the weights outside the scan. Fix the model "
                 '(docs/gradients.md, "Scanned layers"), and resume from a checkpoint.'
             )
         if step == 0:  # scalars that no step wrote
