@@ -244,7 +244,7 @@ def _has_scan(jaxpr: Any) -> bool:
     )
 
 
-def _adds_axis(equation: JaxprEqn) -> bool:
+def _adds_axis(equation: Any) -> bool:
     """Returns whether an equation puts an axis before its input, as `jnp.stack` does."""
     shape = equation.invars[0].aval.shape
     return equation.outvars[0].aval.shape[1:] == shape and equation.primitive.name != "scan"
