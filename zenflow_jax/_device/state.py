@@ -225,9 +225,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
         kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
         if is_nnx_state(opt_state):
             remedy = (
-                "An `nnx.State` contains only arrays: pass its graphdef to `attach(step, "
-                "graphdef=...)`, or combine the two with `nnx.merge`, and pass model and optimizer "
-                "to `engine.exchange_nnx`"
+                "An `nnx.State` contains only arrays: combine it with its graphdef (`nnx.merge`), "
+                "and pass model and optimizer to `engine.exchange_nnx`"
             )
         elif states:
             remedy = (
