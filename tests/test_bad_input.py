@@ -342,6 +342,12 @@ def test_a_second_update_without_exchange_returns_nan():
 ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 LATE = make(send_gradients="after_step")
+
+
+def half_restored(state):
+    return state._replace(leaves=shapes_of(state.leaves))
+
+
 STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
 NO_ENGINE = [
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
@@ -351,6 +357,8 @@ NO_ENGINE = [
     (lambda: engine(*jax_utils.replicate((PARAMS, STATE))), ValueError, "instead of `pmap`"),
     (lambda: engine(nnx_model()), ValueError, "nnx.state(model)"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "ShapeDtypeStruct"),
+    (lambda: engine(state=shapes_of(STATE)), TypeError, "at .step, .skipped"),
+    (lambda: zenflow_jax.place(PARAMS, half_restored(STATE)), TypeError, "at .leaves[0].steps, ."),
     (lambda: engine(shapes_of(PARAMS)), TypeError, "ShapeDtypeStruct"),
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),

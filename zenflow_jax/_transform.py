@@ -46,7 +46,6 @@ from zenflow_jax._spec.leaf_warnings import (
     warn_of_a_part,
     warn_of_few_channels,
     warn_of_stacked_vectors,
-    warn_of_uneven_pieces,
 )
 from zenflow_jax._spec.rates import rates_by_number, with_rate_numbers
 from zenflow_jax._spec.resolve import LeafRules, resolve_specs
@@ -208,7 +207,6 @@ def zenflow(
         if topk_ratio < 1:
             warn_if_all_resident(specs)
             warn_of_few_channels(specs, topk_ratio)
-            warn_of_uneven_pieces(specs, topk_ratio)
             if resident is None:
                 warn_of_stacked_vectors(specs)
         specs, in_turn = assign_groups(with_rate_numbers(specs, params, learning_rate), schedule)

@@ -166,9 +166,8 @@ def check_arrays(state: Any, kinds: type | tuple[type, ...] = jax.Array) -> None
             f"The optimizer state contains a {type(wrong[0][1]).__name__} instead of a jax array "
             f"at {names}. Pass the state that `tx.init` or the step returned, outside jit (jit the "
             "step, not the function that `attach` returns). For flax nnx, pass model and optimizer "
-            "to `exchange_nnx` or `flush_nnx`. If a checkpoint library returned the state, it has "
-            "to restore every leaf; `zenflow_jax.place(params, opt_state)` then puts NumPy arrays "
-            "on the devices (docs/checkpoints.md)."
+            "to `exchange_nnx` or `flush_nnx`. Restore every leaf from a checkpoint; "
+            "`zenflow_jax.place(params, opt_state)` puts NumPy arrays on the devices."
         )
 
 

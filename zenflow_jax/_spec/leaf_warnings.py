@@ -13,7 +13,6 @@ import jax
 import optax
 
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.resolve import selected_channels
 
 _logger = logging.getLogger("zenflow_jax")
 
@@ -50,26 +49,6 @@ def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
         "channels' state uses device memory. If this axis counts layers or heads, pass another "
         "`channel_axis` (an int or a function of (path, leaf)), or stack layers along the first "
         "axis."
-    )
-
-
-def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
-    """Warns if a mesh adds selected channels, so that the run cannot resume on fewer devices."""
-    divided = [s for s in specs if not s.resident and s.pieces > 1]
-    uneven = [s for s in divided if s.k != selected_channels(topk_ratio, s.n, 1)]
-    if not uneven:
-        return
-    first = uneven[0]
-    # Each piece selects a whole number of channels if the ratio is a multiple of 1 / common.
-    common = math.gcd(*(s.n // s.pieces for s in divided))
-    even = selected_channels(topk_ratio, common, 1) / common
-    remedy = f"with topk_ratio={even!r} or " if even <= 2 * topk_ratio else ""
-    _logger.warning(
-        f"zenflow selects {first.k} channels of {first.name or 'a bare array'}, because the mesh "
-        f"divides its channel axis into {first.pieces} pieces; on one device, it would select "
-        f"{selected_channels(topk_ratio, first.n, 1)}. This run's checkpoints can be resumed only "
-        "on a mesh that leads to the same number. To resume on fewer devices, start the run "
-        f"{remedy}with a mesh that divides other axes."
     )
 
 
