@@ -143,6 +143,11 @@ class ZenFlowState(NamedTuple):
     def send_gradients(self) -> SendGradients:
         return self.leaves.static.send_gradients
 
+    @property
+    def offloads(self) -> bool:
+        """Returns whether any leaf is offloaded; otherwise the run needs no engine."""
+        return any(not leaf.spec.resident for leaf in self.leaves)
+
     def __repr__(self) -> str:
         # Code that traverses optimizer states may put a placeholder here.
         if not isinstance(self.leaves, LeafStates):
