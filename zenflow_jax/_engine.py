@@ -109,7 +109,7 @@ class HostEngine:
         check_int_or_none("max_skipped", max_skipped, 1)
         check_one_of("check", check, ["samples", "all"])
         compact = checks.is_compact(host_state)
-        state, weights, moved = checks.checked(params, opt_state, engine_state is None)
+        state, weights = checks.checked(params, opt_state, engine_state is None)
         with Joining(state, weights, engine_state) as joining:
             check_gpus(devices_of(weights))
             if engine_state is not None:
@@ -123,7 +123,7 @@ class HostEngine:
             host = new_host_state(offloaded.pick(weights), state, offloaded, adam, compact=compact)
             skipped = int(read(state.skipped_in_a_row))
             self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
-            self._checker = checks.StateChecker(state, weights, offloaded, moved)
+            self._checker = checks.StateChecker(state, weights, offloaded)
             self._progress = progress = Progress(state.schedule, offloaded)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
@@ -148,7 +148,6 @@ class HostEngine:
         stats = self._worker.stats
         return dataclasses.replace(
             stats,
-            put_back=self._checker.put_back,
             bytes_to_device=stats.bytes_to_device + self._updates.late_bytes,
             **self._progress.counts,
             **self._worker.recorder.seconds(),
@@ -198,7 +197,7 @@ class HostEngine:
         if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
         self._tokens.check_new_step(state)
-        state = self._checker.in_place(state, taken.weights)
+        self._checker.check_in_place(state, taken.weights)
         if first:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
@@ -266,7 +265,7 @@ class HostEngine:
         copied = self._tokens.check_between_steps(state, "flush")
         taken = self._checker.take(params)
         if copied:
-            state = self._checker.in_place(state, taken.weights)
+            self._checker.check_in_place(state, taken.weights)
         # An update mid-window would overwrite the provisional steps since the window opened.
         at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps

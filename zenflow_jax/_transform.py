@@ -14,7 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from zenflow_jax._device.first_state import first_state
-from zenflow_jax._device.leaves import check_outside_of_shard_map, check_update
+from zenflow_jax._device.leaves import (
+    check_outside_of_loops,
+    check_outside_of_shard_map,
+    check_update,
+)
 from zenflow_jax._device.memory import mail_rank, to_host
 from zenflow_jax._device.state import Static, ZenFlowState, register_flax_serialization
 from zenflow_jax._device.statistics import window_statistics
@@ -42,7 +46,6 @@ from zenflow_jax._spec.leaf_warnings import (
     warn_of_a_part,
     warn_of_few_channels,
     warn_of_stacked_vectors,
-    warn_of_uneven_pieces,
 )
 from zenflow_jax._spec.rates import rates_by_number, with_rate_numbers
 from zenflow_jax._spec.resolve import LeafRules, resolve_specs
@@ -205,7 +208,6 @@ def zenflow(
         if topk_ratio < 1:
             warn_if_all_resident(specs)
             warn_of_few_channels(specs, topk_ratio)
-            warn_of_uneven_pieces(specs, topk_ratio)
             if resident is None:
                 warn_of_stacked_vectors(specs)
         specs, in_turn = assign_groups(with_rate_numbers(specs, params, learning_rate), schedule)
@@ -218,6 +220,8 @@ def zenflow(
         del extra  # not used by Adam; a chain passes them to every transformation
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state)
+        if state.offloads:
+            check_outside_of_loops()
         rates = rates_by_number([leaf.spec for leaf in state.leaves], params, learning_rate)
         scalars = _scalars_at(state.step - state.skipped, rates, *numbers[:-1])
         return _update(updates, state, weights, scalars, max_grad_norm)
