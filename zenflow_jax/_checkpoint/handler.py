@@ -126,7 +126,7 @@ class EngineSave(_Checkpointable):
         check_int_or_none("copy_bytes", self.copy_bytes, 0)
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Starts a save; called by `orbax.checkpoint.v1`."""
+        """Starts a save to `directory`; called by `orbax.checkpoint.v1`."""
         _local(directory.path)
         stream = self.engine.stream(self.copy_bytes)
 
@@ -171,7 +171,7 @@ class EngineRestore(_Checkpointable):
     item: Any = None
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """Loads the state into `item`; called by `orbax.checkpoint.v1`."""
+        """Loads the state in `directory` into `item`; called by `orbax.checkpoint.v1`."""
 
         async def read() -> None:
             self.item = read_engine_state(_local(directory))
