@@ -7,13 +7,12 @@ puts placeholders back, usually the same buffers every time, because no step rea
 """
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from zenflow_jax._device.memory import in_host_memory, zeros_like
-from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._device.memory import zeros_like
+from zenflow_jax._device.state import Leaves, ZenFlowState
 from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.messages import Mail
 from zenflow_jax._exchange.pinned import IN_FLIGHT
@@ -28,9 +27,6 @@ class Mailbox:
         self._worker, self._tokens = worker, tokens
         self._sending = state.send_gradients
         self._placeholders = state.mail, state.step_scalars
-        if self._sending.in_step:
-            # A restored state may have its placeholders on the device.
-            self._placeholders = jax.tree.map(in_host_memory, self._placeholders)
         # Whether each leaf still owns its placeholder. A step with a branch reads placeholders, and
         # may donate each array only once. If the first step donates nothing, similar leaves share
         # an array.
@@ -51,7 +47,7 @@ class Mailbox:
         self._worker.post(mail)
         self._unread.append(mail)
 
-    def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
+    def refill(self, state: ZenFlowState, leaves: Leaves) -> ZenFlowState:
         """Returns the state for the next step: `leaves`, buffers for its mail, and a token."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._placeholders)):
             self._placeholders = jax.tree.map(zeros_like, self._placeholders)

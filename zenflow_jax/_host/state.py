@@ -87,7 +87,12 @@ class HostLeaf:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.written)
+        """Returns a copy's bytes without step counts: at most 20 per parameter."""
+        sums = 8 * self.master.size if self.open.kept and self.open.sums is None else 0
+        return sum(x.nbytes for x in self.written) - self.steps.nbytes + sums
+
+    def new_sums(self) -> Sums:
+        return Sums(*(aligned_zeros(self.master.shape) for _ in Sums._fields))
 
     def keep(self, gradient: np.ndarray, factor: float) -> None:
         self.open.kept.append((gradient.reshape(self.master.shape), factor))
@@ -97,13 +102,19 @@ class HostLeaf:
         window = dataclasses.replace(self.open, kept=list(self.open.kept))
         return dataclasses.replace(self, open=window, spare=None)
 
-    def copy(self) -> "HostLeaf":
-        """Copies the leaf, except mails and channels, which are never overwritten."""
-        sums, leaf = self.open.sums, self.alias()
-        sums = None if sums is None else Sums(*map(copied, sums))
-        window = dataclasses.replace(leaf.open, sums=sums)
+    def copy(self, adam: HostAdam) -> "HostLeaf":
+        """Copies an alias, except channels, which are never overwritten.
+
+        `adam` sums the mails. Neither copy nor alias keeps them: pinned memory is scarce.
+        """
+        sums, first = self.open.sums, self.open.sums is None
+        sums = self.new_sums() if sums is None else Sums(*map(copied, sums))
+        if self.open.kept:
+            adam.accumulate(sums, self.open.kept, first=first)
+        self.open = window = WindowGradients(None if first and not self.open.kept else sums)
         return dataclasses.replace(
-            leaf,
+            self,
+            spare=None,
             master=self.master.copy(),
             mu=self.mu.copy(),
             nu=self.nu.copy(),
@@ -269,11 +280,9 @@ class HostState:
     def _add_up(self, i: int, gradients: WindowGradients, end: int | None = None) -> Sums:
         """Adds a window's mails of leaf `i`, up to `end`, to its sums."""
         leaf, sums = self.leaves[i], gradients.sums
+        self.before_write(i)  # a save must not keep mails that are freed here
         if sums is None:
-            zeros = (aligned_zeros(leaf.master.shape) for _ in Sums._fields)
-            sums, leaf.spare = leaf.spare or Sums(*zeros), None
-        else:
-            self.before_write(i)
+            sums, leaf.spare = leaf.spare or leaf.new_sums(), None
         if gradients.kept:
             self._adam.accumulate(sums, gradients.kept[:end], first=gradients.sums is None)
         gradients.sums = sums

@@ -14,7 +14,6 @@ import numpy as np
 from zenflow_jax._checkpoint.saving import Snapshot
 from zenflow_jax._diagnostics.stats import check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
-from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._spec.scalars import AdamScalars
 from zenflow_jax.layerwise._blocks import Block
@@ -73,7 +72,6 @@ class Host:
         blocks: Sequence[Block],
         scalars: AdamScalars,
         adam: HostAdam,
-        peers: PeerMonitor,
         *,
         at_once: bool,
         max_grad_norm: float | None,
@@ -85,7 +83,7 @@ class Host:
         self.skipped = int(counts.get("step", 0)) - self.counted
         sizes = np.array([block.nbytes for block in blocks], np.float32)
         self.shares = np.asarray(counts.get("shares", sizes / max(sizes.sum(), 1)), np.float32)
-        self._scalars, self._adam, self._peers = scalars, adam, peers
+        self._scalars, self._adam = scalars, adam
         self.at_once, self._max_grad_norm = at_once, max_grad_norm
         self._max_skipped = max_skipped
         self._snapshots: list[Snapshot] = []
@@ -96,7 +94,6 @@ class Host:
         self._arrived = 0.0  # when the device's last result arrived
         self._squares: dict[int, np.float32] = {}
         self._thread = TaskThread("zenflow-host")
-        peers.start(self._on_peer_failure)
 
     def decide(self, step: int, rate: jax.Array, numbers: Sequence[jax.Array]) -> Future[None]:
         """Decides whether a step counts; `numbers` are its loss or all sums of squares."""
@@ -127,7 +124,6 @@ class Host:
             raise RuntimeError("The trainer is closed. Make a new trainer from its saved state.")
         if self.failure is None:
             return
-        self._peers.raised()
         if isinstance(self.failure, FloatingPointError):
             raise FloatingPointError(str(self.failure)) from self.failure
         raise RuntimeError(
@@ -146,10 +142,6 @@ class Host:
             self.closed = True  # ends a wait for a save
             self._thread.close()
             self._adam.close()
-            self._peers.close()
-
-    def _on_peer_failure(self, message: str) -> None:
-        self.failure = self.failure or RuntimeError(message)
 
     def _run(self, task: Callable[..., Any], step: int, *args: Any) -> Any:
         if self.failure is not None:
@@ -160,7 +152,6 @@ class Host:
             return task(step, *args)
         except BaseException as error:
             self.failure = error
-            self._peers.report(str(error))
             raise
         finally:
             self.recorder.works_at(None)

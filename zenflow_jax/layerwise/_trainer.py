@@ -1,6 +1,5 @@
 """`Trainer`: the public object, used from a single thread."""
 
-import itertools
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange.checks import is_compact
-from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._spec.arguments import NUMBERS, check_numbers
@@ -22,8 +21,6 @@ from zenflow_jax.layerwise._blocks import Block, make_block
 from zenflow_jax.layerwise._dispatch import AHEAD, Dispatcher
 from zenflow_jax.layerwise._host import Host
 from zenflow_jax.layerwise._saving import BlockStream, saved_leaves
-
-_NUMBERS = itertools.count()
 
 
 class Trainer:
@@ -71,7 +68,6 @@ class Trainer:
         state: The result of `state` or `EngineRestore`, to resume that run with bit-identical
             results. Then `params` may be `ShapeDtypeStruct`s with shardings, except for frozen
             weights.
-        exit_if_stuck: As for `HostEngine`.
 
     Raises:
         ValueError: If an argument is out of range, or `state` belongs to another model; in `step`,
@@ -125,7 +121,6 @@ class Trainer:
         max_skipped: int | None = None,
         compiler_options: dict[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
-        exit_if_stuck: bool = True,
     ):
         check_one_of("updates", updates, ("after_backward", "during_backward"))
         check_one_of("inputs", inputs, ("device", "host"))
@@ -146,15 +141,13 @@ class Trainer:
         self._blocks, self._interrupted = blocks, False
         leaves = [leaf for block in blocks for leaf in block.leaves]
         devices = {device for leaf in leaves for device in leaf.abstract.sharding.device_set}
+        check_gpus(devices)
         self._processes = sorted({device.process_index for device in devices})
-        name = f"layerwise {next(_NUMBERS)}"
-        self._peers = PeerMonitor(name, self._processes, exit_if_stuck=exit_if_stuck)
         # Last: a failed constructor must not leak a thread.
         self._host = Host(
             blocks,
             AdamScalars(0.0, b1, b2, 1 - b1, 1 - b2, eps, weight_decay),
             HostAdam(host_kernel, threads),
-            self._peers,
             at_once=at_once,
             max_grad_norm=max_grad_norm,
             max_skipped=max_skipped,
@@ -221,8 +214,6 @@ class Trainer:
             self.steps += 1
             loss = self._dispatcher.step(self.steps, program, batches)
         except BaseException as error:
-            self._peers.report(repr(error))  # for processes that wait in a collective
-            self._peers.raised()
             if "RESOURCE_EXHAUSTED" in str(error):
                 error.add_note(
                     "The device's memory is full. Pass fewer examples at a time, as micro-batches; "
@@ -230,7 +221,6 @@ class Trainer:
                 )
             raise
         self._interrupted = False
-        self._peers.passed()
         self._host.recorder.called("calls", self.steps, start)
         return loss
 
