@@ -293,7 +293,7 @@ class HostEngine:
 
         Returns:
             A tree of dicts, lists and arrays. The large arrays are in host memory (pinned on a
-            GPU), take 16 bytes per offloaded parameter until they are freed, and never change.
+            GPU), take 20 bytes per offloaded parameter until they are freed, and never change.
             Shapes and placements match `abstract_engine_state(opt_state)`.
 
         Raises:
