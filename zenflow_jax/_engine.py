@@ -272,10 +272,10 @@ class HostEngine:
             if pending or opened:
                 self._integrity.forget()
                 weights = self._updates.collect(taken.offloaded, pending, state.step)
-                for group in opened:
+                for group in opened:  # one at a time, because updates take device memory
                     self._updates.close_window(group)
                     self._progress.window_closed(group)
-                weights = self._updates.collect(weights, opened, state.step)
+                    weights = self._updates.collect(weights, [group], state.step)
                 taken = taken.with_offloaded(weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)
