@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import zenflow_jax
-from tests.layerwise.small_model import BATCHES, LAYERS, MODEL, check_equal, new_params
+from tests.layerwise.small_model import BATCHES, LAYERS, MODEL, check_equal, masters_of, new_params
 from zenflow_jax import layerwise
 from zenflow_jax.layerwise import _optimizer
 from zenflow_jax.planning import UnfitRunError
@@ -17,11 +17,6 @@ from zenflow_jax.planning import UnfitRunError
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0, 7))
-
-
-def masters_of(trainer):
-    layers = [trainer.master_params(i) for i in range(LAYERS)]
-    return {"outer": trainer.master_params("outer"), "layers": layers}
 
 
 @pytest.mark.parametrize(
