@@ -142,7 +142,8 @@ def losses_of(mesh, *, scanned):
         return jnp.mean(times(x, params["head"]) ** 2)
 
     def loss_fn(params, x):
-        return last(params, jax.lax.scan(layer, x, params["layers"])[0], None)
+        carry, _ = jax.lax.scan(layer, x + jnp.zeros_like(x), params["layers"])
+        return last(params, carry, None)
 
     model = layerwise.ScannedModel(loss_fn, params, x)
     functions = {

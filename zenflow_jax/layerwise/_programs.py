@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AxisType, NamedSharding
 
 Options = dict[str, Any] | None
 
@@ -401,11 +402,19 @@ def _text(tree: Any) -> str:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Returns shapes without shardings; Python numbers keep weak types, so they adopt dtypes."""
+    """Returns shapes; Python numbers keep weak types, so they adopt dtypes.
+
+    Only shardings on explicit axes, which are part of an array's type, are kept.
+    """
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
-        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            sharding = NamedSharding(sharding.mesh, sharding.spec)
+        else:
+            sharding = None
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak, sharding=sharding)
 
     return jax.tree.map(shape_of, tree)
 
