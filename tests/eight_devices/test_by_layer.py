@@ -142,8 +142,7 @@ def losses_of(mesh, *, scanned):
         return jnp.mean(times(x, params["head"]) ** 2)
 
     def loss_fn(params, x):
-        carry, _ = jax.lax.scan(layer, x + jnp.zeros_like(x), params["layers"])
-        return last(params, carry, None)
+        return last(params, jax.lax.scan(layer, x, params["layers"])[0], None)
 
     model = layerwise.ScannedModel(loss_fn, params, x)
     functions = {
@@ -168,6 +167,19 @@ def test_weights_on_explicit_axes_or_in_scans_train_as_they_do_on_auto_axes():
     # The summation order differs.
     np.testing.assert_allclose(losses[1:], [losses[0]] * 3, rtol=1e-5)
     assert losses[0][2] < losses[0][0]
+
+
+@pytest.mark.usefixtures("as_scripts_run")
+def test_a_batch_on_explicit_axes_may_be_a_carry_whose_value_no_gradient_needs():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
+    params = jax.device_put({"outer": {}, "layers": [jnp.ones(8)] * 2}, NamedSharding(mesh, P()))
+    model = {"first": lambda outer, x: (x, None), "layer": lambda w, x, _: x + w}
+    model["last"] = lambda outer, x, _: jnp.mean(x)
+    with jax.set_mesh(mesh):
+        with layerwise.Trainer(params, **model, optimizer=optax.sgd(8.0)) as trainer:
+            losses = [float(trainer.step(x)) for _ in range(2)]
+    assert losses == [3.0, 1.0]
 
 
 def test_layers_that_a_mesh_divides_are_rejected_by_name():

@@ -240,7 +240,8 @@ def _pull_of(function: Callable, like: Any, moving: tuple[int, ...], trains: boo
     ) -> tuple[Any, Any]:
         known = dict(zip(kept, inputs, strict=True))
         leaves = [
-            known[i] if i in known else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(shapes)
+            known[i] if i in known else jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            for i, x in enumerate(shapes)
         ]
         floats, rebuild = _split_floats(jax.tree.unflatten(treedef, leaves))
         parts, join = _split_at(shared, moving)
