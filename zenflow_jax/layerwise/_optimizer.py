@@ -225,10 +225,10 @@ def _placed(x: Any, leaf: Any) -> Any:
     """Returns an array's shape with the leaf's sharding, on each axis that it divides evenly."""
     sharding = leaf.sharding
     if x.shape != leaf.shape and isinstance(sharding, NamedSharding):
-        entries = []
-        if len(x.shape) == len(leaf.shape):
-            shape = zip(x.shape, leaf.shape, sharding.shard_shape(leaf.shape), strict=True)
-            spec = [*sharding.spec, *[None] * len(leaf.shape)]
-            entries = [e if n % (m // k) == 0 else None for e, (n, m, k) in zip(spec, shape)]
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+        parts = [n // k for n, k in zip(leaf.shape, sharding.shard_shape(leaf.shape), strict=True)]
+        spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
+        if len(x.shape) != len(leaf.shape):
+            spec = []
+        spec = [e if n % k == 0 else None for e, n, k in zip(spec, x.shape, parts, strict=False)]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

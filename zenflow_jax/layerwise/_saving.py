@@ -125,9 +125,7 @@ class SavedState:
         self.counts: Mapping[str, Any] = state["counts"]
         self._leaves, self._checksums = state["leaves"], state.get("checksums", {})
 
-    def read(
-        self, number: int, paths: Sequence[str], shapes: Sequence[Parts]
-    ) -> list[jax.Array]:
+    def read(self, number: int, paths: Sequence[str], shapes: Sequence[Parts]) -> list[jax.Array]:
         """Returns the `flat` arrays of neighbouring leaves, in the memory where they wait."""
         leaves = []
         for n, (path, shape) in enumerate(zip(paths, shapes, strict=True), number):
@@ -183,16 +181,15 @@ class _CheckedPiece:
 
 
 def _checked(saved: StoredArray, checksums: Mapping[str, Any], name: str) -> StoredArray:
-    checked = StoredArray(0, name, saved.shape, saved.dtype)
-    checked.pieces = {
-        start: _CheckedPiece(piece, int(checksums[",".join(map(str, start))]), name)
-        for start, piece in saved.pieces.items()
-    }
+    checked, pieces = StoredArray(0, name, saved.shape, saved.dtype), {}
+    for start, piece in saved.pieces.items():
+        pieces[start] = _CheckedPiece(piece, int(checksums[",".join(map(str, start))]), name)
+    checked.pieces = pieces
     return checked
 
 
 def _checksum(x: np.ndarray) -> int:
-    return zlib.crc32(x.reshape(-1).view(np.uint8))
+    return zlib.crc32(x.reshape(-1).view(np.uint8).data)
 
 
 def _named(leaf: Parts) -> Iterator[tuple[str, Any]]:
