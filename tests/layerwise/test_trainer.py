@@ -177,7 +177,7 @@ def live_bytes(kind="device"):
 
 def most_bytes(monkeypatch, method, **options):
     """Returns the most bytes on the device in a step, beyond those before it, by micro-batches."""
-    most = {}
+    most, original = {}, getattr(Block, method)
     for parts in (1, 2, 4):
         with layerwise.Trainer(
             new_params(), **MODEL, optimizer=optax.adamw(1e-2), **options
@@ -186,7 +186,7 @@ def most_bytes(monkeypatch, method, **options):
             trainer.wait()
             before, seen = live_bytes(), []
 
-            def counted(*args, original=getattr(Block, method), seen=seen):
+            def counted(*args, seen=seen):
                 result = original(*args)
                 seen.append(live_bytes())
                 return result
