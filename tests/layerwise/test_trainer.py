@@ -210,6 +210,15 @@ def test_the_device_holds_a_few_layers_however_many_micro_batches_there_are(monk
     assert most[4] <= most[2] * 1.05
 
 
+@pytest.mark.usefixtures("nothing_is_small")
+def test_an_evaluation_leaves_nothing_on_the_device():
+    with layerwise.Trainer(new_params(), **MODEL, optimizer=optax.sgd(0.1)) as trainer:
+        trainer.evaluate(BATCHES[0])
+        before = live_bytes()
+        trainer.evaluate(BATCHES[0])
+        assert live_bytes() == before
+
+
 def test_a_trainer_shares_no_array_with_its_caller():
     in_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     for where in (in_host, jax.devices()[0]):

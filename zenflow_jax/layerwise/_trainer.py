@@ -72,8 +72,8 @@ class Trainer:
         frozen: Layers that are not trained, by number, and "outer" for the outer weights.
         max_skipped: Consecutive skipped steps after which a call raises an error. None means never.
         in_flight_bytes: Device memory for arrays on their way to and from updates. By default,
-            three times the largest leaf with its state. Twice a layer's state hides all of it
-            behind the backward pass.
+            three times a layer's largest leaf with its state. Twice a layer with its state hides
+            the bus behind the backward pass.
         compiler_options: Options for all programs, as in `jax.jit`.
         state: The result of `state` or `EngineRestore`, to resume that run with bit-identical
             results. Then `params` may be `ShapeDtypeStruct`s with shardings, except for frozen
@@ -166,7 +166,8 @@ class Trainer:
         # Steps and verdicts that were not read yet.
         self._verdicts: deque[tuple[int, jax.Array]] = deque()
         self._skipped, self._step_s = int(counts.get("skipped", 0)), 0.0
-        largest = max((x.nbytes for block in blocks for x in block.bundles), default=0)
+        # A huge outer leaf does not count; it is updated when nothing else is in flight.
+        largest = max((x.nbytes for block in blocks[1:] for x in block.bundles), default=0)
         in_flight = _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes
         kind = DuringBackward if at_once else AfterBackward
         self._updates = kind(blocks, Judge(max_grad_norm, compiler_options), in_flight)
