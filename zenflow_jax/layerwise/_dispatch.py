@@ -16,8 +16,8 @@ from zenflow_jax.layerwise._programs import (
     ModelProgram,
     floats_of,
     key_of,
-    shapes_of,
     trace_model,
+    types_of,
 )
 from zenflow_jax.layerwise._progress import Progress
 from zenflow_jax.layerwise._transfers import bytes_here, large_moved, moved
@@ -197,7 +197,7 @@ class Dispatcher:
 
     def program(self, batch: Any) -> ModelProgram:
         """Returns the programs for batches of this shape, traced once."""
-        shapes = shapes_of(batch)
+        shapes = types_of(batch)
         if (key := key_of(shapes)) not in self._programs:
             outer, *layers = (
                 x.treedef.unflatten([leaf.weight for leaf in x.shapes]) for x in self._blocks
