@@ -341,8 +341,9 @@ class Trainer:
     def _read_verdicts(self, unread: int) -> None:
         """Reads all verdicts but the last few, and raises an error if a step ends the run."""
         while len(self._verdicts) > unread:
-            step, verdict = self._verdicts.popleft()
+            step, verdict = self._verdicts[0]
             self._skipped, in_a_row, report = map(int, np.asarray(verdict))
+            self._verdicts.popleft()  # after the wait, which may be interrupted
             try:
                 if report:
                     raise FloatingPointError(self._explained(report, step))
