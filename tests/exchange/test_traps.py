@@ -22,8 +22,8 @@ from tests import comparisons, processes, runs
 from tests.compilations import compilations
 from tests.exchange.hooks import views_of_mail
 from tests.runs import BUSY, FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
-from zenflow_jax import HostEngine, _engine
-from zenflow_jax._device import memory
+from zenflow_jax import HostEngine, _engine, layerwise
+from zenflow_jax._device import gpu_faults, memory
 from zenflow_jax._exchange import parts, updates
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
@@ -125,6 +125,26 @@ def test_donation_does_not_abort_the_process_and_nothing_is_computed_eagerly():
     # In a separate process: the failure would be SIGABRT, not an exception.
     process = processes.start_process("exchange.test_traps", "use_a_new_process", devices=1)
     processes.assert_ends(process)
+
+
+def new_engine(params):
+    return HostEngine(params, runs.transformation(ONE, OPTIONS).init(params))
+
+
+def new_trainer(params):
+    functions = dict.fromkeys(("first", "layer", "last"), lambda *_: None)
+    return layerwise.Trainer({"outer": {}, "layers": [params]}, **functions, learning_rate=1e-2)
+
+
+@pytest.mark.parametrize("start", [new_engine, new_trainer])
+def test_a_gpu_that_computes_single_operations_incorrectly_is_rejected(monkeypatch, start):
+    monkeypatch.setattr(gpu_faults, "_GPU", "cpu")
+    with start(runs.initial(ONE)):  # this machine is correct
+        pass
+    ones = jnp.ones
+    monkeypatch.setattr(jnp, "ones", lambda *x, **y: 512 * ones(*x, **y))  # as in the thread
+    with pytest.raises(RuntimeError, match=r"1 \+ 1 = 513\.0 on cpu.*jax/issues/40633"):
+        start(runs.initial(ONE))
 
 
 @pytest.mark.parametrize("sending", ["during_step", "per_window"])

@@ -6,7 +6,7 @@ classes. Checkpoint libraries and trainers that traverse the state find only arr
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,12 +63,16 @@ class Static:
     send_gradients: SendGradients  # when gradients leave the device
 
 
+# Not a sequence: other libraries (orbax) rebuild sequences from their elements alone.
 @dataclasses.dataclass(frozen=True)
-class LeafStates(Sequence[LeafState]):
+class LeafStates:
     """The states of all leaves, in order, with the settings in the treedef."""
 
     leaves: tuple[LeafState, ...]
     static: Static
+
+    def __iter__(self) -> Iterator[LeafState]:
+        return iter(self.leaves)
 
     def __getitem__(self, i: Any) -> Any:
         return self.leaves[i]
@@ -78,6 +82,9 @@ class LeafStates(Sequence[LeafState]):
 
     def replace(self, leaves: Iterable[LeafState]) -> "LeafStates":
         return LeafStates(tuple(leaves), self.static)
+
+
+Leaves = LeafStates | Sequence[LeafState]
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -135,6 +142,11 @@ class ZenFlowState(NamedTuple):
     @property
     def send_gradients(self) -> SendGradients:
         return self.leaves.static.send_gradients
+
+    @property
+    def offloads(self) -> bool:
+        """Returns whether any leaf is offloaded; otherwise the run needs no engine."""
+        return any(not leaf.spec.resident for leaf in self.leaves)
 
     def __repr__(self) -> str:
         # Code that traverses optimizer states may put a placeholder here.
@@ -218,9 +230,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
         kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
         if is_nnx_state(opt_state):
             remedy = (
-                "An `nnx.State` contains only arrays: pass its graphdef to `attach(step, "
-                "graphdef=...)`, or combine the two with `nnx.merge`, and pass model and optimizer "
-                "to `engine.exchange_nnx`"
+                "An `nnx.State` contains only arrays: combine it with its graphdef (`nnx.merge`), "
+                "and pass model and optimizer to `engine.exchange_nnx`"
             )
         elif states:
             remedy = (

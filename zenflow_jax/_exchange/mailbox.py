@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from zenflow_jax._device.memory import in_host_memory, zeros_like
-from zenflow_jax._device.state import LeafState, ZenFlowState, cut, put
+from zenflow_jax._device.memory import zeros_like
+from zenflow_jax._device.state import Leaves, ZenFlowState, cut, put
 from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.pinned import IN_FLIGHT
@@ -37,9 +37,6 @@ class Mailbox:
         self._worker, self._tokens = worker, tokens
         self._sending = state.send_gradients
         self._placeholders = state.mail, state.step_scalars
-        if self._sending.in_step:
-            # A restored state may have its placeholders on the device.
-            self._placeholders = jax.tree.map(in_host_memory, self._placeholders)
         if self._sending.sums_on_device:
             specs = [leaf.spec for leaf in state.leaves]
             self._take_sums = [
@@ -85,7 +82,7 @@ class Mailbox:
         self._post(Sums(group, sums, self._last))
         return state._replace(mail=tuple(rests.get(i, x) for i, x in enumerate(state.mail)))
 
-    def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
+    def refill(self, state: ZenFlowState, leaves: Leaves) -> ZenFlowState:
         """Returns the state for the next step: `leaves`, buffers for its mail, and a token."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._placeholders)):
             self._placeholders = jax.tree.map(zeros_like, self._placeholders)

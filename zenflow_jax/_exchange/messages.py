@@ -45,13 +45,15 @@ class Mail(_Message):
             raise RuntimeError(
                 f"Step {step} followed another step without an `exchange`, so mail is lost. Call "
                 "`params, opt_state = engine.exchange(params, opt_state)` after every step, and "
-                "pass its results to the next step."
+                "pass its results to the next step. A loop of steps must be in Python, not in "
+                "`lax.scan`."
             )
         if token == MISUSED:
             raise RuntimeError(
                 f"The gradients of streamed layers at step {step} are not the gradients from "
                 "`jax.grad`, so the parameters are now NaN: some code scaled or summed them, used "
-                "a layer twice or never, or read the weights outside the scan. Fix the model "
+                "a layer twice or never, stopped its gradient (`lax.stop_gradient` in the scan's "
+                "body), or read the weights outside the scan. Fix the model "
                 '(docs/gradients.md, "Scanned layers"), and resume from a checkpoint.'
             )
         if step == 0:  # scalars that no step wrote

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -111,8 +111,9 @@ class OffloadedLeaves:
                     by_position[position] = put(piece, device)
         return [x for _, x in sorted(by_position.items())]
 
-    def pick(self, values: Sequence[_T]) -> list[_T]:
-        return [values[i] for i in self.places]
+    def pick(self, values: Iterable[_T]) -> list[_T]:
+        every = list(values)
+        return [every[i] for i in self.places]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 
+from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._spec.arguments import check_numbers
@@ -160,6 +161,7 @@ class Trainer:
         self._trained = [block for block in blocks if block.trains]
         shardings = [x.weight.sharding for block in blocks for x in block.shapes]
         devices = {device for sharding in shardings for device in sharding.device_set}
+        check_gpus(devices)
         self._processes = sorted({device.process_index for device in devices})
         self._failure: BaseException | None = None
         self._closed = False
