@@ -36,12 +36,6 @@ class AdamScalars(NamedTuple):
 _SHARED = len(AdamScalars._fields) - 1
 
 
-def no_scalars(specs: Sequence[LeafSpec]) -> np.ndarray:
-    """Returns zeros for the AdamScalars of each learning rate, float32 (rates, 7)."""
-    rates = 1 + max((spec.rate for spec in specs), default=0)
-    return np.zeros((rates, len(AdamScalars._fields)), np.float32)
-
-
 class WindowStep(NamedTuple):
     """The hyperparameters of the single update that deferred channels get for a window."""
 
