@@ -11,6 +11,8 @@ from tests.comparisons import assert_same_bits
 from zenflow_jax._compact import Codes, _decode, _encode
 from zenflow_jax._host.moments import Moment
 
+pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
+
 SHAPES = [(40, 96), (3, 9, 100), (70, 31), (5, 2)]
 
 
@@ -153,7 +155,6 @@ def moments(state):
     return codes, [x for x in leaves if not isinstance(x, Codes)]
 
 
-@pytest.mark.usefixtures("promotion_as_users_have_it")
 @pytest.mark.parametrize("name", NESTED)
 def test_moments_are_found_in_every_wrapper_of_optax(name):
     params, (outside, inside) = some_params(), NESTED[name]
@@ -165,7 +166,6 @@ def test_moments_are_found_in_every_wrapper_of_optax(name):
     assert [x.codes.shape for x in codes] == 2 * [(3, 40), (2, 5, 64)]
 
 
-@pytest.mark.usefixtures("promotion_as_users_have_it")
 @pytest.mark.parametrize(
     ("optimizer", "in_float32", "in_bfloat16"),  # bytes for each parameter
     [

@@ -57,11 +57,9 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         ValueError: By `init`, if no such state is found.
 
     Examples:
-        >>> import jax.numpy as jnp, optax, zenflow_jax
-        >>> params = {"w": jnp.ones((64, 96))}
+        >>> import jax, jax.numpy as jnp, optax, zenflow_jax
         >>> tx = zenflow_jax.compact(optax.adamw(1e-3))
-        >>> state = tx.init(params)
-        >>> updates, state = tx.update({"w": jnp.ones((64, 96))}, state, params)
+        >>> state = jax.jit(tx.init)({"w": jnp.ones((64, 96))})
         >>> mu = optax.tree.get(state, "mu")["w"]
         >>> mu.codes.dtype, mu.scales.shape
         (dtype('int8'), (64, 3))
@@ -75,7 +73,8 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
                 "`compact` found no state with Adam's moments in the optimizer's state. Use the "
                 f"optimizer without `compact`, or one with {_names()}."
             )
-        return _encode_state(state)
+        # Otherwise XLA would compute the codes when it compiles, which takes minutes.
+        return _encode_state(jax.tree.map(lax.optimization_barrier, state))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         state = jax.tree.map(
