@@ -109,7 +109,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
     task = task_name(settings)
     models.write(target, origin, weights, values, labels=labels, texts=texts, task=task)
-    pending = settings.optimizer != "adamw" and not layered
+    pending = settings.has_engine
     line = f"{target} contains the weights of checkpoint {step} in {folder}"
     say(line + ", without pending updates" * pending)
 
@@ -146,7 +146,7 @@ def find_oom(error: BaseException) -> BaseException | None:
 
 
 def describe_oom(error: BaseException, run: TrainingSettings) -> str:
-    other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
+    other = "a smaller model" if run.has_masters else "--optimizer zenflow"
     reason = str(error).partition("\n")[0]
     return (
         f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "

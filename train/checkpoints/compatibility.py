@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.cli.settings import SettingsError, option_words
+from train.cli.settings import ON_DEVICE, SettingsError, option_words
 from train.model.decoder import parts_that_stream
 
 # Settings that a resumed run may change; the library has its own list. `eval_batches` must stay the
@@ -35,6 +35,8 @@ def description(
     sums = settings["send_gradients"] == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
     fixed["stream"] = settings["stream"]
+    if settings["optimizer"] in ON_DEVICE:  # a `HostEngine` converts moments
+        fixed["host_state"] = settings["host_state"]
     if settings["task"] != "language":
         del fixed["packing"]
     # Labels are not compared, because the data determines them.

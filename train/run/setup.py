@@ -61,7 +61,7 @@ def read(settings: Settings, *, timeline: Path | None) -> Sources:
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
-    if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
+    if timeline and (not settings.has_engine or settings.steps == 0):
         raise SettingsError(
             "`--timeline`: needs steps with host work (zenflow or offload), but the run uses "
             f"{settings.optimizer} with steps {settings.steps}."
