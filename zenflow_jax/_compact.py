@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Integer
 from zenflow_jax._host.arrays import BUCKET
 from zenflow_jax._host.moments import BEND, LEAST, PER_FIRST, PER_SECOND, TOP_FIRST, TOP_SECOND
 
-#: Of states with fields `mu` and `nu`, those whose `nu` takes codes. Centred RMSProp subtracts `mu**2`
-#: from its `nu`, which would give NaN. AMSGrad's largest `nu` would change its dtype.
+#: Some other states with `mu` and `nu` would fail: centred RMSProp subtracts `mu**2` from its `nu`,
+#: which codes would make negative.
 _STATES = (optax.ScaleByAdamState, optax.ScaleByLionState)
 
 
@@ -33,7 +33,8 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
     A moment takes 1.0625 or 1.125 bytes for each parameter in place of 4. Each update decodes the
     moments to float32, calls `optimizer`, and rounds the new moments; parameters and updates are
-    not rounded. The [limits](../usage.md#8-bit-moments) are those of `host_state="compact"`.
+    not rounded. Limits are those of `host_state="compact"`: a parameter hardly moves if its
+    gradients are 785 times smaller than a neighbour's.
 
     Compacted are `mu` and `nu` with two axes or more in each `optax.ScaleByAdamState` (of `adamw`,
     `nadamw`, `lamb`, `adamax`, `yogi`, `radam`, and Muon for leaves that it leaves to Adam) and
