@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -328,7 +328,7 @@ _NOT_BY_LAYER = {"layer_updates": ["after_backward"], "layer_inputs": ["device"]
 _IN_SCANS = {"optimizer": ["zenflow"], "scan_layers": [True], "micro_batches": [1]}
 _BY_LAYER = {"optimizer": ON_DEVICE, "scan_layers": [False], "transfer_dtype": [None]}
 # Allowed values for each kind of stream.
-_STREAM_SETTINGS: dict[str, dict[str, Sequence[Any]]] = {
+_STREAM_SETTINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "none": _NOT_BY_LAYER,
     "gradients": _NOT_BY_LAYER | _IN_SCANS | _DURING_STEP,
     "weights": _BY_LAYER | _DURING_STEP,
