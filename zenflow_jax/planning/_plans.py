@@ -12,9 +12,9 @@ from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._spec.rules import check_int_or_none
-from zenflow_jax.planning._gpus import Gpu, gpu_named
+from zenflow_jax.planning._gpus import EFFICIENCY, Gpu, gpu_named
 from zenflow_jax.planning._host_work import Needs, needs_of
-from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
+from zenflow_jax.planning._steps import nbytes, peak_bytes, products
 
 #: The largest share of GPU memory that jax may be allowed to use, and jax's default.
 MAX_FRACTION = 0.95
@@ -27,7 +27,6 @@ HOST_RESERVE = 8 * 10**9
 TEMPORARIES = "gradients, activations"
 #: The part of a boundary's uploads that exceeds this memory, which is free by then.
 LATE = "late uploads"
-_WITHOUT = " without gradients and activations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,47 +39,51 @@ class Plan:
         device: Bytes on one device at the peak of a step, by use. "late uploads" are the uploads at
             a boundary, minus "gradients, activations", which are freed by then: 0 unless the
             boundary is the peak.
-        checkpoint: Bytes of a checkpoint on disk: parameters and both states.
-        parameters: Number of parameters.
-        flops: Operations of one device's matrix products in a step.
-        step_s: Seconds per step at the assumed efficiency, including waits for late uploads.
+        host: Peak bytes on the host, by use, for all devices. Empty without an engine.
+        pinned: Peak bytes that one device's pinned host memory must hold.
         host_capacity_bytes: Bytes of the host's memory, assumed or given.
         host_bandwidth: Bytes per second of the host's memory, assumed or given.
-        host: Peak bytes on the host, by use, for all devices. jax pins "mail" and "hand-over,
-            pinned". Empty without an engine.
+        checkpoint: Bytes of a checkpoint on disk: parameters and both states.
+        parameters: Number of parameters.
+        flops: Operations of one device's matrix products in a step, at the bfloat16 rate.
+        moved: Bytes of the device's memory that these products, weights and state need in a step.
         to_host: Bytes that one device sends in a step.
         to_device: Bytes that one device receives in a step, on average.
-        late: Peak bytes that one device receives at a boundary, beyond `prefetch_bytes`.
+        exposed: Bytes that one device receives or sends in a step while no program runs.
         host_s: Seconds of host work per step, on average; 0 without an engine.
-        busy: The share of the available time that this work needs, in the worst case; None without
-            an engine, or if each step waits for it.
+        busiest_s: The same in the worst case, for each step that the work may take; None without an
+            engine, or if each step waits for it.
+        late: Peak bytes that one device receives at a boundary, beyond `prefetch_bytes`.
+        efficiency: The assumed share of the device's peak rate. All times depend on it; see `at`.
     """
 
     gpu: Gpu
     devices: int
     device: Mapping[str, int]
+    host: Mapping[str, int]
+    pinned: int
+    host_capacity_bytes: int
+    host_bandwidth: float
     checkpoint: int
     parameters: int
     flops: float
-    step_s: float
-    host_capacity_bytes: int
-    host_bandwidth: float
-    host: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    moved: float
     to_host: int = 0
     to_device: int = 0
-    late: int = 0
+    exposed: float = 0.0
     host_s: float = 0.0
-    busy: float | None = None
+    busiest_s: float | None = None
+    late: int = 0
+    efficiency: float = EFFICIENCY
+
+    def at(self, efficiency: float) -> Any:
+        """Returns the plan for another `efficiency`."""
+        return dataclasses.replace(self, efficiency=efficiency)
 
     @property
     def by(self) -> str:
         """Returns "compiler" if XLA planned gradients and activations, else "shapes"."""
         return "compiler" if TEMPORARIES in self.device else "shapes"
-
-    @property
-    def bus(self) -> float:
-        """Returns the share of a step that the bus needs, in its busier direction."""
-        return max(self.to_host, self.to_device) / self.gpu.bus / self.step_s
 
     @property
     def device_bytes(self) -> int:
@@ -98,33 +101,24 @@ class Plan:
         return sum(self.host.values())
 
     @property
-    def short(self) -> Mapping[str, str]:
-        """Describes each shortage by its place: "device", "host" or "bus"."""
-        short = {}
-        lack = self.device_bytes - self.device_capacity_bytes
-        if lack > 0:
-            without = _WITHOUT if self.by == "shapes" else ""
-            short["device"] = (
-                f"the device is {gb(lack)} short (needs {gb(self.device_bytes)}{without}, jax has "
-                f"{gb(self.device_capacity_bytes)})"
-            )
-        lack = self.host_bytes + HOST_RESERVE - self.host_capacity_bytes
-        if self.host and lack > 0:
-            short["host"] = (
-                f"the host is {gb(lack)} short (needs {gb(self.host_bytes)} plus "
-                f"{gb(HOST_RESERVE)} for everything else, has {gb(self.host_capacity_bytes)})"
-            )
-        if self.busy is not None and self.bus > BUSY:
-            short["bus"] = (
-                f"the bus needs {self.bus:.0%} of a step, whatever the update_interval: use a "
-                "larger batch, or send_gradients=per_window"
-            )
-        return short
+    def compute_s(self) -> float:
+        """Returns the seconds of a step's programs on the device."""
+        return self.gpu.seconds(self.flops, self.moved, self.efficiency)
 
     @property
-    def fits(self) -> bool:
-        """Returns whether both device and host have enough memory."""
-        return self.short.keys() <= {"bus"}
+    def step_s(self) -> float:
+        """Returns the seconds of a step, with its waits for copies but not for the host's work."""
+        return self.compute_s + self.exposed / self.gpu.bus
+
+    @property
+    def bus(self) -> float:
+        """Returns the share of a step that the bus needs, in its busier direction."""
+        return max(self.to_host, self.to_device) / self.gpu.bus / self.step_s
+
+    @property
+    def busy(self) -> float | None:
+        """Returns the share of the available time that the host's work needs, in the worst case."""
+        return None if self.busiest_s is None else self.busiest_s / self.compute_s
 
     @property
     def hidden(self) -> float:
@@ -132,32 +126,19 @@ class Plan:
         return 0.0 if self.busy is None else 1 / max(1.0, self.busy, self.bus)
 
     @property
-    def advice(self) -> str:
-        """Returns one or two sentences of advice; if the run does not fit, lists every shortage."""
-        short = dict(self.short)
-        bus = short.pop("bus", "")
-        if short:
-            return f"Does not fit: {' and '.join(short.values())}."
-        spare = self.device_capacity_bytes - self.device_bytes
-        text = f"Fits with {gb(spare)} of the device to spare"
-        if self.device_bytes > DEFAULT_FRACTION * self.gpu.memory:
-            text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={MAX_FRACTION} is set"
-        if self.by == "shapes":
-            text += f"{_WITHOUT}, which the plan includes after {INSTALL}"
-        return " ".join([f"{text}.", *self.on_time, *([f"T{bus[1:]}."] if bus else [])])
+    def short(self) -> Mapping[str, float]:
+        """Returns shortages: bytes of the "device" or the "host", the share of the "bus"."""
+        lacks = {"device": float(self.device_bytes - self.device_capacity_bytes)}
+        if self.host:
+            lacks["host"] = float(self.host_bytes + HOST_RESERVE - self.host_capacity_bytes)
+        if self.busy is not None and self.bus > BUSY:
+            lacks["bus"] = self.bus
+        return {place: x for place, x in lacks.items() if x > 0}
 
     @property
-    def on_time(self) -> list[str]:
-        """Returns sentences about the time of a step."""
-        if self.busy is None:
-            return [f"Every step waits {self.host_s:.2g} s for the host."] if self.host else []
-        text = f"The host needs {self.busy:.0%} of the available time"
-        if self.busy <= BUSY:
-            return [f"{text}."]
-        waits = ", so steps wait for it" if self.busy > 1 else ""
-        return [
-            f"{text}{waits}: use a larger update_interval or batch, more threads or faster memory."
-        ]
+    def fits(self) -> bool:
+        """Returns whether both device and host have enough memory."""
+        return self.short.keys() <= {"bus"}
 
     def with_peak(self, peak: int) -> "Plan":
         """Returns the plan with gradients and activations, given the step's `peak_bytes`."""
@@ -230,61 +211,52 @@ def plan(
         "optimizer state": sum(map(nbytes_here, state_arrays)),
     }
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
-    flops, moved_bytes = (x / shares_of(arguments) for x in work)
-    moved_bytes += 2 * sum(needs.values())  # weights and state are also read and written
-    step_s = max(1e-9, gpu.seconds(flops, moved_bytes))
+    flops, moved = (x / shares_of(arguments) for x in work)
     devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
     usual_rate, usual_bytes = gpu.host_beside(devices)
-    rate = bandwidth or usual_rate
-    saved, host_figures, waits_s = [*weights, *state_arrays], {}, 0.0
+    rate, saved, figures = bandwidth or usual_rate, [*weights, *state_arrays], {}
     if state is not None:
         saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
         engine = needs_of(state, host_state=host_state, prefetch_bytes=prefetch_bytes)
         needs["mail under way"] = engine.under_way // devices
         needs["uploads"] = engine.uploads // devices
-        host_figures = _host_figures(engine, devices, rate)
         if engine.late:
-            needs[LATE] = host_figures["late"]
-            waits_s += engine.late_mean / devices / gpu.bus
-        if state.schedule.staleness != 0:
-            host_figures["busy"] = engine.busiest / rate / (engine.steps * step_s)
+            needs[LATE] = engine.late // devices
+        figures = _host_figures(engine, devices, rate, waits=state.schedule.staleness == 0)
     estimate = Plan(
         gpu=gpu,
         devices=devices,
         device=needs,
+        host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
+        host_bandwidth=rate,
         checkpoint=sum(map(nbytes, saved)),
         parameters=sum(math.prod(x.shape) for x in weights),
         flops=flops,
-        step_s=step_s + waits_s,
-        host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
-        host_bandwidth=rate,
-        **host_figures,
+        moved=moved + 2 * sum(needs.values()),  # weights and state are also read and written
+        **({"host": {}, "pinned": 0} | figures),
     )
     return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
 
 
-def _host_figures(needs: Needs, devices: int, rate: float) -> dict[str, Any]:
-    """Returns a plan's fields for the host and the bus."""
+def _host_figures(needs: Needs, devices: int, rate: float, *, waits: bool) -> dict[str, Any]:
+    """Returns a plan's fields for the host and the bus; each step `waits` for updates, or not."""
     return {
         "host": {
             "masters, moments": needs.state,
             "sums": needs.sums,
-            "mail": needs.mail,
+            "mail, pinned": needs.mail,
             "hand-over, pinned": needs.hand_over,
             "hand-over": needs.hand_over,
             "a save": needs.saving,
         },
+        "pinned": (needs.mail + needs.hand_over) // devices,
         "to_host": int(needs.to_host / devices),
         "to_device": int(needs.to_device / devices),
-        "late": needs.late // devices,
+        "exposed": needs.late_mean / devices if needs.late else 0.0,
         "host_s": needs.mean / rate,
+        "busiest_s": None if waits else needs.busiest / rate / needs.steps,
+        "late": needs.late // devices,
     }
-
-
-def gb(number: int | float) -> str:
-    """Formats bytes in units of 10**9."""
-    amount = number / 1e9
-    return f"{amount:.0f} GB" if amount >= 100 else f"{amount:.1f} GB"
 
 
 def _on_device(opt_state: Any, state: ZenFlowState | None) -> list[Any]:
