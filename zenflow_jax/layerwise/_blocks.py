@@ -283,9 +283,7 @@ def _at_rest(arrays: Sequence[jax.Array], shapes: Sequence[Any]) -> list[jax.Arr
     return jax.block_until_ready(_large_moved(arrays, [*map(is_large, shapes)], HOST))
 
 
-def _large_moved(
-    arrays: Sequence[jax.Array], large: Sequence[bool], kind: str
-) -> list[jax.Array]:
+def _large_moved(arrays: Sequence[jax.Array], large: Sequence[bool], kind: str) -> list[jax.Array]:
     """Starts to copy the large arrays to a memory kind; returns all arrays."""
     moving, staying = divide(arrays, large)
     return join(moved(moving, kind), staying, large)

@@ -125,9 +125,7 @@ class SavedState:
         self.counts: Mapping[str, Any] = state["counts"]
         self._leaves, self._checksums = state["leaves"], state.get("checksums", {})
 
-    def read(
-        self, number: int, paths: Sequence[str], shapes: Sequence[Parts]
-    ) -> list[jax.Array]:
+    def read(self, number: int, paths: Sequence[str], shapes: Sequence[Parts]) -> list[jax.Array]:
         """Returns the `flat` arrays of neighbouring leaves, in the memory where they wait."""
         leaves = []
         for n, (path, shape) in enumerate(zip(paths, shapes, strict=True), number):

@@ -1,75 +1,23 @@
-"""Plans a run of `layerwise.Trainer`: the memory that it needs, and the work of a step.
-
-Memory is that of the step's fullest moment; time is a sum for each resource. Optimizers differ in
-the shapes of their state, and in the matrix products of their updates (Muon).
-
-Letters: `w` bytes of a layer's weights on one device, `u` of all its arrays that an update replaces.
-"""
+"""Plans a run of `layerwise.Trainer`: memory at a step's fullest moment, and sums of its work."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from zenflow_jax._spec.rules import check_one_of
-from zenflow_jax.layerwise._blocks import BUNDLE_BYTES
-from zenflow_jax.layerwise._optimizer import Updater, alone, flat, is_large
-from zenflow_jax.layerwise._programs import (
-    LayerProgram,
-    ModelProgram,
-    floats_of,
-    shapes_of,
-    trace_model,
-)
-from zenflow_jax.layerwise._trainer import IN_FLIGHT
+from zenflow_jax.layerwise._blocks import BlockMaker
+from zenflow_jax.layerwise._optimizer import Updater, alone, flat
+from zenflow_jax.layerwise._programs import floats_of, shapes_of, trace_model
+from zenflow_jax.layerwise._trainer import _IN_FLIGHT
 from zenflow_jax.layerwise._updates import AHEAD
 from zenflow_jax.planning._gpus import Gpu, gpu_named
-from zenflow_jax.planning._plans import TEMPORARIES, Plan, nbytes_here, shares_of
+from zenflow_jax.planning._plans import TEMPORARIES, Plan, devices_of, nbytes_here, shares_of
 from zenflow_jax.planning._steps import nbytes, products
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerPlan(Plan):
-    """The plan of a run of `layerwise.Trainer`.
-
-    Attributes:
-        moving: Bytes of `to_device` that grow with the batch.
-    """
-
-    moving: float = 0.0
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Returns the work of a step for each resource: "compute", and the bus in each direction."""
-        copies = {"to device": self.to_device, "to host": self.to_host}
-        return {"compute": self.compute_s} | {k: x / self.gpu.bus for k, x in copies.items()}
-
-    @property
-    def step_s(self) -> float:
-        """Returns the time of the slower of compute and copies, and of copies that both wait for."""
-        return max(self.compute_s + self.exposed / self.gpu.bus, *self.seconds.values())
-
-    @property
-    def bottleneck(self) -> str:
-        """Returns the resource with the most work in a step."""
-        return max(self.seconds, key=self.seconds.__getitem__)
-
-    @property
-    def hidden(self) -> float:
-        """Returns the share of a step in which the device computes."""
-        return self.compute_s / self.step_s
-
-    @property
-    def compute_from(self) -> float | None:
-        """Returns the factor by which a batch must grow to hide all copies that can be hidden.
-
-        None if no batch suffices, because inputs that grow with it fill the bus.
-        """
-        fixed = max(self.to_device, self.to_host) - self.exposed - self.moving
-        spare = self.compute_s * self.gpu.bus - self.moving
-        return fixed / spare if spare > 0 else None
 
 
 def plan_layerwise(
@@ -88,7 +36,7 @@ def plan_layerwise(
     host_memory_bytes: int | None = None,
     compiles: bool = False,
     compiler_options: dict[str, Any] | None = None,
-) -> LayerPlan:
+) -> Plan:
     """Plans the memory and time of `layerwise.Trainer`, which trains all weights.
 
     Args:
@@ -118,52 +66,223 @@ def plan_layerwise(
         ...     last=lambda outer, x, batch: jnp.mean(x).astype(jnp.float32),
         ...     optimizer=optax.adamw(1e-4),
         ... )
-        >>> needs.host["weights, state"] / needs.parameters, needs.bottleneck
-        (12.0, 'to device')
+        >>> needs.host["weights and state, pinned"] / needs.parameters
+        12.0
     """
     gpu = gpu_named(device)
     check_one_of("updates", updates, ("after_backward", "during_backward"))
     check_one_of("inputs", inputs, ("device", "host"))
-    blocks: list[Any] = jax.tree.map(
+    trees: list[Any] = jax.tree.map(
         lambda x: _shape_at(x, x.sharding), [params["outer"], *params["layers"]]
     )
-    functions = [layer] * (len(blocks) - 1) if callable(layer) else layer
-    options = [True] * len(blocks), compiler_options, {}
-    program = trace_model(first, functions, last, blocks[0], blocks[1:], shapes_of(batch), *options)
-    costs = _Costs(shares_of(batch), compiles)
-    run = _Run(at_once=updates == "during_backward", parts=micro_batches, on_host=inputs == "host")
-    step = _step_of(program, blocks, batch, costs, run)
-    updater = Updater(optimizer, None)
-    kept = [_kept(updater, optimizer, block) for block in blocks]
-    largest = max((x for block in kept for x in block.bundles), default=0)
-    in_flight = IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes
-    w, others = [x.weights for x in kept], [sum(x.bundles) - x.weights for x in kept]
-    # Weights come twice, and with the optimizer's arrays leave once. A second sweep also sends
-    # gradients and takes them back, with the weights; nothing hides it.
-    twice, sweep = sum(w) + sum(w[1:-1]), 0 if run.at_once else sum(w)
-    to_device = twice + sum(others) + 2 * sweep + step.taken
-    to_host = sum(w) + sum(others) + sweep + step.sent
-    exposed = sum(max(x - in_flight // 2, 0) for x in others)
-    if not run.at_once:
-        exposed = sum(others) + 2 * sweep
-    leaves = jax.tree.leaves(blocks)
-    devices = max((len(x.sharding.device_set) for x in leaves), default=1)
-    _, usual_bytes = gpu.host_beside(devices)
-    at_rest = {"weights, state": sum(w) + sum(others), "gradients": sweep, "inputs": step.sent}
-    return LayerPlan(
+    blocks, leaves = _blocks_of(optimizer, trees), jax.tree.leaves(trees)
+    w, u = [x.weights for x in blocks], [x.others for x in blocks]
+    in_flight = _IN_FLIGHT * max(x.largest for x in blocks)
+    in_flight = in_flight if in_flight_bytes is None else in_flight_bytes
+    functions = [layer] * (len(trees) - 1) if callable(layer) else layer
+    options = [True] * len(trees), compiler_options, {}
+    program = trace_model(first, functions, last, trees[0], trees[1:], shapes_of(batch), *options)
+    at_once, on_host = updates == "during_backward", inputs == "host"
+    step = _follow(
+        program,
+        trees,
+        batch,
+        _Tracer(shares_of(batch), compiles),
+        parts=micro_batches,
+        on_host=on_host,
+        flight=in_flight if at_once else None,
+    )
+    # Weights come for both passes. All arrays leave once. A second sweep also sends gradients and
+    # takes them back, with the weights, and nothing hides it.
+    sweep, kept = sum(w) * (not at_once), step.kept * on_host
+    late = sum(max(x - in_flight // 2, 0) for x in u) if at_once else sum(u) + 2 * sweep
+    devices = devices_of(leaves)
+    rate, usual_bytes = gpu.host_beside(devices)
+    host = {
+        "weights and state, pinned": sum(w) + sum(u),
+        "gradients, pinned": sweep,
+        "layers' inputs, pinned": kept,
+    }
+    return Plan(
         gpu=gpu,
         devices=devices,
-        device=_device_bytes(step, w, in_flight, run, compiles),
-        host={name: devices * x for name, x in at_rest.items()},
-        pinned=sum(at_rest.values()),
-        host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
-        host_bandwidth=gpu.host_beside(devices)[0],
-        checkpoint=sum(x.checkpoint for x in kept),
         parameters=sum(x.size for x in leaves),
-        flops=step.flops + sum(x.flops for x in kept),
+        device=max(step.peak, {"weights": w[0], "updates in flight": in_flight}, key=_total),
+        host={name: devices * x for name, x in host.items()},
+        pinned=_total(host),
+        checkpoint=sum(x.saved for x in blocks),
+        host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
+        host_bandwidth=rate,
+        flops=step.flops + sum(x.flops for x in blocks),
         moved=step.moved,
-        to_host=to_host,
-        to_device=to_device,
-        exposed=exposed,
-        moving=float(step.taken),
+        to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + 2 * sweep + kept,
+        to_host=sum(w) + sum(u) + sweep + kept,
+        growing=kept,
+        exposed_s=late / gpu.bus,
     )
+
+
+def pinned_bytes(
+    params: Mapping[str, Any], optimizer: optax.GradientTransformation, *, gradients: bool
+) -> int:
+    """Returns the pinned bytes of weights, state and, if `gradients`, these, for one device.
+
+    Unlike `plan_layerwise`, it starts no backend of jax, which reads the limit when it starts.
+    """
+    blocks = _blocks_of(optimizer, [params["outer"], *params["layers"]])
+    return sum((1 + gradients) * x.weights + x.others for x in blocks)
+
+
+class _Block(NamedTuple):
+    """A block's bytes on one device, and its updates' operations there."""
+
+    weights: int
+    others: int  # that only updates read: the masters' rest, and the optimizer's state
+    largest: int  # of the arrays that one program updates
+    saved: int  # on disk, for all devices
+    flops: float
+
+
+def _blocks_of(optimizer: optax.GradientTransformation, trees: Sequence[Any]) -> list[_Block]:
+    updater = Updater(optimizer, None)
+    maker = BlockMaker(optimizer, updater, None)
+
+    @functools.cache
+    def block_of(treedef: Any, leaves: tuple[Any, ...]) -> _Block:
+        shapes = [updater.shapes(treedef, i, x) for i, x in enumerate(leaves)]
+        bundles = [*maker._bundles(treedef, shapes)]
+        weights, flops = sum(x.weights_nbytes for x in bundles), 0.0
+        for i, x in enumerate(leaves):
+            tree = alone(treedef, i, jax.ShapeDtypeStruct(x.shape, jnp.float32))
+            state = jax.eval_shape(optimizer.init, tree)
+            traced = jax.make_jaxpr(optimizer.update)(tree, state, tree)
+            flops += products(traced.jaxpr)[0] * nbytes_here(x) / max(nbytes(x), 1)
+        return _Block(
+            weights,
+            sum(x.nbytes for x in bundles) - weights,
+            max((x.nbytes for x in bundles), default=0),
+            sum(map(nbytes, flat(shapes))),
+            flops,
+        )
+
+    pairs = (jax.tree.flatten(tree) for tree in trees)
+    return [block_of(treedef, tuple(leaves)) for leaves, treedef in pairs]
+
+
+class _Call(NamedTuple):
+    out: Any  # the results, as shapes
+    temporaries: int  # bytes on one device
+    flops: float
+    moved: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tracer:
+    """Traces programs, and compiles them if `compiles`."""
+
+    shares: int  # number of shares that devices split a batch into
+    compiles: bool
+
+    def call(self, program: Any, *args: Any) -> _Call:
+        traced = program.trace(*args)
+        work = [x / self.shares for x in products(traced.jaxpr.jaxpr)]
+        if not self.compiles:
+            return _Call(traced.out_info, 0, *work)
+        compiled = traced.lower().compile()
+        out = jax.tree.map(_shape_at, traced.out_info, compiled.output_shardings)
+        return _Call(out, compiled.memory_analysis().temp_size_in_bytes, *work)
+
+    def size(self, arrays: Any) -> int:
+        """Returns the bytes of arrays on one device; the same object counts once."""
+        each = {id(x): x for x in jax.tree.leaves(arrays)}.values()
+        return sum(nbytes_here(x) if x.sharding else nbytes(x) // self.shares for x in each)
+
+
+class _Step(NamedTuple):
+    flops: float
+    moved: float
+    kept: int  # bytes of the layers' inputs, each array once
+    peak: Mapping[str, int]  # bytes on one device, by use
+
+
+def _follow(
+    program: Any,
+    trees: Sequence[Any],
+    batch: Any,
+    tracer: _Tracer,
+    *,
+    parts: int,
+    on_host: bool,
+    flight: int | None,
+) -> _Step:
+    """Follows a step with `parts` micro-batches; each kind of layer is traced once.
+
+    The layers' inputs wait `on_host` or on the device. During the backward pass, `flight` bytes are
+    in flight for updates, unless these follow it (None). Python is `AHEAD` layers ahead.
+    """
+    size, several, calls, peaks = tracer.size, parts > 1, [], []
+    w = [size(x) for x in trees]
+    sums = [_in_float32(x) if several else None for x in trees]
+    # Of several micro-batches, the sum is float32, and the last program makes the gradient.
+    g = [max(size(x), b) + (size(x) > b) * b for x, b in zip(sums, w, strict=True)]
+    weighing = (jax.ShapeDtypeStruct((), jnp.float32), None) if several else None
+
+    def at(call: _Call, weights: int, gradients: int, inputs: Any, flight: int = 0) -> None:
+        calls.append(call)
+        uses = {"weights": w[0] + weights, "gradients of weights": gradients}
+        uses |= {"layers' inputs": parts * size(inputs), "updates in flight": flight}
+        peaks.append(uses | ({TEMPORARIES: call.temporaries} if tracer.compiles else {}))
+
+    begin = tracer.call(program.first, trees[0], batch)
+    carry, shared = begin.out
+    at(begin, 0, 0, carry)
+    moving = [jax.tree.leaves(shared)[j] for j in program.moving]
+    carries, kept, new, kinds, backward = [carry], [], [], {}, []
+    for i, (layer, weights) in enumerate(zip(program.layers, trees[1:], strict=True)):
+        kept.append([jax.tree.leaves(carry)[j] for j in layer.kept])
+        new += [x for x in kept[i] if not i or all(x is not y for y in kept[i - 1])]
+        if (kind := id(layer)) not in kinds:
+            ahead = tracer.call(layer.forward, weights, carry, shared)
+            end = floats_of(_carry_after(layer, ahead, carry))
+            run = layer.backward.other if several else layer.backward.only
+            arguments = sums[i + 1], weighing, weights, end, moving, kept[i], shared
+            kinds[kind] = ahead, tracer.call(run, *arguments)
+        carries.append(carry := _carry_after(layer, kinds[kind][0], carry))
+        waiting = kept[max(i - AHEAD, 0) if on_host else 0 :]
+        at(kinds[kind][0], sum(w[i + 1 : i + 3]), 0, [waiting, carries[-2:]])
+        backward.append(kinds[kind][1])
+    g_first = floats_of(carries[0])
+    ends = floats_of(carry), moving
+    run = program.last(*(tuple(x.sharding for x in xs) for xs in ends))[several]
+    last = tracer.call(run, None, trees[0], carry, moving, batch)
+    outer = size(last.out[1])
+    at(last, w[-1], outer, [kept[-AHEAD:] if on_host else kept, carry])
+    for i in reversed(range(len(backward))):
+        leaving = w[i + 2 : i + 3 if flight is not None else i + 2 + AHEAD]
+        alive = sum(w[max(i, 1) : i + 2]) + (sum(leaving) if flight is not None else 0)
+        inputs = [kept[i if on_host else 0 : i + 1], floats_of(carries[i : i + 2])]
+        at(backward[i], alive, outer + g[i + 1] + sum(leaving), inputs, flight or 0)
+    run = program.first_backward.other if several else program.first_backward.only
+    end = tracer.call(run, last.out[1], weighing, trees[0], g_first, moving, batch)
+    at(end, 0, outer + g[0] + sum(w[1:2]), g_first, flight or 0)
+    flops, moved = (parts * sum(x) for x in zip(*((c.flops, c.moved) for c in calls), strict=True))
+    return _Step(flops, moved, parts * size(new), max(peaks, key=_total))
+
+
+def _carry_after(layer: Any, call: _Call, carry: Any) -> Any:
+    """Returns the carry after a layer; arrays that the layer makes are new objects."""
+    made = [_shape_at(x, x.sharding) for x in call.out]
+    return dataclasses.replace(layer, forward=lambda *_: made).run(None, carry, None)
+
+
+def _shape_at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _in_float32(tree: Any) -> list[jax.ShapeDtypeStruct]:
+    leaves = jax.tree.leaves(tree)
+    return [jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding) for x in leaves]
+
+
+def _total(uses: Mapping[str, int]) -> int:
+    return sum(uses.values())

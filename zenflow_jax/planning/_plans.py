@@ -19,8 +19,6 @@ from zenflow_jax.planning._steps import nbytes, peak_bytes, products
 #: The largest share of GPU memory that jax may be allowed to use, and jax's default.
 MAX_FRACTION = 0.95
 DEFAULT_FRACTION = 0.75
-#: The share of the available time that host or bus may take; a fifth stays in reserve.
-BUSY = 0.8
 #: Bytes of host memory for the system, Python, CUDA and XLA.
 HOST_RESERVE = 8 * 10**9
 #: The use of device memory that only a compiler can determine.
@@ -33,52 +31,31 @@ LATE = "late uploads"
 class Plan:
     """The memory and time that a run needs, and the machine's capacity.
 
-    Attributes:
-        gpu: The planned device.
-        devices: Number of devices.
-        device: Bytes on one device at the peak of a step, by use. "late uploads" are the uploads at
-            a boundary, minus "gradients, activations", which are freed by then: 0 unless the
-            boundary is the peak.
-        host: Peak bytes on the host, by use, for all devices. Empty without an engine.
-        pinned: Peak bytes that one device's pinned host memory must hold.
-        host_capacity_bytes: Bytes of the host's memory, assumed or given.
-        host_bandwidth: Bytes per second of the host's memory, assumed or given.
-        checkpoint: Bytes of a checkpoint on disk: parameters and both states.
-        parameters: Number of parameters.
-        flops: Operations of one device's matrix products in a step, at the bfloat16 rate.
-        moved: Bytes of the device's memory that these products, weights and state need in a step.
-        to_host: Bytes that one device sends in a step.
-        to_device: Bytes that one device receives in a step, on average.
-        exposed: Bytes that one device receives or sends in a step while no program runs.
-        host_s: Seconds of host work per step, on average; 0 without an engine.
-        busiest_s: The same in the worst case, for each step that the work may take; None without an
-            engine, or if each step waits for it.
-        late: Peak bytes that one device receives at a boundary, beyond `prefetch_bytes`.
-        efficiency: The assumed share of the device's peak rate. All times depend on it; see `at`.
+    All times depend on `efficiency`; for others, use `dataclasses.replace(plan, efficiency=0.85)`.
     """
 
     gpu: Gpu
     devices: int
-    device: Mapping[str, int]
-    host: Mapping[str, int]
-    pinned: int
-    host_capacity_bytes: int
-    host_bandwidth: float
-    checkpoint: int
     parameters: int
-    flops: float
-    moved: float
-    to_host: int = 0
-    to_device: int = 0
-    exposed: float = 0.0
-    host_s: float = 0.0
-    busiest_s: float | None = None
-    late: int = 0
-    efficiency: float = EFFICIENCY
-
-    def at(self, efficiency: float) -> Any:
-        """Returns the plan for another `efficiency`."""
-        return dataclasses.replace(self, efficiency=efficiency)
+    #: Bytes on one device at the peak of a step, by use. "late uploads" are the uploads at a
+    #: boundary, minus "gradients, activations", which are freed by then.
+    device: Mapping[str, int]
+    host: Mapping[str, int]  #: Peak bytes on the host, by use, for all devices.
+    pinned: int  #: Peak bytes of one device's pinned memory.
+    checkpoint: int  #: Bytes on disk.
+    host_capacity_bytes: int
+    host_bandwidth: float  #: Bytes per second of the host's memory.
+    flops: float  #: Operations of one device's products in a step, at the bfloat16 rate.
+    moved: float  #: Bytes that one device reads and writes in its memory in a step.
+    to_device: int = 0  #: Bytes that one device receives in a step, on average.
+    to_host: int = 0  #: Bytes that one device sends.
+    growing: int = 0  #: Bytes among these, in the busier direction, that grow with the batch.
+    host_s: float = 0.0  #: Seconds of the host's work per step, on average.
+    exposed_s: float = 0.0  #: Seconds of copies and the host's work that no program hides.
+    #: Seconds per step of the host's work in the worst case, if it may take several steps.
+    busiest_s: float = 0.0
+    late: int = 0  #: Peak bytes that arrive at a boundary, beyond `prefetch_bytes`.
+    efficiency: float = EFFICIENCY  #: The assumed share of the device's peak rate.
 
     @property
     def by(self) -> str:
@@ -101,49 +78,51 @@ class Plan:
         return sum(self.host.values())
 
     @property
-    def compute_s(self) -> float:
-        """Returns the seconds of a step's programs on the device."""
-        return self.gpu.seconds(self.flops, self.moved, self.efficiency)
+    def seconds(self) -> Mapping[str, float]:
+        """Returns a step's work for each resource: "compute", the bus in each direction, "host"."""
+        compute = self.gpu.seconds(self.flops, self.moved, self.efficiency)
+        copies = {"to device": self.to_device, "to host": self.to_host}
+        copies = {name: x / self.gpu.bus for name, x in copies.items()}
+        return {"compute": compute, **copies, "host": self.host_s}
 
     @property
     def step_s(self) -> float:
-        """Returns the seconds of a step, with its waits for copies but not for the host's work."""
-        return self.compute_s + self.exposed / self.gpu.bus
-
-    @property
-    def bus(self) -> float:
-        """Returns the share of a step that the bus needs, in its busier direction."""
-        return max(self.to_host, self.to_device) / self.gpu.bus / self.step_s
-
-    @property
-    def busy(self) -> float | None:
-        """Returns the share of the available time that the host's work needs, in the worst case."""
-        return None if self.busiest_s is None else self.busiest_s / self.compute_s
+        """Returns the seconds of a step: of the resource with the most work, or of all waits."""
+        return max(self.seconds["compute"] + self.exposed_s, *self.seconds.values())
 
     @property
     def hidden(self) -> float:
-        """Returns the share of the host's work that the device's work hides."""
-        return 0.0 if self.busy is None else 1 / max(1.0, self.busy, self.bus)
+        """Returns the share of a step in which the device computes."""
+        return self.seconds["compute"] / self.step_s
 
     @property
-    def short(self) -> Mapping[str, float]:
-        """Returns shortages: bytes of the "device" or the "host", the share of the "bus"."""
-        lacks = {"device": float(self.device_bytes - self.device_capacity_bytes)}
+    def busy(self) -> float:
+        """Returns the share of the available time that the host's work needs, in the worst case."""
+        return self.busiest_s / self.seconds["compute"]
+
+    @property
+    def compute_from(self) -> float | None:
+        """Returns how many times larger a batch would hide all copies and work that can be hidden.
+
+        None if no batch does, because copies grow with it.
+        """
+        compute, *rest = self.seconds.values()
+        growing = self.growing / self.gpu.bus
+        if compute <= growing:
+            return None
+        return max(0.0, max(rest) - self.exposed_s - growing) / (compute - growing)
+
+    @property
+    def short(self) -> Mapping[str, int]:
+        """Returns the bytes that the "device" or the "host" lacks."""
+        lacks = {"device": self.device_bytes - self.device_capacity_bytes}
         if self.host:
-            lacks["host"] = float(self.host_bytes + HOST_RESERVE - self.host_capacity_bytes)
-        if self.busy is not None and self.bus > BUSY:
-            lacks["bus"] = self.bus
-        return {place: x for place, x in lacks.items() if x > 0}
-
-    @property
-    def fits(self) -> bool:
-        """Returns whether both device and host have enough memory."""
-        return self.short.keys() <= {"bus"}
+            lacks["host"] = self.host_bytes + HOST_RESERVE - self.host_capacity_bytes
+        return {place: lack for place, lack in lacks.items() if lack > 0}
 
     def with_peak(self, peak: int) -> "Plan":
         """Returns the plan with gradients and activations, given the step's `peak_bytes`."""
-        known = self.device["weights"] + self.device["optimizer state"]
-        temporaries = max(peak - known, 0)
+        temporaries = max(peak - self.device["weights"] - self.device["optimizer state"], 0)
         device = {**self.device, TEMPORARIES: temporaries}
         if self.late:
             device[LATE] = max(self.late - temporaries, 0)
@@ -193,8 +172,8 @@ def plan(
         >>> step = jax.jit(train_step, donate_argnums=(0, 1))
         >>> x = jax.ShapeDtypeStruct((512, 4096), jnp.float32)
         >>> needs = plan(step, params, tx.init(params), x)
-        >>> needs.fits, needs.device["weights"]
-        (True, 67108864)
+        >>> needs.short, needs.device["weights"]
+        ({}, 67108864)
     """
     gpu = gpu_named(device)
     is_compact(host_state)
@@ -212,9 +191,10 @@ def plan(
     }
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
     flops, moved = (x / shares_of(arguments) for x in work)
-    devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
+    devices = devices_of(weights)
     usual_rate, usual_bytes = gpu.host_beside(devices)
-    rate, saved, figures = bandwidth or usual_rate, [*weights, *state_arrays], {}
+    rate, saved = bandwidth or usual_rate, [*weights, *state_arrays]
+    figures: dict[str, Any] = {"host": {}, "pinned": 0}
     if state is not None:
         saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
         engine = needs_of(state, host_state=host_state, prefetch_bytes=prefetch_bytes)
@@ -222,24 +202,28 @@ def plan(
         needs["uploads"] = engine.uploads // devices
         if engine.late:
             needs[LATE] = engine.late // devices
-        figures = _host_figures(engine, devices, rate, waits=state.schedule.staleness == 0)
+        figures = _host_figures(engine, gpu, devices, rate, waits=state.schedule.staleness == 0)
     estimate = Plan(
         gpu=gpu,
         devices=devices,
+        parameters=sum(math.prod(x.shape) for x in weights),
         device=needs,
+        checkpoint=sum(map(nbytes, saved)),
         host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
         host_bandwidth=rate,
-        checkpoint=sum(map(nbytes, saved)),
-        parameters=sum(math.prod(x.shape) for x in weights),
         flops=flops,
         moved=moved + 2 * sum(needs.values()),  # weights and state are also read and written
-        **({"host": {}, "pinned": 0} | figures),
+        **figures,
     )
     return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
 
 
-def _host_figures(needs: Needs, devices: int, rate: float, *, waits: bool) -> dict[str, Any]:
+def _host_figures(
+    needs: Needs, gpu: Gpu, devices: int, rate: float, *, waits: bool
+) -> dict[str, Any]:
     """Returns a plan's fields for the host and the bus; each step `waits` for updates, or not."""
+    host_s = needs.mean / rate
+    late_s = needs.late_mean / devices / gpu.bus if needs.late else 0.0
     return {
         "host": {
             "masters, moments": needs.state,
@@ -250,11 +234,11 @@ def _host_figures(needs: Needs, devices: int, rate: float, *, waits: bool) -> di
             "a save": needs.saving,
         },
         "pinned": (needs.mail + needs.hand_over) // devices,
-        "to_host": int(needs.to_host / devices),
         "to_device": int(needs.to_device / devices),
-        "exposed": needs.late_mean / devices if needs.late else 0.0,
-        "host_s": needs.mean / rate,
-        "busiest_s": None if waits else needs.busiest / rate / needs.steps,
+        "to_host": int(needs.to_host / devices),
+        "host_s": host_s,
+        "exposed_s": late_s + host_s * waits,
+        "busiest_s": 0.0 if waits else needs.busiest / rate / needs.steps,
         "late": needs.late // devices,
     }
 
@@ -272,6 +256,10 @@ def nbytes_here(x: Any) -> int:
     sharding = getattr(x, "sharding", None)
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
+
+
+def devices_of(arrays: Any) -> int:
+    return max((x.sharding.mesh.size for x in arrays if _is_on_mesh(x)), default=1)
 
 
 def shares_of(arguments: Any) -> int:
