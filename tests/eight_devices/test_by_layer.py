@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -72,7 +73,7 @@ def losses_of(mesh, *, scanned):
     }
     functions = model.functions if scanned else functions
     with layerwise.Trainer(
-        model.split(params), **functions, learning_rate=1e-2, host_kernel="numpy"
+        model.split(params), **functions, optimizer=optax.adamw(1e-2)
     ) as trainer:
         return [float(trainer.step(x)) for _ in range(3)]
 

@@ -73,7 +73,7 @@ class TrainerStream:
             raise ValueError("Weights are on devices of several processes. Save with `EngineSave`.")
         leaves: list[dict[str, Any]] = [{} for _ in self.shapes]
         for number, name, x in self._arrays():
-            leaves[number][name] = np.array(x)
+            leaves[number][name] = np.array(x).reshape(_saved_shape(x.shape))
         return {"leaves": leaves, "counts": dict(self.counts), "layout": _layout()}
 
     def write(self, folder: Path) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zenflow_jax.layerwise._optimizer import alone
 from zenflow_jax.layerwise._programs import jaxprs, live_inputs
 
 
@@ -38,6 +39,8 @@ def check_separable(optimizer: optax.GradientTransformation, name: str, tree: An
     with _explaining(name):
         init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
         update, made = jax.make_jaxpr(optimizer.update, return_shape=True)(params, state, params)
+        for one in (alone(treedef, j, x) for j, x in enumerate(shapes)):
+            jax.eval_shape(optimizer.update, one, jax.eval_shape(optimizer.init, one), one)
     if drawing := [
         equation.primitive.name
         for jaxpr in (*jaxprs(init), *jaxprs(update))
@@ -96,9 +99,9 @@ def _explaining(name: str) -> Iterator[None]:
                 "optimizer that needs only gradients and weights."
             ) from error
         error.add_note(
-            f"This happened in `optimizer`, called with the tree of {name}, in which each leaf is "
-            "a pair. A trainer updates each layer by itself: masks and labels must be functions of "
-            "one layer's tree, not trees."
+            f"This happened in `optimizer`, called with the tree of {name}, in which each leaf was "
+            "a pair, or all but one were None. A trainer updates one leaf at a time: masks and "
+            "labels must be functions of one layer's tree, in which other leaves are None."
         )
         raise
 

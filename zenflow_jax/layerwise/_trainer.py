@@ -132,6 +132,11 @@ class Trainer:
         check_int_or_none("max_skipped", max_skipped, 1)
         check_int_or_none("in_flight_bytes", in_flight_bytes, 0)
         check_numbers(max_grad_norm=max_grad_norm)
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise TypeError(
+                f"`optimizer` is a {type(optimizer).__name__}. Pass an optax optimizer, such as "
+                "`optax.adamw(1e-4)`."
+            )
         at_once, saved = updates == "during_backward", state and SavedState(state)
         self._updater = Updater(optimizer, compiler_options)
         maker = BlockMaker(optimizer, self._updater, saved)
