@@ -120,7 +120,7 @@ class LayerTraining:
         trainer = make_trainer(self._job, self._state)
         self._trainer, self._state = stack.enter_context(trainer), None
 
-    def step(self, batch: Any) -> tuple[jax.Array, int]:
+    def step(self, batch: Any) -> tuple[jax.Array, jax.Array]:
         parts = micro_batches(batch, self._job.settings.micro_batches)
         return self.host.step(*parts), self.host.skipped
 
