@@ -25,6 +25,7 @@ from tests.layerwise.small_model import (
     reference,
 )
 from zenflow_jax import layerwise
+from zenflow_jax.planning import UnfitRunError
 
 # Users' models promote dtypes by jax's default rules.
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
@@ -223,3 +224,54 @@ def test_parameters_of_another_model_are_rejected():
         layerwise.Trainer(split | {"layers": [*split["layers"]][1:]}, **model.functions, **ADAMW)
     with pytest.raises(ValueError, match=r"bias'\] is float32\[2, 8\], but was float32\[4, 8\]"):
         model.split(params | {"layers": jax.tree.map(lambda x: x[:2], params["layers"])})
+
+
+def one_more(params):
+    return params | {"more": params["head"]}
+
+
+def renamed(params):
+    return {f"{name}_2": x for name, x in params.items()}
+
+
+@pytest.mark.parametrize("change", [renamed, one_more])
+def test_parameters_with_other_names_are_rejected(change):
+    params = stacked(new_params())
+    with pytest.raises(ValueError, match="is in only one of `params` here and in the constr"):
+        layerwise.ScannedModel(loss_fn, params, BATCHES[0]).split(change(params))
+
+
+def test_a_scan_in_the_other_direction_does_not_resume():
+    params = stacked(new_params())
+    model, other = (
+        layerwise.ScannedModel(partial(loss_fn, reverse=x), params, BATCHES[0]) for x in (0, 1)
+    )
+    with layerwise.Trainer(model.split(params), **model.functions, **ADAMW) as trainer:
+        state = trainer.state()
+    with pytest.raises(UnfitRunError, match="order of layers"):
+        layerwise.Trainer(other.split(params), **other.functions, **ADAMW, state=state)
+
+
+def outputs_fn(params, batch, weight=1.0, *, logits=False):
+    x, shared = first(params, batch)
+
+    def body(x, w):
+        return layer(w, x, shared), jnp.mean(x)
+
+    x, means = jax.lax.scan(body, x, params["layers"])
+    return (x @ params["head"], means) if logits else last(params, x, batch) + weight * means[0]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_evaluate_gives_the_values_of_another_loss_or_an_error(kept):
+    params, batch = stacked(new_params()), BATCHES[0]
+    loss = outputs_fn if kept else loss_fn
+    model = layerwise.ScannedModel(loss, params, batch)
+    logits = layerwise.ScannedModel(partial(outputs_fn, logits=True), params, batch)
+    with layerwise.Trainer(model.split(params), **model.functions, **ADAMW) as trainer:
+        if kept:
+            got = trainer.evaluate(batch, logits.functions["last"])
+            check_close(got, outputs_fn(params, batch, logits=True), atol=1e-6)
+        else:
+            with pytest.raises(ValueError, match="which the trained loss does not read"):
+                trainer.evaluate(batch, logits.functions["last"])

@@ -33,16 +33,19 @@ class _Pass:
     carries: list[Any]
     shared: list[Any]
     inputs: list[Any]  # of each layer that the backward pass reaches, kept for it
+    places: list[tuple]  # the shardings of these layers' float inputs
     weighing: list[Any] = dataclasses.field(default_factory=list)
     total: Any = None  # the gradient of the outer weights that `last` reads
     g: list[Any] = dataclasses.field(default_factory=list)  # the carries' gradients
     g_shared: list[Any] = dataclasses.field(default_factory=list)
+    place: tuple = ()  # the shardings of `g`, and of `g_shared`
+    of_shared: tuple = ()
 
     def losses(self, outer: Any) -> list[tuple[jax.Array, jax.Array]]:
         """Runs `last`; returns each micro-batch's loss and weight."""
         shared = [[jax.tree.leaves(x)[j] for j in self.program.moving] for x in self.shared]
-        like = floats_of(self.carries[0]), shared[0]
-        only, several = self.program.last(*(tuple(x.sharding for x in xs) for xs in like))
+        self.place, self.of_shared = _places(floats_of(self.carries[0])), _places(shared[0])
+        only, several = self.program.last(self.place, self.of_shared)
         run, pairs = only if len(self.batches) == 1 else several, []
         for j, batch in enumerate(self.batches):
             pair, self.total, g, g_shared = run(
@@ -56,8 +59,12 @@ class _Pass:
 
     def backward(self, i: int, weights: Any, inputs: Any) -> tuple[Any, jax.Array]:
         """Runs the backward programs of block `i`; returns its gradient and sum of squares."""
-        program = self.program.layers[i - 1].backward if i else self.program.first_backward
         total, squares = None if i else self.total, None
+        if i:
+            before, self.place = self.place, self.places.pop()
+            program = self.program.layers[i - 1].backward(before, self.place, self.of_shared)
+        else:
+            program = self.program.first_backward((), (), ())
         runs = [program.other] * (len(self.batches) - 1) + [program.last]
         if len(self.batches) == 1:
             runs = [program.only]
@@ -146,12 +153,13 @@ class Dispatcher:
         outer, layers = self._fetch(0), program.layers
         tree = self._blocks[0].treedef.unflatten(outer)
         carries, shared = map(list, zip(*(program.first(tree, x) for x in batches), strict=True))
-        run = _Pass(program, batches, carries, shared, [])
+        run = _Pass(program, batches, carries, shared, [], [])
         weights = self._fetch(1)
         for i, layer in enumerate(layers):
             # Dispatched before the program that hides it, because dispatching allocates memory.
             following = self._fetch(i + 2) if i + 1 < len(layers) else weights
             if i + 1 >= lowest:
+                run.places.append(_places(floats_of(carries[0])))
                 run.inputs.append(self._kept([jax.tree.leaves(x) for x in carries], layer.kept))
             tree = self._blocks[i + 1].treedef.unflatten(weights)
             # All are made before an old one is freed, so that `_kept` can go by `id`.
@@ -200,6 +208,10 @@ class Dispatcher:
         """Starts to copy a block's weights to the device."""
         self.bytes_to_device += self._blocks[i].weights_nbytes
         return self._blocks[i].fetch_weights()
+
+
+def _places(arrays: Sequence[jax.Array]) -> tuple:
+    return tuple(x.sharding for x in arrays)
 
 
 def _mean(losses: Sequence[jax.Array], weights: Sequence[jax.Array]) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AxisType, NamedSharding
 
 Options = dict[str, Any] | None
 
@@ -61,11 +62,13 @@ class LayerProgram:
     """The programs of one kind of layer, for one shape of its arguments.
 
     `forward(weights, carry, shared)` returns the new carry's leaves, except leaves that the layer
-    passes on unchanged. `backward` needs only the leaves of the input that are in `kept`.
+    passes on unchanged. `backward` needs only the leaves of the input that are in `kept`; it
+    returns programs, given the shardings of `g` before and after, and of `g_shared`. Without them,
+    a device could hold a whole gradient, and programs would be compiled twice.
     """
 
     forward: Callable[..., list[jax.Array]]
-    backward: Backward
+    backward: Callable[..., Backward]
     carry: Any  # the new carry, as `ShapeDtypeStruct`s
     passed: Mapping[int, int]  # leaves of the new carry that are leaves of the old carry
     kept: tuple[int, ...]
@@ -91,7 +94,7 @@ class ModelProgram:
     # None for outer weights that the loss does not read, `moved` are the `moving` leaves of
     # `shared`, and `g_shared` is zero
     last: Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
-    first_backward: Backward  # with `batch` in place of the last two arguments
+    first_backward: Callable[..., Backward]  # with `batch` in place of the last two arguments
     moving: tuple[int, ...]  # leaves of `shared` that have a gradient
 
 
@@ -169,7 +172,6 @@ def trace_model(
 
     @functools.cache
     def last_with(*of_gradients: Any) -> tuple[Any, Any]:
-        # Otherwise each device would hold a whole gradient where the loss does not read the carry.
         where = None, [x if i in read else None for i, x in enumerate(outer_shardings)]
         shardings = {"out_shardings": (*where, *map(list, of_gradients))}
         jit: Any = partial(jax.jit, compiler_options=options, **shardings)
@@ -184,7 +186,7 @@ def trace_model(
         layers=programs,
         loss=jax.jit(loss, compiler_options=options),
         last=last_with,
-        first_backward=_backward_programs(pull, leaves, (), options),
+        first_backward=_backward_programs(pull, leaves, False, options),
         moving=moving,
     )
 
@@ -220,8 +222,7 @@ def _trace_layer(
         backward=_backward_programs(
             partial(pull, kept),
             jax.tree.leaves(weights) if trains else None,
-            # If the carry's gradients have different shapes, no result could use their memory.
-            (_G, _G_SHARED) if same else (_G_SHARED,),
+            same,
             options,
         ),
         carry=new,
@@ -239,7 +240,8 @@ def _pull_of(function: Callable, like: Any, moving: tuple[int, ...], trains: boo
     ) -> tuple[Any, Any]:
         known = dict(zip(kept, inputs, strict=True))
         leaves = [
-            known[i] if i in known else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(shapes)
+            known[i] if i in known else jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            for i, x in enumerate(shapes)
         ]
         floats, rebuild = _split_floats(jax.tree.unflatten(treedef, leaves))
         parts, join = _split_at(shared, moving)
@@ -268,11 +270,12 @@ def _pull_first(
 
 
 def _backward_programs(
-    pull: Callable[..., tuple[Any, Any]], weights: Any, donated: tuple[int, ...], options: Options
-) -> Backward:
-    """Returns programs for `pull`, which returns the weights' gradient and other gradients.
+    pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, options: Options
+) -> Callable[..., Backward]:
+    """Returns a function that returns programs for `pull`, as in `LayerProgram.backward`.
 
-    `weights` are shapes, or None if they are frozen.
+    `pull` returns the weights' gradient and other gradients. `weights` are shapes, or None if they
+    are frozen. `same` is whether `g` has the same shapes before and after.
     """
 
     def backward(total: Any, weighing: Any, *args: Any) -> Any:
@@ -294,16 +297,22 @@ def _backward_programs(
 
     # The weights' gradient stays on the weights' devices.
     wheres = None if weights is None else [_on_device(x) for x in weights]
-    jit: Any = partial(
-        jax.jit, backward, out_shardings=((wheres, None), None), compiler_options=options
-    )
     # If dtypes differ, no result of the last program could use the total's memory.
     is_float32 = all(x.dtype == jnp.float32 for x in weights or ())
-    return Backward(
-        only=jit(donate_argnums=(_TOTAL, *donated)),
-        last=jit(donate_argnums=(_TOTAL, *donated) if is_float32 else donated),
-        other=jit(donate_argnums=(_TOTAL, *donated)),
-    )
+
+    @functools.cache
+    def programs(before: tuple, after: tuple, shared: tuple) -> Backward:
+        more = ([*after], [*shared]) if after else None
+        results: Any = (wheres, None), more
+        jit: Any = partial(jax.jit, backward, out_shardings=results, compiler_options=options)
+        donated = (_G, _G_SHARED) if same and before == after else (_G_SHARED,) if after else ()
+        return Backward(
+            only=jit(donate_argnums=(_TOTAL, *donated)),
+            last=jit(donate_argnums=(_TOTAL, *donated) if is_float32 else donated),
+            other=jit(donate_argnums=(_TOTAL, *donated)),
+        )
+
+    return programs
 
 
 def _add(g: Sequence[Any], total: Any, weight: Any) -> list[Any]:
@@ -394,11 +403,19 @@ def _text(tree: Any) -> str:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Returns shapes without shardings; Python numbers keep weak types, so they adopt dtypes."""
+    """Returns shapes; Python numbers keep weak types, so they adopt dtypes.
+
+    Only shardings on explicit axes, which are part of an array's type, are kept.
+    """
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
-        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            sharding = NamedSharding(sharding.mesh, sharding.spec)
+        else:
+            sharding = None
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak, sharding=sharding)
 
     return jax.tree.map(shape_of, tree)
 
