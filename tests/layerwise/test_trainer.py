@@ -215,9 +215,7 @@ def test_a_trainer_shares_no_array_with_its_caller():
     in_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     for where in (in_host, jax.devices()[0]):
         params = jax.device_put(new_params(), where)
-        with layerwise.Trainer(
-            params, **MODEL, optimizer=optax.sgd(0.1), frozen=[1]
-        ) as trainer:
+        with layerwise.Trainer(params, **MODEL, optimizer=optax.sgd(0.1), frozen=[1]) as trainer:
             jax.tree.map(lambda x: x.delete(), params)
             assert np.isfinite(float(trainer.step(BATCHES[0])))
             held = trainer.params()
