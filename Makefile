@@ -34,9 +34,9 @@ ours = { test -z "$$(ls -A "$$folder" 2> /dev/null)" || test -e "$$folder/.zenfl
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # an environment allows one install at a time
-# `.ci/run` makes the two environments named `install-` while other targets run.
-.PHONY: install-compiler install-tunix
-.PHONY: help quickstart test test-fast test-compiled test-tunix test-clients test-slurm docs test-docs dist lint clean same-python
+# `.ci/run` makes this environment while other targets run.
+.PHONY: install-compiler
+.PHONY: help quickstart test test-fast test-compiled test-clients test-slurm docs test-docs dist lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
@@ -47,9 +47,7 @@ help:
 	@echo "                 kept for the next run. Only \`make test\` is authoritative"
 	@echo "make test-compiled  compile all programs for a GPU and check them; needs no GPU. Two to four"
 	@echo "                 minutes, and a download of 230 MB"
-	@echo "make test-tunix  run the tests that need google-tunix, in a separate environment: two minutes,"
-	@echo "                 plus one to install 1.6 GB"
-	@echo "make test-clients  run the tests that need Keras, equinox and haliax, in a separate environment"
+	@echo "make test-clients  run the tests that need Keras, equinox, haliax and datasets, in a separate environment"
 	@echo "make test-slurm  run the batch script under SLURM with two nodes on this machine: four minutes; needs"
 	@echo "                 Debian's packages slurm-wlm and munge"
 	@echo "make docs        build the documentation into build/site; two minutes, runs its examples"
@@ -77,7 +75,8 @@ test-fast: $(installed) $(tools)
 	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(pytest) -m "not slow" $(TESTARGS)
 
 # Compiling without a GPU needs jax's CUDA plugin and one of NVIDIA's dozen wheels, with ptxas. They are
-# installed outside the environment, so that other tests do not find them.
+# installed outside the environment, so that other tests do not find them. Their `__init__.py` hide the
+# wheels in an environment made with EXTRA: with cuDNN, jax traces other programs.
 compiler := $(VENV)-compiler
 test-compiled: $(compiler)/.installed $(tools)
 	@JAX_PLATFORMS=cpu PYTHONPATH=$(compiler) TF_CPP_MIN_LOG_LEVEL=3 $(pytest) $(TESTARGS) \
@@ -89,14 +88,12 @@ $(compiler)/.installed: $(installed)
 	@find $(compiler) -mindepth 1 ! -name .zenflow_jax -delete
 	@version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)') && $(pip) install --no-deps \
 	  --target $(compiler) jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
+	@cd $(compiler) && mkdir jax_cuda13_plugin && touch jax_cuda13_plugin/__init__.py \
+	  jax_plugins/__init__.py nvidia/__init__.py
 	@touch $@
 
 test-slurm: $(installed) $(tools)
 	@$(pytest) tests/in_slurm.py
-
-install-tunix test-tunix:
-	@folder=$(VENV)-tunix; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax
-	@PYTHON=$(PYTHON) .ci/tunix $(VENV)-tunix $@
 
 test-clients:
 	@folder=$(VENV)-clients; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax
@@ -124,7 +121,7 @@ lint: $(installed) $(tools)
 	  || { cat $(VENV)/pyright.log; exit 1; }
 
 clean:
-	@for folder in $(VENV) $(VENV)-compiler $(VENV)-tunix $(VENV)-clients; do $(ours) && rm -rf "$$folder" || exit 1; done
+	@for folder in $(VENV) $(VENV)-compiler $(VENV)-clients; do $(ours) && rm -rf "$$folder" || exit 1; done
 	rm -rf build
 
 $(made): | same-python

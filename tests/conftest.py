@@ -40,10 +40,7 @@ LIBRARY = Path(__file__).parents[1] / "zenflow_jax"
 # `test_eight_devices.py` runs them, in processes with eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
 collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_devices"]
-# `make test-tunix` runs them, in an environment with Tunix.
-if importlib.util.find_spec("tunix") is None:
-    collect_ignore.append("in_tunix")
-# `make test-clients` runs these, in an environment with Keras, equinox and haliax.
+# `make test-clients` runs these, in an environment with Keras, equinox, haliax and datasets.
 if importlib.util.find_spec("haliax") is None:
     collect_ignore.append("in_clients")
 collect_ignore.append("make_fixtures.py")  # needs torch
@@ -76,7 +73,7 @@ os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
 # A thread lowers all programs in one MLIR context. jax makes a context for each program and loads
 # all dialects into it, which took a tenth of the suite's time and half of its memory. Programs do
-# not depend on the context. Checked on jax 0.10.2 to 0.11.2, which have no option for it.
+# not depend on the context. Checked on jax 0.10.2 to 0.12.0.1, which have no option for it.
 context_of = functools.cache(lambda thread, make=mlir.make_ir_context: make())
 mlir.make_ir_context = lambda: context_of(threading.get_ident())
 

@@ -3,17 +3,19 @@
 The engine dispatches all device programs, in the same order in every run.
 """
 
-import contextlib
 import dataclasses
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from zenflow_jax._checkpoint.resume import check_resumed, join_run
+from zenflow_jax._checkpoint.resume import Joining, check_resumed
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
+from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
@@ -23,9 +25,8 @@ from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
-from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
-from zenflow_jax._exchange.progress import Ending, Progress
+from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
@@ -57,10 +58,6 @@ class HostEngine:
             which the next call raises an error. None means never. `logging` warns after three.
         engine_state: The result of `EngineRestore` or `state()`, saved together with `params` and
             `opt_state`. The engine copies this state and resumes the run, bit-identically.
-        exit_if_stuck: When one of several processes fails, the others raise its error at their next
-            call. A process that is blocked in a collective cannot raise errors: 30 s after the
-            failure, the engine ends it through `os._exit(1)`, with the reason on stderr. With
-            False, it keeps waiting.
         check: How to detect other code that changes parameters. "samples" periodically compares
             some values of each leaf. "all", for debugging, compares all values at each step from
             the second, which takes time and a second copy of the parameters. Neither detects
@@ -106,43 +103,44 @@ class HostEngine:
         prefetch_bytes: int | None = None,
         max_skipped: int | None = None,
         engine_state: Any = None,
-        exit_if_stuck: bool = True,
         check: str = "samples",
     ):
         check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
         check_int_or_none("max_skipped", max_skipped, 1)
         check_one_of("check", check, ["samples", "all"])
         compact = checks.is_compact(host_state)
-        state, weights, moved = checks.checked(params, opt_state, engine_state is None)
-        if engine_state is not None:
-            check_resumed(engine_state, state)
-        offloaded = OffloadedLeaves.of(state, prefetch_bytes)
-        check_pinned_memory(state, offloaded)
-        # An engine state of jax arrays is already in pinned memory, and larger than mail.
-        if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
-            pin_memory_for_mail(state, offloaded)
-        adam = HostAdam(host_kernel, threads)
-        host = new_host_state(offloaded.pick(weights), state, offloaded, adam, compact=compact)
-        skipped = int(read(state.skipped_in_a_row))
-        self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
-        self._checker = checks.StateChecker(state, weights, offloaded, moved)
-        self._progress = progress = Progress(state.schedule, offloaded)
-        self._integrity = Integrity(state, everything=check == "all")
-        self._updates = updates = Updates(worker, offloaded)
-        run = join_run(engine_state, offloaded, state, weights, worker, progress, updates)
-        processes = sorted({device.process_index for device in devices_of(weights)})
-        peers = PeerMonitor(f"run {run}", processes, exit_if_stuck=exit_if_stuck)
-        self._tokens = checks.Tokens(state, run)
-        self._mailbox = Mailbox(worker, state, self._tokens)
-        self._saver = Saver(
-            state, weights, offloaded, host_kernel, self._tokens, worker, progress, updates
-        )
-        self._interrupted = False
-        self._ending = ending = Ending(progress, updates.pending)
+        state, weights = checks.checked(params, opt_state, engine_state is None)
+        with Joining(state, weights, engine_state) as joining:
+            check_gpus(devices_of(weights))
+            if engine_state is not None:
+                check_resumed(engine_state, state)
+            offloaded = OffloadedLeaves.of(state, prefetch_bytes)
+            check_pinned_memory(state, offloaded)
+            # An engine state of jax arrays is already in pinned memory, and larger than mail.
+            if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
+                pin_memory_for_mail(state, offloaded)
+            adam = HostAdam(host_kernel, threads)
+            host = new_host_state(offloaded.pick(weights), state, offloaded, adam, compact=compact)
+            skipped = int(read(state.skipped_in_a_row))
+            self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
+            self._checker = checks.StateChecker(state, weights, offloaded)
+            self._progress = progress = Progress(state.schedule, offloaded)
+            self._integrity = Integrity(state, everything=check == "all")
+            self._updates = updates = Updates(worker, offloaded)
+            joining.resume(offloaded, worker, progress, updates)
+            self._tokens = tokens = checks.Tokens(state)
+            self._mailbox = Mailbox(worker, state, tokens)
+            self._lifecycle = life = Lifecycle(progress, updates.pending)
+            self._saver = Saver(
+                state, weights, offloaded, host_kernel, tokens, worker, progress, updates, life
+            )
+            # Without offloaded leaves: counts of the last step, which are read at the next call.
+            self._offloads, self._unread = state.offloads, None
+        tokens.run = joining.number
         # This must come last: a failed constructor must not leak a thread.
-        worker.start(peers)
+        worker.start()
         # A forgotten engine's thread ends on its own.
-        weakref.finalize(self, _forgotten, worker, ending)
+        weakref.finalize(self, _forgotten, worker, life)
 
     @property
     def stats(self) -> EngineStats:
@@ -150,7 +148,6 @@ class HostEngine:
         stats = self._worker.stats
         return dataclasses.replace(
             stats,
-            put_back=self._checker.put_back,
             bytes_to_device=stats.bytes_to_device + self._updates.late_bytes,
             **self._progress.counts,
             **self._worker.recorder.seconds(),
@@ -164,6 +161,8 @@ class HostEngine:
     @recorded("exchange")
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Sends mail and merges updates between two steps; selects channels when due.
+
+        If no leaf is offloaded, it returns its arguments.
 
         Waits for due updates, for a host that is more than two mails behind and, briefly, when
         channels are selected or windows adapt. You may then use the parameters, but not the mail.
@@ -185,6 +184,8 @@ class HostEngine:
                 different devices.
         """
         self._check_open()
+        if not self._offloads:
+            return self._pass(params, opt_state)
         boundaries = self._progress.boundaries()
         closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
         arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
@@ -196,17 +197,14 @@ class HostEngine:
         if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
         self._tokens.check_new_step(state)
-        state = self._checker.in_place(state, taken.weights)
+        self._checker.check_in_place(state, taken.weights)
         if first:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
-        with self._all_or_nothing():
-            self._ending.flushed, self._ending.safe = False, True
+        with self._lifecycle.change():
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
-            for group in closing:
-                state = self._mailbox.send_sums(state, group)
             weights = self._updates.collect(taken.offloaded, arriving, state.step)
             leaves, measured = state.leaves, {}
             for group in closing:
@@ -225,17 +223,29 @@ class HostEngine:
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
-            self._ending.safe = False
+            return params, opt_state
+
+    def _pass(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """Counts a step of a run without offloaded leaves; returns the arguments."""
+        state = self._checker.state(opt_state)
+        self._progress.step += 1
+        self._read_counts()
+        self._unread = _counts(state.step, state.skipped, state.skipped_in_a_row)
         return params, opt_state
+
+    def _read_counts(self) -> None:
+        counts, self._unread = self._unread, None
+        if counts is not None:
+            self._worker.note_skipped(*read(counts).tolist())
 
     @recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Merges pending updates, unless this would lose provisional steps.
+        """Closes all windows and merges all updates, so that the parameters have every gradient.
 
-        Call this after the last exchange, and continue only from its result. Open windows stay
-        open, so a continued run has the same windows. The parameters contain the open windows'
-        gradients only as provisional steps, and not at all with `provisional_share=None`; end such
-        a run at the end of a window.
+        Call this after the last exchange, and continue only from its result. Later windows end at
+        the same steps as without a flush, so the next ones are shorter. With `window_scaling=None`
+        a window's update is a single step whatever its length; end such a run at the end of a
+        window.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -247,27 +257,31 @@ class HostEngine:
         """
         self._check_open()
         state = self._checker.state(opt_state)
+        if not self._offloads:
+            self._read_counts()
+            return params, opt_state
         copied = self._tokens.check_between_steps(state, "flush")
         taken = self._checker.take(params)
         if copied:
-            state = self._checker.in_place(state, taken.weights)
-        # An update mid-window would overwrite the provisional steps since the window opened.
-        at_once = state.schedule.provisional_share is None
-        pending, open_steps = self._updates.pending, self._progress.open_steps
-        arriving = [group for group in pending if at_once or not open_steps[group]]
-        self._ending.flushed, self._ending.safe = True, False
+            self._checker.check_in_place(state, taken.weights)
+        opened = [group for group, steps in enumerate(self._progress.open_steps) if steps]
+        pending = list(self._updates.pending)
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
-        with self._all_or_nothing():
-            if arriving:
+        with self._lifecycle.change():
+            if pending or opened:
                 self._integrity.forget()
-                weights = self._updates.collect(taken.offloaded, arriving, state.step)
+                weights = self._updates.collect(taken.offloaded, pending, state.step)
+                for group in opened:  # one at a time, because updates take device memory
+                    self._updates.close_window(group)
+                    self._progress.window_closed(group)
+                    weights = self._updates.collect(weights, [group], state.step)
                 taken = taken.with_offloaded(weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)
                 opt_state = replace_state(opt_state, state._replace(token=token))
             self._saver.note(taken.weights)
-        return taken.tree, opt_state
+            return taken.tree, opt_state
 
     @recorded("state")
     def state(self) -> dict[str, Any]:
@@ -279,14 +293,13 @@ class HostEngine:
 
         Returns:
             A tree of dicts, lists and arrays. The large arrays are in host memory (pinned on a
-            GPU), take 16 bytes per offloaded parameter until they are freed, and never change.
+            GPU), take 20 bytes per offloaded parameter until they are freed, and never change.
             Shapes and placements match `abstract_engine_state(opt_state)`.
 
         Raises:
             RuntimeError: If the engine is closed, has failed, or was interrupted during a call.
         """
         self._settle()
-        self._ending.safe = True
         return self._saver.tree()
 
     @recorded("state")
@@ -296,7 +309,6 @@ class HostEngine:
         Write or close it, otherwise the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
         self._settle()
-        self._ending.safe = True
         return self._saver.stream(copy_bytes)
 
     @recorded("state")
@@ -322,8 +334,8 @@ class HostEngine:
 
         `logging` warns if pending updates reached neither the parameters nor a saved state.
         """
+        self._lifecycle.warn()
         self._worker.stop()
-        self._ending.warn()
         self._mailbox.close()
         self._updates.forget()
 
@@ -338,19 +350,20 @@ class HostEngine:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        closed = self._worker.closed
-        behind = self._ending.lacks_updates
-        self._ending.flushed = True  # an error replaces the warning
-        self._ending.safe |= error is not None
+        ended = error is not None or self._worker.closed
+        if error is not None and jax.process_count() > 1:
+            logging.getLogger("zenflow_jax").error(
+                f"Process {jax.process_index()} leaves the run: {error!r}. When it exits, jax ends "
+                "the other processes after `shutdown_timeout_seconds` (docs/multi_host.md)."
+            )
+        lost = None if ended else self._lifecycle.lost
+        self._lifecycle.told |= lost is not None  # an error replaces the warning
         self.close()
-        if error is not None or closed or self._worker.failure_raised:
+        if ended or self._worker.failure_raised:
             return
         self._worker.check()
-        if behind and not self._interrupted:
-            raise RuntimeError(
-                "The engine's last updates never reached the parameters. Call `params, opt_state = "
-                "engine.flush(params, opt_state)` before the `with` block ends."
-            )
+        if lost:
+            raise RuntimeError(lost)
 
     def _check_open(self) -> None:
         if self._worker.closed:
@@ -359,11 +372,8 @@ class HostEngine:
                 "run, make a new engine with `HostEngine(params, tx.init(params))`."
             )
         self._worker.check()
-        if self._interrupted:
-            raise RuntimeError(
-                "The engine's last call was interrupted, so parameters, state and host no longer "
-                "match. Resume from the last checkpoint."
-            )
+        if self._lifecycle.interrupted:
+            raise RuntimeError(INTERRUPTED)
         # The device may still be running the last step, and reading its counts would wait.
         self._integrity.check(self._progress.step - 1)
 
@@ -374,15 +384,14 @@ class HostEngine:
         self._mailbox.drain()
         self._updates.wait()
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Makes the engine reject all calls if the block is interrupted."""
-        self._interrupted = True
-        yield
-        self._interrupted = False
+
+@jax.jit
+def _counts(*counts: jax.Array) -> jax.Array:
+    """Copies counts, because the next step may donate its state."""
+    return jnp.stack(counts)
 
 
-def _forgotten(worker: Worker, ending: Ending) -> None:
+def _forgotten(worker: Worker, lifecycle: Lifecycle) -> None:
     """Ends an engine that was never closed, at garbage collection or interpreter exit."""
+    lifecycle.warn(getattr(sys, "last_value", None))  # the exception that ended the program
     worker.request_stop()
-    ending.warn(getattr(sys, "last_value", None))  # the exception that ended the program

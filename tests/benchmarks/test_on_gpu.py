@@ -91,7 +91,7 @@ def test_runs_with_different_results_do_not_pass():
 )
 def test_each_peers_step_can_be_lowered_for_cuda(name, monkeypatch):
     # jax before 0.11.1 rejects streamed layers without it.
-    monkeypatch.setattr("zenflow_jax._device.host_slices._DISABLED", True)
+    monkeypatch.setattr("zenflow_jax._device.gpu_faults._DISABLED", True)
     on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     host = on_device.with_memory_kind("pinned_host")
     preset = MODELS["1b"]

@@ -24,6 +24,7 @@ import jinja2.sandbox
 import tokenizers
 
 from train.huggingface.json_files import read_object
+from train.huggingface.marks import ASSISTANT, ConversationError, Marks
 from train.huggingface.tokenizer import TokenizerError
 
 TEMPLATE = "chat_template.jinja"
@@ -31,34 +32,37 @@ CONFIG = "tokenizer_config.json"
 
 DATE = datetime.datetime(2024, 7, 26)
 
-ASSISTANT = "assistant"
+# Other names for the assistant.
+_ANSWERING = re.compile(
+    r"(.*(assistant|gpt|bot|claude|llama|gemini).*|(language.?)?model|ai|llm|agent|answer|response)",
+    re.IGNORECASE,
+)
 
 # Placed around the assistant's text while a template is rendered. Both are Unicode noncharacters,
 # which texts do not contain.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-# Replaces an answer to find its position, because the answer's text may also occur elsewhere.
-_PLACE = "\ufdd2"
+_MOST_RESTS = 1000
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]  # "role", usually "content", and other fields that a template reads
-
-
-class ConversationError(ValueError):
-    """A template cannot render a conversation. The caller adds the conversation's location."""
 
 
 class Conversation(NamedTuple):
     text: str
     answers: list[tuple[int, int]]  # ranges of the answers in the text, ascending
+    marks: Marks
 
 
 class ChatTemplate:
-    """A chat template. `special` maps special tokens' names to texts; `marks` lists all texts."""
+    """A chat template. `special` maps special tokens' names to texts; `ends` lists all texts."""
 
-    def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
+    def __init__(self, text: str, special: Mapping[str, str], ends: Sequence[str], where: str):
         self.text = text
         self.where = where
         self.special = dict(special)
-        self._marks = tuple(marks)
+        self._ends = tuple(ends)
+        self._rests: dict[tuple[str, str], str] = {}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -68,17 +72,23 @@ class ChatTemplate:
         environment.globals["strftime_now"] = DATE.strftime
         try:
             self._template = environment.from_string(text)
+            names = environment.parse(text).find_all(jinja2.nodes.Const)
         except jinja2.TemplateError as error:
             raise TokenizerError(
                 f"Jinja cannot parse the chat template in {where}: {error}."
             ) from error
+        texts = {name.value.strip() for name in names if isinstance(name.value, str)}
+        words = sorted(
+            (x for x in texts if len(x) > 2 and not x.replace(" ", "").isidentifier()), key=len
+        )
+        self._words = re.compile("|".join(map(re.escape, words[::-1])) or "(?!)")
 
     def render(
         self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
     ) -> str:
         """Renders at least one message; `ask` adds the prompt for the next answer."""
-        marked = self._render(messages, ask, tools)
-        return marked.replace(_BEGIN, "").replace(_END, "")
+        text = self._render(messages, ask, tools)
+        return text.replace(_BEGIN, "").replace(_END, "")
 
     def conversation(
         self,
@@ -91,81 +101,109 @@ class ChatTemplate:
         Messages whose index is in `skipped` are not treated as answers.
         """
         roles = [message["role"] for message in messages]
-        if ASSISTANT not in roles:
+        answers = [i for i, role in enumerate(roles) if role == ASSISTANT]
+        if not answers or any(map(_ANSWERING.fullmatch, {*roles} - {ASSISTANT})):
             got = ", ".join(map(repr, dict.fromkeys(roles)))
             raise ConversationError(
-                f"no message has the role {ASSISTANT!r}, only {got}. Rename the roles to system, "
-                "user, assistant and tool"
+                f"all answers must have the role {ASSISTANT!r}, but the roles are {got}. Rename "
+                "the roles to system, user, assistant and tool"
             )
-        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
-        if any(x in text for x in (_BEGIN, _END, _PLACE)):
-            raise ConversationError("the text contains a noncharacter from U+FDD0 to U+FDD2")
-        whole = self._render(messages, False, tools)
-        _check_written(whole, messages, tools or (), self.where)
-        assistant_turns = [i for i, role in enumerate(roles) if role == ASSISTANT]
-        learned = [i for i in assistant_turns if i not in skipped]
-        if _BEGIN in whole:
-            parts = re.split(f"[{_BEGIN}{_END}]", whole)  # every second part is marked
+        if any(x in json.dumps([messages, tools], ensure_ascii=False) for x in (_BEGIN, _END)):
+            raise ConversationError("the text contains a noncharacter, U+FDD0 or U+FDD1")
+        marks = Marks(self._render, messages, tools, self._words)
+        for leaf in (leaf for leaf in marks.leaves if leaf.needed and not leaf.written):
+            i, value = leaf.message, repr(str(leaf.value)[:100])
+            place = f" of message {i + 1} (role {roles[i]!r})" if i >= 0 else ""
+            raise ConversationError(
+                f"the template in {self.where} skips `{leaf.field}`{place}: {value}. Rename the "
+                "role if it is not system, user, assistant or tool. Pass another template with "
+                "--chat-template, or leave this part out"
+            )
+        if not marks.in_order():
+            raise ConversationError(f"the template in {self.where} changes the order of messages")
+        text, learned = marks.text, [i for i in answers if i not in skipped]
+        if _BEGIN in text:
+            parts = re.split(f"[{_BEGIN}{_END}]", text)  # every second part is marked
             ends = [*itertools.accumulate(map(len, parts))]
             text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
-            if learned != assistant_turns:
-                if len(spans) != len(assistant_turns):
+            if learned != answers:
+                if len(spans) != len(answers):
                     raise ConversationError(
                         f"some answers are excluded from training, but {self.where} has "
-                        f"{len(spans)} `{{% generation %}}` for {len(assistant_turns)} answers"
+                        f"{len(spans)} `{{% generation %}}` for {len(answers)} answers"
                     )
-                spans = [spans[assistant_turns.index(i)] for i in learned]
-            return Conversation(text, [(start, stop) for start, stop in spans if start < stop])
-        answers = [self._answer(whole, messages, i, tools) for i in learned]
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(answers)), answers
-        return Conversation(whole, answers)
+                spans = [spans[answers.index(i)] for i in learned]
+            spans = [(start, stop) for start, stop in spans if start < stop]
+        else:
+            spans = [self._answer(marks, i, i == len(roles) - 1) for i in learned]
+        return Conversation(text, spans, marks)
 
-    def _answer(self, whole, messages, i, tools) -> tuple[int, int]:
-        content = str(messages[i].get("content") or "")
-        # Templates of reasoning models drop the thoughts from all answers but the last.
-        content = content.rpartition("</think>")[2].strip()
-        placed = [*messages[:i], {**messages[i], "content": _PLACE}, *messages[i + 1 :]]
-
-        def rendered(count: int, ask: bool = False) -> str:
-            return self._render(messages[:count], ask, tools)
-
-        def with_place(count: int) -> str:
-            return self._render(placed[:count], False, tools)
-
-        start = _start(whole, rendered, with_place, i, len(messages))
-        stop = len(whole)
-        if start is not None and i < len(messages) - 1:
-            ended = rendered(i + 1)
-            stop = len(ended) if whole.startswith(ended) else None
-            if stop is None:
-                stop = self._stop(whole, with_place(i + 1), with_place(len(messages)))
-        if start is None or stop is None or content not in whole[start:stop]:
+    def _answer(self, marks: Marks, i: int, is_last: bool) -> tuple[int, int]:
+        """Returns the range of what a model writes: the answer in message `i`, and its end."""
+        text = marks.text
+        before, first, last, after = marks.around(i)
+        start = self._start(marks, i, before, first, empty=first == after)
+        stop = len(text) if is_last or start is None else self._stop(marks, i, last, after, start)
+        if start is None or stop is None or not marks.holds(i, start, stop):
             raise ConversationError(
                 f"the template in {self.where} hides the answer in message {i + 1}. Put "
                 "`{% generation %}` and `{% endgeneration %}` around the assistant's text, and "
                 "pass the template with --chat-template"
             )
-        answer = whole[start:stop].rstrip()
-        return start, start + len(answer) if answer.endswith(self._marks) else stop
+        answer = text[start:stop].rstrip()
+        return start, start + len(answer) if answer.endswith(self._ends) else stop
 
-    def _stop(self, whole: str, ended: str, placed: str) -> int | None:
-        """Returns the end of an answer, found with a placeholder in its place.
+    def _start(self, marks: Marks, i: int, before: int, first: int, *, empty: bool) -> int | None:
+        """Returns the end of the prompt for an answer, between two marks."""
+        begin, key = before + 1, marks.text[before + 1 : first]
+        if i == 0:  # many templates need at least one message
+            prompt = marks.prompt()
+            place = marks.text.find(prompt, begin, first) if prompt else -1
+            return place + len(prompt) if place >= 0 else None if empty else first
+        prompt = self._rest(("prompt", key), lambda: marks.rest(before, i, ask=True))
+        if prompt is None or marks.text.startswith(prompt, begin):
+            return None if prompt is None else begin + len(prompt)
+        # The prompt may start a thought, which the answer does not contain.
+        ended = self._rest(("ended", key), lambda: marks.rest(before, i))
+        shared = begin + len(os.path.commonprefix([prompt, marks.text[begin:]]))
+        for end in self._ends:  # a token that begins like the thought
+            place = marks.text.find(end, max(shared - len(end) + 1, 0), shared + len(end) - 1)
+            shared = place if 0 <= place < shared else shared
+        return None if ended is None or shared < begin + len(ended) else min(shared, first)
 
-        The last message may be rendered differently: with a thought before it, or with an
-        end-of-text token after the answer's ending. So the ending is whatever both texts share
-        after the answer.
+    def _stop(self, marks: Marks, i: int, last: int, after: int, start: int) -> int | None:
+        """Returns the end of an answer, between two marks.
+
+        The last message may be rendered differently, such as with an end-of-text token after the
+        answer's ending. So the ending is whatever both texts share after the answer.
         """
-        behind, rest = (text.rpartition(_PLACE)[2] for text in (ended, placed))
-        if _PLACE not in ended or _PLACE not in placed or not whole.endswith(rest):
-            return None
-        shared = os.path.commonprefix([behind, rest])
-        marks = [shared.rfind(mark) + len(mark) for mark in self._marks if mark in shared]
-        return len(whole) - len(rest) + max(marks) if marks else None
+        rest = marks.text[last + 1 : after]
+        ended = self._rest(("stop", rest), lambda: marks.rest(last, i + 1))
+        if ended is None or rest.startswith(ended):
+            return None if ended is None else last + 1 + len(ended)
+        shared = os.path.commonprefix([ended, rest])
+        sizes = [shared.rfind(end) + len(end) for end in self._ends if end in shared]
+        if sizes and (stop := last + 1 + max(sizes)) > start:
+            return stop
+        # An empty answer, if the last message has a thought before its ending.
+        endings = (ended[k:] for k in range(len(ended)))
+        ending = next((x for x in endings if marks.text.startswith(x, start)), "")
+        return start + len(ending) if last < start and any(map(ending.count, self._ends)) else None
+
+    def _rest(self, key: tuple[str, str], render: Callable[[], str | None]) -> str | None:
+        """Returns what a template writes after a text, once for each text up to the next mark."""
+        if key not in self._rests and (rest := render()) is not None:
+            if len(self._rests) > _MOST_RESTS:
+                self._rests.clear()
+            self._rests[key] = rest
+        return self._rests.get(key)
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
-            return self._template.render(**self.special, messages=list(messages), **options)
+            return self._template.render(
+                **self.special, messages=[_with_reasoning(x) for x in messages], **options
+            )
         # A template may fail like any other program.
         except Exception as error:
             raise ConversationError(
@@ -184,16 +222,16 @@ def read_template(
         for name, token in source.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
-    marks = [t.content for t in tokens.get_added_tokens_decoder().values() if t.special]
+    ends = [t.content for t in tokens.get_added_tokens_decoder().values() if t.special]
     file = file or (folder / TEMPLATE if (folder / TEMPLATE).is_file() else None)
     if file is not None:
-        return ChatTemplate(read_template_text(file), special, marks, str(file))
+        return ChatTemplate(read_template_text(file), special, ends, str(file))
     for path in (folder / CONFIG, folder / "chat_template.json"):
         text = _read_json(path).get("chat_template")
         if isinstance(text, list):  # several named templates
             text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
         if isinstance(text, str):
-            return ChatTemplate(text, special, marks, str(path))
+            return ChatTemplate(text, special, ends, str(path))
     raise TokenizerError(
         f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in "
         f"{CONFIG}. Add one as {TEMPLATE}, or train with --chat-template FILE."
@@ -211,52 +249,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path, TokenizerError) if path.is_file() else {}
 
 
-def _check_written(
-    whole: str, messages: Sequence[Message], tools: Sequence[Any], where: str
-) -> None:
-    """Raises an error if the text lacks a tool, a call, or a user or system message's text."""
-    remedy = "Pass another template with --chat-template, or leave this part out"
-    if not all(name in whole for name in _functions(tools)):
-        raise ConversationError(f"the template in {where} skips `tools`. {remedy}")
-    for number, message in enumerate(messages, 1):
-        role, calls = message["role"], _functions(message.get("tool_calls") or ())
-        # Answers are located later, and templates may encode a tool's result.
-        text = "" if role in (ASSISTANT, "tool") else str(message.get("content") or "").strip()
-        lost = [] if text in whole else ["content"]
-        lost += ["tool_calls" for name in calls if name not in whole]
-        if lost:
-            raise ConversationError(
-                f"the template in {where} skips `{lost[0]}` of message {number} (role {role!r}). "
-                f"Rename the role if it is not system, user, assistant or tool. {remedy}"
-            )
-
-
-def _functions(items: Sequence[Any]) -> list[str]:
-    """Returns the names of the functions in tools or calls."""
-    return [str(item.get("function", item).get("name", "")) for item in items]
-
-
-def _start(
-    whole: str,
-    rendered: Callable[..., str],
-    with_place: Callable[[int], str],
-    i: int,
-    messages: int,
-) -> int | None:
-    """Returns the start of the answer in message `i`."""
-    if i == 0:  # many templates need at least one message
-        placed = with_place(messages)
-        return len(os.path.commonprefix([placed, whole])) if _PLACE in placed else None
-    prompt = rendered(i, ask=True)
-    if whole.startswith(prompt):
-        return len(prompt)
-    # The prompt may start a thought, which the answer does not contain.
-    before = rendered(i)
-    shared = len(os.path.commonprefix([prompt, whole]))
-    if not whole.startswith(before) or shared < len(before):
-        return None
-    # The answer may begin with the same characters as the thought.
-    return min(shared, len(os.path.commonprefix([with_place(messages), whole])))
+def _with_reasoning(message: Message) -> Message:
+    """Returns a message with its thoughts under all names, as in transformers 5.24."""
+    for name in REASONING:
+        if message.get(name) is not None:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
 
 
 class _Generation(jinja2.ext.Extension):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from train.huggingface.chat_template import ChatTemplate, Conversation, ConversationError
+from train.huggingface.json_files import documents
 from train.tasks import fields
 from train.tasks.batches import DataError
 from train.tasks.files import records, shorten, text_field
@@ -23,24 +25,37 @@ class Conversations:
         self._template = template
         self._fields = fields.Fields(MESSAGES, TOOLS, refused=fields.OF_CHATS)
         self._conversations = self._with_system = 0
+        self._lost: Counter[str] = Counter()
+        self._changes, self._change = 0, ("", "")
 
     def read(self, path: Path) -> Iterator[Conversation]:
         for where, record in records(path):
             self._fields.check(where, record)
             messages, skipped = _messages(where, record)
-            tools = record.get(TOOLS) or None
+            if (tools := record.get(TOOLS) or None) and isinstance(tools, str):
+                tools = _loaded(where, "the tools", tools) or None
             _expect_objects(where, TOOLS, tools or [])
             try:
                 conversation = self._rendered(where, messages, tools, skipped)
             except ConversationError as error:
                 raise DataError(f"{where}: {error}.") from error
             self._conversations += 1
+            self._lost.update(conversation.marks.lost())
+            for self._change in conversation.marks.changed():
+                self._changes += 1
             self._with_system += messages[0]["role"] == SYSTEM
             yield conversation
 
     def notes(self, where: Path) -> list[str]:
         """Returns sentences about fields that are not read, and about system messages."""
         notes = self._fields.notes(where)
+        if self._lost:
+            names = sorted(self._lost, key=lambda x: (not fields.is_thought(x), -self._lost[x]))
+            lost = ", ".join(f"{name!r} {self._lost[name]}" for name in names[:12])
+            notes.append(f"{where}: fields of messages that the template does not write: {lost}")
+        if self._changes:
+            pair = " to ".join(shorten(repr(text)) for text in self._change)
+            notes.append(f"{where}: the template changes {self._changes} texts of messages: {pair}")
         if self._with_system:
             notes.append(
                 f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
@@ -55,13 +70,48 @@ class Conversations:
         for n, message in enumerate(parsed, 1):
             if calls := message.get("tool_calls"):  # OpenAI's arguments are JSON text
                 message["tool_calls"] = [_parsed(f"{where}, message {n}", call) for call in calls]
+        if parsed == messages:
+            return self._template.conversation(messages, tools, skipped)
+        # Templates write JSON text as it is, or inside JSON with quotes, or expect an object.
+        conversation = reason = None
+        try:
+            conversation = self._template.conversation(messages, tools, skipped)
+            if conversation.marks.as_given():
+                return conversation
+        except ConversationError as error:
+            reason = str(error)
         try:
             return self._template.conversation(parsed, tools, skipped)
-        except ConversationError:
-            if parsed == messages:
+        except ConversationError as error:
+            if conversation is not None:
+                return conversation
+            if reason == str(error):
                 raise
-            # Some templates, such as DeepSeek R1's, only accept arguments as text.
-            return self._template.conversation(messages, tools, skipped)
+            raise ConversationError(f"{error}. With `arguments` as text: {reason}") from error
+
+
+class _Json:
+    """Makes a template write a parsed value as JSON, or raise an error inside other values."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __repr__(self) -> str:
+        raise TypeError("arguments would be written as Python writes them")
+
+
+class _Object(_Json, dict):
+    pass
+
+
+class _Array(_Json, list):
+    pass
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _Object({name: _as_json(part) for name, part in value.items()})
+    return _Array(map(_as_json, value)) if isinstance(value, list) else value
 
 
 def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]], set[int]]:
@@ -90,15 +140,19 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         raise DataError(f'{where}: must be {{"role": ..., "content": ...}}, but is {got}.')
     # In files made from tables, every message has all fields that occur in any message.
     message = {name: value for name, value in message.items() if value is not None}
-    for name, value in message.items():
-        fields.refuse(where, name, value, fields.OF_MESSAGES)
+    for name in message.keys() - {"role", "content", "tool_calls"}:
+        fields.refuse(where, name, message[name], fields.OF_MESSAGES)
     remedy = fields.RENAME_ITEMS if "from" in message else "Rename the field"
     text_field(where, message, "role", remedy=remedy)
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
     _expect_objects(where, "tool_calls", message.get("tool_calls", []))
-    if "content" in message or "tool_calls" not in message:
-        text_field(where, message, "content")
+    for call in message.get("tool_calls", []):
+        if call.get("function", call).get("arguments") == "":
+            call.get("function", call)["arguments"] = "{}"
+    if "tool_calls" in message:
+        message.setdefault("content", "")
+    text_field(where, message, "content")
     return message
 
 
@@ -118,11 +172,16 @@ def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(arguments := function.get("arguments"), str):
         return call
-    try:
-        parsed = function | {"arguments": json.loads(arguments or "{}")}
-    except (ValueError, RecursionError) as error:
-        got = shorten(repr(arguments))
-        raise DataError(
-            f"{where}: the arguments of a call are not valid JSON ({error}): {got}."
-        ) from error
+    value = _loaded(where, "the arguments of a call", arguments)
+    parsed = function | {"arguments": _as_json(value)}
     return call | {"function": parsed} if "function" in call else parsed
+
+
+def _loaded(where: str, subject: str, text: str) -> Any:
+    """Returns the value of JSON text in a field."""
+    try:
+        [(_, value)] = documents(text)
+    except ValueError as error:
+        got = shorten(repr(text))
+        raise DataError(f"{where}: {subject} are not valid JSON ({error}): {got}.") from error
+    return value

@@ -6,8 +6,9 @@ docs/finetuning.md has the same table.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from train.huggingface.chat_template import ASSISTANT
@@ -19,15 +20,13 @@ _PAIRS = (
     "only the good answers, without this field"
 )
 _MEDIA = "The models read only text. Leave out these examples"
-_PARTS = "An answer is used as a whole or, with `weight` 0, not at all. Remove the field"
+_PARTS = "An answer is used as a whole or, with its message's `weight` 0, not at all. Use that"
 _KWARGS = "Templates do not receive this field. Remove it, or put it into the messages"
 
 REFUSED = {
     **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), _PAIRS),
     **dict.fromkeys(("rejected_response", "rejected_messages", "kto_tag", "label"), _PAIRS),
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), _MEDIA),
-    **dict.fromkeys(("loss_scale", "mask", "masked"), _PARTS),
-    **dict.fromkeys(("train_detail", "training_detail"), _PARTS),
+    **dict.fromkeys(("files", "attachments"), _MEDIA),
 }
 OF_CHATS = REFUSED | {
     "system": "Put it into a first message with the role 'system'",
@@ -35,15 +34,27 @@ OF_CHATS = REFUSED | {
     **dict.fromkeys(("documents", "chat_template_kwargs"), _KWARGS),
 }
 OF_MESSAGES = REFUSED | {
-    "function_call": "Put it into `tool_calls`, as [{'type': 'function', 'function': ...}]"
+    "function_call": "Put it into `tool_calls`, as [{'type': 'function', 'function': ...}]",
+    **dict.fromkeys(("file", "attachment", "documents"), _MEDIA),
 }
 OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
     ("system", "history"), "Alpaca has no such field. Write conversations, and use --task chat"
 )
 
+# Names are compared in lower case, without `_` and `-`.
+_MEDIUM = re.compile("(input)?(image|audio|video|picture|photo)s?(url|path|data|file|base64)?s?")
 # 1 or true to train on an example or message, 0 or false not to.
-WEIGHTS = ("weight", "loss_weight", "train")
-OF_ANSWERS = (*WEIGHTS, "training", "loss")
+_WEIGHT = re.compile(
+    "(loss|train|sample|step)?weights?|loss(mask)?|train(ing|able|on(this|turn)?)?|istrainable"
+    "|(step|message|turn)lossmask|learn(able)?|(compute|calculate|calc|has|use)loss"
+)
+# Other combinations of these words also control training.
+_CONTROL = re.compile(
+    "(?=.*(mask|loss|weight|train|learn|ignore|skip|exclude))(is|no|not|dont|has|in|on|with|only|"
+    "step|turn|token|message|msg|sample|example|label|target|completion|response|assistant|answer|"
+    "user|prompt|input|output|history|role|detail|scale|ignore|skip|exclude|compute|calculate|"
+    "mask(ed|ing)?|loss(es)?|weight|train(ing|able|ed)?|learn(able|ed)?|s)+"
+)
 
 # Names of instruction fields in formats like Alpaca's.
 RENAMED = {"response": "output", "completion": "output", "answer": "output", "context": "input"}
@@ -74,11 +85,11 @@ class Fields:
             if name in self._read or _is_empty(value):
                 continue
             refuse(where, name, value, self._refused)
-            if name not in WEIGHTS:
+            if not _WEIGHT.fullmatch(_fold(name)):
                 self._others[name] += 1
             elif value != 1:
                 problem = f"{where}: the field {name!r} must be 1, but is {shorten(repr(value))}."
-                raise DataError(f"{problem} Leave out this example.")
+                raise DataError(f"{problem} Leave out this example, or weigh its messages.")
 
     def notes(self, where: object) -> list[str]:
         """Returns a sentence that lists the 12 most frequent other fields with their counts."""
@@ -90,22 +101,32 @@ class Fields:
 
 
 def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
-    """Raises a `DataError` with a remedy if a field is in `refused`."""
-    if name not in refused or _is_empty(value):
+    """Raises a `DataError` with a remedy if a field is in `refused`, or controls training."""
+    folded, got = _fold(name), shorten(repr(value))
+    is_class = folded == "label" and not isinstance(value, bool)  # a bool is a verdict (KTO)
+    if not refused or is_class or _is_empty(value):
         return
-    if name == "label" and not isinstance(value, bool):  # a class; a bool is a verdict (KTO)
-        return
-    got = shorten(repr(value))
-    raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {refused[name]}.")
+    remedy = next((text for key, text in refused.items() if _fold(key) == folded), None)
+    if _MEDIUM.fullmatch(folded):
+        remedy = _MEDIA
+    elif _CONTROL.fullmatch(folded) and not _WEIGHT.fullmatch(folded):
+        remedy = _PARTS
+    if remedy is not None:
+        raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {remedy}.")
+    for inner, part in _nested(value):
+        zeros = part if isinstance(part, list) else [part]
+        if _CONTROL.fullmatch(_fold(inner)) and any(x in (0, "0") for x in zeros):
+            raise DataError(
+                f"{where}: the field {inner!r} in {name!r} is {shorten(repr(part))}, but is not "
+                "read there. Put it into a message as `weight`, or remove it."
+            )
 
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
     """Returns whether to train on a message, and removes the fields that decide this."""
     learned = is_answer = message["role"] == ASSISTANT
-    for name in OF_ANSWERS:
-        value = message.pop(name, None)
-        if value is None:
-            continue
+    for name in [name for name in message if _WEIGHT.fullmatch(_fold(name))]:
+        value = message.pop(name)
         if not isinstance(value, int | float) or value not in (0, 1):
             got = shorten(repr(value))
             raise DataError(f"{where}: the field {name!r} must be 0 or 1, but is {got}.")
@@ -129,3 +150,20 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
 
 def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def is_thought(name: str) -> bool:
+    return bool(re.search("reason|think|thought|analysis", name.lower()))
+
+
+def _fold(name: str) -> str:
+    return re.sub("[-_ ]", "", name.lower())
+
+
+def _nested(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of all fields of objects inside a value."""
+    for name, part in value.items() if isinstance(value, dict) else ():
+        yield name, part
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _nested(part)

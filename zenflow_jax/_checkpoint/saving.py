@@ -5,10 +5,12 @@ the parts that this process saves, each named after its position in the leaf (se
 """
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,23 @@ from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._checkpoint.resume import fingerprints_of_live_arrays
 from zenflow_jax._checkpoint.stored import write_state
-from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays, small_sharding
+from zenflow_jax._checkpoint.tree import (
+    SUMS,
+    arrays_of_leaves,
+    place_of,
+    small_arrays,
+    small_sharding,
+)
 from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of
-from zenflow_jax._exchange.progress import Counts, Progress
+from zenflow_jax._exchange.progress import Counts, Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
+from zenflow_jax._host.numpy_kernel import Sums
 from zenflow_jax._host.state import HostLeaf
 
 # The number of elements to assemble at once, if the formats in memory and in the file differ.
@@ -50,6 +59,7 @@ class Saver:
         worker: Worker,
         progress: Progress,
         updates: Updates,
+        lifecycle: Lifecycle,
     ):
         self._devices = devices_of(weights)
         self.note(weights)
@@ -58,7 +68,7 @@ class Saver:
         )
         self._offloaded, self._host_kernel = offloaded, host_kernel
         self._worker, self._tokens = worker, tokens
-        self._progress, self._updates = progress, updates
+        self._progress, self._updates, self._lifecycle = progress, updates, lifecycle
         self._snapshots: list[Snapshot] = []  # saves that may still be running
         worker.host.before_write = self._before_write
 
@@ -107,6 +117,7 @@ class Saver:
             shares=progress.shares,
             fingerprints=fingerprints,
             counted=[window.counted for window in host.open],
+            scalars=host.scalars,
             windows=host.windows,
             skipped=self._worker.stats.skipped_steps,
         )
@@ -116,38 +127,47 @@ class Saver:
         places = {}
         for i in parts:
             part = self._offloaded.parts[i]
-            spec, names = self._offloaded.specs[part.leaf], list(arrays[part.leaf])
-            if "total" in names and not counts.counted[part.spec.group]:
-                names.remove("total")
+            spec, counted = self._offloaded.specs[part.leaf], counts.counted[part.spec.group]
+            names = [name for name in arrays[part.leaf] if counted or name not in SUMS]
             places[i] = {name: place_of(name, part, spec) for name in names}
-        return EngineStream(
+        adam = HostAdam(self._host_kernel, 1)
+        stream = EngineStream(
             offloaded=self._offloaded,
             arrays=arrays,
             small=small_arrays(counts, self._abstract),
             everywhere=small_sharding(self._abstract),
             # A live view of a device's array would block its donation.
             before=[None if x is None else np.array(x) for x in self._updates.before],
-            adam=HostAdam(self._host_kernel, 1),
+            adam=adam,
             places=places,
-            snapshot=Snapshot({i: leaves[i] for i in parts}, copy_bytes),
+            snapshot=Snapshot(
+                {i: leaves[i] for i in parts}, copy_bytes, partial(HostLeaf.copy, adam=adam)
+            ),
             processes=sorted({device.process_index for device in self._devices}),
         )
+        self._lifecycle.saves(stream.written)
+        return stream
 
 
 class Snapshot:
     """The host's leaves at one moment, in the order in which they are saved.
 
-    Each has `nbytes` and `copy()`.
+    Each has `nbytes` and `alias()`; `copy` copies one.
 
     A leaf that is overwritten before it is saved is copied, if there is room for copies; otherwise
     its writer waits for the saver, which saves that leaf next.
     """
 
-    def __init__(self, leaves: Mapping[int, Any], copy_bytes: int):
+    def __init__(
+        self,
+        leaves: Mapping[int, Any],
+        copy_bytes: int,
+        copy: Callable[[Any], Any] = operator.methodcaller("copy"),
+    ):
         self._condition = threading.Condition()
         self._unsaved = {i: leaf.alias() for i, leaf in leaves.items()}
         self._copied: set[int] = set()
-        self._room = copy_bytes
+        self._room, self._copy = copy_bytes, copy
         self._in_use: int | None = None  # the leaf whose memory the saver reads
         self._wanted: int | None = None
 
@@ -164,7 +184,7 @@ class Snapshot:
             if leaf is not None and i not in self._copied and leaf.nbytes <= self._room:
                 # Without memory for a copy, the writer waits.
                 with contextlib.suppress(MemoryError):
-                    self._unsaved[i] = leaf.copy()
+                    self._unsaved[i] = self._copy(leaf)
                     self._copied.add(i)
                     self._room -= leaf.nbytes
             self._wanted = i
@@ -216,14 +236,16 @@ class EngineStream:
     small: Mapping[str, Any]  # counts and options, which are equal in all processes
     everywhere: Any  # the sharding for arrays of `small`
     before: Sequence[np.ndarray | None]  # for each part, as in `Updates.before`
-    adam: HostAdam  # sums mail, on the thread that writes
+    adam: HostAdam  # sums mail, on the calling thread
     # For each saved part, the places of its arrays in the leaf's arrays; empty sums are left out.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
     snapshot: Snapshot  # the host's arrays of these parts
     processes: Sequence[int]  # ascending; each writes a file
+    written: Future = field(default_factory=Future)  # cancelled if the state was not saved
 
     def close(self) -> None:
         """Lets the run overwrite all leaves, saved or not. Safe to call twice."""
+        self.written.cancel()
         self.snapshot.close()
         self.adam.close()
 
@@ -238,6 +260,7 @@ class EngineStream:
         small = jax.tree.map(
             lambda x: put_everywhere(x, x.shape, self.everywhere), dict(self.small)
         )
+        self.written.set_result(None)
         return {"leaves": arrays_by_leaf, **small}
 
     def write(self, folder: Path) -> None:
@@ -255,6 +278,7 @@ class EngineStream:
         )
         with contextlib.closing(self):
             write_state(folder, self.processes, self.small, self.arrays, tensors, chunks)
+            self.written.set_result(None)
 
     def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
         return self.arrays[self.offloaded.parts[i].leaf][name]
@@ -271,21 +295,22 @@ class EngineStream:
             before = self.before[i]
             channels = leaf.channels if before is None else before
             yield 0, channels + self.offloaded.parts[i].first
-        elif name == "total":
+        elif name in SUMS:
             for begin in range(0, leaf.master.size, _CHUNK):
-                yield begin, self._sum(leaf, begin, min(begin + _CHUNK, leaf.master.size))
+                sums = self._sums(leaf, begin, min(begin + _CHUNK, leaf.master.size))
+                yield begin, sums[SUMS.index(name)]
         else:
             yield from getattr(leaf, name).chunks(_CHUNK)
 
-    def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
-        """Returns elements of the open window's sum, bit-identical for any chunk size."""
-        total = np.empty(end - begin, np.float32)
-        window = leaf.open
-        if window.total is not None:
-            np.copyto(total, window.total.reshape(-1)[begin:end])
+    def _sums(self, leaf: HostLeaf, begin: int, end: int) -> Sums:
+        """Returns elements of the open window's sums, bit-identical for any chunk size."""
+        sums, window = Sums(*(np.empty(end - begin, np.float32) for _ in SUMS)), leaf.open
+        if window.sums is not None:
+            for x, whole in zip(sums, window.sums.flat, strict=True):
+                np.copyto(x, whole[begin:end])
         mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.kept]
-        self.adam.accumulate(total, mails, first=window.total is None)
-        return total
+        self.adam.accumulate(sums, mails, first=window.sums is None)
+        return sums
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
         """Makes a leaf's array, in its devices' host memory; CPUs share NumPy's memory."""
@@ -301,7 +326,7 @@ class EngineStream:
     def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
         """Makes an array for part `i`, zero where no value is saved."""
         places = self.places[i]
-        place = places.get(name, places["master"])  # where the sum would be
+        place = places.get(name, places["master"])  # where a sum would be
         array = aligned_zeros(_size(place), self._array(i, name).dtype)
         if name in places:
             for begin, elements in self._elements(i, leaf, name):

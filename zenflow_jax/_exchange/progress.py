@@ -1,10 +1,12 @@
-"""An engine's position in its schedule, and the numbers that decide the next boundary."""
+"""An engine's position in its schedule, the numbers that decide the next boundary, and its end."""
 
+import contextlib
 import dataclasses
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -20,6 +22,15 @@ _logger = logging.getLogger("zenflow_jax")
 # pending because no step in its window counted.
 NONE, PENDING, EMPTY = 0, 1, 2
 
+INTERRUPTED = (
+    "The engine's last call was interrupted, so parameters, state and host no longer match. Resume "
+    "from the last checkpoint."
+)
+_UPDATES_LOST = (
+    "The engine's last updates never reached the parameters. Call `params, opt_state = "
+    "engine.flush(params, opt_state)` after the last step, before the engine ends."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
@@ -31,6 +42,7 @@ class Counts:
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
     fingerprints: np.ndarray  # uint32, one for each leaf (`resume.py`); 0 before the first step
+    scalars: np.ndarray  # float32 (rates, 7): the last step's AdamScalars, for a flush
     step: int = 0
     windows: int = 0  # closed so far
     token: int = 0  # for the next step
@@ -55,8 +67,6 @@ class Progress:
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
         self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
-        # Whether only updates bring deferred gradients into the parameters.
-        self.by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
         # Unread statistics: of the last step, if its window is open, and of the last boundaries.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
@@ -129,33 +139,47 @@ class Progress:
         self._state = counts.schedule_state
 
 
-class Ending:
-    """Warns about gradients that are lost if an engine ends, by `close` or garbage collection."""
+class Lifecycle:
+    """Knows what is lost if an engine ends, from the calls that have completed.
+
+    An `exchange` or `flush` begins a new moment when it completes. A save belongs to the moment of
+    its call, and counts until it fails, because it may still be running when the engine ends.
+    """
 
     def __init__(self, progress: Progress, pending: Mapping[int, Any]):
         self._progress, self._pending = progress, pending
-        self.flushed = False  # whether `flush` was called after the last step
-        self.safe = True  # whether nothing is lost: no step was taken, or a save followed it
+        self.interrupted = False  # whether a call ended between parameters, state and host
+        self.told = False  # whether the end was reported; only once
+        self._moment = 0
+        self._saves: list[tuple[int, Future]] = []  # of this moment, and earlier ones
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        """Begins a new moment if the block completes; otherwise, the run has ended.
+
+        The block includes the caller's `return`, because results that do not arrive are lost.
+        """
+        self.interrupted = True
+        yield
+        self._moment += 1
+        self.interrupted = False
+
+    def saves(self, written: Future) -> None:
+        """Adds a save of this moment, whose future is cancelled if the save fails."""
+        self._saves = [*(x for x in self._saves if x[0] == self._moment), (self._moment, written)]
 
     @property
-    def lacks_updates(self) -> bool:
-        return bool(self._pending) and not self.flushed
+    def lost(self) -> str | None:
+        """Describes a loss of updates; None if every gradient is in the parameters."""
+        if self.interrupted:
+            return INTERRUPTED
+        return _UPDATES_LOST if self._pending or any(self._progress.open_steps) else None
 
     def warn(self, error: BaseException | None = None) -> None:
         """Logs the loss once, unless the training ends with `error` or an exception in progress."""
-        safe, self.safe = self.safe, True
-        if safe or error or sys.exc_info()[0]:
+        saved = any(moment == self._moment and not x.cancelled() for moment, x in self._saves)
+        told, self.told = self.told, True
+        if told or saved or error or sys.exc_info()[0] or not (self._moment or self.interrupted):
             return
-        if self.lacks_updates:
-            _logger.warning(
-                "The engine's last updates never reached the parameters. Call `params, opt_state = "
-                "engine.flush(params, opt_state)` after the last step."
-            )
-        open_steps = max(self._progress.open_steps, default=0)
-        if open_steps and self._progress.by_updates_alone:
-            _logger.warning(
-                f"The parameters lack the gradients of up to {open_steps} steps, because the "
-                "engine was closed with open windows, and `provisional_share=None` disables "
-                "provisional steps. End the run where all windows close: with `rolling=False`, "
-                "after a multiple of `update_interval` steps."
-            )
+        if self.lost:
+            _logger.warning(self.lost)

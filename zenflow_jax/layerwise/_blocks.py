@@ -117,7 +117,7 @@ class BlockMaker:
         paths, given = [leaf_name(name, path) for path, _ in pairs], [x for _, x in pairs]
         weights = [_shape_of(path, x) for path, x in zip(paths, given, strict=True)]
         kind = treedef, tuple((x.shape, x.dtype) for x in weights)
-        if trains and kind not in self._checked:
+        if trains and weights and kind not in self._checked:
             check_separable(self._optimizer, name, treedef.unflatten(weights))
             self._checked.add(kind)
         shapes, names = [Parts(x, ()) for x in weights], [(path,) for path in paths]

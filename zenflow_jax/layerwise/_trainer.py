@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 
+from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._spec.arguments import check_numbers
@@ -160,6 +161,7 @@ class Trainer:
         self._trained = [block for block in blocks if block.trains]
         shardings = [x.weight.sharding for block in blocks for x in block.shapes]
         devices = {device for sharding in shardings for device in sharding.device_set}
+        check_gpus(devices)
         self._processes = sorted({device.process_index for device in devices})
         self._failure: BaseException | None = None
         self._closed = False
@@ -341,8 +343,9 @@ class Trainer:
     def _read_verdicts(self, unread: int) -> None:
         """Reads all verdicts but the last few, and raises an error if a step ends the run."""
         while len(self._verdicts) > unread:
-            step, verdict = self._verdicts.popleft()
+            step, verdict = self._verdicts[0]
             self._skipped, in_a_row, report = map(int, np.asarray(verdict))
+            self._verdicts.popleft()  # after the wait, which may be interrupted
             try:
                 if report:
                     raise FloatingPointError(self._explained(report, step))

@@ -229,8 +229,7 @@ def _on_device(opt_state: Any, state: ZenFlowState | None) -> list[Any]:
     """Returns the arrays of an optimizer's state, except placeholder mail."""
     placeholders: Any = ()
     if state is not None:
-        mail = () if state.send_gradients.sums_on_device else state.mail
-        placeholders = {id(x) for x in jax.tree.leaves((state.step_scalars, mail))}
+        placeholders = {id(x) for x in jax.tree.leaves((state.step_scalars, state.mail))}
     return [x for x in jax.tree.leaves(opt_state) if id(x) not in placeholders]
 
 
