@@ -422,12 +422,3 @@ def test_lost_thoughts_and_changed_texts_are_noted(tmp_path, written):
 def test_an_answer_with_another_role_is_rejected(written, role):
     with pytest.raises(ConversationError, match=f"must have the role 'assistant'.*{role}.*Rename"):
         written(CONTENT).conversation([*talk("a", "b", "c"), {"role": role, "content": "d"}])
-
-
-def test_a_template_is_rendered_twice_for_a_conversation(written, monkeypatch):
-    chat_template = written(CONTENT)
-    chat_template.conversation(talk("a", "b", "c", "d", "e", "f"))
-    render, count = chat_template._render, []
-    monkeypatch.setattr(chat_template, "_render", lambda *x: count.append(x) or render(*x))
-    chat_template.conversation(talk("g", "h", "i", "j", "k", "l"))
-    assert len(count) == 2

@@ -7,12 +7,13 @@ generation %}`. In others, this text is found by rendering the conversation only
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +42,6 @@ _ANSWERING = re.compile(
 # Placed around the assistant's text while a template is rendered. Both are Unicode noncharacters,
 # which texts do not contain.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-_MOST_RESTS = 1000
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -62,7 +62,6 @@ class ChatTemplate:
         self.where = where
         self.special = dict(special)
         self._ends = tuple(ends)
-        self._rests: dict[tuple[str, str], str] = {}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -140,11 +139,11 @@ class ChatTemplate:
 
     def _answer(self, marks: Marks, i: int, is_last: bool) -> tuple[int, int]:
         """Returns the range of what a model writes: the answer in message `i`, and its end."""
-        text = marks.text
-        before, first, last, after = marks.around(i)
-        start = self._start(marks, i, before, first, empty=first == after)
-        stop = len(text) if is_last or start is None else self._stop(marks, i, last, after, start)
-        if start is None or stop is None or not marks.holds(i, start, stop):
+        start, stop, text = -1, -1, marks.text
+        with contextlib.suppress(ConversationError):  # the template may need more messages
+            start = self._start(marks, i)
+            stop = len(text) if is_last else self._stop(marks, i, start)
+        if not marks.holds(i, start, stop):
             raise ConversationError(
                 f"the template in {self.where} hides the answer in message {i + 1}. Put "
                 "`{% generation %}` and `{% endgeneration %}` around the assistant's text, and "
@@ -153,50 +152,36 @@ class ChatTemplate:
         answer = text[start:stop].rstrip()
         return start, start + len(answer) if answer.endswith(self._ends) else stop
 
-    def _start(self, marks: Marks, i: int, before: int, first: int, *, empty: bool) -> int | None:
-        """Returns the end of the prompt for an answer, between two marks."""
-        begin, key = before + 1, marks.text[before + 1 : first]
+    def _start(self, marks: Marks, i: int) -> int:
+        """Returns the end of the prompt for an answer; -1 if unknown."""
         if i == 0:  # many templates need at least one message
-            prompt = marks.prompt()
-            place = marks.text.find(prompt, begin, first) if prompt else -1
-            return place + len(prompt) if place >= 0 else None if empty else first
-        prompt = self._rest(("prompt", key), lambda: marks.rest(before, i, ask=True))
-        if prompt is None or marks.text.startswith(prompt, begin):
-            return None if prompt is None else begin + len(prompt)
+            prompt = marks.behind(None, ask=True)[1].removeprefix(marks.behind(None)[1])
+            place = marks.text.rfind(prompt, 0, marks.begin(i)) if prompt else -1
+            return place + len(prompt) if place >= 0 else marks.begin(i)
+        place, prompt = marks.behind(i, ask=True)
+        text = marks.text[place : place + len(prompt)]
+        if text == prompt:
+            return place + len(prompt)
         # The prompt may start a thought, which the answer does not contain.
-        ended = self._rest(("ended", key), lambda: marks.rest(before, i))
-        shared = begin + len(os.path.commonprefix([prompt, marks.text[begin:]]))
-        for end in self._ends:  # a token that begins like the thought
-            place = marks.text.find(end, max(shared - len(end) + 1, 0), shared + len(end) - 1)
-            shared = place if 0 <= place < shared else shared
-        return None if ended is None or shared < begin + len(ended) else min(shared, first)
+        start = min(place + len(os.path.commonprefix([prompt, text])), marks.begin(i))
+        place, ended = marks.behind(i)
+        return start if start >= place + len(ended) else -1
 
-    def _stop(self, marks: Marks, i: int, last: int, after: int, start: int) -> int | None:
-        """Returns the end of an answer, between two marks.
+    def _stop(self, marks: Marks, i: int, start: int) -> int:
+        """Returns the end of an answer; -1 if unknown.
 
         The last message may be rendered differently, such as with an end-of-text token after the
         answer's ending. So the ending is whatever both texts share after the answer.
         """
-        rest = marks.text[last + 1 : after]
-        ended = self._rest(("stop", rest), lambda: marks.rest(last, i + 1))
-        if ended is None or rest.startswith(ended):
-            return None if ended is None else last + 1 + len(ended)
-        shared = os.path.commonprefix([ended, rest])
-        sizes = [shared.rfind(end) + len(end) for end in self._ends if end in shared]
-        if sizes and (stop := last + 1 + max(sizes)) > start:
-            return stop
-        # An empty answer, if the last message has a thought before its ending.
-        endings = (ended[k:] for k in range(len(ended)))
-        ending = next((x for x in endings if marks.text.startswith(x, start)), "")
-        return start + len(ending) if last < start and any(map(ending.count, self._ends)) else None
-
-    def _rest(self, key: tuple[str, str], render: Callable[[], str | None]) -> str | None:
-        """Returns what a template writes after a text, once for each text up to the next mark."""
-        if key not in self._rests and (rest := render()) is not None:
-            if len(self._rests) > _MOST_RESTS:
-                self._rests.clear()
-            self._rests[key] = rest
-        return self._rests.get(key)
+        place, ended = marks.behind(i + 1)
+        text = marks.text[place : place + len(ended)]
+        if text == ended:
+            return place + len(ended)
+        shared = os.path.commonprefix([ended, text])
+        stops = [place + shared.rfind(end) + len(end) for end in self._ends if end in shared]
+        # An empty answer ends where it starts.
+        stops += [start + len(end) for end in self._ends if marks.text.startswith(end, start)]
+        return max((stop for stop in stops if stop > start), default=-1)
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         try:
