@@ -73,9 +73,8 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderCo
     """Returns the model's sizes and options, from `raw`, the content of the file `path`."""
     kind = raw.get("model_type")
     if kind not in [*ARCHITECTURES]:  # also a kind that is not text
-        raise ModelError(
-            f"`model_type` in {path}: must be one of {', '.join(ARCHITECTURES)}, but is {kind!r}."
-        )
+        kinds = ", ".join(ARCHITECTURES)
+        raise ModelError(f"`model_type` in {path}: must be one of {kinds}, but is {kind!r}.")
     keys = _Keys(path, raw)
     for key, value in FIXED[ARCHITECTURES[kind]].items():
         keys.check(key, raw.get(key) in (None, value), f"{value!r}, the only supported value")

@@ -226,10 +226,8 @@ def _read_header(path: Path) -> list[Tensor]:
 def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not index.exists():
         present = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
-        raise ModelError(
-            f"{folder} has no {SINGLE} or {INDEX}, only {present}. Pass a folder that contains "
-            "safetensors files, such as one written by transformers' `save_pretrained`."
-        )
+        remedy = "Pass a folder written by transformers' `save_pretrained`"
+        raise ModelError(f"{folder} has no {SINGLE} or {INDEX}, only {present}. {remedy}.")
     files = read_object(index, ModelError).get("weight_map")
     if not isinstance(files, dict) or not all(type(file) is str for file in files.values()):
         raise ModelError(f"`weight_map` in {index}: must name files, but is {files!s:.90}.")

@@ -46,20 +46,15 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
     tokens = _read_tokens(folder)
     last = max(tokens.get_vocab(with_added_tokens=True).values(), default=-1)
     if last >= vocabulary:
-        raise TokenizerError(
-            f"{folder / TOKENIZER}: ids must be below {vocabulary}, the model's `vocab_size`, but "
-            f"the last id is {last}. Use the tokenizer that came with the model."
-        )
+        limit = f"below {vocabulary}, the model's `vocab_size`, but the last id is {last}"
+        raise TokenizerError(f"{folder / TOKENIZER}: ids must be {limit}. Use the model's own.")
     begin = _front(folder, tokens)
     end, pad = (_special(kind, folder, tokens, vocabulary) for kind in ("eos", "pad"))
     pad = end if pad is None else pad
     lacks = "eos_token" if end is None and needs_end else "pad_token" if pad is None else None
     if lacks:
-        raise TokenizerError(
-            f"{folder}: there is no {'padding' if lacks == 'pad_token' else 'end'} token: neither "
-            f"`{lacks}` in {' or '.join(_NAMED)}, nor its id in {' or '.join(_NUMBERED)}. "
-            f"Add `{lacks}` to tokenizer_config.json."
-        )
+        files = " or ".join(_NAMED + _NUMBERED)
+        raise TokenizerError(f"{folder}: no `{lacks}` in {files}. Add it to tokenizer_config.json.")
     # A model may have a padding id that its tokenizer lacks.
     named = [number for number in (begin, end, pad) if number is not None]
     return Tokenizer(tokens, begin, end, pad, vocabulary=max(last, *named) + 1)
@@ -77,17 +72,13 @@ def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER
     if not path.is_file():
-        raise TokenizerError(
-            f"{path} does not exist. Create it with transformers: "
-            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-        )
+        remedy = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        raise TokenizerError(f"{path} does not exist. Create it with transformers: {remedy}")
     try:
         tokens = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no exception class
-        raise TokenizerError(
-            f"`tokenizers` {tokenizers.__version__} cannot read a tokenizer from {path}: {error}. "
-            f"{foreign(path)}"
-        ) from error
+        problem = f"{tokenizers.__version__} cannot read a tokenizer from {path}: {error}"
+        raise TokenizerError(f"`tokenizers` {problem}. {foreign(path)}") from error
     # The task sets lengths; some files contain lengths that are meant for other uses.
     tokens.no_truncation()
     tokens.no_padding()
@@ -100,11 +91,9 @@ def _front(folder: Path, tokens: tokenizers.Tokenizer) -> int | None:
     pairs = zip(encoded.ids, encoded.sequence_ids, strict=True)
     front = [number for number, _ in itertools.takewhile(lambda pair: pair[1] is None, pairs)]
     if len(front) > 1:
-        raise TokenizerError(
-            f"{folder / TOKENIZER}: `post_processor` puts the {len(front)} tokens "
-            f"{', '.join(map(str, map(tokens.id_to_token, front)))} in front of a text; at most "
-            "one is supported. Remove the others from the post-processor."
-        )
+        listed = ", ".join(map(str, map(tokens.id_to_token, front)))
+        problem = f"puts the {len(front)} tokens {listed} in front of a text. Leave at most one"
+        raise TokenizerError(f"{folder / TOKENIZER}: `post_processor` {problem}.")
     return front[0] if front else None
 
 
@@ -116,10 +105,8 @@ def _special(kind: str, folder: Path, tokens: tokenizers.Tokenizer, vocabulary: 
         if token is not None:
             number = tokens.token_to_id(token) if isinstance(token, str) else None
             if number is None:
-                raise TokenizerError(
-                    f"{folder / name}: `{kind}_token` is {token!r}, which {TOKENIZER} lacks. Use "
-                    "a token from that file."
-                )
+                problem = f"`{kind}_token` is {token!r}, which {TOKENIZER} lacks"
+                raise TokenizerError(f"{folder / name}: {problem}. Use a token from that file.")
             return number
     for name in _NUMBERED:
         number = _content(folder / name).get(f"{kind}_token_id")
@@ -127,9 +114,7 @@ def _special(kind: str, folder: Path, tokens: tokenizers.Tokenizer, vocabulary: 
             number = number[0]
         if number is not None and number != -1:  # some configs write -1 for none
             if type(number) is not int or not 0 <= number < vocabulary:
-                raise TokenizerError(
-                    f"{folder / name}: `{kind}_token_id` must be from 0 to {vocabulary - 1}, but "
-                    f"is {number!r}."
-                )
+                limit = f"must be from 0 to {vocabulary - 1}, but is {number!r}"
+                raise TokenizerError(f"{folder / name}: `{kind}_token_id` {limit}.")
             return number
     return None

@@ -73,10 +73,8 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
             ends = ends or np.isin(chunk.tokens[chunk.marks == 1], special).any()
             yield chunk
         if not ends:
-            notes.append(
-                f"{template.where}: no special token follows an answer, so a model may not learn "
-                "to stop"
-            )
+            problem = "no special token follows an answer, so a model may not learn to stop"
+            notes.append(f"{template.where}: {problem}")
         notes += reader.notes(common_path(paths))
 
     return task_of_answers(data, tokenizer, encode_files, **options)
@@ -107,15 +105,11 @@ def task_of_answers(
         rows = np.flatnonzero(np.fromiter(answered, bool))
         where, count = common_path(paths), len(encoded.whole)
         if not len(rows):
-            raise DataError(
-                f"{where}: none of {count} examples has an answer to train on that begins within "
-                f"{sequence_length} tokens. Use a longer `sequence_length`."
-            )
+            limit = f"within {sequence_length} tokens. Use a longer `sequence_length`"
+            raise DataError(f"{where}: none of {count} examples has an answer that begins {limit}.")
         if len(rows) < count:
-            notes.append(
-                f"{where}: left out {count - len(rows)} of {count} examples, because no answer to "
-                f"train on begins within {sequence_length} tokens"
-            )
+            reason = f"because no answer to train on begins within {sequence_length} tokens"
+            notes.append(f"{where}: left out {count - len(rows)} of {count} examples, {reason}")
         splits.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
     if len(splits) == 1:
         splits = splits[0].split(data, validation_share=validation_share, seed=seed)

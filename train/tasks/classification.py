@@ -147,10 +147,8 @@ def _classes(labels: list[str], column: str, data: Path) -> list[str]:
         classes.sort(key=int)
     if not 2 <= len(classes) <= max(MANY_CLASSES, len(labels) // 2):
         listed = ", ".join(shorten(repr(label)) for label in classes[:3])
-        raise DataError(
-            f"{data}: column {column!r} has {len(classes)} classes in {len(labels)} rows: {listed}."
-            " Pass a column with at least two classes, but not too many, to --label-column."
-        )
+        problem = f"{column!r} has {len(classes)} classes in {len(labels)} rows: {listed}"
+        raise DataError(f"{data}: column {problem}. Pass a column of classes to --label-column.")
     return classes
 
 
@@ -162,10 +160,9 @@ def _ids(split: Rows, classes: list[str], known: Sequence[str], column: str) -> 
     for label, place in zip(split.labels, split.places, strict=True):
         ids.append(exact.get(label, folded.get(label.lower(), -1)))
         if ids[-1] < 0:
-            raise DataError(
-                f"{place}: the label {label!r} in column {column!r} is not in the training data's "
-                f"classes: {shorten(', '.join(map(repr, exact)))}."
-            )
+            listed = shorten(", ".join(map(repr, exact)))
+            problem = f"the label {label!r} in column {column!r}"
+            raise DataError(f"{place}: {problem} is not in the training data's classes: {listed}.")
     return ids
 
 
@@ -258,10 +255,9 @@ def _rows(path: Path, columns: Columns, is_tsv: bool) -> Iterator[tuple[int, lis
             if cells:
                 yield number, [_unquoted(cell) for cell in cells] if is_tsv else cells
     except csv.Error as error:
-        raise DataError(
-            f"{path}, line {begin}: the row that ends on line {reader.line_num} is not valid CSV "
-            f'({error}). Write each `"` inside a text as `""`.'
-        ) from error
+        problem = f"the row that ends on line {reader.line_num} is not valid CSV ({error})"
+        remedy = 'Write each `"` inside a text as `""`'
+        raise DataError(f"{path}, line {begin}: {problem}. {remedy}.") from error
     finally:
         csv.field_size_limit(longest)
 

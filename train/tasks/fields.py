@@ -102,24 +102,25 @@ class Fields:
 
 def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
     """Raises a `DataError` with a remedy if a field is in `refused`, or controls training."""
-    folded, got = _fold(name), shorten(repr(value))
+    folded = _fold(name)
     is_class = folded == "label" and not isinstance(value, bool)  # a bool is a verdict (KTO)
     if not refused or is_class or _is_empty(value):
         return
-    remedy = next((text for key, text in refused.items() if _fold(key) == folded), None)
+    remedy = {_fold(key): text for key, text in refused.items()}.get(folded)
     if _MEDIUM.fullmatch(folded):
         remedy = _MEDIA
     elif _CONTROL.fullmatch(folded) and not _WEIGHT.fullmatch(folded):
         remedy = _PARTS
     if remedy is not None:
+        got = shorten(repr(value))
         raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {remedy}.")
     for inner, part in _nested(value):
         zeros = part if isinstance(part, list) else [part]
         if _CONTROL.fullmatch(_fold(inner)) and any(x in (0, "0") for x in zeros):
-            raise DataError(
-                f"{where}: the field {inner!r} in {name!r} is {shorten(repr(part))}, but is not "
-                "read there. Put it into a message as `weight`, or remove it."
+            problem = (
+                f"{where}: the field {inner!r} in {name!r} is {shorten(repr(part))}, but is not"
             )
+            raise DataError(f"{problem} read there. Move it to a message's `weight`, or remove it.")
 
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
@@ -131,10 +132,8 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
             got = shorten(repr(value))
             raise DataError(f"{where}: the field {name!r} must be 0 or 1, but is {got}.")
         if value and not is_answer:
-            raise DataError(
-                f"{where}: the field {name!r} is {value!r}, but training uses only "
-                f"messages with the role {ASSISTANT!r}. Remove the field."
-            )
+            problem = f"is {value!r}, but the role is not {ASSISTANT!r}. Remove the field"
+            raise DataError(f"{where}: the field {name!r} {problem}.")
         learned = learned and bool(value)
     return learned
 
@@ -152,18 +151,13 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
-def is_thought(name: str) -> bool:
-    return bool(re.search("reason|think|thought|analysis", name.lower()))
-
-
 def _fold(name: str) -> str:
     return re.sub("[-_ ]", "", name.lower())
 
 
 def _nested(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the names and values of all fields of objects inside a value."""
-    for name, part in value.items() if isinstance(value, dict) else ():
-        yield name, part
     if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield str(name), part
             yield from _nested(part)

@@ -52,10 +52,8 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     present = sorted(path.name for path in data.iterdir())
     names = [x for x in present if x.lower().endswith(suffixes) and not x.startswith(_NO_DATA)]
     if "dataset_dict.json" in present or any(name.endswith(".arrow") for name in present):
-        raise DataError(
-            f"{data} has Arrow files, as `save_to_disk` writes, which are not read. Write each "
-            "split as Parquet: datasets.load_from_disk(...).to_parquet('train.parquet')."
-        )
+        remedy = "datasets.load_from_disk(...).to_parquet('train.parquet')"
+        raise DataError(f"{data} has Arrow files of `save_to_disk`. Write Parquet: {remedy}.")
     splits: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in names:
         if not (data / name).is_file():
@@ -185,13 +183,10 @@ def text_field(
     if field not in record:
         names = shorten(", ".join(map(repr, record))) or "none"
         raise DataError(f"{where}: the field {field!r} is missing (fields: {names}). {remedy}.")
-    text = record[field]
-    if not isinstance(text, str):
-        raise DataError(
-            f"{where}: the field {field!r} must be text, but is "
-            f"{shorten(json.dumps(text, default=repr))}."
-        )
-    return text
+    if not isinstance(record[field], str):
+        got = shorten(json.dumps(record[field], default=repr))
+        raise DataError(f"{where}: the field {field!r} must be text, but is {got}.")
+    return record[field]
 
 
 def split(

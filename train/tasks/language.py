@@ -59,8 +59,7 @@ def make(
         if count <= sequence_length and (part, validation_share) != ("train", 1):
             raise DataError(
                 f"the {part} part of {data} has {count} tokens, too few for a window of "
-                f"{sequence_length} + 1. Provide more text, a shorter `sequence_length` or another "
-                "`validation_share`."
+                f"{sequence_length} + 1. Change `sequence_length` or `validation_share`."
             )
         checksum = zlib.crc32(lengths, zlib.crc32(begins, checksum))
     windows, validation = (Windows(x, sequence_length, joined=joined) for x in splits)

@@ -71,8 +71,6 @@ def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
     joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:
-        raise DataError(
-            f"{len(text)} bytes of text are too few for {sequence_length}-byte windows. Raise "
-            "`corpus_megabytes`."
-        )
+        problem = f"{len(text)} bytes of text are too few for {sequence_length}-byte windows"
+        raise DataError(f"{problem}. Raise `corpus_megabytes`.")
     return Windows(as_one(text), sequence_length)

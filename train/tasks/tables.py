@@ -67,10 +67,8 @@ def _opened(path: Path) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(
-            f"reading {path.name} needs pyarrow, which is not installed ({error}). Install it: pip "
-            "install pyarrow"
-        ) from error
+        problem = f"reading {path.name} needs pyarrow, which is not installed ({error})"
+        raise DataError(f"{problem}. Install it: pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             yield table
