@@ -24,9 +24,8 @@ import jinja2.nodes
 import jinja2.sandbox
 import tokenizers
 
-from train.huggingface.json_files import read_object
 from train.huggingface.marks import ASSISTANT, ConversationError, Marks
-from train.huggingface.tokenizer import TokenizerError
+from train.huggingface.tokenizer import TokenizerError, read_entries
 
 TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
@@ -46,6 +45,7 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]  # "role", usually "content", and other fields that a template reads
+Tools = Sequence[Any] | None
 
 
 class Conversation(NamedTuple):
@@ -73,27 +73,21 @@ class ChatTemplate:
             self._template = environment.from_string(text)
             names = environment.parse(text).find_all(jinja2.nodes.Const)
         except jinja2.TemplateError as error:
-            raise TokenizerError(
-                f"Jinja cannot parse the chat template in {where}: {error}."
-            ) from error
+            problem = f"Jinja cannot parse the chat template in {where}: {error}."
+            raise TokenizerError(problem) from error
         texts = {name.value.strip() for name in names if isinstance(name.value, str)}
         words = sorted(
             (x for x in texts if len(x) > 2 and not x.replace(" ", "").isidentifier()), key=len
         )
         self._words = re.compile("|".join(map(re.escape, words[::-1])) or "(?!)")
 
-    def render(
-        self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, ask: bool = False, tools: Tools = None) -> str:
         """Renders at least one message; `ask` adds the prompt for the next answer."""
         text = self._render(messages, ask, tools)
         return text.replace(_BEGIN, "").replace(_END, "")
 
     def conversation(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        skipped: Collection[int] = (),
+        self, messages: Sequence[Message], tools: Tools = None, skipped: Collection[int] = ()
     ) -> Conversation:
         """Renders the messages, and returns the ranges of the assistant's answers in the text.
 
@@ -103,10 +97,8 @@ class ChatTemplate:
         answers = [i for i, role in enumerate(roles) if role == ASSISTANT]
         if not answers or any(map(_ANSWERING.fullmatch, {*roles} - {ASSISTANT})):
             got = ", ".join(map(repr, dict.fromkeys(roles)))
-            raise ConversationError(
-                f"all answers must have the role {ASSISTANT!r}, but the roles are {got}. Rename "
-                "the roles to system, user, assistant and tool"
-            )
+            problem = f"all answers must have the role {ASSISTANT!r}, but the roles are {got}"
+            raise ConversationError(f"{problem}. Rename them to system, user, assistant and tool")
         if any(x in json.dumps([messages, tools], ensure_ascii=False) for x in (_BEGIN, _END)):
             raise ConversationError("the text contains a noncharacter, U+FDD0 or U+FDD1")
         marks = Marks(self._render, messages, tools, self._words)
@@ -127,9 +119,9 @@ class ChatTemplate:
             text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
             if learned != answers:
                 if len(spans) != len(answers):
+                    problem = f"{len(spans)} `{{% generation %}}` for {len(answers)} answers"
                     raise ConversationError(
-                        f"some answers are excluded from training, but {self.where} has "
-                        f"{len(spans)} `{{% generation %}}` for {len(answers)} answers"
+                        f"some answers do not count, but {self.where} has {problem}"
                     )
                 spans = [spans[answers.index(i)] for i in learned]
             spans = [(start, stop) for start, stop in spans if start < stop]
@@ -191,19 +183,18 @@ class ChatTemplate:
             )
         # A template may fail like any other program.
         except Exception as error:
-            raise ConversationError(
-                f"the template in {self.where} rejects the messages: {error}"
-            ) from error
+            problem = f"the template in {self.where} rejects the messages: {error}"
+            raise ConversationError(problem) from error
 
 
 def read_template(
     folder: Path, tokens: tokenizers.Tokenizer, file: Path | None = None
 ) -> ChatTemplate:
     """Returns the chat template of a model's folder, or the template in `file`."""
-    config = _read_json(folder / CONFIG)
+    config = read_entries(folder / CONFIG)
     special = {
         name: token["content"] if isinstance(token, dict) else token
-        for source in (_read_json(folder / "special_tokens_map.json"), config)
+        for source in (read_entries(folder / "special_tokens_map.json"), config)
         for name, token in source.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
@@ -212,7 +203,7 @@ def read_template(
     if file is not None:
         return ChatTemplate(read_template_text(file), special, ends, str(file))
     for path in (folder / CONFIG, folder / "chat_template.json"):
-        text = _read_json(path).get("chat_template")
+        text = read_entries(path).get("chat_template")
         if isinstance(text, list):  # several named templates
             text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
         if isinstance(text, str):
@@ -228,10 +219,6 @@ def read_template_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"The chat template {file} cannot be read: {error}.") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_object(path, TokenizerError) if path.is_file() else {}
 
 
 def _with_reasoning(message: Message) -> Message:

@@ -78,8 +78,8 @@ def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.n
             write()
     except OSError as error:
         raise ModelError(
-            f"the model cannot be written to {path}: {error}. Mend this, and start the run again: "
-            "it resumes from its last checkpoint."
+            f"the model cannot be written to {path}: {error}. Free disk space, and start "
+            "the run again: it resumes from its last checkpoint."
         ) from error
     finally:
         # All processes must gather; otherwise the rest would wait for a process that has failed.
@@ -193,10 +193,12 @@ def _config(
 def _check_replaceable(path: Path, origin: Path) -> None:
     """Raises an error if `path` is the original folder, or contains anything but a model."""
     if path.resolve() == origin.resolve():
-        raise ModelError(f"the model was read from the folder {origin}. Pass another folder.")
+        raise ModelError(f"{origin} is the folder that the model was read from. Pass another.")
     names = {file.name for file in path.iterdir()} if path.exists() else set()
     extra = sorted(names - {*COPIED, CONFIG, SINGLE, INDEX})
     extra = [x for x in extra if not re.fullmatch(r"model-.*\.safetensors", x)]
     if extra:
         listed = ", ".join(extra[:3])
-        raise ModelError(f"{path} has files that no model has: {listed}. Pass a new folder.")
+        raise ModelError(
+            f"{path} has files that are not part of a model: {listed}. Pass a new one."
+        )

@@ -30,7 +30,7 @@ class TokenizerError(Failure):
     """A folder lacks a usable tokenizer."""
 
 
-_content = partial(read_object, error=TokenizerError, optional=True)
+read_entries = partial(read_object, error=TokenizerError, optional=True)
 
 
 class Tokenizer(NamedTuple):
@@ -64,7 +64,7 @@ def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Returns the ids of all tokens that end a text or a turn."""
     ends = {tokenizer.end} - {None}
     for name in _NUMBERED:
-        numbers = _content(folder / name).get("eos_token_id")
+        numbers = read_entries(folder / name).get("eos_token_id")
         ends |= {n for n in (numbers if isinstance(numbers, list) else [numbers]) if type(n) is int}
     return frozenset(ends)
 
@@ -100,7 +100,7 @@ def _front(folder: Path, tokens: tokenizers.Tokenizer) -> int | None:
 def _special(kind: str, folder: Path, tokens: tokenizers.Tokenizer, vocabulary: int) -> int | None:
     """Returns the id of the `eos` or `pad` token, or None if there is none."""
     for name in _NAMED:
-        token = _content(folder / name).get(f"{kind}_token")
+        token = read_entries(folder / name).get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token  # with its flags
         if token is not None:
             number = tokens.token_to_id(token) if isinstance(token, str) else None
@@ -109,7 +109,7 @@ def _special(kind: str, folder: Path, tokens: tokenizers.Tokenizer, vocabulary: 
                 raise TokenizerError(f"{folder / name}: {problem}. Use a token from that file.")
             return number
     for name in _NUMBERED:
-        number = _content(folder / name).get(f"{kind}_token_id")
+        number = read_entries(folder / name).get(f"{kind}_token_id")
         if isinstance(number, list) and number:  # the first end token is the usual one
             number = number[0]
         if number is not None and number != -1:  # some configs write -1 for none

@@ -91,7 +91,7 @@ def store_tokens(chunks: Iterable[Encoded], tokenizer: Tokenizer) -> Encoded:
                     files[i].flush()
                 except OSError as error:
                     problem = f"the tokens cannot be written to {tempfile.gettempdir()}: {error}"
-                    raise DataError(f"{problem}. Set TMPDIR to another folder.") from error
+                    raise DataError(f"{problem}. Free disk space, or set TMPDIR.") from error
 
         for tokens, marks, starts, whole, _ in chunks:
             write(tokens, marks, starts[:-1] + total, whole)
