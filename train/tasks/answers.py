@@ -14,6 +14,7 @@ messages with weight 0 (`fields.py`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from train.tasks.conversations import Conversations
 from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype, store_tokens
 from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
-from train.tasks.files import common_path, expect_examples, find_files, records, text_field
+from train.tasks.files import common_path, find_files, records, text_field
 
 SUFFIXES = (".json", ".jsonl", tables.SUFFIX)
 
@@ -68,7 +69,7 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
 
     def encode_files(paths: list[Path], notes: list[str]) -> Iterator[Encoded]:
         ends, reader = False, Conversations(template)
-        conversations = expect_examples(paths, reader.read)
+        conversations = itertools.chain.from_iterable(map(reader.read, paths))
         for chunk in encode_conversations(tokenizer, conversations):
             ends = ends or np.isin(chunk.tokens[chunk.marks == 1], special).any()
             yield chunk
@@ -128,7 +129,7 @@ def _encode_instructions(
 ) -> Iterator[Encoded]:
     """Yields prompts and answers as tokens; begin (if any) and end tokens surround each pair."""
     fields = Fields("instruction", "input", "output", refused=OF_INSTRUCTIONS)
-    texts = expect_examples(paths, partial(_instructions, fields=fields))
+    texts = (text for path in paths for text in _instructions(path, fields))
     for chunk in encode(tokenizer, texts, special=False, together=2):
         prompts, outputs = np.diff(chunk.starts).reshape(-1, 2).T
         tokens, starts = enclose(chunk.tokens, chunk.starts[::2], tokenizer)
@@ -165,8 +166,6 @@ def _instructions(path: Path, fields: Fields) -> Iterator[str]:
     for where, record in records(path):
         fields.check(where, record)
         check_instruction(where, record)
-        context = ""
-        if record.get("input") is not None:
-            context = text_field(where, record, "input")
+        context = "" if record.get("input") is None else text_field(where, record, "input")
         yield prompt(text_field(where, record, "instruction"), context)
         yield text_field(where, record, "output")

@@ -33,11 +33,6 @@ from train.tasks.files import find_files, lines, records, shorten, text_field
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", tables.SUFFIX)
 
-SEPARATORS = (",", ";", "\t", "|")
-
-QUOTE = "Put quotation marks around a text that contains a separator"
-AS_CSV = "Save texts that contain tabs or line breaks as CSV"
-
 # Above this number, whether labels are accepted as classes depends on the number of examples.
 MANY_CLASSES = 20
 
@@ -133,10 +128,9 @@ def _heads(known: Sequence[str]) -> list[list[str]]:
 def _balance(classes: Sequence[str], ids: list[int]) -> str:
     """Returns a line about the classes' shares."""
     counts = np.bincount(ids, minlength=len(classes))
-    shares = counts / len(ids)
     # The rarest first, because misspelled labels are among them.
     order = np.argsort(counts, kind="stable")
-    counted = ", ".join(f"{classes[i]!r} {counts[i]} ({shares[i]:.1%})" for i in order)
+    counted = ", ".join(f"{classes[i]!r} {counts[i]} ({counts[i] / len(ids):.1%})" for i in order)
     return f"{len(classes)} classes, with example counts: {shorten(counted)}"
 
 
@@ -196,11 +190,11 @@ def _text(where: str, record: dict[str, Any], column: str) -> str:
 
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
     """Returns a label as text, the same for 1 and "1.0", or true and "True"; `names` name ids."""
-    if column not in record:
-        text_field(where, record, column, remedy="Pass its name with --label-column")
-    label = record[column].strip() if isinstance(record[column], str) else record[column]
-    if isinstance(label, str) and re.fullmatch(r"-?\d+\.\d*", label):
-        label = float(label)
+    if isinstance(label := record.get(column, ""), str):
+        label = text_field(
+            where, record, column, remedy="Pass its name with --label-column"
+        ).strip()
+        label = float(label) if re.fullmatch(r"-?\d+\.\d*", label) else label
     match label:
         case bool():
             return str(label).lower()
@@ -224,7 +218,9 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
         yield from records(path)
         return
     is_tsv = name.endswith(".tsv")
-    rows, remedy = _rows(path, columns, is_tsv), AS_CSV if is_tsv else QUOTE
+    remedy = "Put quotation marks around a text that contains a separator"
+    remedy = "Save texts that contain tabs or line breaks as CSV" if is_tsv else remedy
+    rows = _rows(path, columns, is_tsv)
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     # `_text` and `_label` report missing columns.
     for column in (*columns.texts, columns.label):
@@ -243,8 +239,8 @@ def _rows(path: Path, columns: Columns, is_tsv: bool) -> Iterator[tuple[int, lis
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     if not is_tsv:
         first, needed = next(lines(path), (1, ""))[1], {*columns.texts, columns.label}
-        headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
-        options = {"delimiter": next((s for s in SEPARATORS if needed <= headers[s]), ",")}
+        headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in ",;\t|"}
+        options = {"delimiter": next((s for s in headers if needed <= headers[s]), ",")}
     longest = csv.field_size_limit(sys.maxsize)  # for texts of more than 131,072 characters
     # Does not read ahead, so that an error names the first invalid row.
     reader = csv.reader((line for _, line in lines(path)), strict=True, **options)
@@ -264,8 +260,5 @@ def _rows(path: Path, columns: Columns, is_tsv: bool) -> Iterator[tuple[int, lis
 
 def _unquoted(cell: str) -> str:
     """Removes the quotation marks that spreadsheets put around a cell: `"a ""b"" c"`."""
-    inner = cell[1:-1]
-    is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
-    if is_quoted and '"' not in inner.replace('""', ""):
-        return inner.replace('""', '"')
-    return cell
+    is_quoted = re.fullmatch('"([^"]|"")*"', cell)
+    return cell[1:-1].replace('""', '"') if is_quoted else cell

@@ -156,8 +156,8 @@ def describe_example(
     tokens = example["tokens"]
     if labels:
         tokens = tokens[example["mask"] == 1]
-        label = labels[int(example["label"])]
-        text = f"{_marked(tokens, np.zeros(len(tokens)), tokenizer)} ⟦{label}⟧"
+        text = _marked(tokens, np.zeros(len(tokens)), tokenizer)
+        text += f" ⟦{labels[int(example['label'])]}⟧"
     else:
         # The target of input j is token j + 1. After the last target, there is padding.
         weights = example.get("weights", np.ones(len(tokens) - 1))

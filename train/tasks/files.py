@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,6 @@ _SPLITS = {
 _LISTS = ("data", "rows", "examples", "instances", "records")
 # The beginning of names that are not data: hidden files, and those that `datasets` adds or ignores.
 _NO_DATA = (".", "config.json", "dataset_dict", "dataset_info")
-
-Example = TypeVar("Example")
 
 
 class Files(NamedTuple):
@@ -107,14 +105,19 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the JSON objects in a table or in a file, each with its location.
+    """Yields at least one JSON object in a table or in a file, each with its location.
 
     A file contains an object per line, objects of several lines, or a list of objects. The list may
     be in an object's field with a usual name, such as `data` or `train`.
     """
-    if tables.is_table(path):
-        yield from tables.rows(path)
-        return
+    found = tables.rows(path) if tables.is_table(path) else _objects(path)
+    if (first := next(found, None)) is None:
+        raise DataError(f"{path}: the file has no examples.")
+    yield first
+    yield from found
+
+
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     values = _values(path)
     head = list(itertools.islice(values, 2))
     if len(head) == 1:
@@ -161,19 +164,6 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
 def common_path(paths: Sequence[Path]) -> Path:
     """Returns the only file, or the folder that contains all files."""
     return paths[0] if len(paths) == 1 else paths[0].parent
-
-
-def expect_examples(
-    paths: list[Path], read: Callable[[Path], Iterator[Example]]
-) -> Iterator[Example]:
-    """Yields the results of `read` for each file; raises `DataError` if a file has none."""
-    for path in paths:
-        empty = True
-        for example in read(path):
-            yield example
-            empty = False
-        if empty:
-            raise DataError(f"{path}: the file has no examples.")
 
 
 def text_field(
