@@ -29,9 +29,7 @@ from train.huggingface.tokenizer import TokenizerError, read_entries
 
 TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
-
 DATE = datetime.datetime(2024, 7, 26)
-
 # Other names for the assistant.
 _ANSWERING = re.compile(
     r"(.*(assistant|gpt|bot|claude|llama|gemini).*|(language.?)?model|ai|llm|agent|answer|response)",
@@ -41,7 +39,6 @@ _ANSWERING = re.compile(
 # Placed around the assistant's text while a template is rendered. Both are Unicode noncharacters,
 # which texts do not contain.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]  # "role", usually "content", and other fields that a template reads
@@ -76,10 +73,9 @@ class ChatTemplate:
             problem = f"Jinja cannot parse the chat template in {where}: {error}."
             raise TokenizerError(problem) from error
         texts = {name.value.strip() for name in names if isinstance(name.value, str)}
-        words = sorted(
-            (x for x in texts if len(x) > 2 and not x.replace(" ", "").isidentifier()), key=len
-        )
-        self._words = re.compile("|".join(map(re.escape, words[::-1])) or "(?!)")
+        words = [x for x in texts if len(x) > 2 and not x.replace(" ", "").isidentifier()]
+        words.sort(key=len, reverse=True)
+        self._words = re.compile("|".join(map(re.escape, words)) or "(?!)")
 
     def render(self, messages: Sequence[Message], *, ask: bool = False, tools: Tools = None) -> str:
         """Renders at least one message; `ask` adds the prompt for the next answer."""
@@ -98,7 +94,9 @@ class ChatTemplate:
         if not answers or any(map(_ANSWERING.fullmatch, {*roles} - {ASSISTANT})):
             got = ", ".join(map(repr, dict.fromkeys(roles)))
             problem = f"all answers must have the role {ASSISTANT!r}, but the roles are {got}"
-            raise ConversationError(f"{problem}. Rename them to system, user, assistant and tool")
+            raise ConversationError(
+                f"{problem}. Rename the roles to system, user, assistant and tool"
+            )
         if any(x in json.dumps([messages, tools], ensure_ascii=False) for x in (_BEGIN, _END)):
             raise ConversationError("the text contains a noncharacter, U+FDD0 or U+FDD1")
         marks = Marks(self._render, messages, tools, self._words)
@@ -106,9 +104,8 @@ class ChatTemplate:
             i, value = leaf.message, repr(str(leaf.value)[:100])
             place = f" of message {i + 1} (role {roles[i]!r})" if i >= 0 else ""
             raise ConversationError(
-                f"the template in {self.where} skips `{leaf.field}`{place}: {value}. Rename the "
-                "role if it is not system, user, assistant or tool. Pass another template with "
-                "--chat-template, or leave this part out"
+                f"the template in {self.where} skips `{leaf.field}`{place}: {value}. Rename other "
+                "roles to system, user, assistant or tool, or pass another --chat-template"
             )
         if not marks.in_order():
             raise ConversationError(f"the template in {self.where} changes the order of messages")
@@ -137,9 +134,8 @@ class ChatTemplate:
             stop = len(text) if is_last else self._stop(marks, i, start)
         if not marks.holds(i, start, stop):
             raise ConversationError(
-                f"the template in {self.where} hides the answer in message {i + 1}. Put "
-                "`{% generation %}` and `{% endgeneration %}` around the assistant's text, and "
-                "pass the template with --chat-template"
+                f"the template in {self.where} hides the answer in message {i + 1}. Pass one with "
+                "`{% generation %}` and `{% endgeneration %}` around it with --chat-template"
             )
         answer = text[start:stop].rstrip()
         return start, start + len(answer) if answer.endswith(self._ends) else stop
@@ -208,10 +204,8 @@ def read_template(
             text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
         if isinstance(text, str):
             return ChatTemplate(text, special, ends, str(path))
-    raise TokenizerError(
-        f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in "
-        f"{CONFIG}. Add one as {TEMPLATE}, or train with --chat-template FILE."
-    )
+    problem = f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in {CONFIG}"
+    raise TokenizerError(f"{problem}. Add one, or train with --chat-template FILE.")
 
 
 def read_template_text(file: Path) -> str:

@@ -90,10 +90,8 @@ def read_folder(model: str | Path) -> Pretrained:
 def _has_own_head(headers: Mapping[str, Tensor]) -> bool:
     """Returns whether the folder has a head that differs from the embedding."""
     both = [headers.get(name) for name in ("lm_head.weight", "embed_tokens.weight")]
-    if None in both:
-        return False
     with Reader() as reader:
-        return not reader.same(*both)
+        return None not in both and not reader.same(*both)
 
 
 def make_model(

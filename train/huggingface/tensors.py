@@ -77,9 +77,6 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 PREFIXES = {"decoder": "model.", "encoder": "bert."}
 HEADS = {"decoder": "lm_head.", "encoder": "classifier."}
 
-# Number of matrix rows that are compared at once.
-_ROWS = 4096
-
 
 class Tensor(NamedTuple):
     """A tensor's location, from its file's header."""
@@ -121,13 +118,11 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
     module, _, part = re.sub(r"^blocks/\d+/", "blocks/", leaf).rpartition("/")
     name = f"{MODULES[architecture][module]}.{'bias' if part == 'bias' else 'weight'}"
     one_per_layer = module.startswith("blocks/") and layer is None
-    rank = len(shape)
-    stacked = one_per_layer or rank > 2
-    entry = shape[1:] if stacked else shape
+    stacked, transposed = one_per_layer or len(shape) > 2, part == "kernel"
     layers: Iterable[Any] = range(shape[0]) if one_per_layer else [layer and layer[1]]
-    transposed = part == "kernel"
     names = tuple(name.format(i) for i in layers)
     parts = shape[0] if stacked and not one_per_layer else 1
+    entry = shape[1:] if stacked else shape
     entry = entry[::-1] if transposed else entry
     return Source(names, (parts * entry[0], *entry[1:]), stacked, transposed, parts)
 
@@ -183,12 +178,10 @@ class Reader(contextlib.ExitStack):
 
     def same(self, a: Tensor, b: Tensor) -> bool:
         """Returns whether two matrices have equal values; reads a few rows at a time."""
-        if a.shape != b.shape:
-            return False
         rows = a.shape[0]
-        parts = (slice(i, min(i + _ROWS, rows)) for i in range(0, rows, _ROWS))
+        parts = (slice(i, min(i + 4096, rows)) for i in range(0, rows, 4096))
         pairs = ([self._cut(x, (part,)).astype(np.float32) for x in (a, b)] for part in parts)
-        return all(np.array_equal(*pair) for pair in pairs)
+        return a.shape == b.shape and all(np.array_equal(*pair) for pair in pairs)
 
     def _cut(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
         if tensor.file not in self._files:

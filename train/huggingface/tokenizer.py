@@ -3,9 +3,7 @@
 The begin token is the token that the post-processor in tokenizer.json puts before a text. Like
 `transformers` 5, this file does not read `add_bos_token`.
 
-The end and padding tokens come from the first of these files that contains one:
-`tokenizer_config.json`, `special_tokens_map.json` (`eos_token`, `pad_token`), `config.json`,
-`generation_config.json` (`eos_token_id`, `pad_token_id`).
+The end and padding tokens come from the first of the files below that contains one.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from train import Failure
 from train.huggingface.json_files import foreign, read_object
 
 TOKENIZER = "tokenizer.json"
-
+# With `eos_token` and `pad_token`, or with `eos_token_id` and `pad_token_id`.
 _NAMED = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERED = ("config.json", "generation_config.json")
 

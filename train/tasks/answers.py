@@ -3,13 +3,9 @@
     alpaca  {"instruction": "...", "input": "...", "output": "..."}, as in Stanford's Alpaca
     chat    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
 
-A file contains one such object per line or, if it is *.json, a list of objects; or it is a table
-with these columns (`tables.py`).
-
 An instruction's prompt and answer are tokenized separately, so that the prompt has the same tokens
 as in `train.generate`: `[begin] prompt answer end`. The chat template turns a conversation into one
-text. In this text only the assistant's answers with their end tokens count in the loss, except
-messages with weight 0 (`fields.py`).
+text, in which only the assistant's answers with their end tokens count in the loss.
 """
 
 from __future__ import annotations
@@ -87,16 +83,15 @@ def task_of_answers(
     encode_files: Callable[[list[Path], list[str]], Iterator[Encoded]],
     *,
     sequence_length: int,
-    validation_share: float,
-    seed: int,
+    **options: Any,
 ) -> Task:
     """Creates the task of predicting the answers in the files of `data`.
 
-    Examples longer than T + 1 tokens are truncated; those that lose their answer are dropped.
+    Examples longer than T + 1 tokens are truncated; those that lose their answer are dropped. The
+    `options` are `validation_share` and `seed`.
     """
-    files = find_files(data, SUFFIXES)
+    files, splits = find_files(data, SUFFIXES), []
     notes = list(files.notes)
-    splits: list[Examples] = []
     for paths in filter(None, (files.train, files.validation)):
         encoded = store_tokens(encode_files(paths, notes), tokenizer)
         # The first token of an example is not a target.
@@ -112,16 +107,12 @@ def task_of_answers(
             reason = f"because no answer to train on begins within {sequence_length} tokens"
             notes.append(f"{where}: left out {count - len(rows)} of {count} examples, {reason}")
         splits.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
-    if len(splits) == 1:
-        splits = splits[0].split(data, validation_share=validation_share, seed=seed)
-    train, validation = splits
-    return task_of(train, validation, tokenizer, notes=notes)
+    return task_of(splits, data, tokenizer, notes=notes, **options)
 
 
 def prompt(instruction: str, context: str = "") -> str:
-    if context:
-        return PROMPT_WITH_INPUT.format(instruction=instruction, input=context)
-    return PROMPT.format(instruction=instruction)
+    form = PROMPT_WITH_INPUT if context else PROMPT
+    return form.format(instruction=instruction, input=context)
 
 
 def _encode_instructions(

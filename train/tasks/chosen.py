@@ -48,5 +48,5 @@ def check_length(sequence_length: int, origin: Pretrained) -> None:
     """Rejects sequences that exceed the model's positions."""
     longest = origin.config.positions
     if sequence_length > longest:
-        problem = f"{sequence_length} exceeds the {longest} positions of {origin.folder}'s model"
+        problem = f"{sequence_length} exceeds the {longest} positions of the model {origin.folder}"
         raise SettingsError(f"`sequence_length`: {problem}. Pass --sequence-length {longest}.")

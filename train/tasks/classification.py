@@ -1,13 +1,10 @@
-"""Classifies texts or pairs of texts from a user's file.
+"""Classifies texts or pairs of texts from a user's file: CSV or TSV with a header, JSON, a table.
 
-A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The classes are the
-model's head's, if they include all labels; else those that a table lists; else the labels that
-occur, with numbers in ascending order and other labels in alphabetical order. Labels are compared
-as text.
+The classes are the model's head's, if they include all labels; else those that a table lists; else
+the labels that occur, with numbers in ascending order and other labels in alphabetical order.
 
 CSV: columns are separated by commas, or by semicolons, tabs or pipes if only those yield the needed
-columns. TSV: a line is a row; quotation marks around a text are removed, because spreadsheets add
-them. Rows without text are left out and listed in a note.
+columns. TSV: a line is a row; quotation marks around a text are those of spreadsheets.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, tables
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
-from train.tasks.examples import Examples, Sentences, task_of
+from train.tasks.examples import Sentences, task_of
 from train.tasks.files import find_files, lines, records, shorten, text_field
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", tables.SUFFIX)
@@ -78,9 +75,8 @@ def make(
     columns: Columns,
     *,
     sequence_length: int,
-    validation_share: float,
-    seed: int,
     known: Sequence[str] = (),
+    **options: Any,
 ) -> Task:
     """Creates the task of classifying a file's texts, with the arguments of `task_of_answers`.
 
@@ -95,20 +91,12 @@ def make(
     fitting = (names for names in heads if folded <= {name.lower() for name in names})
     classes = next(fitting, named) or _classes(rows[0].labels, columns.label, data)
     ids = [_ids(split, classes, known, columns.label) for split in rows]
-    splits: list[Examples] = [
+    splits = [
         Sentences(split.texts, labels, tokenizer, sequence_length)
         for split, labels in zip(rows, ids, strict=True)
     ]
-    if len(splits) == 1:
-        splits = splits[0].split(data, validation_share=validation_share, seed=seed)
-    task = task_of(
-        splits[0],
-        splits[1],
-        tokenizer,
-        checksum=zlib.crc32(json.dumps(classes).encode()),
-        labels=classes,
-        notes=notes,
-    )
+    options |= {"checksum": zlib.crc32(json.dumps(classes).encode()), "labels": classes}
+    task = task_of(splits, data, tokenizer, notes=notes, **options)
     order = f"classes by index: {by_index(classes)}"
     if len(known) == len(classes) and classes not in heads and len(heads) > 1:
         order += ". If the model's LABEL_0 is another, correct `id2label` in its config.json"
@@ -167,7 +155,9 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
         names = tables.class_names(path, columns.label)
         before, blank = len(rows.labels), []
         for where, record in _records(path, columns):
-            texts = [_text(where, record, column).strip() for column in columns.texts]
+            record |= {x: "" for x in columns.texts if record.get(x, "") is None}
+            remedy = "Pass its name with --text-column"
+            texts = [text_field(where, record, x, remedy=remedy).strip() for x in columns.texts]
             if all(texts):
                 rows.texts.append((texts[0], texts[1]) if len(texts) == 2 else texts[0])
                 rows.labels.append(_label(where, record, columns.label, names))
@@ -182,18 +172,11 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
     return rows
 
 
-def _text(where: str, record: dict[str, Any], column: str) -> str:
-    if record.get(column, "") is None:
-        return ""
-    return text_field(where, record, column, remedy="Pass its name with --text-column")
-
-
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
     """Returns a label as text, the same for 1 and "1.0", or true and "True"; `names` name ids."""
     if isinstance(label := record.get(column, ""), str):
-        label = text_field(
-            where, record, column, remedy="Pass its name with --label-column"
-        ).strip()
+        remedy = "Pass its name with --label-column"
+        label = text_field(where, record, column, remedy=remedy).strip()
         label = float(label) if re.fullmatch(r"-?\d+\.\d*", label) else label
     match label:
         case bool():

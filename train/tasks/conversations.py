@@ -16,7 +16,6 @@ from train.tasks.batches import DataError
 from train.tasks.files import records, shorten, text_field
 
 MESSAGES, TOOLS = "messages", "tools"
-SYSTEM = "system"  # the role
 
 
 class Conversations:
@@ -44,7 +43,7 @@ class Conversations:
             self._lost.update(conversation.marks.lost())
             for self._change in conversation.marks.changed():
                 self._changes += 1
-            self._with_system += messages[0]["role"] == SYSTEM
+            self._with_system += messages[0]["role"] == "system"
             yield conversation
 
     def notes(self, where: Path) -> list[str]:
@@ -73,7 +72,7 @@ class Conversations:
             if calls := message.get("tool_calls"):  # OpenAI's arguments are JSON text
                 message["tool_calls"] = [_parsed(f"{where}, message {n}", call) for call in calls]
         # Templates write JSON text as it is, or inside JSON with quotes, or expect an object.
-        quoted = problem = None
+        quoted, problem = None, ConversationError()
         for attempt in (messages, parsed):
             try:
                 conversation = self._template.conversation(attempt, tools, skipped)

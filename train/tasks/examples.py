@@ -75,14 +75,11 @@ class Examples:
 
     def describe_lengths(self) -> str:
         """Returns a line about the lengths of all examples, and how many did not fit."""
-        lengths = self._encoded.whole
+        lengths, kept = self._encoded.whole, self._kept
         median, high = np.percentile(lengths, [50, 95])
-        cut = np.count_nonzero(lengths[self._kept] > self._most)
-        return (
-            f"{len(lengths)} examples: median {median:.0f} tokens, 95th percentile {high:.0f}, "
-            f"longest {lengths.max()}; {cut} were cut to {self._most}, "
-            f"{len(lengths) - len(self._kept)} dropped"
-        )
+        usual = f"median {median:.0f} tokens, 95th percentile {high:.0f}, longest {lengths.max()}"
+        cut = f"{np.count_nonzero(lengths[kept] > self._most)} were cut to {self._most}"
+        return f"{len(lengths)} examples: {usual}; {cut}, {len(lengths) - len(kept)} dropped"
 
 
 class Sentences(Examples):
@@ -122,20 +119,24 @@ class Sentences(Examples):
 
 
 def task_of(
-    train: Examples,
-    validation: Examples,
+    splits: Sequence[Examples],
+    data: Path,
     tokenizer: Tokenizer,
     *,
     checksum: int = 0,
     labels: Sequence[str] = (),
     notes: Iterable[str] = (),
+    **options: Any,
 ) -> Task:
-    """Creates the task for these examples; `checksum` covers anything else in the data."""
+    """Creates the task for examples for training and, unless `options` split them, validation.
+
+    `checksum` covers anything else in the data.
+    """
+    train, validation = splits if len(splits) > 1 else splits[0].split(data, **options)
     checksum = validation.checksum(train.checksum(checksum))
     shown = train if len(train) else validation
-    lengths = (
-        f"{train.describe_lengths()}; {len(train)} for training, {len(validation)} for validation"
-    )
+    counts = f"{len(train)} for training, {len(validation)} for validation"
+    lengths = f"{train.describe_lengths()}; {counts}"
     return Task(
         train=train,
         validation=validation,

@@ -117,10 +117,8 @@ def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> Non
     for inner, part in _nested(value):
         zeros = part if isinstance(part, list) else [part]
         if _CONTROL.fullmatch(_fold(inner)) and any(x in (0, "0") for x in zeros):
-            problem = (
-                f"{where}: the field {inner!r} in {name!r} is {shorten(repr(part))}, but is not"
-            )
-            raise DataError(f"{problem} read there. Move it to a message's `weight`, or remove it.")
+            problem = f"{inner!r} in {name!r} is {shorten(repr(part))}, but is not read there"
+            raise DataError(f"{where}: the field {problem}. Remove it, or use `weight`.")
 
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
