@@ -43,20 +43,10 @@ QWEN = ("qwen2", "qwen3")  # only they may have attention windows in some layers
 
 # Values that a key must have if it is present, because the project's models support no other value.
 FIXED: Mapping[str, Mapping[str, Any]] = {
-    "decoder": {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "partial_rotary_factor": 1.0,
-        "quantization_config": None,
-    },
-    "encoder": {
-        "hidden_act": "gelu",
-        "position_embedding_type": "absolute",
-        "is_decoder": False,
-        "add_cross_attention": False,
-        "quantization_config": None,
-    },
+    "decoder": {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
+    | {"attention_bias": False, "mlp_bias": False},
+    "encoder": {"hidden_act": "gelu", "position_embedding_type": "absolute"}
+    | {"is_decoder": False, "add_cross_attention": False, "quantization_config": None},
 }
 
 ROPE_BASE = 10_000.0  # the default in `transformers`

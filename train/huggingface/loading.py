@@ -55,8 +55,7 @@ class Pretrained(NamedTuple):
     @property
     def class_names(self) -> tuple[str, ...]:
         """Returns the names of the head's classes; LABEL_0 and so on if the config has none."""
-        named = self.raw.get("id2label")
-        named = named if isinstance(named, dict) else {}
+        named = self.raw.get("id2label") or {}
         return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(self.labels or 0))
 
 

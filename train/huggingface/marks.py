@@ -123,25 +123,21 @@ class Marks:
 
     def holds(self, i: int, start: int, stop: int) -> bool:
         """Returns whether a range holds message `i`, and no other."""
-        marks = {*self._marked_text[start:stop]} & self._owners.keys()
+        inside = {*self._marked_text[start:stop]} & self._owners.keys()
+        own = [x for x in self.leaves if x.message == i and x.marks and x.needed]
         return (
             0 <= start <= stop
-            and {self._owners[mark].message for mark in marks} <= {i}
-            and all(
-                start <= leaf.begin < stop or leaf.text in self.text[start:stop]
-                for leaf in self.leaves
-                if leaf.message == i and leaf.marks and leaf.needed
-            )
+            and {self._owners[mark].message for mark in inside} <= {i}
+            and all(start <= x.begin < stop or x.text in self.text[start:stop] for x in own)
         )
 
     def in_order(self) -> bool:
         """Returns whether contents, except of system messages, and calls come one after another."""
         places: dict[str, list[int]] = {"content": [], "name": []}
-        for leaf in self.leaves:
+        for leaf in (x for x in self.leaves if x.needed and min(x.begin, x.message) >= 0):
             role = self._conversation["messages"][leaf.message]["role"]
-            if min(leaf.begin, leaf.message) >= 0 and leaf.needed and role not in _FIRST:
-                if "arguments" not in leaf.path:
-                    places[leaf.path[-1]].append(leaf.begin)
+            if role not in _FIRST and "arguments" not in leaf.path:
+                places[leaf.path[-1]].append(leaf.begin)
         return all(kind == sorted(kind) for kind in places.values())
 
     def lost(self) -> list[str]:
@@ -152,22 +148,15 @@ class Marks:
 
     def changed(self) -> list[tuple[str, str]]:
         """Returns contents that the template writes differently, and its versions."""
-        pairs = [
-            (leaf.text, self._shown(leaf))
-            for leaf in self.leaves
-            if leaf.needed and leaf.begin >= 0 and leaf.path[2:] == ("content",)
-        ]
+        contents = [x for x in self.leaves if x.needed and x.path[2:] == ("content",)]
+        pairs = [(x.text, self._shown(x)) for x in contents if x.begin >= 0]
         return [(x, y) for x, y in pairs if y not in (x, json.dumps(x, ensure_ascii=False)[1:-1])]
 
     def as_given(self) -> bool:
         """Returns whether arguments that are JSON text are written without changes or quotes."""
-        return all(
-            leaf.begin >= 0
-            and self._shown(leaf) == leaf.text
-            and f'"{leaf.value.strip()}"' not in self.text
-            for leaf in self.leaves
-            if leaf.path[-1] == "arguments" and leaf.marks
-        )
+        given = [x for x in self.leaves if x.path[-1] == "arguments" and x.marks]
+        same = all(x.begin >= 0 and self._shown(x) == x.text for x in given)
+        return same and not any(f'"{x.value.strip()}"' in self.text for x in given)
 
     def _shown(self, leaf: Leaf) -> str:
         return self.text[leaf.begin : leaf.end + 1]

@@ -55,8 +55,7 @@ class Answers(Examples):
 
 def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
     """Creates the task of answering instructions, with the arguments of `task_of_answers`."""
-    encode_files = partial(_encode_instructions, tokenizer)
-    return task_of_answers(data, tokenizer, encode_files, **options)
+    return task_of_answers(data, tokenizer, partial(_encode_instructions, tokenizer), **options)
 
 
 def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:

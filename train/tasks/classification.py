@@ -58,14 +58,14 @@ def score(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     predicted, true = (np.sum(ids[:, None] == classes, axis=0) for ids in (predictions, labels))
     hits = np.sum((predictions == labels)[:, None] & (labels[:, None] == classes), axis=0)
     n = len(labels)
-    # 0 if all predictions or all labels are the same.
+    # 0 if all predictions or all labels are the same; then so is the numerator.
     spread = math.sqrt((n**2 - np.sum(predicted**2)) * (n**2 - np.sum(true**2)))
     matthews = (n * np.sum(hits) - np.sum(predicted * true)) / (spread or 1)
     f1s = 2 * hits / (predicted + true)
     return {
         "accuracy": float(np.sum(hits) / n),
         "macro_f1": float(np.mean(f1s)),
-        "matthews": float(matthews) if spread else 0.0,
+        "matthews": float(matthews),
     }
 
 
@@ -87,7 +87,9 @@ def make(
     rows = [_read(paths, columns, notes) for paths in (files.train, files.validation) if paths]
     named = tables.class_names(files.train[0], columns.label)
     folded = {label.lower() for label in named or rows[0].labels}
-    heads = _heads(known)
+    # Files may have a head's indices as labels, if its names are like LABEL_0.
+    heads, indices = [list(known)], [str(i) for i in range(len(known))]
+    heads += [indices] * any(f"LABEL_{i}" in known for i in indices)
     fitting = (names for names in heads if folded <= {name.lower() for name in names})
     classes = next(fitting, named) or _classes(rows[0].labels, columns.label, data)
     ids = [_ids(split, classes, known, columns.label) for split in rows]
@@ -105,12 +107,6 @@ def make(
 
 def by_index(classes: Sequence[str]) -> str:
     return shorten(", ".join(f"{i} {name!r}" for i, name in enumerate(classes)), 1000)
-
-
-def _heads(known: Sequence[str]) -> list[list[str]]:
-    """Returns the names of a head's classes and, if they are like LABEL_0, also their indices."""
-    indices = [str(i) for i in range(len(known))]
-    return [list(known), indices] if {f"LABEL_{i}" for i in indices} & {*known} else [list(known)]
 
 
 def _balance(classes: Sequence[str], ids: list[int]) -> str:

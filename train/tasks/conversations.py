@@ -58,10 +58,9 @@ class Conversations:
             pair = " to ".join(shorten(repr(text)) for text in self._change)
             notes.append(f"{where}: the template changes {self._changes} texts of messages: {pair}")
         if self._with_system:
-            notes.append(
-                f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
-                "system message, so prompt the model with one (zenflow-generate --system)"
-            )
+            count = f"{self._with_system} of {self._conversations} conversations"
+            remedy = "so prompt the model with one (zenflow-generate --system)"
+            notes.append(f"{where}: {count} begin with a system message, {remedy}")
         return notes
 
     def _rendered(

@@ -122,12 +122,10 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     head = list(itertools.islice(values, 2))
     if len(head) == 1:
         value = head[0][1]
-        named = [
-            name
-            for name, part in (value.items() if isinstance(value, dict) else ())
-            if isinstance(part, list) and all(isinstance(x, dict) for x in part[:1])
-            if name in _LISTS or _split_of(name)
-        ]
+        fields = value if isinstance(value, dict) else {}
+        lists = (name for name, part in fields.items() if isinstance(part, list))
+        named = [x for x in lists if all(isinstance(item, dict) for item in fields[x][:1])]
+        named = [name for name in named if name in _LISTS or _split_of(name)]
         if len(named) > 1:
             listed = ", ".join(map(repr, named))
             raise DataError(f"{path} contains the lists {listed}. Write each to a file of its own.")
