@@ -127,6 +127,14 @@ def test_a_template_that_prompts_for_a_thought_does_not_prompt_for_one_that_the_
         assert answers_of(conversation) == [first + TURN_END, last + TURN_END]
 
 
+def test_a_call_that_begins_like_the_prompts_thought_is_trained_on_from_its_first_letter(written):
+    text = "{{ m.content }}{% for c in m.tool_calls or [] %}<tool>{{ c.name }}{% endfor %}"
+    chat_template = written(written_as(text) + "{% if add_generation_prompt %}<think>{% endif %}")
+    turns = [*talk("Who?"), {"role": "assistant", "content": "", "tool_calls": [FIND]}]
+    conversation = chat_template.conversation([*turns, *talk("Who?", "It.")])
+    assert answers_of(conversation) == [f"<tool>find{TURN_END}", f"It.{TURN_END}"]
+
+
 def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(written):
     # With an end of text after only the last message, which does not end an answer.
     chat_template = written(

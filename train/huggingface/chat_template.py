@@ -39,7 +39,6 @@ _ANSWERING = re.compile(
 # Placed around the assistant's text while a template is rendered. Both are Unicode noncharacters,
 # which texts do not contain.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]  # "role", usually "content", and other fields that a template reads
 Tools = Sequence[Any] | None
@@ -217,7 +216,7 @@ def read_template_text(file: Path) -> str:
 
 def _with_reasoning(message: Message) -> Message:
     """Returns a message with its thoughts under all names, as in transformers 5.24."""
-    for name in REASONING:
+    for name in ("reasoning_content", "thinking", "reasoning"):
         if message.get(name) is not None:
             return {"thinking": message[name], **message, "reasoning_content": message[name]}
     return message

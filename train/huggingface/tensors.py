@@ -118,7 +118,8 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
     module, _, part = re.sub(r"^blocks/\d+/", "blocks/", leaf).rpartition("/")
     name = f"{MODULES[architecture][module]}.{'bias' if part == 'bias' else 'weight'}"
     one_per_layer = module.startswith("blocks/") and layer is None
-    stacked, transposed = one_per_layer or len(shape) > 2, part == "kernel"
+    rank, transposed = len(shape), part == "kernel"
+    stacked = one_per_layer or rank > 2
     layers: Iterable[Any] = range(shape[0]) if one_per_layer else [layer and layer[1]]
     names = tuple(name.format(i) for i in layers)
     parts = shape[0] if stacked and not one_per_layer else 1

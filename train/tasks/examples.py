@@ -55,19 +55,19 @@ class Examples:
         marks[:size] = self._encoded.marks[start : start + size]
         return tokens, marks, size
 
-    def split(self, data: Path, *, validation_share: float, seed: int) -> list[Examples]:
+    def split(self, data: Path, **options: Any) -> list[Examples]:
         """Returns the training examples and the validation examples of `data`."""
-        if len(self) < 2 and validation_share < 1:
+        if len(self) < 2 and options["validation_share"] < 1:
             raise DataError(f"{data} needs at least two examples, but has {len(self)}.")
         splits = []
-        for chosen in self._drawn(validation_share=validation_share, seed=seed):
+        for chosen in self._drawn(**options):
             splits.append(copy.copy(self))
             splits[-1]._choose(self._rows[chosen])
         return splits
 
-    def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
+    def _drawn(self, **options: Any) -> Sequence[np.ndarray]:
         """Returns the indices of training and validation examples."""
-        return split(np.ones(len(self)), validation_share=validation_share, seed=seed)
+        return split(np.ones(len(self)), **options)
 
     def checksum(self, start: int) -> int:
         """Returns a CRC-32 of tokens, marks, lengths and chosen examples, starting from `start`."""
@@ -100,12 +100,11 @@ class Sentences(Examples):
         label = self._labels[self._rows[i], ...]
         return {"tokens": tokens, "types": types, "mask": mask, "label": label}
 
-    def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
+    def _drawn(self, **options: Any) -> Sequence[np.ndarray]:
         """Splits each class separately: a class with two examples has one in each split."""
-        options: Any = {"validation_share": validation_share, "seed": seed}
         labels = self._labels[self._rows]
         counts = np.bincount(labels)
-        if validation_share == 1 or counts.max() < 2:
+        if options["validation_share"] == 1 or counts.max() < 2:
             return super()._drawn(**options)
         class_places = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
         in_training = np.ones(len(labels), bool)
