@@ -46,7 +46,7 @@ class WindowStep(NamedTuple):
     b2: Any
 
 
-def window_step(scalars: AdamScalars, counted: int, scaled: bool | None) -> WindowStep:
+def window_step(scalars: AdamScalars, counted: int, scaled: bool) -> WindowStep:
     """Returns the update of a window with `counted` gradients: as many steps, or one.
 
     If `scaled`, all these steps have the same moments, from the means of gradients and squares.
