@@ -34,9 +34,9 @@ ours = { test -z "$$(ls -A "$$folder" 2> /dev/null)" || test -e "$$folder/.zenfl
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # an environment allows one install at a time
-# `.ci/run` makes the two environments named `install-` while other targets run.
-.PHONY: install-compiler install-tunix
-.PHONY: help quickstart test test-fast test-compiled test-tunix test-clients test-slurm docs test-docs dist lint clean same-python
+# `.ci/run` makes this environment while other targets run.
+.PHONY: install-compiler
+.PHONY: help quickstart test test-fast test-compiled test-clients test-slurm docs test-docs dist lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
@@ -47,9 +47,7 @@ help:
 	@echo "                 kept for the next run. Only \`make test\` is authoritative"
 	@echo "make test-compiled  compile all programs for a GPU and check them; needs no GPU. Two to four"
 	@echo "                 minutes, and a download of 230 MB"
-	@echo "make test-tunix  run the tests that need google-tunix, in a separate environment: two minutes,"
-	@echo "                 plus one to install 1.6 GB"
-	@echo "make test-clients  run the tests that need Keras, equinox and haliax, in a separate environment"
+	@echo "make test-clients  run the tests that need Keras, equinox, haliax and datasets, in a separate environment"
 	@echo "make test-slurm  run the batch script under SLURM with two nodes on this machine: four minutes; needs"
 	@echo "                 Debian's packages slurm-wlm and munge"
 	@echo "make docs        build the documentation into build/site; two minutes, runs its examples"
@@ -94,10 +92,6 @@ $(compiler)/.installed: $(installed)
 test-slurm: $(installed) $(tools)
 	@$(pytest) tests/in_slurm.py
 
-install-tunix test-tunix:
-	@folder=$(VENV)-tunix; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax
-	@PYTHON=$(PYTHON) .ci/tunix $(VENV)-tunix $@
-
 test-clients:
 	@folder=$(VENV)-clients; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax
 	@PYTHON=$(PYTHON) .ci/clients $(VENV)-clients
@@ -124,7 +118,7 @@ lint: $(installed) $(tools)
 	  || { cat $(VENV)/pyright.log; exit 1; }
 
 clean:
-	@for folder in $(VENV) $(VENV)-compiler $(VENV)-tunix $(VENV)-clients; do $(ours) && rm -rf "$$folder" || exit 1; done
+	@for folder in $(VENV) $(VENV)-compiler $(VENV)-clients; do $(ours) && rm -rf "$$folder" || exit 1; done
 	rm -rf build
 
 $(made): | same-python

@@ -40,10 +40,7 @@ LIBRARY = Path(__file__).parents[1] / "zenflow_jax"
 # `test_eight_devices.py` runs them, in processes with eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
 collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_devices"]
-# `make test-tunix` runs them, in an environment with Tunix.
-if importlib.util.find_spec("tunix") is None:
-    collect_ignore.append("in_tunix")
-# `make test-clients` runs these, in an environment with Keras, equinox and haliax.
+# `make test-clients` runs these, in an environment with Keras, equinox, haliax and datasets.
 if importlib.util.find_spec("haliax") is None:
     collect_ignore.append("in_clients")
 collect_ignore.append("make_fixtures.py")  # needs torch

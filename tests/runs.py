@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 import zenflow_jax
 from tests.reference import Settings
+from zenflow_jax._exchange.messages import Close
 
 
 class Leaf(NamedTuple):
@@ -341,9 +342,9 @@ class Training:
         thread.join(60)
         assert not thread.is_alive()
 
-    def fail_elsewhere(self) -> None:
-        """Simulates another process's failure, which ends this process's worker."""
-        self.engine._worker.fail("process 1 failed: the memory is gone")
+    def fail(self) -> None:
+        """Makes the worker fail, unknown to the caller."""
+        self.engine._worker.post(Close(len(self.host.open), []))  # there is no such group
         self.await_end()
 
     def history(self, plan: Plan) -> History:

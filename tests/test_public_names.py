@@ -32,7 +32,7 @@ MADE_BY_USERS = [name for name in CLASSES if name != "AttachedStep"]  # `attach`
 
 
 def test_public_names_are_few_and_match_dir():
-    modules = {"attach", "deepspeed", "integrations", "planning", "streaming"}
+    modules = {"attach", "deepspeed", "layerwise", "planning", "streaming"}
     assert {n for n in dir(zenflow_jax) if n[0] != "_"} == {*zenflow_jax.__all__, *modules}
     assert len(zenflow_jax.__all__) <= 20
     assert all(inspect.ismodule(getattr(zenflow_jax, name)) for name in modules)

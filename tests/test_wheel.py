@@ -116,8 +116,7 @@ def test_the_wheel_can_be_imported_with_only_its_requirements_and_commands_name_
     }
     assert {"pytest", "tokenizers"} <= absent
     names = (name.removesuffix(".py").removesuffix("/__init__") for name in sorted(LIBRARY))
-    # Tunix belongs to an extra.
-    names = [x.replace("/", ".") for x in names if "tunix" not in x and "py.typed" not in x]
+    names = [x.replace("/", ".") for x in names if "py.typed" not in x]
     code = BARE.format(absent=absent) + f"import {', '.join(names)}\n"
     code += "print(zenflow_jax.__file__)\nsys.exit(zenflow_jax._commands.finetune())"
     env = os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
@@ -193,9 +192,9 @@ def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize("target", ["clean", "quickstart", "test-tunix"])
+@pytest.mark.parametrize("target", ["clean", "quickstart", "test-clients"])
 def test_make_removes_only_folders_that_it_created(tmp_path, target):
-    for name in ("mine", "mine-tunix"):
+    for name in ("mine", "mine-clients"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("precious")
     command = ["make", "-C", str(ROOT), target, f"VENV={tmp_path / 'mine'}"]

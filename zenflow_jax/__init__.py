@@ -1,7 +1,7 @@
 """AdamW for JAX when its state does not fit on the device: ZenFlow as an optax transformation.
 
 `zenflow()` is the optimizer; a `HostEngine` does the work between its steps. Submodules: `attach`,
-`streaming`, `planning`, `deepspeed` and `integrations`.
+`streaming`, `layerwise`, `planning` and `deepspeed`.
 """
 
 import importlib
@@ -48,7 +48,7 @@ __all__ = [
 
 # Imported on first use, because the handler imports orbax, which is slow.
 _HANDLER_NAMES = ("EngineCheckpointHandler", "EngineRestore", "EngineSave")
-_MODULES = ("attach", "deepspeed", "integrations", "planning", "streaming")
+_MODULES = ("attach", "deepspeed", "layerwise", "planning", "streaming")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,16 +3,17 @@
 The engine dispatches all device programs, in the same order in every run.
 """
 
-import contextlib
 import dataclasses
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from zenflow_jax._checkpoint.resume import check_resumed, join_run
+from zenflow_jax._checkpoint.resume import Joining, check_resumed
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
@@ -22,10 +23,9 @@ from zenflow_jax._exchange import checks
 from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
-from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
-from zenflow_jax._exchange.peers import PeerMonitor
+from zenflow_jax._exchange.parts import OffloadedLeaves, new_host_state
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
-from zenflow_jax._exchange.progress import Ending, Progress
+from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
@@ -57,10 +57,6 @@ class HostEngine:
             which the next call raises an error. None means never. `logging` warns after three.
         engine_state: The result of `EngineRestore` or `state()`, saved together with `params` and
             `opt_state`. The engine copies this state and resumes the run, bit-identically.
-        exit_if_stuck: When one of several processes fails, the others raise its error at their next
-            call. A process that is blocked in a collective cannot raise errors: 30 s after the
-            failure, the engine ends it through `os._exit(1)`, with the reason on stderr. With
-            False, it keeps waiting.
         check: How to detect other code that changes parameters. "samples" periodically compares
             some values of each leaf. "all", for debugging, compares all values at each step from
             the second, which takes time and a second copy of the parameters. Neither detects
@@ -106,7 +102,6 @@ class HostEngine:
         prefetch_bytes: int | None = None,
         max_skipped: int | None = None,
         engine_state: Any = None,
-        exit_if_stuck: bool = True,
         check: str = "samples",
     ):
         check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
@@ -114,35 +109,36 @@ class HostEngine:
         check_one_of("check", check, ["samples", "all"])
         compact = checks.is_compact(host_state)
         state, weights, moved = checks.checked(params, opt_state, engine_state is None)
-        if engine_state is not None:
-            check_resumed(engine_state, state)
-        offloaded = OffloadedLeaves.of(state, prefetch_bytes)
-        check_pinned_memory(state, offloaded)
-        # An engine state of jax arrays is already in pinned memory, and larger than mail.
-        if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
-            pin_memory_for_mail(state, offloaded)
-        adam = HostAdam(host_kernel, threads)
-        host = new_host_state(offloaded.pick(weights), state, offloaded, adam, compact=compact)
-        skipped = int(read(state.skipped_in_a_row))
-        self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
-        self._checker = checks.StateChecker(state, weights, offloaded, moved)
-        self._progress = progress = Progress(state.schedule, offloaded)
-        self._integrity = Integrity(state, everything=check == "all")
-        self._updates = updates = Updates(worker, offloaded)
-        run = join_run(engine_state, offloaded, state, weights, worker, progress, updates)
-        processes = sorted({device.process_index for device in devices_of(weights)})
-        peers = PeerMonitor(f"run {run}", processes, exit_if_stuck=exit_if_stuck)
-        self._tokens = checks.Tokens(state, run)
-        self._mailbox = Mailbox(worker, state, self._tokens)
-        self._saver = Saver(
-            state, weights, offloaded, host_kernel, self._tokens, worker, progress, updates
-        )
-        self._interrupted = False
-        self._ending = ending = Ending(progress, updates.pending)
+        with Joining(state, weights, engine_state) as joining:
+            if engine_state is not None:
+                check_resumed(engine_state, state)
+            offloaded = OffloadedLeaves.of(state, prefetch_bytes)
+            check_pinned_memory(state, offloaded)
+            # An engine state of jax arrays is already in pinned memory, and larger than mail.
+            if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
+                pin_memory_for_mail(state, offloaded)
+            adam = HostAdam(host_kernel, threads)
+            host = new_host_state(offloaded.pick(weights), state, offloaded, adam, compact=compact)
+            skipped = int(read(state.skipped_in_a_row))
+            self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
+            self._checker = checks.StateChecker(state, weights, offloaded, moved)
+            self._progress = progress = Progress(state.schedule, offloaded)
+            self._integrity = Integrity(state, everything=check == "all")
+            self._updates = updates = Updates(worker, offloaded)
+            joining.resume(offloaded, worker, progress, updates)
+            self._tokens = tokens = checks.Tokens(state)
+            self._mailbox = Mailbox(worker, state, tokens)
+            self._lifecycle = life = Lifecycle(progress, updates.pending)
+            self._saver = Saver(
+                state, weights, offloaded, host_kernel, tokens, worker, progress, updates, life
+            )
+            # Without offloaded leaves: counts of the last step, which are read at the next call.
+            self._offloads, self._unread = state.offloads, None
+        tokens.run = joining.number
         # This must come last: a failed constructor must not leak a thread.
-        worker.start(peers)
+        worker.start()
         # A forgotten engine's thread ends on its own.
-        weakref.finalize(self, _forgotten, worker, ending)
+        weakref.finalize(self, _forgotten, worker, life)
 
     @property
     def stats(self) -> EngineStats:
@@ -165,6 +161,8 @@ class HostEngine:
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Sends mail and merges updates between two steps; selects channels when due.
 
+        If no leaf is offloaded, it returns its arguments.
+
         Waits for due updates, for a host that is more than two mails behind and, briefly, when
         channels are selected or windows adapt. You may then use the parameters, but not the mail.
 
@@ -185,6 +183,8 @@ class HostEngine:
                 different devices.
         """
         self._check_open()
+        if not self._offloads:
+            return self._pass(params, opt_state)
         boundaries = self._progress.boundaries()
         closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
         arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
@@ -200,8 +200,7 @@ class HostEngine:
         if first:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
-        with self._all_or_nothing():
-            self._ending.flushed, self._ending.safe = False, True
+        with self._lifecycle.change():
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
@@ -225,8 +224,20 @@ class HostEngine:
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)
-            self._ending.safe = False
+            return params, opt_state
+
+    def _pass(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """Counts a step of a run without offloaded leaves; returns the arguments."""
+        state = self._checker.state(opt_state)
+        self._progress.step += 1
+        self._read_counts()
+        self._unread = _counts(state.step, state.skipped, state.skipped_in_a_row)
         return params, opt_state
+
+    def _read_counts(self) -> None:
+        counts, self._unread = self._unread, None
+        if counts is not None:
+            self._worker.note_skipped(*read(counts).tolist())
 
     @recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -247,6 +258,9 @@ class HostEngine:
         """
         self._check_open()
         state = self._checker.state(opt_state)
+        if not self._offloads:
+            self._read_counts()
+            return params, opt_state
         copied = self._tokens.check_between_steps(state, "flush")
         taken = self._checker.take(params)
         if copied:
@@ -255,10 +269,9 @@ class HostEngine:
         at_once = state.schedule.provisional_share is None
         pending, open_steps = self._updates.pending, self._progress.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
-        self._ending.flushed, self._ending.safe = True, False
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
-        with self._all_or_nothing():
+        with self._lifecycle.change(flushes=True):
             if arriving:
                 self._integrity.forget()
                 weights = self._updates.collect(taken.offloaded, arriving, state.step)
@@ -267,7 +280,7 @@ class HostEngine:
                 token = self._tokens.renew(state.token)
                 opt_state = replace_state(opt_state, state._replace(token=token))
             self._saver.note(taken.weights)
-        return taken.tree, opt_state
+            return taken.tree, opt_state
 
     @recorded("state")
     def state(self) -> dict[str, Any]:
@@ -286,7 +299,6 @@ class HostEngine:
             RuntimeError: If the engine is closed, has failed, or was interrupted during a call.
         """
         self._settle()
-        self._ending.safe = True
         return self._saver.tree()
 
     @recorded("state")
@@ -296,7 +308,6 @@ class HostEngine:
         Write or close it, otherwise the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
         self._settle()
-        self._ending.safe = True
         return self._saver.stream(copy_bytes)
 
     @recorded("state")
@@ -322,8 +333,8 @@ class HostEngine:
 
         `logging` warns if pending updates reached neither the parameters nor a saved state.
         """
+        self._lifecycle.warn()
         self._worker.stop()
-        self._ending.warn()
         self._mailbox.close()
         self._updates.forget()
 
@@ -338,19 +349,20 @@ class HostEngine:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        closed = self._worker.closed
-        behind = self._ending.lacks_updates
-        self._ending.flushed = True  # an error replaces the warning
-        self._ending.safe |= error is not None
+        ended = error is not None or self._worker.closed
+        if error is not None and jax.process_count() > 1:
+            logging.getLogger("zenflow_jax").error(
+                f"Process {jax.process_index()} leaves the run: {error!r}. When it exits, jax ends "
+                "the other processes after `shutdown_timeout_seconds` (docs/multi_host.md)."
+            )
+        lost = None if ended else self._lifecycle.lost
+        self._lifecycle.told |= lost is not None  # an error replaces the warning
         self.close()
-        if error is not None or closed or self._worker.failure_raised:
+        if ended or self._worker.failure_raised:
             return
         self._worker.check()
-        if behind and not self._interrupted:
-            raise RuntimeError(
-                "The engine's last updates never reached the parameters. Call `params, opt_state = "
-                "engine.flush(params, opt_state)` before the `with` block ends."
-            )
+        if lost:
+            raise RuntimeError(lost)
 
     def _check_open(self) -> None:
         if self._worker.closed:
@@ -359,11 +371,8 @@ class HostEngine:
                 "run, make a new engine with `HostEngine(params, tx.init(params))`."
             )
         self._worker.check()
-        if self._interrupted:
-            raise RuntimeError(
-                "The engine's last call was interrupted, so parameters, state and host no longer "
-                "match. Resume from the last checkpoint."
-            )
+        if self._lifecycle.interrupted:
+            raise RuntimeError(INTERRUPTED)
         # The device may still be running the last step, and reading its counts would wait.
         self._integrity.check(self._progress.step - 1)
 
@@ -374,15 +383,14 @@ class HostEngine:
         self._mailbox.drain()
         self._updates.wait()
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Makes the engine reject all calls if the block is interrupted."""
-        self._interrupted = True
-        yield
-        self._interrupted = False
+
+@jax.jit
+def _counts(*counts: jax.Array) -> jax.Array:
+    """Copies counts, because the next step may donate its state."""
+    return jnp.stack(counts)
 
 
-def _forgotten(worker: Worker, ending: Ending) -> None:
+def _forgotten(worker: Worker, lifecycle: Lifecycle) -> None:
     """Ends an engine that was never closed, at garbage collection or interpreter exit."""
+    lifecycle.warn(getattr(sys, "last_value", None))  # the exception that ended the program
     worker.request_stop()
-    ending.warn(getattr(sys, "last_value", None))  # the exception that ended the program

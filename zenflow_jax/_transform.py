@@ -46,7 +46,7 @@ from zenflow_jax._spec.leaf_warnings import (
 )
 from zenflow_jax._spec.rates import rates_by_number, with_rate_numbers
 from zenflow_jax._spec.resolve import LeafRules, resolve_specs
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow
+from zenflow_jax._spec.rules import AutoSelect, AutoWindow, SendGradients
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 
@@ -150,7 +150,8 @@ def zenflow(
     Returns:
         A transformation whose `update` needs `params`. Given its float32 update,
         `optax.apply_updates` sets selected channels to their masters, cast to the leaf's dtype, and
-        moves deferred channels by a provisional step or not at all.
+        moves deferred channels by a provisional step or not at all. If no leaf is offloaded
+        (`topk_ratio=1`), it needs no engine.
 
         Put zenflow last in its chain, and do not change the parameters in any other way: the host's
         updates bypass later transformations (`optax.scale`, `optax.ema`), and undo other changes to
@@ -208,7 +209,10 @@ def zenflow(
             if resident is None:
                 warn_of_stacked_vectors(specs)
         specs, in_turn = assign_groups(with_rate_numbers(specs, params, learning_rate), schedule)
-        return first_state(params, specs, Static(in_turn, sending))
+        when = sending
+        if sending.in_step and all(spec.resident for spec in specs):
+            when = SendGradients.AFTER_STEP  # keeps nothing in host memory
+        return first_state(params, specs, Static(in_turn, when))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # not used by Adam; a chain passes them to every transformation
@@ -258,7 +262,7 @@ def _update(
         for p, s, leaf, rate in zip(weights, seen, state.leaves, rates, strict=True)
     ]
     statistics = None
-    if schedule.needs_statistics:
+    if state.offloads and schedule.needs_statistics:
         statistics = window_statistics([s.squares for s in seen], state.leaves, verdict)
     new = state._replace(
         step=step,
@@ -270,7 +274,7 @@ def _update(
     # Without `exchange` in between, the last step's mail is lost, and deferred channels would
     # silently stop learning. A jitted update cannot raise errors: it returns NaN, and `exchange`
     # raises an error.
-    lost = state.token == USED
+    lost = (state.token == USED) & state.offloads
     wrong = misused(gradients, state.leaves)
     changes = [jnp.where(lost | wrong, jnp.nan, change) for change, _ in stepped]
     token = jnp.where(wrong & ~lost, MISUSED, state.token)
@@ -287,6 +291,8 @@ def _with_mail(
     rank: int,
 ) -> ZenFlowState:
     """Returns the state with the step's mail, or with its gradients added to the sums."""
+    if not state.offloads:
+        return state  # a plain transformation, which needs no engine
     mail = tuple(s.mail for s in seen)
     if state.send_gradients.sums_on_device:
         mail = tuple(

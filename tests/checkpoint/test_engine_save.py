@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import functools
+import math
 import os
 import threading
 
@@ -89,6 +90,33 @@ def test_without_room_for_copies_the_run_waits_for_unsaved_leaves(copy_bytes, tm
             writer.join()
             assert_saved(folder, expected)
         assert training.engine.stats.seconds["wait for save"] > 0
+
+
+def test_an_unwritten_save_with_room_for_copies_keeps_no_mail(tmp_path):
+    def mails():
+        """Returns the addresses of the mails that the host or the save keeps."""
+        windows = [leaf.open for leaf in (*training.host.leaves, *saving)]
+        windows += [x for window in training.host._closed for x in window.gradients.values()]
+        return {g.ctypes.data for window in windows for g, _ in window.kept}
+
+    def most(steps):
+        counts = []
+        for t in range(training.t + 1, training.t + 1 + steps):
+            go(training, PLAN._replace(bad=()), t)
+            training.settle()
+            counts.append(len(mails()))
+        return max(counts)
+
+    saving, size = [], sum(math.prod(leaf.shape) for leaf in FIRST if leaf.axis is not None)
+    with Training(FIRST, SETTINGS) as training:
+        expected = most(8)
+        assert mails()
+        saved = values(training)
+        stream = training.engine.stream(16 * size)
+        saving = list(stream.snapshot._unsaved.values())
+        assert most(8) == expected
+        stream.write(tmp_path)
+        assert_saved(tmp_path, saved)
 
 
 def test_a_save_does_not_contain_weights_loaded_afterwards(tmp_path):

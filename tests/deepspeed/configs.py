@@ -19,8 +19,6 @@ TUTORIAL = {
     }
 }
 TRAINING = {
-    "train_batch_size": 8,
-    "bf16": {"enabled": True},
     "optimizer": {
         "type": "AdamW",
         "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.01},
@@ -36,7 +34,6 @@ REMOVE = Ellipsis  # prints the same in every test process
 # float32 compared with Python's floats, as a share of the highest rate; 545,000 values of
 # DeepSpeed's own classes differed by at most 1.9e-7.
 RATE_TOLERANCE = 1e-6
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def changed(values: dict[str, Any], config: Any = TRAINING) -> Any:
@@ -56,7 +53,3 @@ def changed(values: dict[str, Any], config: Any = TRAINING) -> Any:
 
 def scheduled(name: str, **params: Any) -> dict:
     return {"scheduler": {"type": name, "params": params}}
-
-
-def sized(*sizes: Any) -> dict:
-    return dict(zip(BATCH, sizes, strict=True))

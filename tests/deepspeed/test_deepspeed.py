@@ -5,7 +5,6 @@ schedules, and `test_refused_configs.py` tests rejected configs.
 """
 
 import copy
-import dataclasses
 import json
 import re
 import warnings
@@ -19,7 +18,6 @@ import pytest
 import zenflow_jax
 from tests.deepspeed.configs import (
     ADAM,
-    BATCH,
     OFFLOAD,
     RATE_TOLERANCE,
     REMOVE,
@@ -27,7 +25,6 @@ from tests.deepspeed.configs import (
     TRAINING,
     TUTORIAL,
     changed,
-    sized,
 )
 from zenflow_jax import AutoSelect, AutoWindow
 from zenflow_jax.deepspeed import from_deepspeed
@@ -68,16 +65,13 @@ def test_the_tutorials_sample_works_unchanged():
         _ = options.optimizer
 
 
-def test_a_complete_config_sets_optimizer_batch_and_precision():
+def test_a_complete_config_sets_the_optimizer():
     mask = {"w": True, "b": False}
     options = from_deepspeed(TRAINING, steps_per_epoch=1250, mask=mask)
     assert options.learning_rate == 2e-5
     adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 0.5}
     adam |= {"select_interval": 1250, "mask": mask}
     assert options.arguments == RULES_OF_TUTORIAL | adam
-    assert (options.batch_size, options.micro_batches) == (8, None)
-    assert options.compute_dtype == jnp.bfloat16
-    assert options.threads is None
     params = {"w": jnp.ones((40, 4)), "b": jnp.ones(4)}
     state = options.optimizer.init(params)
     expected = zenflow_jax.zenflow(2e-5, **options.arguments).init(params)
@@ -110,11 +104,12 @@ def test_without_zero_the_optimizer_is_adamw_on_the_device(clipping):
         np.testing.assert_array_equal(*updates)
 
 
-FLOAT32 = np.dtype(np.float32)
 OFFLOADED = {"kind": "offload", "topk_ratio": 0, "update_interval": 1, "staleness": 0}
 NVME = {RULES: REMOVE, f"{OFFLOAD}.device": "nvme"}
-ACCUMULATED = {"train_batch_size": 32, "gradient_accumulation_steps": 4}
 NOT_FOLLOWED = [
+    ("train_batch_size", 8),
+    ("gradient_accumulation_steps", 4),
+    ("bf16", {"enabled": True}),
     ("steps_per_print", 10),
     ("gradient_cliping", 1.0),
     ("zero_optimization.stage", 3),
@@ -127,11 +122,6 @@ NOT_FOLLOWED = [
 @pytest.mark.parametrize(
     ("changes", "expected", "listed"),
     [
-        ({"bf16": REMOVE}, {"compute_dtype": None}, []),
-        ({"bf16.enabled": False}, {"compute_dtype": FLOAT32}, []),
-        ({"bf16": REMOVE, "fp16": {"enabled": True}}, {"compute_dtype": None}, ["fp16"]),
-        # With ZenFlow, every micro-batch is a step, as in DeepSpeed.
-        (ACCUMULATED, {"batch_size": 8, "micro_batches": 1}, ["gradient_accumulation_steps"]),
         ({RULES: REMOVE}, {**OFFLOADED, "max_grad_norm": 0.5}, []),
         (NVME, OFFLOADED, [f"{OFFLOAD}.device"]),
         ({"zero_optimization": {"stage": 2}}, {"kind": "adamw"}, ["zero_optimization.stage"]),
@@ -139,7 +129,7 @@ NOT_FOLLOWED = [
         ({"optimizer.type": "Adam"}, {"weight_decay": 0.01}, []),
         ({"gradient_clipping": REMOVE}, {"max_grad_norm": 1.0}, []),
         ({"gradient_clipping": 0.0}, {"max_grad_norm": None}, []),
-        ({"scheduler": {"params": {}}}, {"learning_rate": 2e-5}, ["scheduler.params"]),
+        ({"scheduler": {"params": {}}}, {"learning_rate": 2e-5}, ["scheduler"]),
         *(
             ({path: value}, from_deepspeed(TRAINING).arguments, [path])
             for path, value in NOT_FOLLOWED
@@ -150,7 +140,7 @@ NOT_FOLLOWED = [
 def test_keys_have_deepspeeds_meaning_or_are_listed_as_not_translated(changes, expected, listed):
     options, names = untranslated(changed(changes))
     assert names == listed
-    values = vars(options) | options.arguments | {"learning_rate": options.learning_rate}
+    values = vars(options) | options.arguments
     assert {name: values[name] for name in expected} == expected
     assert options.max_grad_norm == values["max_grad_norm"]
 
@@ -198,20 +188,13 @@ def test_selection_follows_the_strategy_and_the_interval(
     _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow accepts it
 
 
-def test_the_engine_gets_all_cores_that_are_not_reserved(monkeypatch):
-    for share, cores, threads in ((0.3, 8, 5), (0.0, 8, 8), (1.0, 8, 8), ("auto", 8, None)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=cores: set(range(n)))
-        assert from_deepspeed(zenflow_section(pt_reserved_cores_perc=share)).threads == threads
-
-
 def automatic(*keys):
     return dict.fromkeys(keys, "auto")
 
 
 RATES = automatic("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 HUGGING_FACE = {
-    **automatic(*BATCH, "gradient_clipping"),
-    "bf16": automatic("enabled"),
+    "gradient_clipping": "auto",
     "optimizer": {"type": "AdamW", "params": automatic("lr", "betas", "eps", "weight_decay")},
     "scheduler": {"type": "WarmupDecayLR", "params": RATES},
     **TUTORIAL,
@@ -227,7 +210,6 @@ def test_arguments_replace_values_that_are_auto_or_missing():
     rate = options.learning_rate
     expected = [3e-4, 3e-4 * (100 - 60) / (100 - 10)]
     np.testing.assert_allclose([rate(11), rate(61)], expected, rtol=RATE_TOLERANCE)
-    assert options.batch_size is options.micro_batches is options.compute_dtype is None
     options = from_deepspeed(TUTORIAL, learning_rate=3e-4, **ARGUMENTS)
     assert options.learning_rate == 3e-4
     assert options.arguments.items() >= ARGUMENTS.items()
@@ -243,42 +225,8 @@ def test_a_custom_schedule_can_be_passed():
     for config, listed in (
         (TUTORIAL, []),
         (changed({f"{ADAM}.lr": "auto"}), []),
-        (changed(one_cycle), ["scheduler.type", "scheduler.params"]),
+        (changed(one_cycle), ["scheduler"]),
     ):
         options, names = untranslated(config, learning_rate=schedule)
         assert options.learning_rate is schedule
         assert names == listed
-
-
-def test_step_counts_can_be_set_later():
-    keys = {"update_interval": 4, "select_strategy": "epoch", "select_interval": 2}
-    config = changed({RULES: keys}, HUGGING_FACE)
-    lengths = {"total_steps": 100, "warmup_steps": 10, "steps_per_epoch": 50}
-    early = from_deepspeed(config, learning_rate=3e-4)
-    assert early.fixed_arguments["update_interval"] == 4
-    late = dataclasses.replace(early, **lengths)
-    assert late == from_deepspeed(config, learning_rate=3e-4, **lengths)
-    assert late.arguments["select_interval"] == 100
-    for name, needs in (("learning_rate", "warmup_steps"), ("arguments", "steps_per_epoch")):
-        with pytest.raises(ValueError, match=f"{needs}="):
-            getattr(early, name)
-    with pytest.raises(ValueError, match="total_steps="):
-        _ = dataclasses.replace(early, warmup_steps=10).learning_rate
-
-
-@pytest.mark.parametrize(
-    ("sizes", "devices", "expected"),
-    [
-        ((None, None, None), None, (None, None)),
-        ((32, 8, None), None, (32, 4)),
-        ((32, 8, None), 2, (32, 2)),
-        ((None, 8, None), 2, (16, 1)),
-        ((32, 4, 2), None, (32, 2)),  # with four devices
-        ((32, 4, 2), 4, (32, 2)),
-    ],
-    ids=str,
-)
-def test_batch_sizes_follow_deepspeed(sizes, devices, expected):
-    config = changed(sized(*sizes) | {"zero_optimization": REMOVE})
-    options = from_deepspeed(config, devices=devices)
-    assert (options.batch_size, options.micro_batches) == expected

@@ -8,6 +8,7 @@ import gc
 import re
 import sys
 import weakref
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -256,15 +257,34 @@ def close_in_an_exception(engine):
         engine.close()
 
 
+def close_after_a_failed_save(engine):
+    with pytest.raises(FileNotFoundError):
+        engine.stream().write(Path("a folder that does not exist"))
+    engine.close()
+
+
+def close_during_a_save(engine):
+    engine.stream()
+    engine.close()
+
+
+def close_after_an_unwritten_save(engine):
+    engine.stream().close()
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("end", "warnings"),
     [
+        (close_after_a_failed_save, 1),
+        (close_after_an_unwritten_save, 1),
+        (close_during_a_save, 0),
         (zenflow_jax.HostEngine.close, 1),
         (lambda engine: None, 1),  # garbage collection ends it
         (zenflow_jax.HostEngine.state, 0),
         (close_in_an_exception, 0),
     ],
-    ids=["close", "collected", "saved", "exception"],
+    ids=["failed", "unwritten", "in progress", "close", "collected", "saved", "exception"],
 )
 def test_an_engine_that_ends_without_a_flush_warns_once_about_lost_updates(
     caplog, monkeypatch, end, warnings

@@ -1,10 +1,11 @@
 """Runs with two processes, over gloo on 127.0.0.1, equal the reference in each process."""
 
 import dataclasses
-import functools
 import gc
 import math
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ PLAN = Plan(10, bad=(6,), flush_at=(8,))
 def work(me: int, port: int, count: int, *calls: Any) -> None:
     """Runs one of the processes: joins the others and calls the functions below, in turn."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
+    # As in docs/multi_host.md, but shorter.
+    timeouts = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 5}
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, me, **timeouts)
     for function, *args in calls:
         print(function, flush=True)  # noqa: T201 - if a process fails, this is its last output
         globals()[function](me, count, *args)
@@ -64,6 +67,7 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with Training(LEAVES, STALE, shardings=shardings, donate=True) as training:
         if count > 1:
+            check_failed_start(training, me, count)
             check_disagreement(training, me, count)
         if before:
             resuming.resume_by_orbax(training, Path(before))
@@ -79,6 +83,23 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
         training.settle()
         updated = sum(leaf.master.size for leaf in training.host.leaves)
         assert updated * count == sum(math.prod(x.shape) for x in LEAVES if x.axis is not None)
+
+
+def check_failed_start(training: Training, me: int, count: int) -> None:
+    """Checks that all processes raise an error if the last process cannot make its engine."""
+
+    def explode(*args, **options):
+        raise MemoryError("no room for the masters")
+
+    last = me == count - 1
+    error, words = ValueError, f"Process {count - 1} rejected"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if last:
+            error, words = MemoryError, "no room for the masters"
+            monkeypatch.setattr(_engine, "new_host_state", explode)
+        for engine_state in (None, training.engine.state()):
+            with pytest.raises(error, match=words):
+                zenflow_jax.HostEngine(training.params, training.state, engine_state=engine_state)
 
 
 def check_disagreement(training: Training, me: int, count: int) -> None:
@@ -117,11 +138,12 @@ def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:
     }
 
 
-def fail(me: int, count: int, failing: int) -> None:
-    """Checks that all processes raise an error when the worker next to JAX's service fails."""
-    _engine.PeerMonitor = functools.partial(_engine.PeerMonitor, poll_s=0.2, grace_s=2.0)
+def fail(me: int, count: int, failing: int, kill: bool) -> None:
+    """Trains until a process fails or is killed, which JAX's time-outs must end in all others."""
 
     def explode():
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
         raise OSError("the memory is gone")
 
     shardings = on_all({"data": jax.device_count()}, "replicated")
@@ -129,19 +151,26 @@ def fail(me: int, count: int, failing: int) -> None:
         if me == failing:
             hooked(monkeypatch).mail = explode
         with Training(LEAVES, STALE, shardings=shardings, donate=True) as training:
-            training.go(1000)
+            training.go(100_000)
 
 
 # In the same processes, because starting them takes most of the time.
 @pytest.mark.slow
-def test_runs_in_two_processes_equal_the_reference_resume_in_one_or_two_and_fail_together(tmp_path):
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("failing", "kill"), [(0, False), (1, True)])
+def test_runs_in_two_processes_equal_the_reference_resume_in_one_or_two_and_fail_together(
+    tmp_path, failing, kill
+):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     # Each time, an update is in flight, and the open window contains a step.
     pass_on(0, 1, "", 5, first)
-    calls = ("train",), ("pass_on", first, 9, second), ("fail", 0)
-    outputs = processes.run_together(HERE, "work", 2, 2, *calls, code=None)
+    calls = ("train",), ("pass_on", first, 9, second), ("fail", failing, kill)
+    outputs = processes.run_together(HERE, "work", 2, 2, *calls[failing:], code=None)
     pass_on(0, 1, second, 13, "")
-    for output in outputs:
+    for me, output in enumerate(outputs):
         begun = re.findall(r"^(?:train|pass_on|fail)$", output, re.MULTILINE)
-        assert begun == ["train", "pass_on", "fail"], output[-5000:]
-        assert "the memory is gone" in output.partition("\nfail\n")[2], output[-5000:]
+        assert begun == ["train", "pass_on", "fail"][failing:], output[-5000:]
+        reason = "JAX distributed service detected fatal errors"
+        if me == failing:
+            reason = "" if kill else "the memory is gone"
+        assert reason in output.partition("\nfail\n")[2], output[-5000:]

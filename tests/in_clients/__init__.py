@@ -1,1 +1,1 @@
-"""Tests with Keras, equinox and haliax: `make test-clients`, in an environment of their own."""
+"""Tests with other libraries: `make test-clients`, in an environment of their own."""

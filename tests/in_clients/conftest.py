@@ -1,4 +1,4 @@
-"""Settings for tests with Keras, equinox and haliax."""
+"""Settings for tests with Keras, equinox, haliax and datasets."""
 
 import os
 

@@ -241,6 +241,17 @@ def test_a_checkpoint_from_another_run_is_rejected_and_kept(tmp_path):
         job.restored(job.checkpoints.newest())
 
 
+def test_a_checkpoint_whose_mesh_selected_other_channels_names_its_mesh(tmp_path):
+    saved_run(tmp_path, 10, mesh="fsdp=4")
+    with Job(tmp_path, mesh="fsdp=2") as job:
+        # In a run, the state of the selected channels.
+        job.opt_state = jax.device_put(
+            (np.int32(0), {"mu": np.zeros(8, np.float32)}), jax.devices()[0]
+        )
+        with pytest.raises(SettingsError, match=r"`opt_state.1.mu` is .*Pass --mesh fsdp=4, or"):
+            job.restored(10)
+
+
 def test_a_path_that_orbax_would_read_as_a_pattern_is_rejected(tmp_path):
     for name in ("a[1]", "a\\b", "a*", "a?"):
         with pytest.raises(SettingsError, match=r"`output_dir`: checkpoints cannot be read"):
@@ -261,7 +272,18 @@ def test_only_a_file_that_cannot_be_written_counts_as_a_failed_save(tmp_path, mo
 
 # orbax's event loop does not report the writes that were in progress with the failed write again.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_full_disk_is_reported_older_checkpoints_stay_and_the_next_save_retries(small_disk):
+def test_a_full_disk_is_reported_older_checkpoints_stay_and_the_next_save_retries(
+    small_disk, monkeypatch
+):
+    rmtree, late = shutil.rmtree, []
+
+    def remove(folder, **options):
+        """Removes a failed save's folder, which a late writer makes again."""
+        rmtree(folder, **options)
+        if not late:
+            folder.mkdir()
+            late.append(folder)
+
     disk = small_disk("2m")
     values = saved_run(disk, 10)
     filler = disk / "filler"
@@ -280,3 +302,8 @@ def test_a_full_disk_is_reported_older_checkpoints_stay_and_the_next_save_retrie
     with Job(disk) as job:
         assert job.checkpoints.newest() == 30
         assert_same(job.restored(10), values[0])
+        filler.write_bytes(b"x" * shutil.disk_usage(disk).free)
+        job.save(40)
+        monkeypatch.setattr(shutil, "rmtree", remove)
+    assert late
+    assert names_in(disk / "checkpoints") == ["10", "30"]

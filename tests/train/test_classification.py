@@ -12,10 +12,8 @@ import pytest
 from tests.hf_models import write_model
 from tests.train.scripts import read, records, write
 from train.cli.settings import SettingsError
-from train.huggingface.loading import read_folder
 from train.tasks import classification
 from train.tasks.batches import DataError
-from train.tasks.chosen import class_names
 from train.tasks.classification import Columns
 
 COLUMNS = Columns("text", "label")
@@ -106,6 +104,15 @@ def test_pairs_have_two_columns_and_the_longer_text_is_cut(tmp_path, bert):
     assert task.labels == ("no", "yes")
 
 
+def write_table(path, ids, names):
+    """Writes texts with class ids, whose names are in the schema as `datasets` writes them."""
+    features = {"label": {"names": names, "_type": "ClassLabel"}}
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pyarrow.table({"text": TEXTS, "label": ids}).replace_schema_metadata(about)
+    pyarrow.parquet.write_table(table, path)
+    return path
+
+
 def test_numeric_classes_are_sorted_and_a_tables_own_names_are_used(tmp_path, bert):
     rows = [("text", "label"), *((f"film {i}", str(i)) for i in (10, 9, -1, 2))]
     assert make(write(tmp_path / "a.csv", as_csv(rows)), bert).labels == ("-1", "2", "9", "10")
@@ -113,23 +120,18 @@ def test_numeric_classes_are_sorted_and_a_tables_own_names_are_used(tmp_path, be
     content = json.dumps([*items, {"text": "so", "label": True}])
     assert "true" in make(write(tmp_path / "b.json", content), bert).labels
 
-    features = {"label": {"names": ["unkind", "so", "kind"], "_type": "ClassLabel"}}
-    table = pyarrow.table({"text": TEXTS, "label": [2, 0, 2, 0]})
-    about = {"huggingface": json.dumps({"info": {"features": features}})}
-    path = tmp_path / "c.parquet"
-    pyarrow.parquet.write_table(table.replace_schema_metadata(about), path)
+    names = ["unkind", "so", "kind"]
+    path = write_table(tmp_path / "c.parquet", [2, 0, 2, 0], names)
     task = make(path, bert)
     assert task.labels == ("unkind", "so", "kind")
     assert classes_of(task) == [0, 0, 2, 2]
     floats = pyarrow.table({"text": TEXTS, "label": [2.0, 0.0, 2.0, 0.0]})
     pyarrow.parquet.write_table(floats, path)
     assert make(path, bert).labels == ("0", "2")
-    lines = as_csv([("text", "label"), *zip(TEXTS, ("2.0", "0.0", "2.0", "0.0"), strict=True)])
-    assert make(write(tmp_path / "c.csv", lines), bert).labels == ("0", "2")
-    unlabelled = pyarrow.table({"text": TEXTS, "label": [2, 0, 2, -1]})
-    pyarrow.parquet.write_table(unlabelled.replace_schema_metadata(about), path)
     with pytest.raises(DataError, match=r"row 4: column 'label' has no label"):
-        make(path, bert)
+        make(write_table(path, [2, 0, 2, -1], names), bert)
+    with pytest.raises(DataError, match=r"row 4: column 'label' must contain .* 3\."):
+        make(write_table(path, [2, 0, 2, 3], names), bert)
 
 
 def test_each_class_is_on_both_sides_of_a_split_and_rare_classes_are_reported(tmp_path, bert):
@@ -144,27 +146,61 @@ def test_each_class_is_on_both_sides_of_a_split_and_rare_classes_are_reported(tm
     assert task.overview[0].endswith("'once' 1 (4.8%), 'spam' 2 (9.5%), 'ham' 18 (85.7%)")
 
 
-def test_the_heads_classes_are_kept_if_they_include_those_in_the_file(tmp_path, bert):
-    path = write(tmp_path / "a.csv", as_csv(ROWS))
-    for known, labels in (
-        (("UNKIND", "so", "Kind"), ("UNKIND", "so", "Kind")),
-        (("unkind", "good"), ("kind", "unkind")),
-        ((), ("kind", "unkind")),
-    ):
-        task = make(path, bert, known=known)
-        assert task.labels == labels
-        names = [name.lower() for name in labels]
-        assert classes_of(task) == sorted(names.index(label) for label in LABELS)
+NAMED, DIGITS, GENERIC = ("UNKIND", "so", "Kind"), ["2", "0", "2", "0"], ("LABEL_0", "LABEL_1")
+MANY = tuple(f"LABEL_{i}" for i in range(11))
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "known", "classes"),
+    [
+        (LABELS, None, NAMED, NAMED),
+        (LABELS, None, ("unkind", "good"), ("kind", "unkind")),
+        (LABELS, None, (), ("kind", "unkind")),
+        (LABELS, None, GENERIC, ("kind", "unkind")),
+        (LABELS, ["unkind", "kind"], NAMED, NAMED),
+        (LABELS, ["unkind", "kind", "bad"], NAMED, ("unkind", "kind", "bad")),
+        (LABELS, ["unkind", "kind"], GENERIC, ("unkind", "kind")),
+        (DIGITS, None, MANY[:3], ("0", "1", "2")),
+        (DIGITS, None, MANY[:2], ("0", "2")),
+        (DIGITS, None, NAMED, ("0", "2")),
+        (["LABEL_2", "LABEL_10", "LABEL_2", "LABEL_10"], None, MANY, MANY),
+    ],
+)
+def test_labels_are_put_to_the_heads_classes_if_it_has_all_of_them(
+    tmp_path, bert, labels, names, known, classes
+):
+    if names:
+        ids = [names.index(label) for label in labels]
+        path = write_table(tmp_path / "a.parquet", ids, names)
+    else:
+        rows = [("text", "label"), *zip(TEXTS, labels, strict=True)]
+        path = write(tmp_path / "a.csv", as_csv(rows))
+    task = make(path, bert, known=known)
+    assert task.labels == classes
+    folded = [name.lower() for name in classes]
+    assert classes_of(task) == sorted(folded.index(label.lower()) for label in labels)
+    order = "classes by index: " + ", ".join(f"{i} {name!r}" for i, name in enumerate(classes))
+    assert task.overview[1].removesuffix(f". {CORRECT}") == order
+    assert task.overview[1].endswith(CORRECT) == (known == GENERIC)
+
+
+CORRECT = "If the model's LABEL_0 is another, correct `id2label` in its config.json"
+
+
+@pytest.mark.parametrize(
+    ("value", "cell", "name"),
+    [(True, "True", "true"), (False, "FALSE ", "false"), (1, "1.0", "1"), (-1.0, "-1", "-1")],
+)
+def test_a_label_is_the_same_class_in_json_and_csv(tmp_path, bert, value, cell, name):
+    write(tmp_path / "train.jsonl", json_lines([("text", "label"), ("a", value), ("b", "so")]))
+    write(tmp_path / "dev.csv", as_csv([("text", "label"), ("a", cell)]))
+    task = make(tmp_path, bert)
+    assert sorted(task.labels) == sorted((name, "so"))
+    assert task.labels[task.validation[0]["label"]] == name
 
 
 def test_the_heads_class_names_come_from_the_folder(tmp_path):
     folder = write_model(tmp_path / "given", "bert")
-    assert class_names(read_folder(folder)) == ("no", "perhaps", "yes")
-    config = json.loads((folder / "config.json").read_text())
-    generic = {str(i): f"LABEL_{i}" for i in range(3)}
-    (folder / "config.json").write_text(json.dumps(config | {"id2label": generic}))
-    assert class_names(read_folder(folder)) == ()
-
     data = write(tmp_path / "a.csv", as_csv([("a", "b"), *zip(TEXTS, LABELS, strict=True)]))
     settings = {"task": "classification", "model": str(folder), "data": str(data)}
     settings |= {"text_column": "a", "label_column": "b", "sequence_length": 20}
@@ -174,6 +210,8 @@ def test_the_heads_class_names_come_from_the_folder(tmp_path):
     assert read(**settings, best="macro_f1").settings.metric == "macro_f1"
     with pytest.raises(SettingsError, match="a metric of classification: accuracy, macro_f1, "):
         read(**settings, best="f1")
+    data.write_text(as_csv([("a", "b"), *zip(TEXTS, ["yes", "No"] * 2, strict=True)]))
+    assert read(**settings).task.labels == ("no", "perhaps", "yes")
 
 
 def test_long_texts_are_accepted_and_scores_equal_their_formulas(tmp_path, bert):

@@ -170,13 +170,16 @@ def test_an_evaluation_before_and_after_a_run_gives_the_runs_metrics(tmp_path, c
     assert modified(tmp_path) == before
     assert "on 3 validation examples" in untrained
     assert "an example; the model is trained on the text in ⟦⟧" in untrained
-    heads = "head has the 3 classes no, perhaps, yes; the data has the 3 classes kind, so, unkind"
-    assert "newly initialized, because " in untrained
+    heads = "has the 3 classes no, perhaps, yes, and the data has the 3 classes kind, so, unkind"
+    assert "newly initialized: classifier/bias, classifier/kernel, because the head" in untrained
     assert heads in untrained
 
     assert finetune.main([config, "--steps", "2", "--run", run.name]) == 0
     use = f'Try it: python -m train.generate --model {run / "model"} "A text"'
-    assert capsys.readouterr().out.splitlines()[-1] == use
+    trained = capsys.readouterr().out
+    assert trained.splitlines()[-1] == use
+    assert trained.count("0 'kind', 1 'so', 2 'unkind'") == 2  # at the start and in the summary
+    assert scripts.summary(run)["classes"] == ["kind", "so", "unkind"]
     assert finetune.main([str(run / "settings.toml"), "--steps", "0"]) == 2
     assert "pass --run None" in capsys.readouterr().err
     trained = evaluated(str(run / "settings.toml"), "--model", str(run / "model"))

@@ -35,6 +35,7 @@ SYSTEM = {"role": "system", "content": "c"}
 FROM = {"from": "human", "value": "a"}
 DOLLY = {"instruction": "Say a.", "context": "a", "response": "a", "category": "b"}
 GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 MANY = "text,label\n" + "".join(f"a,b{i}\n" for i in range(30))
 
 FILES = {
@@ -43,18 +44,33 @@ FILES = {
         ("a.txt", b"the\n\xe9\n", r"a\.txt, line 2: the text is not UTF-8: 0xe9"),
         ("a.txt", "a", r"the train part of .* has 1 tokens.*`validation_share`"),
         ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: there is a NUL byte"),
-        ("a.jsonl", '{"text": "a"}\n{text: 1}\n', r"line 2: .* not valid JSON .*column 2"),
+        ("a.jsonl", '{"text": "a"}\n{text: 1}\n', r"line 2, column 2: .* not valid JSON"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "\\ud83d\\ude00 \\ude00"}',
+            r"2, column 24: .* half",
+        ),
         ("a.jsonl", '\n{"content": "a"}\n', r"a\.jsonl, line 2: .* 'text' is missing .fields: 'c"),
         ("a.jsonl", '{"text": 3}\n', r"a\.jsonl, line 1: the field .* must be text, but is 3"),
         ("a.jsonl", '{"text": "a", "weight": 0}', "the field 'weight' must be 1, but is 0"),
-        ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: must be an object"),
+        ("a.jsonl", '["a"]\n', r"a\.jsonl, item 1: must be an object"),
+        ("a.jsonl", '{"text": "a"}\n["a"]\n', r"a\.jsonl, line 2: must be an object"),
+        (
+            "a.txt",
+            LFS,
+            r"a\.txt: there .* It is a git-lfs pointer\. Run `git lfs pull`",
+        ),
+        ("a.parquet", LFS, r"a\.parquet: pyarrow cannot read it .* It is a git-lfs pointer\."),
+        ("a.parquet", "", r"a\.parquet: pyarrow cannot read it .* It is empty\."),
         ("a.csv", "a,b", r"a\.csv has another suffix. Pass a \*\.txt or \*\.jsonl or "),
         ("dev.txt", "a", r"has no training data \(train\*, .*\)\. .* dev\.txt"),
         ("train-test.txt", "a", r"train-test\.txt could be training or other data"),
+        ("train.txt/a.txt", "a", r"train\.txt is a folder or a broken link"),
         ("parts/a.txt", "a", r"has no training data .* contains parts"),
     ],
     "alpaca": [
-        ("a.json", '[\n{"instruction": "a",}]', r"a\.json: the text is not valid JSON .*line 2"),
+        ("a.json", '[\n{"instruction": "a",}]', r"a\.json, line 2, column 21: .* not valid JSON"),
+        ("a.json", '{"train": [{}], "test": [{}]}', r"the lists 'train', 'test'\. Write each to a"),
         ("a.json", json.dumps([PLAIN, {"output": "b"}]), "item 2: .* 'instruction' is missing"),
         ("a.jsonl", records(DOLLY), r"'output' is missing\. Rename 'response' to 'output'\."),
         ("a.jsonl", records(PLAIN | {"history": [["a", "b"]]}), r"'history' .* use --task chat"),
@@ -65,7 +81,7 @@ FILES = {
         ("a.jsonl", chats({"messages": ["hi"]}), r"line 2, message 1: must be \{.*\}, but is 'hi'"),
         ("a.jsonl", chats({"messages": [{"role": "user"}]}), r"the field 'content' is missing"),
         ("a.jsonl", chats({"messages": [USER]}), r"the role 'assistant', only 'user'"),
-        ("a.jsonl", chats({"messages": [USER, ANSWER], "tools": "[]"}), "'tools' must be a list"),
+        ("a.jsonl", chats({"messages": [USER, ANSWER], "tools": "5"}), "'tools' must be a list"),
         ("a.jsonl", chats({"messages": [ANSWER, USER]}), r"rejects .*: Roles must alternate"),
         ("a.jsonl", extended(label=False), r"line 2: the field 'label' .*training on preferences"),
         ("a.jsonl", chats({"chosen": "a", "rejected": "b"}), r"'chosen' .*training on preferences"),
@@ -79,6 +95,12 @@ FILES = {
             r"message 2: the field 'tool_calls' must be a list",
         ),
         ("a.jsonl", answered(tool_calls=[{"name": "a", "arguments": "{"}]), r"are not valid JSON"),
+        (
+            "a.jsonl",
+            answered(tool_calls=[{"name": "a", "arguments": '{"b": "\\ud800"}'}]),
+            r"line 2, message 2: the arguments .*ud800 is half",
+        ),
+        ("a.jsonl", extended(tools="[{"), r"line 2: the tools are not valid JSON"),
         ("a.jsonl", chats({"messages": [USER | {"train": True}, ANSWER]}), r"'train' is True, but"),
         ("a.jsonl", chats({"messages": [FROM]}), r"'role' is missing .* Rename `from` to `role`"),
         ("a.jsonl", chats({"messages": [USER | {"role": "gpt"}]}), "only 'gpt'. Rename the roles"),
@@ -92,6 +114,7 @@ FILES = {
         ("a.csv", GOOD + '"good,kind\nbad,so\n', r"line 4: the row that ends .* not valid CSV"),
         ("a.csv", GOOD + "good,\n", r"line 4: column 'label' has no label"),
         ("a.csv", "text,label\na,b\nc,b\n", r"has 1 classes in 2 rows: 'b'"),
+        ("a.csv", "text,label\na,0.5\nb,1.5\n", r"line 2: column 'label' must .* contains 0\.5"),
         ("a.csv", MANY, r"has 30 classes in 30 rows: 'b0', 'b1', 'b10'. Pass a"),
         ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: the row has 3 columns, but .* has 2.*as CSV"),
         ("a.csv", GOOD.replace("\n", "\r"), r"line 1 is not valid CSV"),

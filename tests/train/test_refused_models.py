@@ -17,6 +17,7 @@ def assert_rejected(folder, *words):
 
 
 LOW_IS_HIGH = LLAMA3 | {"high_freq_factor": 1.0}
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 FULL, SLIDING = "full_attention", "sliding_attention"
 MIXED_LAYERS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": [FULL, SLIDING]}
 
@@ -25,6 +26,7 @@ MIXED_LAYERS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": 
     ("name", "changes", "words"),
     [
         ("llama2", {"model_type": "gpt2"}, "`model_type` llama 'gpt2'"),
+        ("llama2", {"model_type": ["llama"]}, "`model_type` llama ['llama']"),
         ("llama2", {"hidden_act": "gelu"}, "`hidden_act` 'silu' 'gelu'"),
         ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
         ("llama2", {"hidden_size": None}, "`hidden_size` missing"),
@@ -84,14 +86,18 @@ def test_damaged_missing_and_other_files_are_named(tmp_path):
 
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    assert_rejected(folder, shard, f"{len(whole) - 1} bytes", "Copy the file again")
+    assert_rejected(folder, shard, f"{len(whole) - 1} bytes", "Download or copy the file again")
+    for content, kind in ((LFS, "a git-lfs pointer"), (b"", "empty"), (b"<html>", "a web page")):
+        shard.write_bytes(content)
+        assert_rejected(folder, shard, f"{len(content)} bytes", f"It is {kind}. ")
     shard.unlink()
-    assert_rejected(folder, shard, "is missing", "Copy the file again")
+    assert_rejected(folder, shard, "is missing", "Copy it again")
     other = folder / "model-00001-of-00002.safetensors"
     shutil.copyfile(other, shard)
     assert_rejected(folder, folder, "which the model in its config.json needs")
-    (folder / index).write_text("{}")
-    assert_rejected(folder, folder / index, "`weight_map`")
+    for content in ("{}", '{"weight_map": {"a": 5}}'):
+        (folder / index).write_text(content)
+        assert_rejected(folder, folder / index, "`weight_map`")
     (folder / index).unlink()
     assert_rejected(folder, folder, "model.safetensors", other.name)
     shard.unlink()
@@ -100,6 +106,8 @@ def test_damaged_missing_and_other_files_are_named(tmp_path):
 
     config = folder / "config.json"
     config.write_text("[]")
-    assert_rejected(folder, config, "object", "list")
+    assert_rejected(folder, config, "must contain one JSON object")
+    config.write_bytes(LFS)
+    assert_rejected(folder, config, "It is a git-lfs pointer. Run `git lfs pull`")
     config.unlink()
     assert_rejected(folder, config, "No such file")

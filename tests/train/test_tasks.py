@@ -106,7 +106,9 @@ def test_validation_gets_the_longest_documents_end_if_no_document_has_the_size(t
         ("train-00000-of-00002 train-1-of-2-ab valid", "train-0 train-1", "valid", ""),
         ("Training.1 data valid_set devset", "Training.1", "devset valid_set", "data"),
         ("boats cars trains", "boats cars trains", "", ""),
-        ("devices how-to-train-a-dog testimony value", "devices how testimony value", "", ""),
+        ("devices testimony value", "devices testimony value", "", ""),
+        ("data data_test_v2 my_eval_file Dev2", "data", "Dev2", "data_test_v2 my_eval_file"),
+        ("how-to-train-a-dog other", "how", "", "other"),
         ("dataset_info a .b/val", "a", "", ""),
     ],
 )
@@ -233,14 +235,41 @@ def test_a_row_equals_a_line_of_json(tmp_path, monkeypatch):
     assert list(places) == [f"{path}, row {i}" for i in range(1, 10)]
 
 
-def test_files_that_are_not_tables_are_rejected(tmp_path, decoder):
-    path = tmp_path / "a.parquet"
-    for content in (b"version https://git-lfs.github.com/spec/v1\n", b"", b"PAR1"):
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=rf"a\.parquet: .* its {len(content)} bytes"):
-            language.make(path, decoder, sequence_length=9, validation_share=0.5, seed=0)
-    with pytest.raises(DataError, match=r"a\.parquet: pyarrow cannot read a table"):
-        tables.class_names(path, "label")
+def test_a_value_that_is_no_text_is_named_with_its_row_and_column(tmp_path):
+    texts = pyarrow.array([b"a", b"b\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 2, column 'text': .* 0xff"):
+        list(files.records(tmp_path / "a.parquet"))
+
+
+ITEMS = [{"text": "a\u2028\n", "n": [1]}, {"text": "\N{GRINNING FACE} \\ud800", "n": []}]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize(
+    ("content", "places"),
+    [
+        (records(*ITEMS), "line 1, line 2"),
+        ("\ufeff\n" + records(*ITEMS).replace("\n", "\r\n\r\n"), "line 2, line 4"),
+        ("\n".join(json.dumps(x, indent=1, ensure_ascii=False) for x in ITEMS), "line 1, line 7"),
+        (json.dumps(ITEMS), "item 1, item 2"),
+        (json.dumps(ITEMS, indent=1), "item 1, item 2"),
+        (json.dumps({"version": [1], "data": ITEMS}), "item 1, item 2"),
+        (json.dumps({"name": "a", "train": ITEMS}, indent=1), "item 1, item 2"),
+    ],
+    ids=["lines", "blank lines", "objects", "list", "tall list", "data", "train"],
+)
+def test_records_do_not_depend_on_the_layout_of_their_file(tmp_path, suffix, content, places):
+    path = write(tmp_path / f"a{suffix}", content)
+    expected = [f"{path}, {place}" for place in places.split(", ")]
+    assert list(files.records(path)) == list(zip(expected, ITEMS, strict=True))
+
+
+def test_an_object_alone_in_its_file_is_a_record(tmp_path):
+    record = {"text": "a", "test_list": ["b"]}
+    for name, content in (("a.json", json.dumps(record, indent=1)), ("b.jsonl", records(record))):
+        path = write(tmp_path / name, content)
+        assert list(files.records(path)) == [(f"{path}, line 1", record)]
 
 
 def test_without_pyarrow_the_error_names_its_installation(tmp_path, monkeypatch):

@@ -29,13 +29,10 @@ def test_an_encoder_pads_and_a_decoder_has_begin_and_end_tokens_and_pads_with_th
     assert tokenizer[1:] == (begin, end, end, vocabulary)
 
 
-def test_a_begin_token_comes_from_the_post_processor_or_is_requested_by_name(tmp_path):
+def test_a_begin_token_comes_only_from_the_post_processor(tmp_path):
     vocabulary = write_byte_level(tmp_path, begin=False)
-    edit(tmp_path / "config.json", bos_token_id=3)
-    for add, begin in ((None, None), (False, None), (True, BEGIN)):
-        edit(tmp_path / "tokenizer_config.json", bos_token=BEGIN, add_bos_token=add)
-        tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary)
-        assert tokenizer.begin == (begin and tokenizer.tokens.token_to_id(begin))
+    edit(tmp_path / "tokenizer_config.json", bos_token=BEGIN, add_bos_token=True)
+    assert read_tokenizer(tmp_path, vocabulary=vocabulary).begin is None
 
     edit(tmp_path / "tokenizer_config.json", add_bos_token=False)
     path = str(tmp_path / "tokenizer.json")
@@ -67,6 +64,17 @@ def test_config_ids_apply_where_the_tokenizer_names_no_token(tmp_path):
     [
         ("tokenizer.json", None, r"tokenizer\.json does not exist"),
         ("tokenizer.json", "{", r"cannot read a tokenizer from .*tokenizer\.json"),
+        (
+            "tokenizer.json",
+            "version https://git-lfs.github.com/spec/v1",
+            r"\. It is a git-lfs pointer",
+        ),
+        ("tokenizer.json", "", r"\. It is empty\. Download or copy"),
+        (
+            "tokenizer_config.json",
+            '{"a": "\\ud800"}',
+            r"config\.json is not valid JSON .*half of a",
+        ),
         ("tokenizer_config.json", {"eos_token": "</s>"}, r"`eos_token` is '</s>', which"),
         ("tokenizer_config.json", {"eos_token": None, "pad_token": BEGIN}, "no end token"),
         ("config.json", '{"bos', r"config\.json is not valid JSON"),

@@ -39,8 +39,9 @@ def description(
         fixed["host_state"] = settings["host_state"]
     if settings["task"] != "language":
         del fixed["packing"]
-    # Labels are not compared, because the data determines them.
-    return {**description_of_model(fixed, config), "labels": list(labels), "data": data}
+    # Labels are not compared, because the data determines them; the mesh may change.
+    rest = {"labels": list(labels), "data": data, "mesh": settings["mesh"]}
+    return {**description_of_model(fixed, config), **rest}
 
 
 def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import zenflow_jax
 from train import Failure
 from train.checkpoints.checksums import find_damage
 from train.checkpoints.compatibility import check_same_run
-from train.cli.settings import SettingsError
+from train.cli.settings import SettingsError, option_words
 from train.distributed import processes
 
 
@@ -101,7 +101,7 @@ class SavedCheckpoints:
         fresh = {"params": params, "opt_state": opt_state}
         saved, others = split_arrays(fresh)
         folder = self._folder / str(step)
-        check_arrays(folder, run["arrays"], describe_arrays(saved), run["zenflow_jax"])
+        check_arrays(folder, run, describe_arrays(saved))
         arrays = saved if only_engine else self._read_state(folder, saved)
         engine_state = None
         if run["settings"]["optimizer"] != "adamw":
@@ -139,7 +139,7 @@ class SavedCheckpoints:
         saved, others = split_arrays({"params": like, "opt_state": ()})
         run = self._read_run(step)
         arrays = {name: x for name, x in run["arrays"].items() if name.startswith("params.")}
-        check_arrays(folder, arrays, describe_arrays(saved), run["zenflow_jax"])
+        check_arrays(folder, {**run, "arrays": arrays}, describe_arrays(saved))
         restored = self._read_state(folder, saved, partial_restore=True)
         return join_arrays({"params": like}, restored, others)["params"]
 
@@ -232,19 +232,26 @@ def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
 
 
-def check_arrays(
-    folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str], version: str
-) -> None:
+def check_arrays(folder: Path, run: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
     """Rejects a checkpoint with different arrays, or with another version's layout."""
-    for name in [*wanted, *saved]:
-        if saved.get(name) != wanted.get(name):
-            raise SettingsError(
-                f"the array `{name}` is {saved.get(name, 'absent')} in {folder}, but "
-                f"{wanted.get(name, 'absent')} in this run: the model, optimizer, mesh or layout "
-                f"differs (zenflow_jax {version} wrote the checkpoint, this is "
-                f"{zenflow_jax.__version__}). Pass {folder.parent.parent / 'settings.toml'} as the "
-                "config, or pass another --run to start again."
-            )
+    saved: Mapping[str, str] = run["arrays"]
+    different = [name for name in [*wanted, *saved] if saved.get(name) != wanted.get(name)]
+    if not different:
+        return
+    reason, remedy = (
+        f"the model, optimizer or layout differs (zenflow_jax {run['zenflow_jax']} wrote the "
+        f"checkpoint, this is {zenflow_jax.__version__})",
+        f"Pass {folder.parent.parent / 'settings.toml'} as the config",
+    )
+    name = different[0]
+    if saved.keys() == wanted.keys() and all(x.startswith("opt_state.") for x in different):
+        reason = "the mesh divides channels into other pieces, so each selects another number"
+        remedy = f"Pass {' '.join(option_words('mesh', run.get('mesh')))}"
+    raise SettingsError(
+        f"the array `{name}` is {saved.get(name, 'absent')} in {folder}, but "
+        f"{wanted.get(name, 'absent')} in this run: {reason}. {remedy}, or pass another --run to "
+        "start again."
+    )
 
 
 def _name_of(path: Any) -> str:

@@ -19,6 +19,7 @@ import json
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,9 @@ from train.checkpoints.reading import (
 )
 from train.distributed import processes
 
+# After a failed last save: how long nothing may be written until the run ends, and at most.
+_QUIET_S, _LIMIT_S = 1.0, 20.0
+
 
 class Checkpoints(SavedCheckpoints):
     """Writes a run's checkpoints, and keeps the newest `keep`."""
@@ -49,6 +53,7 @@ class Checkpoints(SavedCheckpoints):
         self._keep_best = keep_best
         self._writing: int | None = None  # the step of the pending save
         self._failed: str | None = None  # the error of the last save
+        self._unwritten: int | None = None  # its step
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -60,9 +65,16 @@ class Checkpoints(SavedCheckpoints):
         self.wait()
         if self._manager is not None:  # None after a failed save
             self._manager.close()
-        # After a failure, pending reads or writes may end later.
         if self._failed is None:
             sys.unraisablehook = self._unraisable
+            return
+        # After a failure, pending reads or writes may end later, and writes create their folder
+        # again; orbax and tensorstore cannot be asked whether any are left.
+        quiet_since = start = time.monotonic()
+        while time.monotonic() - quiet_since < _QUIET_S and time.monotonic() - start < _LIMIT_S:
+            if self._remove_unnamed(self._unwritten):
+                quiet_since = time.monotonic()
+            time.sleep(_QUIET_S / 20)
 
     def rename_damaged(self) -> None:
         """Renames the damaged checkpoints that `newest` skipped."""
@@ -190,6 +202,13 @@ class Checkpoints(SavedCheckpoints):
         # The suffix is needed, because a name that begins with the number could be a user's copy.
         return list(self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 
+    def _remove_unnamed(self, step: int | None) -> bool:
+        """Removes what a failed save left, which only costs disk space; returns whether it did."""
+        folders = self._unnamed(step) if processes.is_first() else []
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        return bool(folders)
+
     @contextlib.contextmanager
     def _failures(self):
         try:
@@ -217,10 +236,8 @@ class Checkpoints(SavedCheckpoints):
                 # A save writes in several threads; this raises the errors after the first.
                 with contextlib.suppress(OSError, ValueError):
                     failed.close()
-            if processes.is_first():
-                for folder in self._unnamed(self._writing):
-                    shutil.rmtree(folder, ignore_errors=True)  # leftovers only cost disk space
-            self._writing = None
+            self._remove_unnamed(self._writing)
+            self._unwritten, self._writing = self._writing, None
 
 
 @dataclasses.dataclass

@@ -72,7 +72,7 @@ class ModelError(Failure):
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
     """Returns the model's sizes and options, from `raw`, the content of the file `path`."""
     kind = raw.get("model_type")
-    if kind not in ARCHITECTURES:
+    if kind not in [*ARCHITECTURES]:  # also a kind that is not text
         raise ModelError(
             f"`model_type` in {path}: must be one of {', '.join(ARCHITECTURES)}, but is {kind!r}."
         )

@@ -49,7 +49,7 @@ def complete_folder(folder: Path, vocabulary: int, task: str) -> None:
         return
     # Programs differ in which of several chat templates they read.
     path = folder / TOKENIZER_CONFIG
-    config = read_object(path, TokenizerError) if path.is_file() else {}
+    config = read_object(path, TokenizerError, optional=True)
     if (folder / TEMPLATE).is_file() and config.pop("chat_template", None) is not None:
         _write(path, config)
     if (folder / TEMPLATE).is_file() or "chat_template" in config:

@@ -76,8 +76,8 @@ def read_folder(model: str | Path) -> Pretrained:
             config = config._replace(tied=False)  # like transformers 5 and vLLM
         else:
             unused += r"|^lm_head\.weight$"  # a copy of the embedding
-    classes = raw.get("architectures") or ["BertForSequenceClassification"]
-    if architecture == "encoder" and "BertForSequenceClassification" not in classes:
+    classes = raw.get("architectures") or "BertForSequenceClassification"
+    if architecture == "encoder" and "BertForSequenceClassification" not in str(classes):
         unused += r"|^classifier\."  # a token-classification or multiple-choice head
     tensors = {name: tensor for name, tensor in headers.items() if not re.search(unused, name)}
     head = tensors.get("classifier.bias")

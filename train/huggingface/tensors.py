@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 import elves
 from train.huggingface.config import ModelError
-from train.huggingface.json_files import read_object
+from train.huggingface.json_files import foreign, read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -217,10 +217,10 @@ def _read_header(path: Path) -> list[Tensor]:
     except elves.ElvesError as error:
         raise ModelError(str(error)) from error
     except (OSError, SafetensorError) as error:
-        problem = f"({path.stat().st_size} bytes) is damaged" if path.exists() else "is missing"
-        raise ModelError(
-            f"the safetensors file {path} {problem} ({error}). Copy the file again."
-        ) from error
+        if not path.is_file():
+            raise ModelError(f"the safetensors file {path} is missing. Copy it again.") from error
+        problem = f"({path.stat().st_size} bytes) is damaged ({error})"
+        raise ModelError(f"the safetensors file {path} {problem}. {foreign(path)}") from error
 
 
 def _read_index(folder: Path, index: Path) -> list[Tensor]:
@@ -231,8 +231,8 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
             "safetensors files, such as one written by transformers' `save_pretrained`."
         )
     files = read_object(index, ModelError).get("weight_map")
-    if not isinstance(files, dict):
-        raise ModelError(f"`weight_map` in {index}: must be an object, but is {files!r}.")
+    if not isinstance(files, dict) or not all(type(file) is str for file in files.values()):
+        raise ModelError(f"`weight_map` in {index}: must name files, but is {files!s:.90}.")
     tensors = []
     for file in sorted(set(files.values())):
         tensors += [tensor for tensor in _read_header(folder / file) if tensor.name in files]

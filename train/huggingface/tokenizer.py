@@ -1,8 +1,7 @@
 """Reads a Hugging Face folder's tokenizer, and its begin, end and padding tokens.
 
-The begin token is the token that the post-processor in tokenizer.json puts before a text, as in
-`transformers`. Without such a token, it is `bos_token`, but only if tokenizer_config.json contains
-`"add_bos_token": true`.
+The begin token is the token that the post-processor in tokenizer.json puts before a text. Like
+`transformers` 5, this file does not read `add_bos_token`.
 
 The end and padding tokens come from the first of these files that contains one:
 `tokenizer_config.json`, `special_tokens_map.json` (`eos_token`, `pad_token`), `config.json`,
@@ -12,13 +11,14 @@ The end and padding tokens come from the first of these files that contains one:
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tokenizers
 
 from train import Failure
-from train.huggingface.json_files import read_object
+from train.huggingface.json_files import foreign, read_object
 
 TOKENIZER = "tokenizer.json"
 
@@ -28,6 +28,9 @@ _NUMBERED = ("config.json", "generation_config.json")
 
 class TokenizerError(Failure):
     """A folder lacks a usable tokenizer."""
+
+
+_content = partial(read_object, error=TokenizerError, optional=True)
 
 
 class Tokenizer(NamedTuple):
@@ -47,15 +50,8 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
             f"{folder / TOKENIZER}: ids must be below {vocabulary}, the model's `vocab_size`, but "
             f"the last id is {last}. Use the tokenizer that came with the model."
         )
-    entries = {
-        name: read_object(folder / name, TokenizerError)
-        for name in _NAMED + _NUMBERED
-        if (folder / name).is_file()
-    }
-    begin, adds = _front(folder, tokens), entries.get(_NAMED[0], {}).get("add_bos_token")
-    if begin is None and adds is True:
-        begin = _special("bos", folder, entries, tokens, vocabulary)
-    end, pad = (_special(kind, folder, entries, tokens, vocabulary) for kind in ("eos", "pad"))
+    begin = _front(folder, tokens)
+    end, pad = (_special(kind, folder, tokens, vocabulary) for kind in ("eos", "pad"))
     pad = end if pad is None else pad
     lacks = "eos_token" if end is None and needs_end else "pad_token" if pad is None else None
     if lacks:
@@ -73,10 +69,8 @@ def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Returns the ids of all tokens that end a text or a turn."""
     ends = {tokenizer.end} - {None}
     for name in _NUMBERED:
-        if (folder / name).is_file():
-            numbers = read_object(folder / name, TokenizerError).get("eos_token_id")
-            numbers = numbers if isinstance(numbers, list) else [numbers]
-            ends |= {n for n in numbers if type(n) is int}
+        numbers = _content(folder / name).get("eos_token_id")
+        ends |= {n for n in (numbers if isinstance(numbers, list) else [numbers]) if type(n) is int}
     return frozenset(ends)
 
 
@@ -91,7 +85,8 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
         tokens = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no exception class
         raise TokenizerError(
-            f"`tokenizers` {tokenizers.__version__} cannot read a tokenizer from {path}: {error}."
+            f"`tokenizers` {tokenizers.__version__} cannot read a tokenizer from {path}: {error}. "
+            f"{foreign(path)}"
         ) from error
     # The task sets lengths; some files contain lengths that are meant for other uses.
     tokens.no_truncation()
@@ -113,18 +108,11 @@ def _front(folder: Path, tokens: tokenizers.Tokenizer) -> int | None:
     return front[0] if front else None
 
 
-def _special(
-    kind: str,
-    folder: Path,
-    entries: dict[str, dict[str, Any]],
-    tokens: tokenizers.Tokenizer,
-    vocabulary: int,
-) -> int | None:
-    """Returns the id of the `bos`, `eos` or `pad` token, or None if there is none."""
+def _special(kind: str, folder: Path, tokens: tokenizers.Tokenizer, vocabulary: int) -> int | None:
+    """Returns the id of the `eos` or `pad` token, or None if there is none."""
     for name in _NAMED:
-        token = entries.get(name, {}).get(f"{kind}_token")
-        if isinstance(token, dict):  # a token with its flags
-            token = token.get("content")
+        token = _content(folder / name).get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token  # with its flags
         if token is not None:
             number = tokens.token_to_id(token) if isinstance(token, str) else None
             if number is None:
@@ -134,7 +122,7 @@ def _special(
                 )
             return number
     for name in _NUMBERED:
-        number = entries.get(name, {}).get(f"{kind}_token_id")
+        number = _content(folder / name).get(f"{kind}_token_id")
         if isinstance(number, list) and number:  # the first end token is the usual one
             number = number[0]
         if number is not None and number != -1:  # some configs write -1 for none

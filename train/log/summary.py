@@ -26,6 +26,7 @@ from train import command_of
 from train.cli.settings import PAIRS
 from train.log.meter import Row
 from train.log.run_log import show
+from train.tasks.classification import by_index
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
@@ -124,6 +125,8 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
         if value is not None and (value or name != "resumed_at"):
             suffix = first if name in ("wait_share", "host_s") else ""
             table.add_row(words + suffix, format(value, form))
+    if figures["classes"]:
+        table.add_row("classes by index", by_index(figures["classes"]))
     for when in ("before", "after"):
         for name, value in figures[f"validation_{when}"].items():
             table.add_row(f"validation {name} {when}", format(value, ".3f"))

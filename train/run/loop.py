@@ -288,6 +288,7 @@ class Run:
             "processes": jax.process_count(),
             "parameters": parameters,
             "target": job.task.target,
+            "classes": job.task.labels,
             "steps": self.steps,
             "skipped": self.meter.total_skipped,
             "best_step": ended.best if job.settings.keep_best else None,

@@ -131,11 +131,11 @@ def describe_new_weights(model: Model, labels: Sequence[str]) -> str:
     if not model.drawn:
         return ""
     folder, names = model.origin.folder, model.origin.class_names
-    line = f"newly initialized, because {folder} lacks them: {', '.join(model.drawn)}"
+    reason = f"{folder} lacks them"
     if names and "classifier/kernel" in model.drawn:
         heads, own = (f"{len(x)} classes {', '.join(x[:5])}" for x in (names, labels))
-        line += f" (its head has the {heads}; the data has the {own})"
-    return line
+        reason = f"the head of {folder} has the {heads}, and the data has the {own}"
+    return f"newly initialized: {', '.join(model.drawn)}, because {reason}"
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:

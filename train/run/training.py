@@ -47,8 +47,6 @@ class StepTraining:
             self.opt_state,
             **self._job.settings.subset(names),
             engine_state=self._engine_state,
-            # The process runs only this job and can be restarted, so it may end itself.
-            exit_if_stuck=True,
         )
         self.host = stack.enter_context(engine)
         self._engine_state = None

@@ -43,13 +43,7 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
     columns = classification.Columns(
         settings.text_column, settings.label_column, settings.second_text_column
     )
-    return classification.make(path, tokenizer, columns, known=class_names(origin), **options)
-
-
-def class_names(origin: Pretrained) -> tuple[str, ...]:
-    """Returns the class names of the folder's head; () without a head or without names."""
-    names = origin.class_names
-    return () if any(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
+    return classification.make(path, tokenizer, columns, known=origin.class_names, **options)
 
 
 def check_length(sequence_length: int, origin: Pretrained) -> None:

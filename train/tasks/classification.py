@@ -1,8 +1,9 @@
 """Classifies texts or pairs of texts from a user's file.
 
 A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The classes are the
-labels that occur, with numbers in ascending order and other labels in alphabetical order, unless a
-table or the model's head lists the classes. Labels are compared as text.
+model's head's, if they include all labels; else those that a table lists; else the labels that
+occur, with numbers in ascending order and other labels in alphabetical order. Labels are compared
+as text.
 
 CSV: columns are separated by commas, or by semicolons, tabs or pipes if only those yield the needed
 columns. TSV: a line is a row; quotation marks around a text are removed, because spreadsheets add
@@ -88,16 +89,16 @@ def make(
 ) -> Task:
     """Creates the task of classifying a file's texts, with the arguments of `task_of_answers`.
 
-    If all labels are `known` classes of the model's head, ignoring case, the head's classes are
-    used.
+    `known` are the classes of the model's head, compared without case.
     """
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     rows = [_read(paths, columns, notes) for paths in (files.train, files.validation) if paths]
-    named = None
-    if all(map(tables.is_table, files.train)):
-        named = tables.class_names(files.train[0], columns.label)
-    classes = named or _classes(rows[0].labels, known, columns.label, data)
+    named = tables.class_names(files.train[0], columns.label)
+    folded = {label.lower() for label in named or rows[0].labels}
+    heads = _heads(known)
+    fitting = (names for names in heads if folded <= {name.lower() for name in names})
+    classes = next(fitting, named) or _classes(rows[0].labels, columns.label, data)
     ids = [_ids(split, classes, known, columns.label) for split in rows]
     splits: list[Examples] = [
         Sentences(split.texts, labels, tokenizer, sequence_length)
@@ -113,7 +114,20 @@ def make(
         labels=classes,
         notes=notes,
     )
-    return task._replace(overview=(_balance(classes, ids[0]), *task.overview))
+    order = f"classes by index: {by_index(classes)}"
+    if len(known) == len(classes) and classes not in heads and len(heads) > 1:
+        order += ". If the model's LABEL_0 is another, correct `id2label` in its config.json"
+    return task._replace(overview=(_balance(classes, ids[0]), order, *task.overview))
+
+
+def by_index(classes: Sequence[str]) -> str:
+    return shorten(", ".join(f"{i} {name!r}" for i, name in enumerate(classes)), 1000)
+
+
+def _heads(known: Sequence[str]) -> list[list[str]]:
+    """Returns the names of a head's classes and, if they are like LABEL_0, also their indices."""
+    indices = [str(i) for i in range(len(known))]
+    return [list(known), indices] if {f"LABEL_{i}" for i in indices} & {*known} else [list(known)]
 
 
 def _balance(classes: Sequence[str], ids: list[int]) -> str:
@@ -126,11 +140,9 @@ def _balance(classes: Sequence[str], ids: list[int]) -> str:
     return f"{len(classes)} classes, with example counts: {shorten(counted)}"
 
 
-def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -> list[str]:
-    """Returns the labels that occur, sorted, or the `known` classes if they include all labels."""
+def _classes(labels: list[str], column: str, data: Path) -> list[str]:
+    """Returns the labels that occur, sorted."""
     classes = sorted(set(labels))
-    if {label.lower() for label in classes} <= {name.lower() for name in known}:
-        return list(known)
     if all(label.removeprefix("-").isdecimal() for label in classes):
         classes.sort(key=int)
     if not 2 <= len(classes) <= max(MANY_CLASSES, len(labels) // 2):
@@ -151,8 +163,8 @@ def _ids(split: Rows, classes: list[str], known: Sequence[str], column: str) -> 
         ids.append(exact.get(label, folded.get(label.lower(), -1)))
         if ids[-1] < 0:
             raise DataError(
-                f"{place}: the label {label!r} in column {column!r} is not in the training data, "
-                f"which contains {shorten(', '.join(map(repr, exact)))}."
+                f"{place}: the label {label!r} in column {column!r} is not in the training data's "
+                f"classes: {shorten(', '.join(map(repr, exact)))}."
             )
     return ids
 
@@ -161,7 +173,7 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
     """Returns the files' rows; adds sentences about omitted rows to `notes`."""
     rows = Rows([], [], [])
     for path in paths:
-        names = tables.class_names(path, columns.label) if tables.is_table(path) else None
+        names = tables.class_names(path, columns.label)
         before, blank = len(rows.labels), []
         for where, record in _records(path, columns):
             texts = [_text(where, record, column).strip() for column in columns.texts]
@@ -186,10 +198,13 @@ def _text(where: str, record: dict[str, Any], column: str) -> str:
 
 
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
-    """Returns a row's label as text, equal for 1, 1.0 and "1.0"; `names` maps ids to names."""
+    """Returns a label as text, the same for 1 and "1.0", or true and "True"; `names` name ids."""
     if column not in record:
         text_field(where, record, column, remedy="Pass its name with --label-column")
-    match label := record[column]:
+    label = record[column].strip() if isinstance(record[column], str) else record[column]
+    if isinstance(label, str) and re.fullmatch(r"-?\d+\.\d*", label):
+        label = float(label)
+    match label:
         case bool():
             return str(label).lower()
         case float() if label.is_integer():  # columns of numbers with gaps contain floats
@@ -198,9 +213,9 @@ def _label(where: str, record: dict[str, Any], column: str, names: list[str] | N
             return str(label)
         case int() if 0 <= label < len(names):
             return names[label]
-        case str() if label.strip():
-            return re.sub(r"^(-?\d+)\.0+$", r"\1", label.strip())
-        case int() | str() | None:  # such as -1 for unlabelled rows
+        case str() if label:
+            return label.lower() if label.lower() in ("true", "false") else label
+        case -1 | "" | None:  # -1 marks rows without a label
             raise DataError(f"{where}: column {column!r} has no label.")
     problem = f"column {column!r} must contain a class, but contains {shorten(repr(label))}"
     raise DataError(f"{where}: {problem}. Pass another column with --label-column.")

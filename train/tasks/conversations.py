@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from train.huggingface.chat_template import ChatTemplate, Conversation, ConversationError
+from train.huggingface.json_files import documents
 from train.tasks import fields
 from train.tasks.batches import DataError
 from train.tasks.files import records, shorten, text_field
@@ -28,7 +28,8 @@ class Conversations:
         for where, record in records(path):
             self._fields.check(where, record)
             messages, skipped = _messages(where, record)
-            tools = record.get(TOOLS) or None
+            if (tools := record.get(TOOLS) or None) and isinstance(tools, str):
+                tools = _loaded(where, "the tools", tools) or None
             _expect_objects(where, TOOLS, tools or [])
             try:
                 conversation = self._rendered(where, messages, tools, skipped)
@@ -118,11 +119,16 @@ def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(arguments := function.get("arguments"), str):
         return call
-    try:
-        parsed = function | {"arguments": json.loads(arguments or "{}")}
-    except (ValueError, RecursionError) as error:
-        got = shorten(repr(arguments))
-        raise DataError(
-            f"{where}: the arguments of a call are not valid JSON ({error}): {got}."
-        ) from error
+    value = _loaded(where, "the arguments of a call", arguments or "{}")
+    parsed = function | {"arguments": value}
     return call | {"function": parsed} if "function" in call else parsed
+
+
+def _loaded(where: str, subject: str, text: str) -> Any:
+    """Returns the value of JSON text in a field."""
+    try:
+        [(_, value)] = documents(text)
+    except ValueError as error:
+        got = shorten(repr(text))
+        raise DataError(f"{where}: {subject} are not valid JSON ({error}): {got}.") from error
+    return value

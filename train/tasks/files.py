@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -10,17 +11,20 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from train.huggingface.json_files import POINTER, documents, foreign
 from train.tasks import tables
 from train.tasks.batches import DataError
 
-# Words that indicate a file's purpose, as in the `datasets` library.
+# Words in a name that indicate a file's purpose, as in the `datasets` library.
 _SPLITS = {
     "train": r"train(ing)?",
     "validation": r"val(id(ation)?)?|dev",
     "test": r"test(ing)?|eval(uation)?",
 }
-# The end of a shard's name: `train-00000-of-00003-0a1b`.
-_SHARD = re.compile(r"-\d+-of-\d+.*")
+# Names of lists of examples, besides those of splits.
+_LISTS = ("data", "rows", "examples", "instances", "records")
+# The beginning of names that are not data: hidden files, and those that `datasets` adds or ignores.
+_NO_DATA = (".", "config.json", "dataset_dict", "dataset_info")
 
 Example = TypeVar("Example")
 
@@ -45,14 +49,17 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     if not data.is_dir():
         problem = "has another suffix" if data.exists() else "does not exist"
         raise DataError(f"`data`: {data} {problem}. Pass a {kinds} file, or a folder of them.")
-    names = sorted(
-        path.name
-        for path in data.iterdir()
-        # Omits files that `datasets` adds.
-        if path.name.lower().endswith(suffixes) and not path.name.startswith((".", "dataset_info"))
-    )
+    present = sorted(path.name for path in data.iterdir())
+    names = [x for x in present if x.lower().endswith(suffixes) and not x.startswith(_NO_DATA)]
+    if "dataset_dict.json" in present or any(name.endswith(".arrow") for name in present):
+        raise DataError(
+            f"{data} has Arrow files, as `save_to_disk` writes, which are not read. Write each "
+            "split as Parquet: datasets.load_from_disk(...).to_parquet('train.parquet')."
+        )
     splits: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in names:
+        if not (data / name).is_file():
+            raise DataError(f"{data / name} is a folder or a broken link. Rename or remove it.")
         splits[_split_of(name)].append(name)
     notes, unnamed = [], splits[None]
     if splits["train"] and unnamed:
@@ -61,20 +68,19 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         notes.append(f"{data}: left out the test data {', '.join(splits['test'])}")
     train = splits["train"] or unnamed
     if not train:
-        present = ", ".join(sorted(path.name for path in data.iterdir())[:12]) or "nothing"
-        raise DataError(f"{data} has no training data (train*, {kinds}). It contains {present}.")
+        listed = ", ".join(present[:12]) or "nothing"
+        raise DataError(f"{data} has no training data (train*, {kinds}). It contains {listed}.")
     return Files([data / x for x in train], [data / x for x in splits["validation"]], notes)
 
 
 def _split_of(name: str) -> str | None:
-    """Returns the split that a name's first or last word indicates, or None.
+    """Returns the split that a word in a name indicates, or None.
 
-    `train-00000-of-00002` and `chat_train` indicate one; `trains` and `how-to-train-a-dog` do not.
+    `train-00000-of-00002` and `chat_train2` indicate one; `trains` does not.
     """
-    words = re.findall(r"[^-_. \d]+", _SHARD.sub("", Path(name).stem.lower()))
     splits = {
         split
-        for word in (words[:1] + words[-1:])
+        for word in re.split("[-._ 0-9]", name.lower())
         for split, pattern in _SPLITS.items()
         if re.fullmatch(f"({pattern})(set|data)?", word)
     }
@@ -91,33 +97,67 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                problem = "there is a NUL byte" if "\0" in text else ""  # UTF-16, or a damaged file
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: the text is not UTF-8: {line[error.start]:#x} at byte "
-                    f"{error.start + 1} of the line ({error.reason})."
-                ) from error
-            if "\0" in text:  # usually UTF-16, or a damaged file
-                raise DataError(
-                    f"{path}, line {number}: there is a NUL byte. Convert the text to UTF-8."
-                )
+                byte = f"{line[error.start]:#x} at byte {error.start + 1} of the line"
+                text, problem = "", f"the text is not UTF-8: {byte} ({error.reason})"
+            if problem:
+                raise DataError(f"{path}, line {number}: {problem}. Convert the text to UTF-8.")
+            if number == 1 and line.startswith(POINTER):
+                raise DataError(f"{path}: there are no examples. {foreign(path)}")
             yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the JSON objects in a list, in lines or in a table, each with its location."""
+    """Yields the JSON objects in a table or in a file, each with its location.
+
+    A file contains an object per line, objects of several lines, or a list of objects. The list may
+    be in an object's field with a usual name, such as `data` or `train`.
+    """
     if tables.is_table(path):
         yield from tables.rows(path)
         return
-    if path.name.lower().endswith(".json"):
-        text = "".join(line for _, line in lines(path))
-        if text.lstrip().startswith("["):
-            for number, item in enumerate(_parse(str(path), text), 1):
-                yield _object(f"{path}, item {number}", item)
-            return
-    for number, line in lines(path):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield _object(where, _parse(where, line.removesuffix("\n")))
+    values = _values(path)
+    head = list(itertools.islice(values, 2))
+    if len(head) == 1:
+        value = head[0][1]
+        named = [
+            name
+            for name, part in (value.items() if isinstance(value, dict) else ())
+            if isinstance(part, list) and all(isinstance(x, dict) for x in part[:1])
+            if name in _LISTS or _split_of(name)
+        ]
+        if len(named) > 1:
+            listed = ", ".join(map(repr, named))
+            raise DataError(f"{path} contains the lists {listed}. Write each to a file of its own.")
+        value = value[named[0]] if named else value
+        if isinstance(value, list):
+            head = [(f"item {number}", item) for number, item in enumerate(value, 1)]
+    for place, item in itertools.chain(head, values):
+        if not isinstance(item, dict):
+            got = shorten(json.dumps(item))
+            raise DataError(f'{path}, {place}: must be an object {{"field": ...}}, but is {got}.')
+        yield f"{path}, {place}", item
+
+
+def _values(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the JSON values in a file, each with its line."""
+    numbered = lines(path)
+    first, start = next((pair for pair in numbered if pair[1].strip()), (1, ""))
+    if start.rstrip()[-1:] not in ("}", "]"):  # the first value has more lines
+        start += "".join(line for _, line in numbered)
+    for number, text in itertools.chain([(first, start)], numbered):
+        try:
+            values = documents(text)
+        except json.JSONDecodeError as error:
+            where = f"{path}, line {number + error.lineno - 1}, column {error.colno}"
+            got = shorten(text.split("\n")[error.lineno - 1].strip())
+            problem = f"the text is not valid JSON ({error.msg}): {got!r}"
+            raise DataError(f"{where}: {problem}.") from error
+        before = 0
+        for place, value in values:
+            number, before = number + text.count("\n", before, place), place
+            yield f"line {number}", value
 
 
 def common_path(paths: Sequence[Path]) -> Path:
@@ -143,7 +183,7 @@ def text_field(
 ) -> str:
     """Returns the text in a record's field; raises `DataError` with the `remedy` if missing."""
     if field not in record:
-        names = ", ".join(map(repr, record)) or "none"
+        names = shorten(", ".join(map(repr, record))) or "none"
         raise DataError(f"{where}: the field {field!r} is missing (fields: {names}). {remedy}.")
     text = record[field]
     if not isinstance(text, str):
@@ -181,22 +221,6 @@ def split(
     return np.flatnonzero(~in_validation), np.flatnonzero(in_validation)
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, most: int = 100) -> str:
     """Returns the text, cut off with an ellipsis for a message."""
-    return text if len(text) <= 100 else text[:100] + "..."
-
-
-def _parse(where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        got = shorten(text.strip())
-        raise DataError(f"{where}: the text is not valid JSON ({error}): {got!r}.") from error
-
-
-def _object(where: str, item: Any) -> tuple[str, dict[str, Any]]:
-    if not isinstance(item, dict):
-        raise DataError(
-            f'{where}: must be an object {{"field": ...}}, but is {shorten(json.dumps(item))}.'
-        )
-    return where, item
+    return text if len(text) <= most else text[:most] + "..."

@@ -7,11 +7,11 @@ Nested objects lose their nulls, because all objects in a column have the same f
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from train.huggingface.json_files import documents, foreign
 from train.tasks.batches import DataError
 
 SUFFIX = ".parquet"
@@ -29,10 +29,15 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     with _opened(path) as table:
         for batch in table.iter_batches(batch_size=ROWS):
-            for row in batch.to_pylist():
+            for cells in zip(*batch.columns, strict=True):
                 number += 1
-                where = f"{path}, row {number}"
-                yield where, {name: _without_nulls(value) for name, value in row.items()}
+                row, where = {}, f"{path}, row {number}"
+                for name, cell in zip(batch.schema.names, cells, strict=True):
+                    try:
+                        row[name] = _without_nulls(cell.as_py())
+                    except ValueError as error:  # such as text that is not UTF-8
+                        raise DataError(f"{where}, column {name!r}: {error}.") from error
+                yield where, row
 
 
 def _without_nulls(value: Any) -> Any:
@@ -43,12 +48,14 @@ def _without_nulls(value: Any) -> Any:
 
 
 def class_names(path: Path, column: str) -> list[str] | None:
-    """Returns the class names that a column's schema lists, or None."""
+    """Returns the class names that a column's schema lists; None without names or a table."""
+    if not is_table(path):
+        return None
     with _opened(path) as table:
         metadata = table.schema_arrow.metadata or {}
     try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        names = features[column]["names"]
+        [(_, about)] = documents(metadata[b"huggingface"].decode())
+        names = about["info"]["features"][column]["names"]
     except (KeyError, TypeError, ValueError):
         return None
     return [str(name) for name in names] if isinstance(names, list) else None
@@ -68,8 +75,4 @@ def _opened(path: Path) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path) as table:
             yield table
     except (pyarrow.ArrowException, OSError) as error:
-        size = path.stat().st_size if path.exists() else 0
-        raise DataError(
-            f"{path}: pyarrow cannot read a table from its {size} bytes ({error}). A repository "
-            "cloned without git-lfs contains only pointers."
-        ) from error
+        raise DataError(f"{path}: pyarrow cannot read it ({error}). {foreign(path)}") from error

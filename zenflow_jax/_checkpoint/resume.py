@@ -50,37 +50,50 @@ def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np
     return np.asarray(x)[index] if piece is None else piece
 
 
-def join_run(
-    engine_state: Any,
-    offloaded: OffloadedLeaves,
-    state: ZenFlowState,
-    weights: Sequence[jax.Array],
-    worker: Worker,
-    progress: Progress,
-    updates: Updates,
-) -> int:
-    """Resumes from a saved state, if any; agrees with other processes on the run's number."""
-    step, token = int(read(state.step)), int(read(state.token))
-    devices = devices_of(weights)
-    if engine_state is None:
-        return agree(None, step, token, devices)
-    specs = [leaf.spec for leaf in state.leaves]
-    sums = fingerprints(weights, specs)  # in all processes, even after an error in one of them
-    try:
-        counts = counts_from_tree(engine_state["counts"])
-        _check_selection(offloaded, state)
-        before = _resume_host(worker, counts, engine_state["leaves"], offloaded)
-        problem = find_difference(counts, step, token, sums, specs)
-    except (OSError, ValueError) as error:
-        # The other processes may have read the state without an error, and may be waiting.
-        with contextlib.suppress(ValueError):
-            agree(str(error), step, token, devices)
-        raise
-    number = agree(problem, step, token, devices)
-    progress.resume(counts)
-    updates.note_channels(state.leaves)
-    updates.resume(counts.pending, before)
-    return number
+class Joining:
+    """Joins an engine's processes into one run, in the block that makes the engine's parts.
+
+    At the block's end, all processes agree on the run's `number`. After an error in the block, in
+    any process, all processes raise an error; nobody waits for the process that failed.
+    """
+
+    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array], engine_state: Any):
+        self.number = 0  # known at the end
+        self._state, self._saved = state, engine_state
+        self._specs = [leaf.spec for leaf in state.leaves]
+        self._moment = int(read(state.step)), int(read(state.token))
+        self._devices = devices_of(weights)
+        self._problem: str | None = None
+        # Before the block, because all processes must run this program.
+        self._sums = [] if engine_state is None else fingerprints(weights, self._specs)
+
+    def __enter__(self) -> "Joining":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.number = agree(self._problem, *self._moment, self._devices)
+        elif isinstance(error, Exception):
+            with contextlib.suppress(ValueError):
+                agree(str(error), *self._moment, self._devices)
+
+    def resume(
+        self, offloaded: OffloadedLeaves, worker: Worker, progress: Progress, updates: Updates
+    ) -> None:
+        """Resumes from the saved state, if any."""
+        if self._saved is None:
+            return
+        check_resumed(self._saved, self._state)
+        counts = counts_from_tree(self._saved["counts"])
+        progress.resume(counts)
+        if not offloaded.specs:
+            return  # the whole state is in the optimizer state
+        _check_selection(offloaded, self._state)
+        before = _resume_host(worker, counts, self._saved["leaves"], offloaded)
+        self._problem = find_difference(counts, *self._moment, self._sums, self._specs)
+        if self._problem is None:
+            updates.note_channels(self._state.leaves)
+            updates.resume(counts.pending, before)
 
 
 def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
@@ -264,7 +277,7 @@ def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) 
     for process, (_, rejected, *moment) in by_process.items():
         if rejected:
             raise ValueError(
-                f"Process {process} rejected its checkpoint. See its error message, and restore "
+                f"Process {process} rejected the run. See its error message. To resume, restore "
                 "the same checkpoint in every process."
             )
         if moment != first[2:]:

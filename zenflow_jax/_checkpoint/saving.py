@@ -5,10 +5,12 @@ the parts that this process saves, each named after its position in the leaf (se
 """
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of
-from zenflow_jax._exchange.progress import Counts, Progress
+from zenflow_jax._exchange.progress import Counts, Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
@@ -50,6 +52,7 @@ class Saver:
         worker: Worker,
         progress: Progress,
         updates: Updates,
+        lifecycle: Lifecycle,
     ):
         self._devices = devices_of(weights)
         self.note(weights)
@@ -58,7 +61,7 @@ class Saver:
         )
         self._offloaded, self._host_kernel = offloaded, host_kernel
         self._worker, self._tokens = worker, tokens
-        self._progress, self._updates = progress, updates
+        self._progress, self._updates, self._lifecycle = progress, updates, lifecycle
         self._snapshots: list[Snapshot] = []  # saves that may still be running
         worker.host.before_write = self._before_write
 
@@ -120,34 +123,44 @@ class Saver:
             if "total" in names and not counts.counted[part.spec.group]:
                 names.remove("total")
             places[i] = {name: place_of(name, part, spec) for name in names}
-        return EngineStream(
+        adam = HostAdam(self._host_kernel, 1)
+        stream = EngineStream(
             offloaded=self._offloaded,
             arrays=arrays,
             small=small_arrays(counts, self._abstract),
             everywhere=small_sharding(self._abstract),
             # A live view of a device's array would block its donation.
             before=[None if x is None else np.array(x) for x in self._updates.before],
-            adam=HostAdam(self._host_kernel, 1),
+            adam=adam,
             places=places,
-            snapshot=Snapshot({i: leaves[i] for i in parts}, copy_bytes),
+            snapshot=Snapshot(
+                {i: leaves[i] for i in parts}, copy_bytes, partial(HostLeaf.copy, adam=adam)
+            ),
             processes=sorted({device.process_index for device in self._devices}),
         )
+        self._lifecycle.saves(stream.written)
+        return stream
 
 
 class Snapshot:
     """The host's leaves at one moment, in the order in which they are saved.
 
-    Each has `nbytes` and `copy()`.
+    Each has `nbytes` and `alias()`; `copy` copies one.
 
     A leaf that is overwritten before it is saved is copied, if there is room for copies; otherwise
     its writer waits for the saver, which saves that leaf next.
     """
 
-    def __init__(self, leaves: Mapping[int, Any], copy_bytes: int):
+    def __init__(
+        self,
+        leaves: Mapping[int, Any],
+        copy_bytes: int,
+        copy: Callable[[Any], Any] = operator.methodcaller("copy"),
+    ):
         self._condition = threading.Condition()
         self._unsaved = {i: leaf.alias() for i, leaf in leaves.items()}
         self._copied: set[int] = set()
-        self._room = copy_bytes
+        self._room, self._copy = copy_bytes, copy
         self._in_use: int | None = None  # the leaf whose memory the saver reads
         self._wanted: int | None = None
 
@@ -164,7 +177,7 @@ class Snapshot:
             if leaf is not None and i not in self._copied and leaf.nbytes <= self._room:
                 # Without memory for a copy, the writer waits.
                 with contextlib.suppress(MemoryError):
-                    self._unsaved[i] = leaf.copy()
+                    self._unsaved[i] = self._copy(leaf)
                     self._copied.add(i)
                     self._room -= leaf.nbytes
             self._wanted = i
@@ -216,14 +229,16 @@ class EngineStream:
     small: Mapping[str, Any]  # counts and options, which are equal in all processes
     everywhere: Any  # the sharding for arrays of `small`
     before: Sequence[np.ndarray | None]  # for each part, as in `Updates.before`
-    adam: HostAdam  # sums mail, on the thread that writes
+    adam: HostAdam  # sums mail, on the calling thread
     # For each saved part, the places of its arrays in the leaf's arrays; empty sums are left out.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
     snapshot: Snapshot  # the host's arrays of these parts
     processes: Sequence[int]  # ascending; each writes a file
+    written: Future = field(default_factory=Future)  # cancelled if the state was not saved
 
     def close(self) -> None:
         """Lets the run overwrite all leaves, saved or not. Safe to call twice."""
+        self.written.cancel()
         self.snapshot.close()
         self.adam.close()
 
@@ -238,6 +253,7 @@ class EngineStream:
         small = jax.tree.map(
             lambda x: put_everywhere(x, x.shape, self.everywhere), dict(self.small)
         )
+        self.written.set_result(None)
         return {"leaves": arrays_by_leaf, **small}
 
     def write(self, folder: Path) -> None:
@@ -255,6 +271,7 @@ class EngineStream:
         )
         with contextlib.closing(self):
             write_state(folder, self.processes, self.small, self.arrays, tensors, chunks)
+            self.written.set_result(None)
 
     def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
         return self.arrays[self.offloaded.parts[i].leaf][name]

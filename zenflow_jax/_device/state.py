@@ -136,6 +136,11 @@ class ZenFlowState(NamedTuple):
     def send_gradients(self) -> SendGradients:
         return self.leaves.static.send_gradients
 
+    @property
+    def offloads(self) -> bool:
+        """Returns whether any leaf is offloaded; otherwise the run needs no engine."""
+        return any(not leaf.spec.resident for leaf in self.leaves)
+
     def __repr__(self) -> str:
         # Code that traverses optimizer states may put a placeholder here.
         if not isinstance(self.leaves, LeafStates):
@@ -218,9 +223,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
         kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
         if is_nnx_state(opt_state):
             remedy = (
-                "An `nnx.State` contains only arrays: pass its graphdef to `attach(step, "
-                "graphdef=...)`, or combine the two with `nnx.merge`, and pass model and optimizer "
-                "to `engine.exchange_nnx`"
+                "An `nnx.State` contains only arrays: combine it with its graphdef (`nnx.merge`), "
+                "and pass model and optimizer to `engine.exchange_nnx`"
             )
         elif states:
             remedy = (

@@ -42,11 +42,12 @@ def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, lis
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
-    _check_wrappers(opt_state, state)
-    _warn_about_later_transformations(opt_state)
+    if state.offloads:
+        _check_wrappers(opt_state, state)
+        _warn_about_later_transformations(opt_state)
     _check_arrays(jax.tree.leaves(state))
     _check_one_run(state)
-    if fresh:
+    if fresh and state.offloads:
         _check_fresh(state)
     weights = weights_in_place(params, state)
     _check_devices(weights, state)
@@ -181,7 +182,7 @@ class StateChecker:
                 "The state's leaves or settings differ from this engine's run. Make an engine for "
                 "each run."
             )
-        _check_arrays([state.step_scalars.ints])  # checking all arrays would be slow
+        _check_arrays([state.token])  # checking all arrays would be slow
         return state
 
     def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
@@ -254,10 +255,10 @@ class Tokens:
     checkpoint have different tokens.
     """
 
-    def __init__(self, state: ZenFlowState, number: int):
+    def __init__(self, state: ZenFlowState):
         self.last = state.token  # the token in the last returned state
         self.number = int(read(state.token))  # the token as a Python number
-        self._run = number
+        self.run = 0  # the run's random number, set once the processes have agreed on it
         # The token and number that a flush has replaced since the last step.
         self._replaced: tuple[jax.Array, int] | None = None
         self._stepped = False  # whether the engine has seen a step
@@ -267,7 +268,7 @@ class Tokens:
         """Makes the token for the state after `step`; returns the number in the step's mail."""
         number, self._replaced = self.number, None
         self._stepped, self._repeated = True, False
-        self._make(self._run + step, like)
+        self._make(self.run + step, like)
         return number
 
     def renew(self, like: jax.Array) -> jax.Array:

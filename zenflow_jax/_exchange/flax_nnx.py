@@ -3,43 +3,7 @@
 flax is imported on first use, because that takes as long as importing this whole library.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
-
-
-def is_nnx_pair(values: Sequence[Any]) -> bool:
-    from flax import nnx
-
-    return len(values) >= 2 and all(map(isinstance, values, (nnx.Module, nnx.Optimizer)))
-
-
-def is_graphdef(x: Any) -> bool:
-    from flax import nnx
-
-    return isinstance(x, nnx.GraphDef)
-
-
-def merged_nnx(
-    graphdef: Any, state: Any, fields: tuple[str, str] | None
-) -> tuple[Any, Any, Callable[[], Any]]:
-    """Merges an `nnx.State`; returns model, optimizer, and a function that returns their state."""
-    from flax import nnx
-
-    both = nnx.merge(graphdef, state)
-    if fields is not None:
-        model, optimizer = (getattr(both, name) for name in fields)
-        return model, optimizer, lambda: nnx.state(both)
-    parts = both if isinstance(both, tuple | list) else vars(both).values()
-    models, optimizers = (
-        [x for x in parts if isinstance(x, k)] for k in (nnx.Module, nnx.Optimizer)
-    )
-    if (len(models), len(optimizers)) != (1, 1):
-        raise TypeError(
-            f"The `nnx.State` belongs to a {type(both).__name__} with {len(models)} models and "
-            f'{len(optimizers)} optimizers. Name one of each: `attach(step, fields=("model", '
-            '"optimizer"))`.'
-        )
-    return models[0], optimizers[0], lambda: nnx.state(both)
 
 
 def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:

@@ -88,8 +88,9 @@ class Integrity:
     def check(self, until: int) -> None:
         """Waits for counts of steps up to `until`; raises an error if any was ever nonzero."""
         while not self._error and self._unread and self._unread[0][0] <= until:
-            step, names, counts = self._unread.popleft()
+            step, names, counts = self._unread[0]
             values = jax.device_get(counts)  # every device has all counts
+            self._unread.popleft()  # last: an interrupted wait must not lose a comparison
             changed = [name for name, count in zip(names, values, strict=True) if count]
             if changed:
                 self._error = (

@@ -1,10 +1,12 @@
-"""An engine's position in its schedule, and the numbers that decide the next boundary."""
+"""An engine's position in its schedule, the numbers that decide the next boundary, and its end."""
 
+import contextlib
 import dataclasses
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -19,6 +21,15 @@ _logger = logging.getLogger("zenflow_jax")
 # The status of a group's update: none is pending, a full update is pending, or an empty update is
 # pending because no step in its window counted.
 NONE, PENDING, EMPTY = 0, 1, 2
+
+INTERRUPTED = (
+    "The engine's last call was interrupted, so parameters, state and host no longer match. Resume "
+    "from the last checkpoint."
+)
+_UPDATES_LOST = (
+    "The engine's last updates never reached the parameters. Call `params, opt_state = "
+    "engine.flush(params, opt_state)` after the last step, before the engine ends."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,28 +140,53 @@ class Progress:
         self._state = counts.schedule_state
 
 
-class Ending:
-    """Warns about gradients that are lost if an engine ends, by `close` or garbage collection."""
+class Lifecycle:
+    """Knows what is lost if an engine ends, from the calls that have completed.
+
+    An `exchange` or `flush` begins a new moment when it completes. A save belongs to the moment of
+    its call, and counts until it fails, because it may still be running when the engine ends.
+    """
 
     def __init__(self, progress: Progress, pending: Mapping[int, Any]):
         self._progress, self._pending = progress, pending
-        self.flushed = False  # whether `flush` was called after the last step
-        self.safe = True  # whether nothing is lost: no step was taken, or a save followed it
+        self.interrupted = False  # whether a call ended between parameters, state and host
+        self.told = False  # whether the end was reported; only once
+        self._moment = 0
+        self._flushed: int | None = None  # the moment that the last `flush` began
+        self._saves: list[tuple[int, Future]] = []  # of this moment, and earlier ones
+
+    @contextlib.contextmanager
+    def change(self, *, flushes: bool = False) -> Iterator[None]:
+        """Begins a new moment if the block completes; otherwise, the run has ended.
+
+        The block includes the caller's `return`, because results that do not arrive are lost.
+        """
+        self.interrupted = True
+        yield
+        self._moment += 1
+        if flushes:
+            self._flushed = self._moment
+        self.interrupted = False
+
+    def saves(self, written: Future) -> None:
+        """Adds a save of this moment, whose future is cancelled if the save fails."""
+        self._saves = [*(x for x in self._saves if x[0] == self._moment), (self._moment, written)]
 
     @property
-    def lacks_updates(self) -> bool:
-        return bool(self._pending) and not self.flushed
+    def lost(self) -> str | None:
+        """Describes a loss of updates; None if the last call was a completed `flush`."""
+        if self.interrupted:
+            return INTERRUPTED
+        return _UPDATES_LOST if self._pending and self._flushed != self._moment else None
 
     def warn(self, error: BaseException | None = None) -> None:
         """Logs the loss once, unless the training ends with `error` or an exception in progress."""
-        safe, self.safe = self.safe, True
-        if safe or error or sys.exc_info()[0]:
+        saved = any(moment == self._moment and not x.cancelled() for moment, x in self._saves)
+        told, self.told = self.told, True
+        if told or saved or error or sys.exc_info()[0] or not (self._moment or self.interrupted):
             return
-        if self.lacks_updates:
-            _logger.warning(
-                "The engine's last updates never reached the parameters. Call `params, opt_state = "
-                "engine.flush(params, opt_state)` after the last step."
-            )
+        if self.lost:
+            _logger.warning(self.lost)
         open_steps = max(self._progress.open_steps, default=0)
         if open_steps and self._progress.by_updates_alone:
             _logger.warning(

@@ -26,7 +26,6 @@ from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
 from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
-from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.progress import Counts
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
@@ -60,17 +59,14 @@ class Worker:
         self._receiver = Receiver(offloaded, self.recorder)
         self._updates: deque[_Update] = deque()  # started, in order
         self._condition = threading.Condition()
-        self._stop: _Stop | None = None  # the request for the thread to end
+        self.closed = False  # whether the thread has been told to end
         self._failure: _Failure | None = None  # why the thread ended, unless it was closed
         self._where = "the first mail"  # the thread's current work, for messages
         # A daemon, so that a forgotten engine cannot keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
 
-    def start(self, peers: PeerMonitor) -> None:
-        """Starts the thread; `peers` propagates failures between processes."""
-        self._peers = peers
+    def start(self) -> None:
         self._thread.start()
-        peers.start(self.fail)
         # The thread must end before its modules are torn down.
         stop = weakref.WeakMethod(self.stop)
         atexit.register(lambda: (alive := stop()) and alive())
@@ -94,19 +90,13 @@ class Worker:
         self._break_promises()
 
     @property
-    def closed(self) -> bool:
-        return self._stop is not None and self._stop.failure is None
-
-    @property
     def failure_raised(self) -> bool:
         return self._failure is not None and self._failure.raised
 
     def check(self) -> None:
         """Raises the failure that ended the thread, if there was one."""
         if self._failure is None:
-            self._peers.passed()
             return
-        self._peers.raised()
         self._failure.raised = True
         raise RuntimeError(
             f"{self._failure.reason}. Deferred channels are not up to date, and this engine has "
@@ -128,11 +118,11 @@ class Worker:
         """
         on_worker_thread = threading.current_thread() is self._thread
         with self.recorder.meanwhile("wait for save") if on_worker_thread else nullcontext():
-            may_write = wait(lambda: self._stop is not None)
+            may_write = wait(lambda: self.closed)
         if not may_write and not on_worker_thread:
             raise RuntimeError("the engine was closed")
         if not may_write:
-            self._raise_stop()
+            raise _Stop
 
     def wait(self, future: Future, after: Any) -> Any:
         """Waits for the result of `future`, on the caller's thread.
@@ -150,29 +140,18 @@ class Worker:
             self.recorder.waited(begin, start, time.perf_counter())
         if future.exception() is not None:
             self.check()
-        self._peers.passed()
         return future.result()
-
-    def fail(self, message: str) -> None:
-        self._end(_Stop(message))
 
     def request_stop(self) -> None:
         """Tells the thread to end, without waiting: garbage collection may run on any thread."""
-        self._end(_Stop(None))
-        self._peers.close()
+        self.closed = True
+        self._wake()
 
     def stop(self) -> None:
         """Ends the thread after its current piece of work. Safe to call twice."""
-        self._end(_Stop(None))
+        self.request_stop()
         self._thread.join()
         self._break_promises()
-        self._peers.close()
-
-    def _end(self, stop: "_Stop") -> None:
-        with self._condition:
-            if self._stop is None or stop.failure is None:
-                self._stop = stop
-            self._condition.notify()
 
     def _wake(self) -> None:
         with self._condition:
@@ -192,12 +171,10 @@ class Worker:
         try:
             while True:
                 self._turn()
-        except _Stop as stop:
-            if stop.failure is not None:
-                self._failure = _Failure(stop.failure, stop)
+        except _Stop:
+            pass
         except BaseException as error:  # noqa: BLE001 - the caller must get every error
             reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
-            self._peers.report(reason)
             self._failure = _Failure(reason, error)
         finally:
             self._break_promises()
@@ -206,18 +183,14 @@ class Worker:
             self.host.close()
             self._receiver.close()
 
-    def _raise_stop(self) -> None:
-        if self._stop is not None:
-            # A new exception, because the old traceback would keep arrays alive.
-            raise _Stop(self._stop.failure)
-
     def _turn(self) -> None:
         """Takes in one message, or runs one piece of an update."""
         with self._condition:
-            while not (self._stop or self._next() or self._updates):
+            while not (self.closed or self._next() or self._updates):
                 self.recorder.works_at(None)
                 self._condition.wait()
-            self._raise_stop()
+            if self.closed:
+                raise _Stop
             item = self._next()
             if item is not None:
                 item.begun = True
@@ -356,6 +329,13 @@ class Worker:
         else:
             begun.where = piece
 
+    def note_skipped(self, step: int, skipped: int, in_a_row: int) -> None:
+        """Notes how many steps were skipped, in a run whose steps send no mail."""
+        before = self.stats.skipped_in_a_row
+        self.stats = replace(self.stats, skipped_steps=skipped, skipped_in_a_row=in_a_row)
+        if in_a_row > before:
+            check_skipped_steps(in_a_row, step, self._max_skipped)
+
     def _count(self, **more: int) -> None:
         """Adds to the stats, and updates the memory counts."""
         counts = {name: getattr(self.stats, name) + x for name, x in more.items()}
@@ -364,11 +344,7 @@ class Worker:
 
 
 class _Stop(Exception):
-    """Ends the thread, on `close` or with another process's `failure`."""
-
-    def __init__(self, failure: str | None):
-        super().__init__(failure)
-        self.failure = failure
+    """Ends the thread of a closed engine."""
 
 
 @dataclass

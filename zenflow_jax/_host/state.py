@@ -92,7 +92,9 @@ class HostLeaf:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.written)
+        """Returns a copy's bytes without step counts: at most 16 per parameter."""
+        total = 4 * self.master.size if self.open.kept and self.open.total is None else 0
+        return sum(x.nbytes for x in self.written) - self.steps.nbytes + total
 
     def keep(self, gradient: np.ndarray, factor: float) -> None:
         self.open.kept.append((gradient.reshape(self.master.shape), factor))
@@ -102,12 +104,21 @@ class HostLeaf:
         window = dataclasses.replace(self.open, kept=list(self.open.kept))
         return dataclasses.replace(self, open=window, spare=[])
 
-    def copy(self) -> "HostLeaf":
-        """Copies the leaf, except mails and channels, which are never overwritten."""
-        total, leaf = self.open.total, self.alias()
-        window = dataclasses.replace(leaf.open, total=None if total is None else copied(total))
+    def copy(self, adam: HostAdam) -> "HostLeaf":
+        """Copies an alias, except channels, which are never overwritten.
+
+        `adam` sums the mails. Neither copy nor alias keeps them: pinned memory is scarce.
+        """
+        window = WindowGradients(None if self.open.total is None else copied(self.open.total))
+        if self.open.kept:
+            first = window.total is None
+            total = aligned_zeros(self.master.shape) if window.total is None else window.total
+            adam.accumulate(total, self.open.kept, first=first)
+            window.total = total
+        self.open = window
         return dataclasses.replace(
-            leaf,
+            self,
+            spare=[],
             master=self.master.copy(),
             mu=self.mu.copy(),
             nu=self.nu.copy(),
@@ -282,10 +293,9 @@ class HostState:
     def _add_up(self, i: int, gradients: WindowGradients, end: int | None = None) -> None:
         """Adds a window's mails of leaf `i`, up to `end`, to its sum."""
         leaf, first = self.leaves[i], gradients.total is None
+        self.before_write(i)  # a save must not keep mails that are freed here
         if gradients.total is None:
             gradients.total = leaf.spare.pop() if leaf.spare else aligned_zeros(leaf.master.shape)
-        else:
-            self.before_write(i)
         self._adam.accumulate(gradients.total, gradients.kept[:end], first=first)
         del gradients.kept[:end]
 

@@ -1,1 +1,0 @@
-"""zenflow in third-party trainers. Import the module you need; the library itself does not."""
