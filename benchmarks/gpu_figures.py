@@ -1,0 +1,354 @@
+"""Measures memory, step times and layerwise training, for `on_gpu.py`.
+
+Each function returns its parts. Models are decoders in bf16, which train on text from Python's
+standard library.
+"""
+
+import resource
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import machine, step_time
+from benchmarks.on_gpu import Part
+from benchmarks.step_time_memory import abstract_call
+from benchmarks.step_time_model import MODELS, Model, Preset, llama, make_model
+from benchmarks.step_time_peers import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    PEERS,
+    WEIGHT_DECAY,
+    Peer,
+    Runner,
+    adamw,
+)
+from benchmarks.step_time_report import LIMIT, Comparison, figures
+from tests.comparisons import assert_same_bits
+from train.model import vocabulary
+from train.run import models
+from train.run.by_layer import LayeredModel
+from zenflow_jax import layerwise, planning
+
+Parts = dict[str, Callable[[Part], None]]
+
+_TINY = {"width": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocabulary": 256}
+_REHEARSED = Preset(llama(32, layers=1, **_TINY), 1, 32)
+#: The layers of Llama 2 7B, and the sizes of Qwen3-8B.
+_7B = {"width": 4096, "heads": 32, "kv_heads": 32, "ffn": 11008}
+_8B = {"width": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "ffn": 12288, "vocabulary": 151936}
+
+
+def text(count: int, batch: int, length: int) -> np.ndarray:
+    """Returns batches of text, int32 `(count, batch, length + 1)`; a token is a byte."""
+    needed, data = count * batch * (length + 1), bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        data += path.read_bytes() if len(data) < needed else b""
+    tokens = np.frombuffer(bytes(data[:needed]), np.uint8).astype(np.int32)
+    return tokens.reshape(count, batch, length + 1)
+
+
+def _stats() -> dict[str, int]:
+    """Returns the statistics of jax's device memory; on a CPU, a limit for rehearsals."""
+    return jax.devices()[0].memory_stats() or {"bytes_limit": 400_000}
+
+
+def _peaks() -> dict[str, float | None]:
+    """Returns this process's peaks, on the host including pinned memory."""
+    peak = _stats().get("peak_bytes_in_use")
+    host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"device_gb": peak and peak / 1e9, "host_gb": host / 1e9}
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+def memory(rehearse: bool) -> Parts:
+    """Returns the speed of copies, and the largest model with AdamW and with zenflow."""
+    del rehearse
+    peers = ("adamw", "zenflow-s4-r0.05-streamed")
+    return {"copies": _copies} | {name: partial(_grow, peer=PEERS[name]) for name in peers}
+
+
+def _copies(part: Part) -> None:
+    """Measures copies between the device and pinned memory."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    pinned, size = device.with_memory_kind("pinned_host"), 2**20 if part.rehearse else 2**30
+    x = jnp.ones(size // 4, jnp.float32, device=device)
+    y = jax.block_until_ready(jax.device_put(x, pinned))
+    copies = {"to host": [(x, pinned)], "to device": [(y, device)]}
+    copies["both at once"] = [(x, pinned), (y, device)]
+    for name, moves in copies.items():
+        samples = []
+        for _ in range(6):
+            start = time.perf_counter()
+            jax.block_until_ready([jax.device_put(x, where) for x, where in moves])
+            samples.append(time.perf_counter() - start)
+        part.note(name, gb_per_s=len(moves) * size / statistics.median(samples[1:]) / 1e9)
+
+
+def _grow(part: Part, *, peer: Peer) -> None:
+    """Trains two small models, and from their needs one near the limit and one beyond it.
+
+    Sizes ascend, because the allocator's peak cannot be reset.
+    """
+    few, more = (1, 2) if part.rehearse else (2, 4)
+    first, second = (np.array(_train(part, peer, layers)) for layers in (few, more))
+    of_layer = np.maximum((second - first) / (more - few), 1e-9)
+    limits = np.array([_stats()["bytes_limit"], machine.host_bytes() - planning.HOST_RESERVE])
+    on_device, on_host = few + (limits - first) / of_layer
+    near = max(more + 1, int(0.95 * min(on_device, on_host)))
+    scarce = "device" if on_device < on_host else "host"
+    part.note("estimate", layers=min(on_device, on_host), outcome=f"limited by {scarce} memory")
+    _train(part, peer, near)
+    if scarce == "device":  # the system kills a process that exceeds the host's memory
+        _train(part, peer, max(near, int(1.03 * on_device)) + 1)
+
+
+def _train(part: Part, peer: Peer, layers: int) -> tuple[float, float]:
+    """Trains a model for three windows; returns its bytes on device and host."""
+    batch, length = (1, 32) if part.rehearse else (4, 1024)
+    config = llama(length, layers=layers, **(_TINY if part.rehearse else _7B))
+    model = make_model(config, scan_layers=True, remat=True)
+    note, plan = partial(part.note, f"{model.parameters:,}"), _plan(peer, model, batch, length)
+    planned = {"plan_device_gb": plan.device_bytes / 1e9, "plan_host_gb": plan.host_bytes / 1e9}
+    note(layers=layers, outcome="began", device_gb=None, host_gb=None, **planned)
+    runner = Runner(peer, model, text(peer.window, batch, length), prefetch_bytes=0)
+    try:
+        runner.set_up()
+        runner.advance((step_time.WARM_UP - 1) * peer.window)
+        runner.wait()
+        start = time.perf_counter()
+        runner.advance(peer.window)
+        runner.wait()
+        note(step_s=(time.perf_counter() - start) / peer.window)
+        runner.settle()
+        note(outcome=f"trained, loss {float(runner.loss):.3f}")
+    except RuntimeError as error:
+        # This is XLA's error, or an engine's error that XLA's has caused.
+        if "RESOURCE_EXHAUSTED" not in f"{error} {error.__cause__}":
+            raise
+        note(outcome="out of device memory")
+    finally:
+        note(**_peaks())
+        runner.take_down()
+    return _stats().get("peak_bytes_in_use", plan.device_bytes), plan.host_bytes
+
+
+def _plan(peer: Peer, model: Model, batch: int, length: int) -> planning.Plan:
+    """Plans a step's memory; compiles the step, which the runner then takes from jax's cache."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    pinned = device.with_memory_kind("pinned_host")
+
+    def put(x: Any, sharding: jax.sharding.Sharding = device) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    park = partial(put, sharding=pinned)
+    step, arguments = abstract_call(peer, model, batch, length, put, park)
+    compiled, gpu = step.lower(*arguments).compile(), planning.gpu_here() or "h100"
+    return planning.plan(step, *arguments, device=gpu, prefetch_bytes=0, compiled=compiled)
+
+
+# --- step times -----------------------------------------------------------------------------
+
+
+def step_times(rehearse: bool) -> Parts:
+    """Returns comparisons of the peers in `step_time_peers.py`, which take turns."""
+    written = ("adamw", "zenflow-s4-r0.05", "offload", "parked", "offload-x4")
+    # With scanned layers, no work can hide gradients that leave after the scan.
+    scanned = ("adamw", "zenflow-s4-r0.05-streamed", "zenflow-s4-r0.05-exchange", "offload")
+    if rehearse:  # other tests check the peers' results
+        return {"layers scanned": partial(_compare, names=scanned[:2], scan=True)}
+    return {
+        "layers written out": partial(_compare, names=written, scan=False),
+        "layers scanned": partial(_compare, names=scanned, scan=True),
+    }
+
+
+def _compare(part: Part, *, names: tuple[str, ...], scan: bool) -> None:
+    preset = MODELS["1b" if _stats()["bytes_limit"] > 20e9 else "125m"]
+    preset = _REHEARSED if part.rehearse else preset
+
+    def save(comparison: Comparison) -> None:
+        of_peers = figures(comparison)
+        limit = of_peers.get(LIMIT)
+        for result in comparison.results:
+            f = of_peers.get(result.peer)
+            if f is None:
+                outcome = "no turn yet" if result.fits else "does not fit"
+                part.note(result.peer, outcome="no time" if result.left_out else outcome)
+            else:
+                ratio = limit and f["step_ms"] / limit["step_ms"]
+                turns = f"{len(result.step_s)} turns"
+                part.note(result.peer, outcome=turns, ratio_to_adamw=ratio, **f)
+
+    comparison = step_time.compare(
+        make_model(preset.config, scan_layers=scan, remat=True),
+        [PEERS[name] for name in names],
+        batch=preset.batch,
+        length=preset.length,
+        vocabulary=preset.config.vocabulary,
+        rounds=1 if part.rehearse else 5,
+        steps=4 if part.rehearse else 16,  # whole windows for every peer
+        resident="one",
+        save=save,
+        until=part.until - 2,
+    )
+    if not figures(comparison):
+        raise RuntimeError("No peer completed a turn. Keep compiled programs, and run again.")
+
+
+# --- layerwise ------------------------------------------------------------------------------
+
+_OPTIMIZERS = {
+    "adamw": optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+    "lion": optax.lion(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+}
+#: Without clipping, these have the same bits.
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "after_backward": {},
+    "during_backward": {"updates": "during_backward"},
+    "inputs on the host": {"updates": "during_backward", "inputs": "host"},
+}
+#: Relative tolerances for losses and for a leaf's change, because bf16 products are computed in
+#: another order. Assumed, not measured on a GPU; lost or doubled updates differ by more.
+_OF_LOSS, _OF_CHANGE = 1e-2, 0.3
+
+
+def layerwise_parts(rehearse: bool) -> Parts:
+    """Returns comparisons with optax at 134 M parameters, and step times at two sizes."""
+    sizes = {"1.1 B": MODELS["1b"], "8.2 B": Preset(llama(1024, **_8B), 8, 1024)}
+    sizes = {"tiny": _REHEARSED} if rehearse else sizes
+    times = {
+        f"{size}, {updates}": partial(_time, preset=preset, updates=updates)
+        for size, preset in sizes.items()
+        for updates in ("during_backward", "after_backward")
+    }
+    return {f"losses with {name}": partial(_agree, name=name) for name in _OPTIMIZERS} | times
+
+
+def _agree(part: Part, *, name: str) -> None:
+    """Trains from the same weights on the device, layer by layer with clipping, and in variants."""
+    preset, tx = _REHEARSED if part.rehearse else MODELS["125m"], _OPTIMIZERS[name]
+    model = make_model(preset.config, scan_layers=False, remat=True)
+    tokens = text(6, preset.batch, preset.length)
+    whole = optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), tx)
+    runner, losses = Runner(Peer(name, partial(adamw, whole)), model, tokens), []
+    runner.set_up()
+    start = jax.device_get(runner.params)
+    for _ in tokens:
+        runner.advance(1)
+        losses.append(float(runner.loss))
+    end = losses, jax.device_get(jax.tree.leaves(runner.params))
+    runner.take_down()
+    part.note(f"optax.{name}", losses=losses)
+    clipped = _train_layers(model, tokens, tx, max_grad_norm=MAX_GRAD_NORM)
+    apart = differences(clipped, end, jax.tree.leaves(start))
+    part.note("clipped", losses=clipped[0], of_loss=apart[0], of_change=apart[1])
+    ends = {}
+    for variant, options in list(_VARIANTS.items())[: 2 if part.rehearse else None]:
+        ends[variant] = _train_layers(model, tokens, tx, **options)
+        part.note(variant, losses=ends[variant][0])
+    assert apart[0] <= _OF_LOSS, apart
+    assert apart[1] <= _OF_CHANGE, apart
+    for variant, end in ends.items():
+        assert_same_bits(end, ends["after_backward"])
+        part.note(variant, same_bits=True)
+
+
+def differences(end: Any, expected: Any, start: list[np.ndarray]) -> tuple[float, float]:
+    """Returns the largest relative difference of losses, and of a leaf's change; NaN if any is."""
+    of_loss = np.abs(np.divide(end[0], expected[0]) - 1).max()
+    of_change = [
+        np.linalg.norm(np.float32(x) - np.float32(y))
+        / np.linalg.norm(np.float32(y) - np.float32(z))
+        for x, y, z in zip(end[1], expected[1], start, strict=True)
+    ]
+    return float(of_loss), float(np.max(of_change))
+
+
+def _train_layers(
+    model: Model, tokens: np.ndarray, tx: optax.GradientTransformation, **options: Any
+) -> tuple[list[float], list[np.ndarray]]:
+    """Returns the losses, and the weights at the end."""
+    layered, params = _layered(model), model.draw()
+    blocks = params.pop("blocks")
+    weights = layered.divide(params, (blocks.pop(i) for i in range(layered.blocks)))
+    with _trainer(layered, weights, tx, **options) as trainer:
+        losses = [float(trainer.step({"tokens": batch})) for batch in tokens]
+        return losses, jax.device_get(list(layered.whole(trainer.params())[1]))
+
+
+def _layered(model: Model) -> LayeredModel:
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: where, model.shapes)
+    return models.layered_shapes(model.graphdef, model.shapes, shardings)
+
+
+def _functions(layered: LayeredModel) -> dict[str, Any]:
+    return {"first": layered.first, "layer": layered.layers, "last": layered.last}
+
+
+def _trainer(
+    layered: LayeredModel, weights: Any, tx: optax.GradientTransformation, **options: Any
+) -> layerwise.Trainer:
+    return layerwise.Trainer(weights, **_functions(layered), optimizer=tx, **options)
+
+
+def _time(part: Part, *, preset: Preset, updates: str) -> None:
+    """Times steps of layerwise AdamW, beside the plan's figures.
+
+    By default, and with enough `in_flight_bytes` to hide a layer's state behind the backward pass.
+    """
+    config, tx = preset.config, _OPTIMIZERS["adamw"]
+    parts = vocabulary.parts_of(config.vocabulary)
+    layered = _layered(make_model(config, scan_layers=False, remat=False, parts=parts))
+    batch = {"tokens": text(1, preset.batch, preset.length)[0]}
+    sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in layered.shapes["layers"]]
+    hidden = {"a layer's state hidden": 2 * 10 * max(sizes)} if "during" in updates else {}
+    for case, in_flight in ({"default": None} | hidden).items():
+        note, options = partial(part.note, case), {"updates": updates, "in_flight_bytes": in_flight}
+        plan = planning.plan_layerwise(
+            layered.shapes,
+            batch,
+            **_functions(layered),
+            optimizer=tx,
+            device=planning.gpu_here() or "h100",
+            host_memory_bytes=machine.host_bytes(),
+            **options,
+        )
+        planned = {"plan_device_gb": plan.device_bytes / 1e9, "plan_host_gb": plan.host_bytes / 1e9}
+        note(outcome="began", step_s=None, plan_step_s=plan.step_s, device_gb=None, **planned)
+        if plan.short:
+            note(outcome=f"not run: bytes lack on the {' and the '.join(plan.short)}")
+            continue
+        times, layers = [], map(_drawn, layered.shapes["layers"])  # one at a time on the device
+        weights = {"outer": _drawn(layered.shapes["outer"]), "layers": layers}
+        with _trainer(layered, weights, tx, **options) as trainer:
+            for _ in range(3 if part.rehearse else 6):
+                begin = time.perf_counter()
+                loss = float(trainer.step(batch))
+                times.append(time.perf_counter() - begin)
+        step_s = statistics.median(times[2:])
+        note(step_s=step_s, tokens_per_s=preset.batch * preset.length / step_s, all_steps_s=times)
+        note(outcome=f"trained, loss {loss:.3f}", **_peaks())
+
+
+def _drawn(shapes: Any) -> Any:
+    """Returns weights: small random matrices, vectors of ones."""
+
+    def draw(x: Any) -> jax.Array:
+        if x.ndim == 1:
+            return jnp.ones(x.shape, x.dtype, device=x.sharding)
+        key = jax.device_put(jax.random.key(0), x.sharding)
+        return 0.02 * jax.random.normal(key, x.shape, x.dtype)
+
+    return jax.tree.map(draw, shapes)
