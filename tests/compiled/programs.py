@@ -15,6 +15,7 @@ from benchmarks import gpu_program, host_access, program_report
 from train.cli.settings import StepSettings
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
+from zenflow_jax.layerwise._optimizer import Control, Updater, divide, flat, is_large
 
 LAYERS, WIDTH, INNER, CLASSES, ROWS = 4, 256, 1024, 512, 64
 
@@ -192,6 +193,22 @@ AFTER, WINDOW, UNCLIPPED = (
     (),
 )
 #: Programs that copy only whole arrays to and from the host.
+def layer_update() -> Any:
+    """Compiles AdamW's update of a bfloat16 leaf that waits in host memory."""
+    where = NamedSharding(planning.described_mesh("h200", {"data": 1}), PartitionSpec())
+
+    def shape(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
+
+    weight, treedef = shape(jnp.bfloat16, WIDTH, INNER), jax.tree.structure({"w": 0})
+    updater = Updater(optax.adamw(1e-3), None)
+    parts = [updater.shapes(treedef, 0, weight)]
+    arrays = divide(flat(parts), [is_large(x) for x in flat(parts)])
+    control = Control(shape(jnp.float32), shape(jnp.bool), shape(jnp.int32))
+    program: Any = updater.update(treedef, (0,), parts)
+    return program.lower(*arrays, [weight], control, shape(jnp.int32)).compile()
+
+
 PLAIN: dict[str, Callable[[], Compiled]] = {
     "written": Step().compile,
     "written, float32, without clipping": Step(jnp.float32, options=UNCLIPPED).compile,

@@ -24,7 +24,10 @@ REFUSED = {
     "dadapt_adamw": ("also depends on leaves like it", {}),
     "dog": ("also depends on leaves like it", {}),
     "dowg": ("also depends on leaves like it", {}),
-    "dpsgd": ("expects `grads` to have a batch dimension", {"l2_norm_clip": 1.0, "noise_multiplier": 1.0, "seed": 0}),
+    "dpsgd": (
+        "expects `grads` to have a batch dimension",
+        {"l2_norm_clip": 1.0, "noise_multiplier": 1.0, "seed": 0},
+    ),
     "galore": ("has no attribute", {}),
     "lbfgs": ("needs arguments", {}),
     "momo": ("needs arguments", {}),
@@ -67,9 +70,7 @@ def loss_of(params, batch):
 
 
 def trained(optimizer, **options):
-    with layerwise.Trainer(
-        small(new_params()), **MODEL, optimizer=optimizer, **options
-    ) as trainer:
+    with layerwise.Trainer(small(new_params()), **MODEL, optimizer=optimizer, **options) as trainer:
         losses = [float(trainer.step(batch)) for batch in BATCHES[:4]]
         return jax.tree.map(np.asarray, trainer.params()), losses
 

@@ -17,7 +17,6 @@ from tests.layerwise.small_model import (
     decayed,
     first,
     last,
-    layer,
     loss_of,
     masters_of,
     new_params,
@@ -178,7 +177,7 @@ def live_bytes(kind="device"):
 
 def most_bytes(monkeypatch, method, **options):
     """Returns the most bytes on the device in a step, beyond those before it, by micro-batches."""
-    most = {}
+    most, original = {}, getattr(Block, method)
     for parts in (1, 2, 4):
         with layerwise.Trainer(
             new_params(), **MODEL, optimizer=optax.adamw(1e-2), **options
@@ -187,7 +186,7 @@ def most_bytes(monkeypatch, method, **options):
             trainer.wait()
             before, seen = live_bytes(), []
 
-            def counted(*args, original=getattr(Block, method), seen=seen):
+            def counted(*args, seen=seen):
                 result = original(*args)
                 seen.append(live_bytes())
                 return result
@@ -211,13 +210,20 @@ def test_the_device_holds_a_few_layers_however_many_micro_batches_there_are(monk
     assert most[4] <= most[2] * 1.05
 
 
+@pytest.mark.usefixtures("nothing_is_small")
+def test_an_evaluation_leaves_nothing_on_the_device():
+    with layerwise.Trainer(new_params(), **MODEL, optimizer=optax.sgd(0.1)) as trainer:
+        trainer.evaluate(BATCHES[0])
+        before = live_bytes()
+        trainer.evaluate(BATCHES[0])
+        assert live_bytes() == before
+
+
 def test_a_trainer_shares_no_array_with_its_caller():
     in_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     for where in (in_host, jax.devices()[0]):
         params = jax.device_put(new_params(), where)
-        with layerwise.Trainer(
-            params, **MODEL, optimizer=optax.sgd(0.1), frozen=[1]
-        ) as trainer:
+        with layerwise.Trainer(params, **MODEL, optimizer=optax.sgd(0.1), frozen=[1]) as trainer:
             jax.tree.map(lambda x: x.delete(), params)
             assert np.isfinite(float(trainer.step(BATCHES[0])))
             held = trainer.params()

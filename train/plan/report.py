@@ -88,8 +88,8 @@ def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
             "No plan with a smaller batch, --remat, --host-state compact or --stream weights fits. "
             "Use a smaller model, or more devices (--mesh)."
         )
-    if run_plan.settings.stream == "weights":
-        limit = planning.limit_for(plan.pinned)
+    limit = planning.limit_for(plan.pinned)
+    if run_plan.settings.stream == "weights" and limit > planning.limit_for(0):
         lines.append(f"The script sets {planning.LIMIT_NAME}={limit}, if you do not.")
     lines.append(
         f"Assumptions: {plan.gpu.flops / 1e12:.0f} TFLOP/s at peak, "

@@ -138,7 +138,7 @@ def check_pinned(needs: Mapping[str, int | float], platform: str) -> None:
 def limit_for(nbytes: float) -> int:
     """Returns the limit in GiB for this need of pinned memory."""
     # jax's pool grows by ever larger regions, and never returns them.
-    return math.ceil(1.25 * nbytes / 2**30)
+    return max(DEFAULT_LIMIT, math.ceil(1.25 * nbytes / 2**30))
 
 
 def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:

@@ -21,9 +21,6 @@ from jax.sharding import SingleDeviceSharding
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._spec.leaf import DTYPES
-from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.layerwise._separable import check_separable, leaf_name
-from zenflow_jax.layerwise._transfers import bytes_here, moved
 from zenflow_jax.layerwise._optimizer import (
     Control,
     Parts,
@@ -35,6 +32,8 @@ from zenflow_jax.layerwise._optimizer import (
     others,
     unflat,
 )
+from zenflow_jax.layerwise._separable import check_separable, leaf_name
+from zenflow_jax.layerwise._transfers import bytes_here, moved
 
 #: Neighbouring leaves are updated together, by one program, up to this size.
 _BUNDLE_BYTES = 32 * 1024**2

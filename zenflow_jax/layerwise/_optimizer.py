@@ -108,14 +108,14 @@ class Updater:
 
         def update(moving: Any, staying: Any, g: Any, control: Control, number: Any) -> Any:
             old = join(moving, staying, large)
-            new, report = [], control.report
-            for n, leaf in enumerate(unflat(old, shapes)):
-                place, gradient = places[n], g[n]
-                made, finite = self._updated(treedef, place, leaf, gradient, control.factor)
-                new.append(made)
-                is_first = control.counts & ~finite & (report == 0)
+            leaves = zip(places, unflat(old, shapes), g, strict=True)
+            new = flat([self._updated(treedef, *x, control.factor) for x in leaves])
+            kept = [jnp.where(control.counts, *x) for x in zip(new, old, strict=True)]
+            report = control.report
+            # Of the weights, because a check of the update would keep it in a float32 array.
+            for n, weight in enumerate(kept[: len(places)]):
+                is_first = control.counts & (report == 0) & ~jnp.all(jnp.isfinite(weight))
                 report = jnp.where(is_first, number + (1 + n), report)
-            kept = [jnp.where(control.counts, *x) for x in zip(flat(new), old, strict=True)]
             return *divide(kept, large), report
 
         def results(shardings: Sequence[Any]) -> Any:
@@ -153,20 +153,15 @@ class Updater:
         # Without the copy, the result would be the caller's array.
         return Parts(jnp.copy(weight), (*_rest(master, weight), *jax.tree.leaves(state)))
 
-    def _updated(
-        self, treedef: Any, place: int, leaf: Parts, gradient: Any, factor: Any
-    ) -> tuple[Parts, Any]:
-        """Returns an updated leaf, and whether its update is finite."""
+    def _updated(self, treedef: Any, place: int, leaf: Parts, gradient: Any, factor: Any) -> Parts:
         params = alone(treedef, place, _master(leaf))
         structure = jax.tree.structure(self._state(treedef, place, leaf.weight))
         state = structure.unflatten(leaf.others[-structure.num_leaves or len(leaf.others) :])
         g = alone(treedef, place, gradient.astype(jnp.float32) * factor)
         change, state = self._optimizer.update(g, state, params)
         (master,) = jax.tree.leaves(optax.apply_updates(params, change))
-        (change,) = jax.tree.leaves(change)
         weight = _rounded(master, leaf.weight.dtype)
-        made = Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))
-        return made, jnp.all(jnp.isfinite(change))
+        return Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))
 
 
 def alone(treedef: Any, place: int, x: Any) -> Any:
@@ -225,10 +220,10 @@ def _placed(x: Any, leaf: Any) -> Any:
     """Returns an array's shape with the leaf's sharding, on each axis that it divides evenly."""
     sharding = leaf.sharding
     if x.shape != leaf.shape and isinstance(sharding, NamedSharding):
-        entries = []
-        if len(x.shape) == len(leaf.shape):
-            shape = zip(x.shape, leaf.shape, sharding.shard_shape(leaf.shape), strict=True)
-            spec = [*sharding.spec, *[None] * len(leaf.shape)]
-            entries = [e if n % (m // k) == 0 else None for e, (n, m, k) in zip(spec, shape)]
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+        parts = [n // k for n, k in zip(leaf.shape, sharding.shard_shape(leaf.shape), strict=True)]
+        spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
+        if len(x.shape) != len(leaf.shape):
+            spec = []
+        spec = [e if n % k == 0 else None for e, n, k in zip(spec, x.shape, parts, strict=False)]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

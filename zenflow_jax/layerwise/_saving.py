@@ -181,16 +181,15 @@ class _CheckedPiece:
 
 
 def _checked(saved: StoredArray, checksums: Mapping[str, Any], name: str) -> StoredArray:
-    checked = StoredArray(0, name, saved.shape, saved.dtype)
-    checked.pieces = {
-        start: _CheckedPiece(piece, int(checksums[",".join(map(str, start))]), name)
-        for start, piece in saved.pieces.items()
-    }
+    checked, pieces = StoredArray(0, name, saved.shape, saved.dtype), {}
+    for start, piece in saved.pieces.items():
+        pieces[start] = _CheckedPiece(piece, int(checksums[",".join(map(str, start))]), name)
+    checked.pieces = pieces
     return checked
 
 
 def _checksum(x: np.ndarray) -> int:
-    return zlib.crc32(x.reshape(-1).view(np.uint8))
+    return zlib.crc32(x.reshape(-1).view(np.uint8).data)
 
 
 def _named(leaf: Parts) -> Iterator[tuple[str, Any]]:

@@ -62,10 +62,10 @@ def check_separable(optimizer: optax.GradientTransformation, name: str, tree: An
         if read - {2 * j}:
             other = paths[min(read - {2 * j}) // 2]
             raise ValueError(
-                f"`optimizer` cannot run layer by layer: its update of {leaf_name(name, path)} also "
-                f"depends on {leaf_name(name, other) if other != path else 'leaves like it'}, but "
-                "only one leaf is on the device. Clip the global norm with `max_grad_norm`; "
-                "otherwise use an optimizer that treats each leaf by itself."
+                f"`optimizer` mixes leaves: its update of {leaf_name(name, path)} also depends on "
+                f"{leaf_name(name, other) if other != path else 'leaves like it'}, but a trainer "
+                "updates one leaf at a time. Clip the global norm with `max_grad_norm`; otherwise "
+                "use an optimizer that treats each leaf by itself."
             )
 
 

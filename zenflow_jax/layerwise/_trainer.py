@@ -14,7 +14,6 @@ from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._spec.arguments import check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax.layerwise._blocks import (
-    Block,
     BlockMaker,
     bytes_at_rest,
     check_names,
@@ -73,8 +72,8 @@ class Trainer:
         frozen: Layers that are not trained, by number, and "outer" for the outer weights.
         max_skipped: Consecutive skipped steps after which a call raises an error. None means never.
         in_flight_bytes: Device memory for arrays on their way to and from updates. By default,
-            three times the largest leaf with its state. Twice a layer's state hides all of it
-            behind the backward pass.
+            three times a layer's largest leaf with its state. Twice a layer with its state hides
+            the bus behind the backward pass.
         compiler_options: Options for all programs, as in `jax.jit`.
         state: The result of `state` or `EngineRestore`, to resume that run with bit-identical
             results. Then `params` may be `ShapeDtypeStruct`s with shardings, except for frozen
@@ -137,7 +136,9 @@ class Trainer:
                 f"`optimizer` is a {type(optimizer).__name__}. Pass an optax optimizer, such as "
                 "`optax.adamw(1e-4)`."
             )
-        at_once, saved = updates == "during_backward", state and SavedState(state)
+        at_once = updates == "during_backward"
+        saved = None if state is None else SavedState(state)
+        counts: Mapping[str, Any] = {} if saved is None else saved.counts
         self._updater = Updater(optimizer, compiler_options)
         maker = BlockMaker(optimizer, self._updater, saved)
         blocks = make_blocks(params, frozen, maker, at_once=at_once)
@@ -148,13 +149,13 @@ class Trainer:
                 "function for all layers, or one for each layer."
             )
         self._names = checksum_of_names(blocks, self._updater)
-        if saved and saved.counts["names"] != self._names:
+        if saved and counts.get("names") != self._names:
             raise UnfitRunError(
-                "`state` has different weights, by name, or another optimizer, order of layers, or "
-                "different frozen layers. Resume with the saved run's model, optimizer and `frozen`."
+                "`state` has different weights, by name, or another optimizer, order of layers or "
+                "`frozen`. Resume with the saved run's model, optimizer and `frozen`."
             )
         #: The number of steps taken, including skipped steps.
-        self.steps = int(saved.counts["step"]) if saved else 0
+        self.steps = int(counts.get("step", 0))
         self._blocks, self._max_skipped = blocks, max_skipped
         self._trained = [block for block in blocks if block.trains]
         shardings = [x.weight.sharding for block in blocks for x in block.shapes]
@@ -164,8 +165,9 @@ class Trainer:
         self._closed = False
         # Steps and verdicts that were not read yet.
         self._verdicts: deque[tuple[int, jax.Array]] = deque()
-        self._skipped, self._step_s = int(saved.counts["skipped"]) if saved else 0, 0.0
-        largest = max((x.nbytes for block in blocks for x in block.bundles), default=0)
+        self._skipped, self._step_s = int(counts.get("skipped", 0)), 0.0
+        # A huge outer leaf does not count; it is updated when nothing else is in flight.
+        largest = max((x.nbytes for block in blocks[1:] for x in block.bundles), default=0)
         in_flight = _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes
         kind = DuringBackward if at_once else AfterBackward
         self._updates = kind(blocks, Judge(max_grad_norm, compiler_options), in_flight)
@@ -174,7 +176,7 @@ class Trainer:
             (first, layers, last),
             blocks,
             self._updates,
-            new_progress(sizes, saved.counts if saved else {}, _everywhere(shardings)),
+            new_progress(sizes, counts, _everywhere(shardings)),
             inputs_to_host=inputs == "host",
             options=compiler_options,
         )

@@ -61,12 +61,14 @@ class DuringBackward(Updates):
         self._early: deque[list[jax.Array]] = deque()  # state that was fetched ahead
 
     def before_program(self) -> None:
-        size = 0
-        for bundle in self._waiting[0].bundles if self._waiting else ():
+        if self._waiting is None:
+            return
+        block, size = self._waiting[0], 0
+        for bundle in block.bundles:
             size += bundle.nbytes
             if not self._in_flight.fits_half(size):  # the other half may be leaving
                 break
-            self._early.append(self._fetch(self._waiting[0], bundle))
+            self._early.append(self._fetch(block, bundle))
 
     def after_program(
         self, i: int, gradient: list[Any] | None, squares: Any, weights: list[Any]

@@ -72,9 +72,7 @@ def plan_layerwise(
     gpu = gpu_named(device)
     check_one_of("updates", updates, ("after_backward", "during_backward"))
     check_one_of("inputs", inputs, ("device", "host"))
-    trees: list[Any] = jax.tree.map(
-        lambda x: _shape_at(x, x.sharding), [params["outer"], *params["layers"]]
-    )
+    trees = _trees_of(params)
     blocks, leaves = _blocks_of(optimizer, trees), jax.tree.leaves(trees)
     w, u = [x.weights for x in blocks], [x.others for x in blocks]
     in_flight = _IN_FLIGHT * max(x.largest for x in blocks)
@@ -129,8 +127,14 @@ def pinned_bytes(
 
     Unlike `plan_layerwise`, it starts no backend of jax, which reads the limit when it starts.
     """
-    blocks = _blocks_of(optimizer, [params["outer"], *params["layers"]])
+    blocks = _blocks_of(optimizer, _trees_of(params))
     return sum((1 + gradients) * x.weights + x.others for x in blocks)
+
+
+def _trees_of(params: Mapping[str, Any]) -> list[Any]:
+    """Returns the shapes of the outer weights and of each layer's."""
+    trees = [params["outer"], *params["layers"]]
+    return jax.tree.map(lambda x: _shape_at(x, x.sharding), trees)
 
 
 class _Block(NamedTuple):
@@ -244,7 +248,9 @@ def _follow(
         if (kind := id(layer)) not in kinds:
             ahead = tracer.call(layer.forward, weights, carry, shared)
             end = floats_of(_carry_after(layer, ahead, carry))
-            run = layer.backward.other if several else layer.backward.only
+            places = map(_shardings, (end, floats_of(carry), moving))
+            backward_of = layer.backward(*places)
+            run = backward_of.other if several else backward_of.only
             arguments = sums[i + 1], weighing, weights, end, moving, kept[i], shared
             kinds[kind] = ahead, tracer.call(run, *arguments)
         carries.append(carry := _carry_after(layer, kinds[kind][0], carry))
@@ -252,8 +258,7 @@ def _follow(
         at(kinds[kind][0], sum(w[i + 1 : i + 3]), 0, [waiting, carries[-2:]])
         backward.append(kinds[kind][1])
     g_first = floats_of(carries[0])
-    ends = floats_of(carry), moving
-    run = program.last(*(tuple(x.sharding for x in xs) for xs in ends))[several]
+    run = program.last(*map(_shardings, (floats_of(carry), moving)))[several]
     last = tracer.call(run, None, trees[0], carry, moving, batch)
     outer = size(last.out[1])
     at(last, w[-1], outer, [kept[-AHEAD:] if on_host else kept, carry])
@@ -262,7 +267,8 @@ def _follow(
         alive = sum(w[max(i, 1) : i + 2]) + (sum(leaving) if flight is not None else 0)
         inputs = [kept[i if on_host else 0 : i + 1], floats_of(carries[i : i + 2])]
         at(backward[i], alive, outer + g[i + 1] + sum(leaving), inputs, flight or 0)
-    run = program.first_backward.other if several else program.first_backward.only
+    backward_of = program.first_backward((), (), ())
+    run = backward_of.other if several else backward_of.only
     end = tracer.call(run, last.out[1], weighing, trees[0], g_first, moving, batch)
     at(end, 0, outer + g[0] + sum(w[1:2]), g_first, flight or 0)
     flops, moved = (parts * sum(x) for x in zip(*((c.flops, c.moved) for c in calls), strict=True))
@@ -273,6 +279,10 @@ def _carry_after(layer: Any, call: _Call, carry: Any) -> Any:
     """Returns the carry after a layer; arrays that the layer makes are new objects."""
     made = [_shape_at(x, x.sharding) for x in call.out]
     return dataclasses.replace(layer, forward=lambda *_: made).run(None, carry, None)
+
+
+def _shardings(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(x.sharding for x in arrays)
 
 
 def _shape_at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
