@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import zenflow_jax
@@ -78,23 +77,13 @@ def runs_equal_the_reference(part: Part) -> None:
         part.note(name, verdict="pass")
 
 
-def _drawn(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, jax.Array]:
+@functools.partial(jax.jit, static_argnums=0)
+def _drawn(leaves: Leaves, step: Any, seed: Any, bad: Any) -> dict[str, jax.Array]:
     """Returns a step's gradient for large leaves, drawn on the device, which is fast."""
-    del seed, bad
-    return _draw(leaves)(jnp.int32(step))
-
-
-@functools.cache
-def _draw(leaves: Leaves) -> Callable[[jax.Array], dict[str, jax.Array]]:
-    @jax.jit
-    def draw(step: jax.Array) -> dict[str, jax.Array]:
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(1), step), len(leaves))
-        return {
-            leaf.name: jax.random.normal(key, leaf.shape, leaf.dtype)
-            for key, leaf in zip(keys, leaves, strict=True)
-        }
-
-    return draw
+    del bad
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    keys = {x: jax.random.fold_in(key, i) for i, x in enumerate(leaves)}
+    return {x.name: jax.random.normal(key, x.shape, x.dtype) for x, key in keys.items()}
 
 
 def _large(part: Part, **options: Any) -> Training:

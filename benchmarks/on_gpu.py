@@ -55,10 +55,10 @@ class Function(NamedTuple):
 
 _CHECKS, _FIGURES = "benchmarks.gpu_checks", "benchmarks.gpu_figures"
 FUNCTIONS = (
-    Function("correct", "Are the results correct?", f"{_CHECKS}:correct", 170, 60),
-    Function("memory", "How large a model can be trained?", f"{_FIGURES}:memory", 190, 100),
-    Function("step_time", "How long is a step?", f"{_FIGURES}:step_times", 180, 110),
-    Function("layerwise", "Does layerwise match optax?", f"{_FIGURES}:layerwise_parts", 180, 90),
+    Function("correct", "Are the results correct?", f"{_CHECKS}:correct", 160, 60),
+    Function("memory", "How large a model can be trained?", f"{_FIGURES}:memory", 220, 130),
+    Function("step_time", "How long is a step?", f"{_FIGURES}:step_times", 170, 100),
+    Function("layerwise", "Does layerwise match optax?", f"{_FIGURES}:layerwise_parts", 170, 90),
 )
 
 
@@ -100,44 +100,26 @@ def run(function: Function, out: Path, environment: dict[str, str], *, rehearse:
     append(path, {"function": function.name, "parts": parts})
     while number < len(parts) and (left := until - time.monotonic()) > 0:
         limit = min(patience * function.part_s, left)
-        command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(out)]
+        command = [sys.executable, "-um", "benchmarks.on_gpu", "--out", str(out.resolve())]
         command += ["--process", json.dumps([function, number, limit])]
         command += ["--rehearse"] if rehearse else []
-        status = _run_process(command, out / "log.txt", environment, limit + 2)
+        files = {"cwd": machine.ROOT, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        with (out / "log.txt").open("ab") as log:
+            try:
+                done = subprocess.run(
+                    command, env=environment, stdout=log, timeout=limit + 2, check=False, **files
+                )
+                status = done.returncode
+            except subprocess.TimeoutExpired:
+                status = None
         parts = records_of(path, function.name)[0]["parts"]
-        if parts[number] not in {name for name, end, _ in ends(path, function.name) if end}:
+        if ends(path, function.name)[number][1] is None:
             end = {"ended": machine.ended(status), "s": None}
             append(path, {"function": function.name, "part": parts[number], **end})
         if status == NO_GPU:
             return NO_GPU
         number += 1
     return int(any(end != "done" for _, end, _ in ends(path, function.name)))
-
-
-def _run_process(
-    command: Sequence[str], log: Path, environment: dict[str, str], limit: float
-) -> int | None:
-    """Returns a process's exit status; None if it was killed after the time limit."""
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=machine.ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)  # its children share its session
-        except ProcessLookupError:
-            pass  # all have ended
-        process.wait()
 
 
 def answer(function: Function, number: int, seconds: float, out: Path, *, rehearse: bool) -> None:
@@ -161,23 +143,16 @@ def answer(function: Function, number: int, seconds: float, out: Path, *, rehear
 
 
 _PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-#: Share of host memory that jax may pin.
-_PINNED_SHARE = 0.85
 
 
 def environment_for(cache: str, *, rehearse: bool) -> dict[str, str]:
-    """Returns the environment for the functions' processes."""
+    """Returns the environment for the functions' processes, which share compiled programs."""
     changed = {
         # The allocator's share. The rest is for CUDA, its libraries and the code.
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
-        # Processes share compiled programs.
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(machine.ROOT), os.environ.get("PYTHONPATH")])
-        ),
     }
     flags = os.environ.get("XLA_FLAGS", "")
     if rehearse:
@@ -188,44 +163,41 @@ def environment_for(cache: str, *, rehearse: bool) -> dict[str, str]:
     elif [int(n) for n in re.findall(r"\d+", metadata.version("jax"))] < [0, 11, 1]:
         # Without it, this jax rejects streamed layers, because XLA would slice host memory wrongly.
         flags += " --xla_disable_hlo_passes=dynamic-slice-annotator"
-    # jax reads this when it starts its backend.
-    limit = str(max(1, int(_PINNED_SHARE * machine.host_bytes() / 2**30)))
+    # jax reads the limit when it starts its backend; by default, it may pin this share.
+    limit = str(max(1, int(0.85 * machine.host_bytes() / 2**30)))
     return {_PINNED: limit} | os.environ | changed | {"XLA_FLAGS": flags.strip()}
 
 
 # --- the report -----------------------------------------------------------------------------
 
 
-def ends(path: Path, function: str) -> list[tuple[str, str, float | None]]:
-    """Returns each part's outcome, empty if it did not end, and its seconds."""
+def ends(path: Path, function: str) -> list[tuple[str, str | None, float | None]]:
+    """Returns each part's outcome, None if it did not end, and its seconds."""
     records = records_of(path, function)
     ended = {x["part"]: (x["ended"], x["s"]) for x in records if "ended" in x}
-    return [(name, *ended.get(name, ("", None))) for name in records[0]["parts"]]
+    return [(name, *ended.get(name, (None, None))) for name in records[0]["parts"]]
 
 
 def write_report(out: Path, about: Mapping[str, Any]) -> None:
     """Writes report.md from the last run of every function."""
-    path = out / "results.jsonl"
-    lines = [f"# Results on {about['GPU']}, {about['date']}", ""]
-    if about["rehearsal"]:
-        lines += ["**A rehearsal on a CPU, with tiny models: the figures mean nothing.**", ""]
+    path, title = out / "results.jsonl", "Rehearsal" if about["rehearsal"] else "Results"
+    lines = [f"# {title} on {about['GPU']}, {about['date']}", ""]
     lines += [f"* {name}: {value}" for name, value in about.items()]
-    for function in FUNCTIONS:
-        records = records_of(path, function.name)
-        if not records:
-            continue
-        rows = [(name, end or "no time", s) for name, end, s in ends(path, function.name)]
+    for function in [x for x in FUNCTIONS if records_of(path, x.name)]:
         lines += ["", f"## {function.name}: {function.question}", ""]
-        lines += [table(("part", "outcome", "s"), rows)]
-        for part in records[0]["parts"]:
-            cases: dict[str, dict[str, Any]] = {}
-            for x in records:
-                if "case" in x and x["part"] == part:
-                    cases.setdefault(x["case"], {}).update(x["figures"])
+        lines += [table(_HEADER, ends(path, function.name))]
+        of_parts: dict[str, dict[str, dict[str, Any]]] = {}
+        for x in records_of(path, function.name):
+            if "case" in x:
+                of_parts.setdefault(x["part"], {}).setdefault(x["case"], {}).update(x["figures"])
+        for part, cases in of_parts.items():
             columns = list(dict.fromkeys(column for x in cases.values() for column in x))
             rows = [(case, *map(x.get, columns)) for case, x in cases.items()]
-            lines += ["", f"### {part}", "", table(("", *columns), rows)] if rows else []
+            lines += ["", f"### {part}", "", table(("", *columns), rows)]
     (out / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+_HEADER = ("part", "outcome", "s")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -244,8 +216,7 @@ def measure(functions: Sequence[Function], out: Path, *, rehearse: bool) -> int:
     """Runs functions, writes the report after each, and returns the exit status."""
     out.mkdir(parents=True, exist_ok=True)
     date = datetime.datetime.now().isoformat(" ", "minutes")
-    about = machine.summary() | {"date": date, "rehearsal": rehearse}
-    failed = 0
+    about, failed = machine.summary() | {"date": date, "rehearsal": rehearse}, 0
     with tempfile.TemporaryDirectory() as folder:
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder
         environment = environment_for(cache, rehearse=rehearse)
@@ -256,11 +227,11 @@ def measure(functions: Sequence[Function], out: Path, *, rehearse: bool) -> int:
                 status = run(function, out, environment, rehearse=rehearse)
             finally:
                 write_report(out, about)  # also when a signal ends this process
+            print(table(_HEADER, ends(out / "results.jsonl", function.name)), flush=True)
             if status == NO_GPU:
                 print("jax has no GPU. Install it with CUDA, or pass --rehearse to use this CPU.")
                 return NO_GPU
             failed |= status
-            print(table(("part", "outcome", "s"), ends(out / "results.jsonl", function.name)))
     return failed
 
 
@@ -276,9 +247,7 @@ def main() -> None:
         # SIGTERM ends the running part and keeps the report, like Ctrl-C.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         chosen = [x for x in FUNCTIONS if x.name in args.only]
-        status = measure(chosen, args.out, rehearse=args.rehearse)
-        print(f"The report is {args.out / 'report.md'}")
-        sys.exit(status)
+        sys.exit(measure(chosen, args.out, rehearse=args.rehearse))
     faulthandler.enable()
     if not args.rehearse:
         import jax  # only here, because the first process must leave the GPU alone
