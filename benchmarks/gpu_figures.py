@@ -1,11 +1,6 @@
-"""Measures memory, step times and layerwise training, for `on_gpu.py`.
-
-Each function returns its parts. Models are decoders in bf16, which train on text from Python's
-standard library.
-"""
+"""Measures memory, step times and layerwise training of decoders in bf16, for `on_gpu.py`."""
 
 import resource
-import statistics
 import sysconfig
 import time
 from collections.abc import Callable
@@ -64,9 +59,6 @@ def _planned(plan: planning.Plan) -> dict[str, float]:
     return {"plan_device_gb": plan.device_bytes / 1e9, "plan_host_gb": plan.host_bytes / 1e9}
 
 
-# --- memory ---------------------------------------------------------------------------------
-
-
 def memory(_: bool) -> Parts:
     """Returns the speed of copies, and the largest model with AdamW and with zenflow."""
     names = ("adamw", "zenflow-s4-r0.05-streamed")
@@ -87,7 +79,7 @@ def _copies(part: Part) -> None:
             start = time.perf_counter()
             jax.block_until_ready([jax.device_put(x, where) for x, where in moves])
             samples.append(time.perf_counter() - start)
-        part.note(name, gb_per_s=len(moves) * size / statistics.median(samples[1:]) / 1e9)
+        part.note(name, gb_per_s=len(moves) * size / float(np.median(samples[1:])) / 1e9)
 
 
 def _grow(part: Part, *, peer: peers.Peer) -> None:
@@ -145,9 +137,6 @@ def _plan(peer: peers.Peer, model: Model, batch: int, length: int) -> planning.P
     return planning.plan(step, *arguments, device=gpu, prefetch_bytes=0, compiled=compiled)
 
 
-# --- step times -----------------------------------------------------------------------------
-
-
 def step_times(rehearse: bool) -> Parts:
     """Returns comparisons of the peers in `step_time_peers.py`, which take turns."""
     written = ("adamw", "zenflow-s4-r0.05", "offload", "parked", "offload-x4")
@@ -159,8 +148,8 @@ def step_times(rehearse: bool) -> Parts:
 
 
 def _compare(part: Part, *, names: tuple[str, ...]) -> None:
-    preset = MODELS["1b" if _stats()["bytes_limit"] > 20e9 else "125m"]
-    preset = _REHEARSED if part.rehearse else preset
+    size = "1b" if _stats()["bytes_limit"] > 20e9 else "125m"
+    preset = _REHEARSED if part.rehearse else MODELS[size]
 
     def save(comparison: Comparison) -> None:
         of_peers = figures(comparison)
@@ -183,11 +172,8 @@ def _compare(part: Part, *, names: tuple[str, ...]) -> None:
         save=save,
         until=part.until - 2,
     )
-    if not figures(comparison):
-        raise RuntimeError("No peer completed a turn. Keep compiled programs, and run again.")
+    assert figures(comparison), "No peer completed a turn. Keep compiled programs, and run again."
 
-
-# --- layerwise ------------------------------------------------------------------------------
 
 _OPTIMIZERS = {
     "adamw": optax.adamw(peers.LEARNING_RATE, weight_decay=peers.WEIGHT_DECAY),
@@ -244,13 +230,13 @@ def _agree(part: Part, *, name: str) -> None:
 
 def differences(end: Any, expected: Any, start: list[np.ndarray]) -> tuple[float, float]:
     """Returns the largest relative difference of losses, and of a leaf's change; NaN if any is."""
-    of_loss = np.abs(np.divide(end[0], expected[0]) - 1).max()
-    of_change = [
-        np.linalg.norm(np.float32(x) - np.float32(y))
-        / np.linalg.norm(np.float32(y) - np.float32(z))
-        for x, y, z in zip(end[1], expected[1], start, strict=True)
-    ]
-    return float(of_loss), float(np.max(of_change))
+
+    def apart(x: np.ndarray, y: np.ndarray) -> float:
+        return float(np.linalg.norm(np.float32(x) - np.float32(y)))
+
+    leaves = zip(end[1], expected[1], start, strict=True)
+    of_change = [apart(x, y) / apart(y, z) for x, y, z in leaves]
+    return float(np.abs(np.divide(end[0], expected[0]) - 1).max()), float(np.max(of_change))
 
 
 def _train_layers(
@@ -291,10 +277,9 @@ def _time(part: Part, *, preset: Preset, updates: str) -> None:
         options["optimizer"] = _OPTIMIZERS["adamw"]
         here = {"device": planning.gpu_here() or "h100", "host_memory_bytes": machine.host_bytes()}
         plan = planning.plan_layerwise(layered.shapes, batch, **here, **options)
-        note, planned = partial(part.note, case), _planned(plan)
-        note(outcome="began", step_s=None, plan_step_s=plan.step_s, device_gb=None, **planned)
+        note = partial(part.note, case, plan_step_s=plan.step_s, **_planned(plan))
+        note(outcome=f"lacks memory: {', '.join(plan.short)}" if plan.short else "began")
         if plan.short:
-            note(outcome=f"not run: bytes lack on the {' and the '.join(plan.short)}")
             continue
         times, loss = [], 0.0
         weights = {"outer": _drawn(outer), "layers": map(_drawn, layers)}  # one at a time
@@ -303,9 +288,9 @@ def _time(part: Part, *, preset: Preset, updates: str) -> None:
                 begin = time.perf_counter()
                 loss = float(trainer.step(batch))
                 times.append(time.perf_counter() - begin)
-        step_s = statistics.median(times[2:])
-        note(step_s=step_s, tokens_per_s=preset.batch * preset.length / step_s, all_steps_s=times)
-        note(outcome=f"trained, loss {loss:.3f}", **_peaks())
+        step_s = float(np.median(times[2:]))
+        rate = preset.batch * preset.length / step_s
+        note(outcome=f"loss {loss:.3f}", step_s=step_s, tokens_per_s=rate, times=times, **_peaks())
 
 
 def _drawn(shapes: Any) -> Any:

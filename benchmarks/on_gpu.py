@@ -5,13 +5,10 @@
     python -m benchmarks.on_gpu --out DIR --rehearse              # the same, tiny, on a CPU
 
 Runs four functions: `correct` (`gpu_checks.py`), `memory`, `step_time` and `layerwise`
-(`gpu_figures.py`). Each consists of parts, which run in separate processes with a time limit: a
-part that raises, aborts, hangs or runs out of memory keeps its earlier results and leaves the GPU
-free for the next.
-
-`DIR/results.jsonl` gets a line for every result, at once. `DIR/report.md` is written after each
-function, from the last run of each, so several commands may share a folder. `DIR/log.txt` contains
-all output.
+(`gpu_figures.py`). Each part of a function runs in a process of its own with a time limit: if it
+raises, aborts, hangs or runs out of memory, its earlier results stay, and the next part has the
+whole GPU. `DIR/report.md` is written after each function, from the last run of each, so several
+commands may share a folder. `DIR/results.jsonl` gets each result at once, `DIR/log.txt` all output.
 
 Needs the library's packages, and no network. To keep compiled programs for the next command, set
 JAX_COMPILATION_CACHE_DIR. Answers: `benchmarks/LOG.md`.
@@ -37,10 +34,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import machine
 
-#: Exit status without a GPU; the other parts would not find one either.
-NO_GPU = 3
-#: Factor for a rehearsal's time limits, because the CPU may be busy.
-_PATIENCE = 10.0
+NO_GPU = 3  # exit status; the other parts would not find one either
+PATIENCE = 10.0  # factor for a rehearsal's time limits, because the CPU may be busy
 
 
 class Function(NamedTuple):
@@ -90,12 +85,9 @@ def records_of(path: Path, function: str) -> list[dict[str, Any]]:
     return records[begin:]
 
 
-# --- processes ------------------------------------------------------------------------------
-
-
 def run(function: Function, out: Path, environment: dict[str, str], *, rehearse: bool) -> int:
     """Runs a function's parts, and returns the exit status; 0 if all are done."""
-    path, patience = out / "results.jsonl", _PATIENCE if rehearse else 1.0
+    path, patience = out / "results.jsonl", PATIENCE if rehearse else 1.0
     until, number, parts = time.monotonic() + patience * function.seconds, 0, ["start"]
     append(path, {"function": function.name, "parts": parts})
     while number < len(parts) and (left := until - time.monotonic()) > 0:
@@ -103,12 +95,10 @@ def run(function: Function, out: Path, environment: dict[str, str], *, rehearse:
         command = [sys.executable, "-um", "benchmarks.on_gpu", "--out", str(out.resolve())]
         command += ["--process", json.dumps([function, number, limit])]
         command += ["--rehearse"] if rehearse else []
-        files = {"cwd": machine.ROOT, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        options = {"cwd": machine.ROOT, "env": environment, "timeout": limit + 2}
         with (out / "log.txt").open("ab") as log:
             try:
-                done = subprocess.run(
-                    command, env=environment, stdout=log, timeout=limit + 2, check=False, **files
-                )
+                done = subprocess.run(command, stdout=log, stderr=log, check=False, **options)
                 status = done.returncode
             except subprocess.TimeoutExpired:
                 status = None
@@ -168,9 +158,6 @@ def environment_for(cache: str, *, rehearse: bool) -> dict[str, str]:
     return {_PINNED: limit} | os.environ | changed | {"XLA_FLAGS": flags.strip()}
 
 
-# --- the report -----------------------------------------------------------------------------
-
-
 def ends(path: Path, function: str) -> list[tuple[str, str | None, float | None]]:
     """Returns each part's outcome, None if it did not end, and its seconds."""
     records = records_of(path, function)
@@ -184,8 +171,7 @@ def write_report(out: Path, about: Mapping[str, Any]) -> None:
     lines = [f"# {title} on {about['GPU']}, {about['date']}", ""]
     lines += [f"* {name}: {value}" for name, value in about.items()]
     for function in [x for x in FUNCTIONS if records_of(path, x.name)]:
-        lines += ["", f"## {function.name}: {function.question}", ""]
-        lines += [table(_HEADER, ends(path, function.name))]
+        lines += ["", f"## {function.name}: {function.question}", "", outcomes(path, function.name)]
         of_parts: dict[str, dict[str, dict[str, Any]]] = {}
         for x in records_of(path, function.name):
             if "case" in x:
@@ -197,7 +183,8 @@ def write_report(out: Path, about: Mapping[str, Any]) -> None:
     (out / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-_HEADER = ("part", "outcome", "s")
+def outcomes(path: Path, function: str) -> str:
+    return table(("part", "outcome", "s"), ends(path, function))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -227,7 +214,7 @@ def measure(functions: Sequence[Function], out: Path, *, rehearse: bool) -> int:
                 status = run(function, out, environment, rehearse=rehearse)
             finally:
                 write_report(out, about)  # also when a signal ends this process
-            print(table(_HEADER, ends(out / "results.jsonl", function.name)), flush=True)
+            print(outcomes(out / "results.jsonl", function.name), flush=True)
             if status == NO_GPU:
                 print("jax has no GPU. Install it with CUDA, or pass --rehearse to use this CPU.")
                 return NO_GPU
@@ -237,11 +224,11 @@ def measure(functions: Sequence[Function], out: Path, *, rehearse: bool) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [x.name for x in FUNCTIONS]
-    parser.add_argument("--out", type=Path, required=True, help="folder for the report")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models on this machine's CPU")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="functions to run")
-    parser.add_argument("--process", type=json.loads, help=argparse.SUPPRESS)
+    add, names = parser.add_argument, [x.name for x in FUNCTIONS]
+    add("--out", type=Path, required=True, help="folder for the report")
+    add("--rehearse", action="store_true", help="tiny models on this machine's CPU")
+    add("--only", nargs="+", choices=names, default=names, help="functions to run")
+    add("--process", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.process is None:
         # SIGTERM ends the running part and keeps the report, like Ctrl-C.
