@@ -33,14 +33,13 @@ def test_different_weights_and_losses_are_noticed():
     expected = [2.0, 1.0], end
     assert differences(expected, expected, start) == (0, 0)
     assert differences(([2.0, 1.1], half), expected, start) == pytest.approx((0.1, 0.5))
-    nan = differences(([2.0, np.nan], [np.full(4, np.nan)]), expected, start)
-    assert np.isnan(nan).all()
+    nan = [2.0, np.nan], [np.full(4, np.nan)]
+    assert np.isnan(differences(nan, expected, start)).all()
 
 
 @pytest.mark.parametrize("name", ["adamw", "parked", "zenflow-s4-r0.05", STREAMED])
 def test_each_peers_step_can_be_lowered_for_cuda(name, monkeypatch):
-    # jax before 0.11.1 rejects streamed layers without it.
-    monkeypatch.setattr("zenflow_jax._device.host_slices._DISABLED", True)
+    monkeypatch.setattr("zenflow_jax._device.host_slices._DISABLED", True)  # for jax < 0.11.1
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     put, park = (
         lambda x, where=where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -57,8 +56,8 @@ def test_each_peers_step_can_be_lowered_for_cuda(name, monkeypatch):
 
 def test_a_failing_part_loses_only_its_own_unfinished_results(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "PATIENCE", 1.0)
-    target = "tests.failing_parts"
-    functions = [on_gpu.Function(x, "?", f"{target}:{x}", 100, 8) for x in ("parts", "broken")]
+    targets = {x: f"tests.failing_parts:{x}" for x in ("parts", "broken")}
+    functions = [on_gpu.Function(name, "?", x, 100, 8) for name, x in targets.items()]
     monkeypatch.setattr(on_gpu, "FUNCTIONS", functions)
     assert on_gpu.measure(functions, tmp_path, rehearse=True) == 1
     ends = on_gpu.ends(tmp_path / "results.jsonl", "parts")
